@@ -30,15 +30,6 @@ from mpistrategy.reduction.routes.gpu_operations import BY_SHARES
 #: The node of each rank, by the number of ranks: nodes of 2 and 1, and of 2 and 2.
 NODES = {3: "001", 4: "0011"}
 pytestmark = pytest.mark.skipif(SIZE not in NODES, reason="nodes of several ranks take three or four")
-COLUMNS = (
-    "launches",
-    "copies_on_device",
-    "copies_to_host",
-    "copies_to_device",
-    "records",
-    "stream_waits",
-    "host_waits",
-)
 #: By path and call: as the columns say, at most; on rank 0 of two nodes of two.
 BUDGETS = {
     ("ipc+mpi", "all_reduce in place"): (1, 3, 0, 0, 5, 2, 3),
@@ -168,27 +159,14 @@ def test_no_call_asks_for_more_than_the_table_says(path: str, cupy: Any, monkeyp
     with on_nodes(NODES[SIZE]) as strategy:
         over = []
         for name, call in calls(cupy, strategy).items():
-            call()
-            call()
-            cupy.cuda.runtime.deviceSynchronize()
-            with cuda_counts.counted() as counts:
-                call()
-            found = tuple(counts[column] for column in COLUMNS)
-            if RANK == 0 and any(mine > most for mine, most in zip(found, BUDGETS[path, name], strict=True)):
-                over.append(f"{name}: {found} and not {BUDGETS[path, name]}")
+            counts = cuda_counts.count_repeated(call)
+            if RANK == 0 and (found := cuda_counts.over(counts, BUDGETS[path, name])):
+                over.append(f"{name}: {found}")
             # Half of the array, which is this rank's part.
             assert counts["bytes_to_host"] <= (2**19 if path == "ipc+staged" else 0), name
         assert not over
 
 
-def rows() -> list[str]:
-    """Return the rows of the guide's table."""
-    return [
-        f"| {path} | {name} | {launches} | {own} | {out + back} | {records} | {waits} | {host} |"
-        for (path, name), (launches, own, out, back, records, waits, host) in BUDGETS.items()
-    ]
-
-
 def test_the_guide_has_the_table() -> None:
     text = (Path(ms.__file__).parent / "cli" / "guide" / "gpu-operations.md").read_text()
-    assert "\n".join(rows()) in text
+    assert cuda_counts.guide_rows(BUDGETS) in text

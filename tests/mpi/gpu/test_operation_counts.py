@@ -15,9 +15,6 @@ from replicas import SIZE, context, in_step
 import mpistrategy as ms
 from mpistrategy.options import GPU_PATH
 
-COLUMNS = (
-    *("launches", "copies_on_device", "copies_to_host", "copies_to_device", "records", "stream_waits", "host_waits"),
-)
 #: By path and call: as the columns say, at most; on rank 0.
 BUDGETS = {
     ("nccl", "all_reduce in place"): (0, 0, 0, 0, 1, 0, 0),
@@ -87,28 +84,13 @@ def test_no_call_asks_for_more_than_the_table_says(path: str) -> None:
     with ms.MirroredStrategy("gpu" if path == "nccl" else "shared") as strategy:
         over = []
         for name, call in calls(cupy, strategy).items():
-            call()
-            call()
-            cupy.cuda.runtime.deviceSynchronize()
-            with cuda_counts.counted() as counts:
-                call()
-            found = tuple(counts[column] for column in COLUMNS)
-            if strategy.extended.communicator.rank == 0 and any(
-                mine > most for mine, most in zip(found, BUDGETS[path, name], strict=True)
-            ):
-                over.append(f"{name}: {found} and not {BUDGETS[path, name]}")
+            counts = cuda_counts.count_repeated(call)
+            if strategy.extended.communicator.rank == 0 and (found := cuda_counts.over(counts, BUDGETS[path, name])):
+                over.append(f"{name}: {found}")
             assert counts["bytes_to_host"] == 0 or path == "staged"
         assert not over
 
 
-def rows() -> list[str]:
-    """Return the rows of the guide's table."""
-    return [
-        f"| {path} | {name} | {launches} | {own} | {out + back} | {records} | {waits} | {host} |"
-        for (path, name), (launches, own, out, back, records, waits, host) in BUDGETS.items()
-    ]
-
-
 def test_the_guide_has_the_table() -> None:
     text = (Path(ms.__file__).parent / "cli" / "guide" / "gpu-operations.md").read_text()
-    assert "\n".join(rows()) in text
+    assert cuda_counts.guide_rows(BUDGETS) in text
