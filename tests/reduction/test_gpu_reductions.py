@@ -67,6 +67,34 @@ def test_a_list_is_reduced_as_on_the_host(strategy: Any, cupy: Any, dtype: str, 
         assert np.allclose(found[2].get(), total((2, 5), dtype, op), rtol=1e-2)
 
 
+def test_calls_from_one_line_have_the_dtype_and_shape_of_their_arrays(strategy: Any, cupy: Any) -> None:
+    kinds = [((4,), "float32"), ((2, 2), "float32"), ((4,), "int32"), ((4,), "float32")]
+
+    def step(ctx: Any) -> None:
+        for make in (cupy.asarray, np.asarray, cupy.asarray):
+            for shape, dtype in kinds * 2:
+                found = ctx.all_reduce("SUM", make(values(shape, dtype)))
+                assert type(found) is (np.ndarray if make is np.asarray else cupy.ndarray)
+                assert (found.dtype, found.shape) == (dtype, shape)
+                assert np.array_equal(found.get() if make is cupy.asarray else found, total(shape, dtype))
+
+    in_step(strategy, step)
+
+
+def test_repeated_lists_of_several_dtypes_keep_their_order(strategy: Any, cupy: Any) -> None:
+    kinds = [((3,), "float32"), ((2,), "int32"), ((), "float32"), ((2, 5), "float64"), ((4,), "int32")]
+
+    def step(ctx: Any) -> None:
+        for out in (None, None, None, "in place", "in place"):
+            arrays = [cupy.asarray(values(shape, dtype)) for shape, dtype in kinds]
+            found = ctx.all_reduce("SUM", arrays, out=out and arrays)
+            for array, (shape, dtype) in zip(found, kinds, strict=True):
+                assert (array.dtype, array.shape) == (dtype, shape)
+                assert np.allclose(array.get(), total(shape, dtype))
+
+    in_step(strategy, step)
+
+
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
 def test_parts_of_a_reduction_stay_in_gpu_memory(strategy: Any, cupy: Any, op: str) -> None:
     host = [values((7, 3), "float32"), values((2, 5), "int32")]
