@@ -1,14 +1,15 @@
-"""Steps of three torch models: without communication, with mpistrategy.torch, with DDP on gloo.  See bench_torch."""
+"""Steps of three torch models: without communication, with mpistrategy.torch, DDP and Horovod.  See bench_torch."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,13 @@ from mpi4py import MPI
 import mpistrategy as ms
 import mpistrategy.torch as mst
 
+try:
+    import horovod.torch as hvd
+except ImportError:
+    hvd = None
+
 WORLD = MPI.COMM_WORLD
-VARIANTS = ("compute", "mpistrategy", "DDP", "DDP bucket views")
+VARIANTS = ("compute", "mpistrategy", "DDP", "DDP bucket views", *(["Horovod"] if hvd else []))
 
 
 class Transformer(torch.nn.Module):
@@ -67,6 +73,18 @@ def start_gloo() -> None:
     torch.distributed.init_process_group("gloo", store=store, rank=WORLD.rank, world_size=WORLD.size)
 
 
+@contextlib.contextmanager
+def at_work(variant: str) -> Iterator[None]:
+    """Let Horovod's thread, which looks for work all the time, run only while Horovod is timed."""
+    if variant == "Horovod":
+        hvd.init()
+    try:
+        yield
+    finally:
+        if variant == "Horovod":
+            hvd.shutdown()
+
+
 def step_of(variant: str, model: str, strategy: ms.Strategy) -> tuple[Callable[[], None], Any]:
     """Return a training step, and the model that it trains."""
     torch.manual_seed(WORLD.rank)
@@ -76,6 +94,9 @@ def step_of(variant: str, model: str, strategy: ms.Strategy) -> tuple[Callable[[
     called = net
     if variant == "mpistrategy":
         mst.DistributedOptimizer(optimizer, strategy=strategy)
+    elif variant == "Horovod":
+        with at_work(variant):
+            optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
     elif variant != "compute":
         views = variant != "DDP"
         called = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=views)
@@ -94,20 +115,26 @@ def times_of(model: str, rounds: int, strategy: ms.Strategy) -> None:
     found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
     for number in range(rounds + 2):
         for variant, (step, _) in steps.items():
-            step()  # the caches are those of this variant
-            WORLD.Barrier()
-            began = time.perf_counter()
-            for _ in range(3):
-                step()
-            took = WORLD.allreduce((time.perf_counter() - began) / 3, MPI.MAX)
+            with at_work(variant):
+                step()  # the caches are those of this variant
+                WORLD.Barrier()
+                began = time.perf_counter()
+                for _ in range(3):
+                    step()
+                took = WORLD.allreduce((time.perf_counter() - began) / 3, MPI.MAX)
             if number >= 2:
                 found[variant].append(took)
-    mine, theirs = (list(steps[name][1].parameters()) for name in ("mpistrategy", "DDP"))
-    alike = max(float((one - other).detach().abs().max()) for one, other in zip(mine, theirs, strict=True))
+    mine, *others = (list(steps[name][1].parameters()) for name in VARIANTS[1:])
+    alike = max(
+        float((one - other).detach().abs().max()) for theirs in others for one, other in zip(mine, theirs, strict=True)
+    )
     if WORLD.rank == 0:
         middle = {variant: statistics.median(times) for variant, times in found.items()}
         size = sum(tensor.numel() for tensor in mine)
-        print(f"{model}: {size / 1e6:.1f} M parameters; parameters beside DDP's differ by {alike:.1e}", flush=True)
+        print(
+            f"{model}: {size / 1e6:.1f} M parameters; the variants' parameters differ by {alike:.1e} at most",
+            flush=True,
+        )
         for variant, value in middle.items():
             quarter = statistics.quantiles(found[variant], n=4)
             print(
@@ -151,7 +178,7 @@ def memory_of(model: str, strategy: ms.Strategy) -> None:
     for variant in VARIANTS:
         step, net = step_of(variant, model, strategy)
         WORLD.Barrier()
-        with Watch() as watch:
+        with at_work(variant), Watch() as watch:
             for _ in range(5):
                 step()
             WORLD.Barrier()

@@ -5,6 +5,8 @@ Needs nothing but Python itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 PATHS = ("nccl", "ipc", "mpi", "staged")
 #: What is compared with a budget, and its heading.
 COUNTED = {
@@ -67,10 +69,24 @@ def over(path: str, found: dict[str, list[int]]) -> list[str]:
     ]
 
 
-def table() -> str:
-    """Return the budgets as Markdown: launches, copies and host waits of each operation on each path."""
+def table(found: dict[str, dict[str, list[int]]] | None = None) -> str:
+    """Return launches, copies and host waits by operation and path as Markdown: the budgets, or what was found.
+
+    Args:
+        found: by path and operation, as many numbers as `COUNTED`; each cell then has the budget, too.
+    """
     lines = [f"| operation | {' | '.join(f'`{path}`' for path in PATHS)} |", f"|{'---|' * (1 + len(PATHS))}"]
     for name, budgets in BUDGETS.items():
-        cells = [", ".join(str(budgets[path][number]) for number in (0, 1, 4)) for path in PATHS]
+        cells = []
+        for path in PATHS:
+            cell = _shown(budgets[path])
+            if found is not None:
+                counts = found.get(path, {}).get(name)
+                cell = f"{_shown(counts) if counts else 'not counted'} (most: {cell})"
+            cells.append(cell)
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _shown(numbers: Sequence[int]) -> str:
+    return ", ".join(str(numbers[number]) for number in (0, 1, 4))

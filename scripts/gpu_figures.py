@@ -33,12 +33,14 @@ from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.routes import gpu_copy
 
 MIB = 2**20
-REAL = cupy_here.IS_REAL
+REAL = cupy_here.IS_GPU  # else small sizes do: figures mean nothing
 COPIED = 256 * MIB if REAL else MIB
 TRANSFERRED = 64 * MIB if REAL else MIB
 REDUCED = (4096, MIB, 64 * MIB) if REAL else (4096, 65536)
 REPEATS = 20 if REAL else 2
 TO_DEVICE, TO_HOST, ON_DEVICE = 1, 2, 3
+#: A list that would put every array behind the first at an odd place, were packs not padded.
+SCALAR_FIRST = "a scalar first"
 
 Figures = dict[str, Any]
 
@@ -97,8 +99,12 @@ def limits(cupy: Any, strategy: Any) -> Figures:
 def packing_figures(cupy: Any, strategy: Any) -> Figures:
     """Lists of gradients packed and scattered, beside a plain copy of as many bytes."""
     found: Figures = {}
-    for name in ("resnet50", "tiny1000") if REAL else ("tiny1000",):
-        arrays = [cupy.empty(shape, "float32") for shape in shapes.LISTS[name]()]
+    tiny = shapes.tiny1000()
+    lists = {"tiny1000": tiny, SCALAR_FIRST: [(1,), *tiny]}
+    if REAL:
+        lists = {"resnet50": shapes.resnet50(), SCALAR_FIRST: [(1,), *shapes.resnet50()], "tiny1000": tiny}
+    for name, wanted in lists.items():
+        arrays = [cupy.empty(shape, "float32") for shape in wanted]
         for array in arrays:
             array[...] = 1.0
         packs = packing.plan(packing.layouts_of(arrays), 2**40)
@@ -133,7 +139,7 @@ def check(cupy: Any, strategy: Any) -> Figures:
     random = np.random.default_rng(3)
     pairs = [("float32", "float32"), ("int8", "int8"), ("float16", "float32"), ("int16", "int32"), ("uint8", "uint32")]
     pairs.append(("complex64", "complex64"))
-    lists = 30 if REAL else 3
+    lists = 30 if REAL else 10 if cupy_here.IS_REAL else 3
     for _ in range(lists):
         sources, targets, expected = [], [], []
         for _ in range(int(random.integers(1, 300))):
@@ -174,7 +180,26 @@ def path_figures(cupy: Any, strategy: Any) -> Figures:
         found["resnet50"] = seconds_of(cupy, strategy, lambda: reduce_all(gradients), 5)
         found["bytes of resnet50"] = 4 * sum(map(prod, shapes.resnet50()))
     paths = device_paths(strategy.extended.communicator)
+    if "nccl" in paths.by_name:
+        found |= _bare_nccl(cupy, strategy, paths.by_name["nccl"], found.get("bytes of resnet50", 0))
     return {"seconds": found, "path": sorted(paths.by_name), "why": sorted(set(paths.reasons.values()))}
+
+
+def _bare_nccl(cupy: Any, strategy: Any, path: Any, nbytes_of_list: int) -> Figures:
+    """Return the seconds of NCCL's own call for buffers of as many bytes."""
+    from cupy.cuda import nccl
+
+    found: Figures = {}
+    for nbytes in (*REDUCED, *([256 * MIB] if REAL else []), nbytes_of_list):
+        buffer = cupy.ones(nbytes // 4, "float32")
+
+        def call(buffer: Any = buffer) -> None:
+            pointer, stream = buffer.data.ptr, cupy.cuda.get_current_stream().ptr
+            path._nccl.allReduce(pointer, pointer, buffer.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
+
+        if nbytes:
+            found[f"NCCL, {nbytes}"] = seconds_of(cupy, strategy, call, 10 if REAL else 2)
+    return found
 
 
 PARTS: dict[str, Callable[[Any, Any], Figures]] = {

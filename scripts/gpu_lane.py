@@ -10,33 +10,18 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from gpu_budgets import PATHS
-from gpu_budgets import table as table_of_budgets
-from gpu_lane_jobs import ELSEWHERE, NOT_RUN, RIGHT, ROOT, WRONG, Lane, Row, environment, prepare, probe
+from gpu_budgets import table as table_of_counts
+from gpu_lane_figures import bench, check, hidden, host, limits, nccl1, nodes, optimizers, packing, path
+from gpu_lane_jobs import ELSEWHERE, NOT_RUN, RIGHT, ROOT, WRONG, Ended, Lane, Row, environment, prepare, probe
 
 LIMIT = 460  # seconds for everything
-ON_CPU = 1500
-
-
-def rate(nbytes: float) -> str:
-    """Return bytes a second in words."""
-    return f"{nbytes / 1e9:.0f} GB/s" if nbytes >= 1e11 else f"{nbytes / 1e9:.1f} GB/s"
-
-
-def figures(lane: Lane, row: Row, part: str, ranks: int, limit: float) -> Any:
-    """Measure one part; return its figures, or None when it failed."""
-    file = lane.work / f"{part}.json"
-    ended = lane.ranks(row.name, ranks, [ROOT / "scripts" / "gpu_figures.py", file, part], limit)
-    if ended.status != 0 or not file.exists():
-        row.result, row.text = WRONG, ended.why
-        return None
-    lane.measured[part] = row.figures = json.loads(file.read_text())[part]
-    row.result = RIGHT
-    return row.figures
+PYTEST = ("-m", "pytest", "--with-mpi", "-q", "-s", "--color=no", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml")
 
 
 def gpu(lane: Lane, row: Row) -> None:
@@ -55,75 +40,9 @@ def doctor(lane: Lane, row: Row) -> None:
     row.text = " ".join(lines[0][6:].split()) if lines else ended.why
 
 
-def limits(lane: Lane, row: Row) -> None:
-    """The limits: what the device and the bus can do."""
-    found = figures(lane, row, "limits", 2, 60)
-    if found:
-        row.text = "; ".join(f"{name}: {rate(value)}" for name, value in found.items())
-        row.text += " (two ranks at a time)"
-
-
-def packing(lane: Lane, row: Row) -> None:
-    """The packing kernel beside a plain copy."""
-    found = figures(lane, row, "packing", 1, 60)
-    if not found:
-        return
-    parts = []
-    for name, each in found.items():
-        share, back = (each[key] / each["copy"] for key in ("packing", "scattering"))
-        parts.append(
-            f"{name}: {rate(each['packing'])}, {share:.0%} of a copy; back {back:.0%}; "
-            f"{each['seconds of the host for a call'] * 1e6:.0f} us of the host"
-        )
-        if name == "resnet50" and share < 0.8 and not lane.on_cpu:
-            row.result = WRONG
-            parts[-1] += " (wanted: 80 %)"
-    row.text = "; ".join(parts)
-
-
-def check(lane: Lane, row: Row) -> None:
-    """The packing kernel against NumPy."""
-    found = figures(lane, row, "check", 1, 60)
-    row.text = f"{found['lists that were right']} lists equal to NumPy's" if found else row.text
-
-
-def path(lane: Lane, row: Row) -> None:
-    """All-reduces on one path."""
-    if row.name == "nccl" and not lane.double and lane.facts.get("gpus", 0) < 2:
-        row.result, row.text = ELSEWHERE, "for two GPUs: NCCL wants one for each rank"
-        return
-    # NCCL's figures are those of all GPUs; the others share one where there is no second.
-    found = figures(lane, row, row.name, lane.facts["gpus"] if row.name == "nccl" and not lane.double else 2, 60)
-    if not found:
-        return
-    if found["path"] != [row.name]:
-        row.result, row.text = NOT_RUN, f"not to be had here: {'; '.join(found['why'])}"
-        return
-    lane.paths.append(row.name)
-    times = found["seconds"]
-    parts = [f"{int(nbytes)} bytes: {seconds * 1e6:.0f} us" for nbytes, seconds in times.items() if nbytes.isdigit()]
-    largest = max((int(nbytes) for nbytes in times if nbytes.isdigit()), default=0)
-    speed = largest / times[str(largest)]
-    bound = _bound(lane, row.name)
-    row.text = "; ".join(parts) + f" = {rate(speed)}"
-    if bound:
-        row.text += f", {speed / bound[1]:.0%} of {bound[0]}"
-    if "resnet50" in times:
-        row.text += f"; resnet50: {times['resnet50'] * 1e3:.1f} ms"
-
-
-def _bound(lane: Lane, name: str) -> tuple[str, float] | None:
-    """Return what a path cannot be faster than, for the bytes of one rank's array."""
-    found = lane.measured.get("limits")
-    if not found:
-        return None
-    if name == "staged":  # each byte goes there and back, both at the same time
-        return "the bus", min(found["device to host, pinned"], found["host to device, pinned"])
-    return "the device's copies", found["device copy, bytes read and written"] / 4
-
-
 def counts(lane: Lane, row: Row) -> None:
     """Count what each operation asks CUDA for; more than its budget is wrong."""
+    row.limit = "the budgets, which the lane prints"
     if not lane.on_cpu:
         row.result, row.text = ELSEWHERE, "operations are counted with --on-cpu"
         return
@@ -139,37 +58,33 @@ def counts(lane: Lane, row: Row) -> None:
             wrong.append(f"{name} is not to be had here")
         row.figures[name] = found["counts"]
         wrong += found["over"]
-    print(f"launches, copies and host waits; budgets:\n\n{table_of_budgets()}\n", flush=True)
+    print(f"launches, copies and waits of the host, and the most there may be:\n\n{table_of_counts(row.figures)}\n")
     row.result = WRONG if wrong else RIGHT
     numbers = sum(len(each) for each in row.figures.values())
     row.text = "; ".join(wrong) or f"{numbers} operations within their budgets"
 
 
-def tests(*files: str, ranks: int, limit: float) -> Callable[[Lane, Row], None]:
-    """Return a step that runs test files."""
+def run_tests(*files: str, ranks: int, at_once: bool = False) -> Callable[[Lane, Row], None]:
+    """Return a step that runs test files; at once on all paths, where most of their time is waiting."""
 
     def run(lane: Lane, row: Row) -> None:
         names = [ROOT / "tests" / file for file in files]
-        arguments = [
-            "-m",
-            "pytest",
-            "--with-mpi",
-            "-q",
-            "-s",
-            "--color=no",
-            "--rootdir",
-            ROOT,
-            "-c",
-            ROOT / "pyproject.toml",
-        ]
-        known = ",".join(path for path in lane.paths if path in ("staged", "mpi", "ipc", "nccl")) or "staged"
-        told = {"MPISTRATEGY_TEST_PATHS": known, "PYTEST_TIMEOUT": str(int(limit * lane.patience))}
-        ended = lane.ranks(row.name, ranks, [*arguments, *names], limit, **told)
-        last = [line for line in ended.output.splitlines() if " passed" in line or line.startswith("conformance in")]
-        row.result = RIGHT if ended.status == 0 and last else WRONG
-        row.text = "; ".join(line.strip(" =") for line in last) if row.result == RIGHT else ended.why
-        if len(lane.paths) and row.result == RIGHT:
-            row.text += f" (paths: {known})"
+        known = [path for path in lane.paths if path in PATHS] or ["staged"]
+
+        def run_on(paths: str) -> Ended:
+            told = {"MPISTRATEGY_TEST_PATHS": paths, "PYTEST_TIMEOUT": str(int(lane.seconds_left))}
+            log = f"{row.name}-{paths}" if at_once else row.name
+            return lane.ranks(log, ranks, [*PYTEST, *names], LIMIT, **told)
+
+        with ThreadPoolExecutor() as threads:
+            jobs = list(threads.map(run_on, known if at_once else [",".join(known)]))
+        said = [line for ended in jobs for line in ended.output.splitlines()]
+        last = [line.strip(" =") for line in said if " passed" in line or line.startswith("conformance in")]
+        wrong = [ended.why for ended in jobs if ended.status != 0 or " passed" not in ended.output]
+        row.result = WRONG if wrong else RIGHT
+        row.text = "; ".join(wrong or last)
+        if lane.paths and not wrong:
+            row.text += f" (paths: {','.join(known)})"
 
     return run
 
@@ -180,7 +95,7 @@ def digits(lane: Lane, row: Row) -> None:
         row.text = "the double trains no digits"
         return
     for name in ("sklearn", "tqdm"):
-        if lane.job("digits", [sys.executable, "-c", f"import {name}"], 30).status != 0:
+        if lane.job("digits", [lane.python, "-c", f"import {name}"], 30).status != 0:
             row.text = f"the package {name} is missing"
             return
     program = [ROOT / "scripts" / "train_digits.py", "--no-plot", "--progress", "lines"]
@@ -197,7 +112,7 @@ def digits(lane: Lane, row: Row) -> None:
         "one, *others = [np.load(name) for name in sys.argv[1:]]\n"
         "print('APART', max(float(np.abs(one[k] - o[k]).max() / np.abs(one[k]).max()) for o in others for k in one))"
     )
-    ended = lane.job("digits", [sys.executable, "-c", compare, *found.values()], 30)
+    ended = lane.job("digits", [lane.python, "-c", compare, *found.values()], 30)
     apart = float(ended.output.partition("APART ")[2].split()[0]) if "APART" in ended.output else float("inf")
     row.figures = {"largest relative difference": apart}
     row.result = RIGHT if apart < 1e-6 else WRONG
@@ -218,7 +133,7 @@ def sanitizer(lane: Lane, row: Row) -> None:
     if lane.double or lane.on_cpu:
         row.text = "there are no kernels of a GPU"
         return
-    program = [sys.executable, ROOT / "scripts" / "gpu_figures.py", lane.work / "sanitized.json", "check"]
+    program = [lane.python, ROOT / "scripts" / "gpu_figures.py", lane.work / "sanitized.json", "check"]
     ended = lane.job(row.name, [tool, "--tool", "memcheck", "--error-exitcode", "9", *program], 120)
     clean = ended.status == 0 and "ERROR SUMMARY: 0 errors" in ended.output
     unable = "not supported" in ended.output.lower() or "Unable to" in ended.output
@@ -234,44 +149,54 @@ STAYS = (
     "reduction/test_gpu_memory.py",
 )
 OVERLAP = ("reduction/test_gpu_overlap.py", "reduction/test_gpu_foreign_memory.py")
-STEPS: list[tuple[str, str, Callable[[Lane, Row], None]]] = [
-    ("gpu", "GPU", gpu),
-    ("doctor", "what mpistrategy doctor says", doctor),
-    ("limits", "limits", limits),
-    ("packing", "packing on the device", packing),
-    ("check", "packing kernel against NumPy", check),
-    ("staged", "all-reduce, staged through the host, 2 ranks on one GPU", path),
-    ("mpi", "all-reduce, CUDA-aware MPI, 2 ranks on one GPU", path),
-    ("ipc", "all-reduce, CUDA IPC, 2 ranks on one GPU", path),
-    ("nccl", "all-reduce, NCCL", path),
-    ("counts", "operations counted, and their budgets, 2 ranks", counts),
-    ("races", "slow kernels, 2 ranks", tests("reduction/test_gpu_races.py", ranks=2, limit=60)),
-    ("stays", "every collective, and what stays on the GPU, 2 ranks", tests(*STAYS, ranks=2, limit=60)),
+#: The rows in order: name, what it is, its step, and the seconds that it may take; all together take less than `LIMIT`.
+STEPS: list[tuple[str, str, Callable[[Lane, Row], None], int]] = [
+    ("gpu", "GPU", gpu, 1),
+    ("doctor", "what mpistrategy doctor says", doctor, 20),
+    ("limits", "limits", limits, 15),
+    ("packing", "packing on the device", packing, 15),
+    ("check", "packing kernel against NumPy", check, 15),
+    ("staged", "all-reduce, staged through the host, 2 ranks on one GPU", path, 15),
+    ("mpi", "all-reduce, CUDA-aware MPI, 2 ranks on one GPU", path, 15),
+    ("ipc", "all-reduce, CUDA IPC, 2 ranks on one GPU", path, 15),
+    ("nccl1", "NCCL on one rank", nccl1, 15),
+    ("nccl", "all-reduce, NCCL", path, 15),
+    ("hidden", "all-reduce beside computation, a GPU for each rank", hidden, 15),
+    ("nodes", "all-reduce between nodes, with wire, beside computation", nodes, 1),
+    ("host", "time of the host", host, 15),
+    ("optimizers", "steps of optimizers, 161 variables", optimizers, 15),
+    ("bench", "mpistrategy bench --devices gpu, a GPU for each rank", bench, 20),
+    ("counts", "operations counted, and their budgets, 2 ranks", counts, 15),
+    ("races", "slow kernels, 2 ranks", run_tests("reduction/test_gpu_races.py", ranks=2), 20),
+    ("stays", "every collective, and what stays on the GPU, 2 ranks", run_tests(*STAYS, ranks=2), 20),
+    ("bynodes", "IPC within 2 pretended nodes, 4 ranks", run_tests("mpi/gpu/test_by_nodes.py", ranks=4), 20),
+    ("overlap", "reductions beside computation; memory of other libraries, 2 ranks", run_tests(*OVERLAP, ranks=2), 20),
     (
-        "overlap",
-        "reductions beside computation; memory of other libraries, 2 ranks",
-        tests(*OVERLAP, ranks=2, limit=60),
+        "failures",
+        "a rank fails while work is queued",
+        run_tests("mpi/gpu/test_failures_under_way.py", ranks=1, at_once=True),
+        50,
     ),
-    ("failures", "a rank fails while work is queued", tests("mpi/gpu/test_failures_under_way.py", ranks=1, limit=120)),
-    ("properties1", "property tests, 1 rank", tests("reduction/test_gpu_reductions.py", ranks=1, limit=60)),
-    ("properties2", "property tests, 2 ranks", tests("reduction/test_gpu_reductions.py", ranks=2, limit=60)),
-    ("values1", "variables, optimizers, tensors, 1 rank", tests(*VALUES, ranks=1, limit=60)),
-    ("values2", "variables, optimizers, tensors, 2 ranks", tests(*VALUES, ranks=2, limit=60)),
-    ("digits", "training of the digits", digits),
-    ("conformance1", "recorded cases, 1 rank", tests("whole/test_conformance_gpus.py", ranks=1, limit=60)),
-    ("conformance2", "recorded cases, 2 ranks", tests("whole/test_conformance_gpus.py", ranks=2, limit=150)),
-    ("sanitizer", "compute-sanitizer on the kernels", sanitizer),
+    ("properties1", "property tests, 1 rank", run_tests("reduction/test_gpu_reductions.py", ranks=1), 15),
+    ("properties2", "property tests, 2 ranks", run_tests("reduction/test_gpu_reductions.py", ranks=2), 20),
+    ("values1", "variables, optimizers, tensors, 1 rank", run_tests(*VALUES, ranks=1), 15),
+    ("values2", "variables, optimizers, tensors, 2 ranks", run_tests(*VALUES, ranks=2), 15),
+    ("digits", "training of the digits", digits, 15),
+    ("conformance1", "recorded cases, 1 rank", run_tests("whole/test_conformance_gpus.py", ranks=1), 10),
+    ("conformance2", "recorded cases, 2 ranks", run_tests("whole/test_conformance_gpus.py", ranks=2), 15),
+    ("sanitizer", "compute-sanitizer on the kernels", sanitizer, 15),
 ]
 
 
 def table(rows: Sequence[Row], facts: dict[str, Any], seconds: float) -> str:
     """Return the table: Markdown that can be read as it is."""
     device = facts.get("device", "the double" if facts.get("double") else "no GPU")
-    lines = [f"| on {device}, {facts['date']} | | |", "|---|---|---|"]
-    lines += [f"| {row.what} | {row.result} | {row.text or '-'} |" for row in rows]
+    limit = "limit" if facts.get("is_measured", True) else "limit; times and rates are a GPU's, and not judged here"
+    lines = [f"| on {device}, {facts['date']} | | | {limit} |", "|---|---|---|---|"]
+    lines += [f"| {row.what} | {row.result} | {row.text or '-'} | {row.limit or '-'} |" for row in rows]
     counts = {result: sum(row.result == result for row in rows) for result in (RIGHT, WRONG, NOT_RUN, ELSEWHERE)}
     said = ", ".join(f"{count} {result}" for result, count in counts.items() if count)
-    return "\n".join([*lines, "", f"{said}; {seconds:.0f} s"])
+    return "\n".join([*lines, "", f"{said}; {seconds:.0f} s, of {LIMIT} at most"])
 
 
 def status_of(rows: Sequence[Row]) -> int:
@@ -284,8 +209,8 @@ def main() -> int:
     """Run the steps, and tell."""
     started = time.monotonic()
     options = parse_arguments()
-    wanted = set(options.only.split(",")) if options.only else {name for name, _, _ in STEPS}
-    unknown = wanted - {name for name, _, _ in STEPS}
+    wanted = set(options.only.split(",")) if options.only else {name for name, *_ in STEPS}
+    unknown = wanted - {name for name, *_ in STEPS}
     if unknown or (options.folder and not options.folder.is_dir()):
         trouble = f"no row {', '.join(sorted(unknown))}" if unknown else f"no folder {options.folder}"
         print(f"error: {trouble}; scripts/gpu_lane --help tells more", file=sys.stderr)
@@ -293,21 +218,25 @@ def main() -> int:
     logs = options.json.resolve().with_suffix(".logs")
     shutil.rmtree(logs, ignore_errors=True)
     logs.mkdir(parents=True)
-    rows = [Row(name, what) for name, what, _ in STEPS if name in wanted]
-    steps = {name: step for name, _, step in STEPS}
+    rows = [Row(name, what) for name, what, *_ in STEPS if name in wanted]
+    steps = {name: (step, seconds) for name, _, step, seconds in STEPS}
     with tempfile.TemporaryDirectory(prefix="gpu-lane-", ignore_cleanup_errors=True) as work:
-        lane = Lane(options.double, logs, Path(work), environment(options.double), started + options.seconds)
+        end = started + options.seconds
+        lane = Lane(options.double, logs, Path(work), environment(options.double), end)
         lane.on_cpu = options.on_cpu
         lane.facts |= {"date": time.strftime("%Y-%m-%d"), "double": options.double, "machine": platform.node()}
+        lane.facts["is_measured"] = lane.is_measured
         trouble = prepare(lane, options.folder and options.folder.resolve()) or probe(lane)
         for row in rows:
             before = time.monotonic()
             if trouble:
                 row.text = trouble
-            elif before > lane.until - 5:
+            elif before > end - 5:
                 row.text = f"the {options.seconds:.0f} s were over"
             else:
-                steps[row.name](lane, row)
+                step, allowed = steps[row.name]
+                lane.until = min(end, before + allowed * lane.patience)
+                step(lane, row)
             row.seconds = round(time.monotonic() - before, 1)
             print(f"== {row.what}: {row.result}, {row.seconds} s", file=sys.stderr, flush=True)
         lane.facts.pop("gpu_error", None)
@@ -324,13 +253,11 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--from", dest="folder", type=Path, metavar="FOLDER", help="wheels and a packed MPI")
     parser.add_argument("--json", type=Path, default=Path("gpu_lane.json"), help="default: %(default)s")
     parser.add_argument("--only", default="", metavar="ROW,ROW", help="only these rows")
-    parser.add_argument("--seconds", type=float, help=f"for everything; default: {LIMIT}, {ON_CPU} with --on-cpu")
+    parser.add_argument("--seconds", type=float, default=LIMIT, help="for everything; default: %(default)s")
     stand_ins = parser.add_mutually_exclusive_group()
     stand_ins.add_argument("--double", action="store_true", help="on the tests' double of CuPy")
     stand_ins.add_argument("--on-cpu", action="store_true", help="on the real CuPy and tests/cuda_on_cpu")
-    options = parser.parse_args()
-    options.seconds = options.seconds or (ON_CPU if options.on_cpu else LIMIT)
-    return options
+    return parser.parse_args()
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
 import uuid
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-MARK = "MPISTRATEGY_GPU_LANE"
+NAME, MARK = "mpistrategy", "MPISTRATEGY_GPU_LANE"
 RIGHT, WRONG, NOT_RUN, ELSEWHERE = "ok", "WRONG", "not run", "waiting"
 SOON = 3  # seconds that a job has to end when it is asked to
 
@@ -54,6 +55,7 @@ class Row:
         what: in words.
         result: "ok", "WRONG", "not run" (something is missing) or "waiting" (for another machine, say with two GPUs).
         text: figures, or why there are none.
+        limit: what the figures are measured by, in words.
         figures: the same for programs.
         seconds: how long it took.
     """
@@ -62,6 +64,7 @@ class Row:
     what: str
     result: str = NOT_RUN
     text: str = ""
+    limit: str = ""
     figures: Any = None
     seconds: float = 0.0
 
@@ -97,9 +100,10 @@ class Lane:
         logs: the folder of what the steps say.
         work: a folder for what nobody wants to keep.
         environment: of all jobs.
-        until: when everything must be over.
+        until: when the row that runs must be over.
         mpiexec: the command that starts ranks; empty where there is none.
         facts: of machine and packages.
+        python: the Python of all jobs.
         paths: those that arrays in GPU memory can take here.
         measured: figures by part.
     """
@@ -111,20 +115,36 @@ class Lane:
     until: float
     mpiexec: list[str] = field(default_factory=list)
     on_cpu: bool = False
+    python: str = sys.executable
     facts: dict[str, Any] = field(default_factory=dict)
     paths: list[str] = field(default_factory=list)
     measured: dict[str, Any] = field(default_factory=dict)
 
     @property
-    def patience(self) -> int:
-        """How many times as long as on a GPU everything may take."""
-        return 5 if self.on_cpu else 1
+    def is_measured(self) -> bool:
+        """Whether figures mean something: those of a GPU."""
+        return not (self.double or self.on_cpu)
 
-    def job(self, name: str, command: Sequence[str | Path], limit: float, **environment: str) -> Ended:
+    @property
+    def gpus(self) -> int:
+        """How many GPUs there are."""
+        return int(self.facts.get("gpus", 0))
+
+    @property
+    def patience(self) -> int:
+        """How many times as long as on a GPU a row may take, where a processor does its work."""
+        return 1 if self.is_measured else 5
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the row that runs may still take."""
+        return max(1.0, self.until - time.monotonic())
+
+    def job(self, name: str, command: Sequence[object], limit: float, **environment: str) -> Ended:
         """Run a command; whatever it has started is gone afterwards."""
         mark = uuid.uuid4().hex
         log = self.logs / f"{name}.txt"
-        limit = max(1.0, min(limit * self.patience, self.until - time.monotonic()))
+        limit = min(limit * self.patience, self.seconds_left)
         status: int | None
         with log.open("a") as output:
             output.write(f"$ {shlex.join(map(str, command))}\n")
@@ -149,9 +169,9 @@ class Lane:
             file.seek(started)
             return Ended(status, file.read().decode(errors="replace"))
 
-    def ranks(self, name: str, ranks: int, arguments: Sequence[str | Path], limit: float, **environment: str) -> Ended:
+    def ranks(self, name: str, ranks: int, arguments: Sequence[object], limit: float, **environment: str) -> Ended:
         """Run ``python ARGUMENTS...`` on so many ranks."""
-        command = [*self.mpiexec, "-n", str(ranks), sys.executable, *arguments]
+        command = [*self.mpiexec, "-n", str(ranks), self.python, *arguments]
         return self.job(name, command, limit, **environment)
 
 
@@ -191,17 +211,13 @@ def prepare(lane: Lane, folder: Path | None) -> str:
         return trouble
     helpers = [str(ROOT / "tests" / folder) for folder in ("", "doubles", "jobs")]
     paths = [str(ROOT), *helpers, lane.environment.get("PYTHONPATH", "")]
-    wheels = sorted(folder.glob("*.whl")) if folder else []
-    if wheels:
-        site = lane.work / "site"
-        install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
-        ended = lane.job("wheels", [*install, "--target", site, *wheels], 120)
-        if ended.status != 0:
-            return f"pip could not install the wheels of {folder} ({ended.why})"
-        paths.insert(0, str(site))
-        lane.environment["PATH"] = f"{site / 'bin'}:{lane.environment['PATH']}"
-    # Neither measurements nor compiled kernels of other runs; and this one leaves none.
-    lane.environment |= {"XDG_CACHE_HOME": str(lane.work / "cache"), "CUPY_CACHE_DIR": str(lane.work / "cupy")}
+    # This tree is what is tried, and no wheel of it.
+    wheels = [wheel for wheel in sorted(folder.glob("*.whl")) if wheel.name.split("-")[0] != NAME] if folder else []
+    if wheels and (trouble := _install(lane, wheels)):
+        return trouble
+    # Neither measurements nor a GPU's kernels of other runs; and this one leaves none.
+    lane.environment.setdefault("CUPY_CACHE_DIR", str(lane.work / "cupy"))
+    lane.environment["XDG_CACHE_HOME"] = str(lane.work / "cache")
     lane.environment["PYTHONPYCACHEPREFIX"] = str(lane.work / "bytecode")
     lane.environment["PYTHONPATH"] = ":".join(filter(None, paths))
     archives = sorted(folder.glob("*.tar.*")) if folder else []
@@ -214,13 +230,31 @@ def prepare(lane: Lane, folder: Path | None) -> str:
     return _find_mpiexec(lane)
 
 
+def _install(lane: Lane, wheels: Sequence[Path]) -> str:
+    """Install wheels into a virtual environment, where an MPI finds its files; return what is wrong, or ""."""
+    made = lane.work / "site"
+    ended = lane.job("wheels", [sys.executable, "-m", "venv", made], 60)
+    if ended.status != 0:
+        return f"no virtual environment can be made for the wheels ({ended.why})"
+    lane.python = str(made / "bin" / "python")
+    # What this Python has counts, too, behind the wheels.
+    (packages,) = made.glob("lib/python*/site-packages")
+    (packages / "of_the_python_that_runs_the_lane.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    install = [lane.python, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    ended = lane.job("wheels", [*install, "--force-reinstall", *wheels], 120)
+    if ended.status != 0:
+        return f"pip could not install the wheels of {wheels[0].parent} ({ended.why})"
+    lane.environment["PATH"] = f"{made / 'bin'}:{lane.environment['PATH']}"
+    return ""
+
+
 def _stand_in(lane: Lane) -> str:
     """Let the real CuPy find GPUs, which are this processor, and whose memory every MPI takes."""
     sys.path.insert(0, str(ROOT / "tests"))
-    from cuda_on_cpu.build import CannotBuildError, build
+    from cuda_on_cpu.build import CannotBuildError, build_once
 
     try:
-        lane.environment |= {"MPISTRATEGY_CUDA_AWARE": "1", **build(lane.work / "cuda")}
+        lane.environment |= {"MPISTRATEGY_CUDA_AWARE": "1", **build_once(Path(sys.prefix))}
     except CannotBuildError as error:
         return f"nothing can stand in for a GPU here ({error})"
     lane.environment = {"STANDIN_DEVICES": "2", "STANDIN_DELAY_US": "50", **lane.environment}
@@ -249,7 +283,7 @@ def _unpack(lane: Lane, archive: Path) -> str:
 
 
 def _find_mpiexec(lane: Lane) -> str:
-    beside = Path(sys.executable).parent
+    beside = Path(lane.python).parent
     path = lane.environment["PATH"] if "mpi from" in lane.facts else f"{beside}:{lane.environment['PATH']}"
     found = shutil.which("mpiexec", path=path)
     if found is None:
@@ -262,7 +296,7 @@ def _find_mpiexec(lane: Lane) -> str:
 
 def probe(lane: Lane) -> str:
     """Look at packages and the GPU; return what is missing, or ""."""
-    ended = lane.job("probe", [sys.executable, "-c", f"GPU = {not lane.double}\n{PROBE}"], 90)
+    ended = lane.job("probe", [lane.python, "-c", f"GPU = {not lane.double}\n{PROBE}"], 90)
     line = next((line for line in ended.output.splitlines() if line.startswith("PROBE ")), None)
     if line is None:
         return f"Python could not look for packages ({ended.why})"

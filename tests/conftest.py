@@ -14,7 +14,6 @@ import gc
 import hashlib
 import io
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -43,8 +42,6 @@ GRACE = float(os.environ.get("MPISTRATEGY_TEST_GRACE", "10"))
 PATIENCE = float(os.environ.get("MPISTRATEGY_TEST_PATIENCE", "90"))
 CUT_SHORT = ("failed", "skipped", "xfailed")
 ABORT_STATUS = 3
-# The folders of tests which, on one rank, make no other calls of MPI than those of the other folders.
-ABOVE_REDUCTIONS = ["arrays", "checkpoint", "cli", "frameworks", "input", "telemetry", "training", "variables", "whole"]
 os.environ.setdefault("MPISTRATEGY_PATHS", "")  # not what somebody once measured on this machine
 
 # All ranks must draw the same examples, run the same number of them, and not judge by a clock.
@@ -160,15 +157,16 @@ COLLECT_ERRORS = pytest.StashKey[list[str]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
-        "--part",
-        metavar="I/N",
-        help="run the I-th of N parts, which take about equally long",
+        "--share",
+        metavar="FOLDER",
+        type=Path,
+        help="run, on one rank, what no other session with this folder has taken",
     )
     parser.addoption(
         "--second-mpi",
         action="store_true",
         help="leave out what came out on another MPI: tests marked one_rank or that start jobs, and on 1 rank what is "
-        "above the reductions, unless marked each_mpi",
+        "above mpistrategy.mpi, unless marked each_mpi",
     )
 
 
@@ -298,8 +296,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         _drop(config, items, lambda item: _is_of_one_rank(item) or _starts_jobs(item))
     elif config.option.second_mpi:
         _drop(config, items, _came_out_on_another_mpi)
-    if config.option.part:
-        _keep_part(config, items)
     for item in items:
         handle = getattr(getattr(item, "obj", None), "hypothesis", None)
         if ranks.size > 1 and handle is not None and not hasattr(handle.inner_test, "agreed"):
@@ -317,7 +313,7 @@ def _is_of_each_mpi(item: pytest.Item) -> bool:
 def _came_out_on_another_mpi(item: pytest.Item) -> bool:
     """Return whether a test on one rank would come out alike on each MPI."""
     folder = item.path.relative_to(Path(__file__).parent).parts[0]
-    return not _is_of_each_mpi(item) and (_is_of_one_rank(item) or _starts_jobs(item) or folder in ABOVE_REDUCTIONS)
+    return not _is_of_each_mpi(item) and (_is_of_one_rank(item) or _starts_jobs(item) or folder != "mpi")
 
 
 def _starts_jobs(item: pytest.Item) -> bool:
@@ -330,31 +326,40 @@ def _drop(config: pytest.Config, items: list[pytest.Item], which: Callable[[pyte
     items[:] = [item for item in items if item not in dropped]
 
 
-def _keep_part(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep one part of the tests: sessions on one rank mostly wait for jobs, and several at once wait together.
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    """With --share, take tests until there are none left: sessions mostly wait for jobs, and several wait together."""
+    folder = session.config.option.share
+    if folder is None or session.config.option.collectonly or session.testsfailed:
+        return None
+    if session.config.stash[RANKS].size > 1:
+        raise pytest.UsageError("--share is for sessions on one rank")
+    for name, group in _groups(session.items):
+        try:
+            (folder / f"{_fingerprint(name):x}").touch(exist_ok=False)
+        except FileExistsError:
+            continue
+        for item, following in zip(group, [*group[1:], None], strict=True):
+            session.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            if session.shouldfail:
+                raise session.Failed(session.shouldfail)
+            if session.shouldstop:
+                raise session.Interrupted(session.shouldstop)
+    return True
 
-    What takes longest is dealt first, each to the part that has the fewest seconds so far.
-    """
-    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", config.option.part)
-    part, parts = map(int, match.groups()) if match else (1, 0)
-    if not 1 <= part <= parts or parts < 2:
-        raise pytest.UsageError(f"--part takes I/N, I from 1 to N and N from 2 on, not {config.option.part!r}")
+
+def _groups(items: Sequence[pytest.Item]) -> list[tuple[str, list[pytest.Item]]]:
+    """Return tests that share fixtures together, and what takes longest first."""
     groups: dict[str, list[pytest.Item]] = {}
-    for item in items:  # tests of one file share fixtures
+    for item in items:
         groups.setdefault(item.nodeid if _starts_jobs(item) else str(item.path), []).append(item)
-    seconds = {name: sum(map(_expected_seconds, group)) for name, group in groups.items()}
-    dealt = [0.0] * parts
-    mine: set[pytest.Item] = set()
-    for name in sorted(groups, key=lambda name: (-seconds[name], name)):
-        shortest = dealt.index(min(dealt))
-        dealt[shortest] += seconds[name]
-        if shortest == part - 1:
-            mine.update(groups[name])
-    _drop(config, items, lambda item: item not in mine)
+    return sorted(groups.items(), key=lambda group: (-sum(map(_expected_seconds, group[1])), group[0]))
 
 
 def _expected_seconds(item: pytest.Item) -> float:
     """Return about how long a test takes on one rank, as far as its kind says it."""
+    if "bed" in getattr(item, "fixturenames", ()):  # a Slurm
+        return 10.0
     if item.get_closest_marker("slow") is not None:
         return 4.0
     return 2.0 if _starts_jobs(item) else 0.02

@@ -60,14 +60,16 @@ class SitePlans:
         known: the plans, by operation, kind and layouts.
         kind, op, dtype, shape, names, kinds, run: the latest all-reduce of one array, one number or a dictionary of
             numbers, and of what: its keys, and the types of the numbers.
+        is_array: whether that was one array.
     """
 
-    __slots__ = ("dtype", "kind", "kinds", "known", "names", "op", "run", "shape", "text")
+    __slots__ = ("dtype", "is_array", "kind", "kinds", "known", "names", "op", "run", "shape", "text")
 
     def __init__(self, site: Site) -> None:
         self.text: str = site.place
         self.known: dict[Any, Run | None] = {}
         self.kind: type | None = None
+        self.is_array = False
         self.op: Any = None
         self.dtype: Any = None
         self.shape: Any = None
@@ -96,6 +98,8 @@ class Plans:
         self._elsewhere: dict[str, SitePlans] = {}
         #: The dtypes and shapes of long lists of arrays.
         self._long: dict[Any, list[_LongLayouts]] = {}
+        #: The type of CuPy's arrays, once one of them has a plan.
+        self._gpu_array: type | None = None
         self.serve(algorithm, options)
         # What a second thread finds that calls while this one is here; it raises ContextError then.
         self._call = None
@@ -154,7 +158,7 @@ class Plans:
                 known = find(place, reduce_op, value)
             elif (
                 (value.dtype is place.dtype and value.shape == place.shape)
-                if kind is _ndarray
+                if place.is_array
                 else kind is not dict or ([*value] == place.names and [*map(type, value.values())] == place.kinds)
             ):
                 known = place.run
@@ -227,11 +231,12 @@ class Plans:
             return None
         if run is MISFIT:
             run = self._learn(place, key, reduce_op, value)
-        if run is not None and (kind is _ndarray or kind in NUMBERS):
-            place.kind, place.op, place.run = kind, reduce_op, run
+        is_array = kind is _ndarray or kind is self._gpu_array
+        if run is not None and (is_array or kind in NUMBERS):
+            place.kind, place.is_array, place.op, place.run = kind, is_array, reduce_op, run
             place.dtype, place.shape = getattr(value, "dtype", None), getattr(value, "shape", None)
         elif run is not None and kind is dict and all(map(NUMBERS.__contains__, map(type, value.values()))):
-            place.kind, place.op, place.run = kind, reduce_op, run
+            place.kind, place.is_array, place.op, place.run = kind, False, reduce_op, run
             place.names, place.kinds = [*value], [*map(type, value.values())]
         return run
 
@@ -292,6 +297,7 @@ class Plans:
 
             num_packs = getattr(self._algorithm, "_num_packs", 0)
             sizes = {"bytes_per_pack": self._options.bytes_per_pack, "num_packs": num_packs}
+            (self._gpu_array,) = kinds
             return repeated_on_gpu(self._communicator, where, op, arrays, signature_of, word=self._word(), **sizes)
 
         def plan_and_signature(op: ReduceOp, layouts: tuple[Layout, ...]) -> tuple[Plan, Signature]:

@@ -16,6 +16,7 @@ from typing import Any
 import hostile
 import numpy as np
 import pytest
+from replicas import long_lane
 
 import mpistrategy as ms
 from mpistrategy.checkpoint import arrays as checkpoint_arrays
@@ -181,11 +182,11 @@ def slots(count: int) -> dict[str, Item]:
 def test_a_small_manifest_that_speaks_of_much(tmp_path: Path, make: Callable[[int], dict[str, Item]]) -> None:
     path = forged(tmp_path / "c", make(1500))
     checkpoint = local(a=ms.optimizers.SGD(0.1) if make is slots else {} if make is dicts else [])
-    began = time.monotonic()
+    began = time.process_time()  # on a busy machine, too
     for partial in (False, True):
         with pytest.raises(ms.errors.CheckpointMismatchError):
             checkpoint.restore(path, partial=partial)
-    assert time.monotonic() - began < 4
+    assert time.process_time() - began < 4
 
 
 def test_of_many_problems_only_some_are_kept(tmp_path: Path) -> None:
@@ -269,8 +270,16 @@ def test_no_memory_for_the_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ms.Checkpoint.arrays(path)
 
 
-@pytest.mark.parametrize("dtype", ["|i1", "<f2", "<i8", "|b1"])
-@pytest.mark.parametrize("how", ["SUM", "MEAN"])
+@pytest.mark.parametrize(
+    ("dtype", "how"),
+    [
+        *(("|i1", "SUM"), ("<f2", "MEAN"), ("<i8", "MEAN"), ("|b1", "SUM")),
+        *(
+            pytest.param(*each, marks=long_lane)
+            for each in (("|i1", "MEAN"), ("<f2", "SUM"), ("<i8", "SUM"), ("|b1", "MEAN"))
+        ),
+    ],
+)
 def test_copies_are_combined_without_much_memory(tmp_path: Path, dtype: str, how: str) -> None:
     count = 2**25 // np.dtype(dtype).itemsize
     array = (np.arange(count) % 50).astype(dtype)
@@ -283,7 +292,8 @@ def test_copies_are_combined_without_much_memory(tmp_path: Path, dtype: str, how
 
 # ------------------------------------------------------------------------------------------------ text
 
-UNITS = ['{"":0}', "{}", "[]", "[1]", '{"float":"0x0.0p+0"}', "1000", '"ab"', '{"tuple":[1,2]}', '{"a":[{"b":[[]]}]}']
+OTHERS = ["{}", "[]", '{"float":"0x0.0p+0"}', "1000", '"ab"', '{"tuple":[1,2]}', '{"a":[{"b":[[]]}]}']
+UNITS = ['{"":0}', "[1]", *(pytest.param(unit, marks=long_lane) for unit in OTHERS)]
 
 
 def list_of(unit: str, count: int) -> bytes:
@@ -302,6 +312,7 @@ def test_what_a_short_text_takes_in_memory(unit: str) -> None:
         loads(list_of(unit, count * 4 // 3 + 2), "x")
 
 
+@long_lane
 def test_large_checkpoints_that_are_as_they_should_be() -> None:
     entry = {"dtype": "F32", "shape": [128, 64, 3], "data_offsets": [10**9, 10**9 + 98304]}
     header = {f"layers.{number}.weight": entry for number in range(100_000)}

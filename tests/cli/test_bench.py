@@ -13,6 +13,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
+from replicas import long_lane
 
 from mpistrategy.cli.bench.cases import nodes, steps
 from mpistrategy.cli.bench.cases.case import Case, Variant, is_right
@@ -90,6 +91,7 @@ def test_tables_and_picture(launch: Launch, tmp_path: Path) -> None:
     assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
+@long_lane
 @pytest.mark.slow
 def test_lists(launch: Launch, tmp_path: Path) -> None:
     [case] = figures(launch, tmp_path, "--only", "lists", "--lists", "tiny1000")["cases"]
@@ -152,6 +154,7 @@ def test_nodes(launch: Launch, tmp_path: Path) -> None:
             {},
             ("chunk_bytes", "window_bytes", "window_bytes of float64", "cell_bytes", "piece_bytes", "pack_bytes"),
             id="one node",
+            marks=long_lane,
         ),
         pytest.param(
             TWO_NODES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from replicas import RANK, SIZE
 from mpistrategy.cli import main
 from mpistrategy.cli.bench import gpus
 
+HAS_CUPY = importlib.util.find_spec("cupy") is not None
 ARGUMENTS = ["--sizes", "4KiB,64KiB", "--networks", "64-128-10", "--lists", "tiny1000", "--seconds", "0.01"]
 
 
@@ -43,11 +45,16 @@ def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
     assert factors == {"all_reduce": 14 / 8, "all_gather": 7 / 8, "broadcast": 1.0}
 
 
-@pytest.mark.skipif(cupy_here.IS_REAL, reason="there is a GPU")
+@pytest.mark.skipif(HAS_CUPY, reason="there may be a GPU")
 def test_without_a_gpu_it_says_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main.main(["bench", "--devices", "gpu", *ARGUMENTS]) == 2
     said = capsys.readouterr().err
-    assert ("expected a GPU for each rank" in said) == (RANK == 0)
+    assert ("mpistrategy bench --devices gpu: " in said) == (RANK == 0)
+    if RANK:
+        return
+    assert "expected a GPU for each rank" in said
+    assert "Install the CuPy of your driver: pip install cupy-cuda12x" in said
+    assert 'for CPUs leave devices out, or give devices="cpu"' in said
 
 
 def test_what_needs_the_host_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -210,7 +210,7 @@ MATRIX = [
     (how, phase, (row + column // 2) % 2, WAITS[(row + 2 * column) % 3])
     for row, how in enumerate(FAILURES)
     for column, phase in enumerate(PHASES)
-    if ALL or (row + column) % 2 == 0
+    if ALL or (row + column) % 4 == 0
 ]
 
 

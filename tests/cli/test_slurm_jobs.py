@@ -21,6 +21,7 @@ import slurm_bed
 from hypothesis import HealthCheck, given, settings
 from mpi4py import MPI
 from preempted import runs_in
+from replicas import part_of
 from slurm_bed import Job, SlurmBed
 from slurm_statements import good
 from slurm_user import ENDED, MPI_TYPE, NEEDS_SLURM, ROOT, User, needs_srun, started, twice
@@ -278,15 +279,6 @@ def test_requeue_of_a_program_that_knows_no_signals_and_its_cap(user: User) -> N
 
 @pytest.mark.one_rank
 @needs_srun
-def test_a_failure_is_not_requeued(user: User) -> None:
-    user.edit("requeue.sbatch", "example.py", "--rate", "minus")
-    done = user.run("requeue.sbatch")
-    assert (done.state, done.status in (2, *ENDED)) == ("FAILED", True), done.output
-    assert re.search(r"the program failed with status 2 on rank \d; not requeued", done.output), done.output
-
-
-@pytest.mark.one_rank
-@needs_srun
 @twice
 def test_chain(user: User) -> None:
     user.edit("chain.sbatch", "example.py", "--pause", "0.05", "--steps", "60")
@@ -426,7 +418,9 @@ def test_staged_env(user: User) -> None:
 @pytest.mark.one_rank
 @given(case=good())
 @settings(
-    max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=part_of(200),
+    deadline=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 def test_slurm_takes_every_good_statement(paper: SlurmBed, case: tuple[str, dict[str, Any]]) -> None:
     template, statement = case

@@ -15,11 +15,15 @@ It is for CuPy 14 of CUDA 13 on x86-64 Linux.  Sorting, random numbers and spars
 
 from __future__ import annotations
 
+import hashlib
+import importlib.metadata
 import importlib.util
 import os
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
@@ -83,6 +87,37 @@ def build(folder: Path) -> dict[str, str]:
         (libraries / name).symlink_to(library.name)
     for header in ("kernel.hpp", "half.hpp", "device_code.hpp"):
         shutil.copy(HERE / header, libraries)
+    return _environment(folder)
+
+
+def build_once(parent: Path) -> dict[str, str]:
+    """Make the libraries unless `parent` has them of the same sources; return the environment, as `build` does.
+
+    Kernels that CuPy compiles are kept beside them.
+
+    Raises:
+        CannotBuildError: as `build` does.
+    """
+    sources = [each for each in sorted(HERE.iterdir()) if each.is_file()]
+    said = "".join(each.name + each.read_text() for each in sources) + _version("cupy-cuda13x")
+    made = parent / f"cuda-on-cpu-{hashlib.sha256(said.encode()).hexdigest()[:16]}"
+    if not made.exists():
+        with tempfile.TemporaryDirectory(dir=parent) as work:
+            build(Path(work) / "made")
+            with suppress(FileExistsError):  # another process was quicker
+                (Path(work) / "made").rename(made)
+    return {**_environment(made), "CUPY_CACHE_DIR": str(made / "kernels")}
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _environment(folder: Path) -> dict[str, str]:
+    libraries = folder / "lib64"
     return {
         "CUDA_PATH": str(folder),
         "LD_LIBRARY_PATH": ":".join(filter(None, [str(libraries), os.environ.get("LD_LIBRARY_PATH")])),

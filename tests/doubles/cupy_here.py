@@ -10,6 +10,7 @@ from contextlib import closing, contextmanager
 from types import ModuleType
 from typing import Any
 
+import cuda_counts
 import gpu_doubles
 import pytest
 from replicas import RANK, SIZE
@@ -17,11 +18,14 @@ from replicas import RANK, SIZE
 import mpistrategy as ms
 
 IS_REAL = os.environ.get("MPISTRATEGY_TEST_GPU") == "1"
+#: Whether its GPU is one, and not a processor in its place.
+IS_GPU = IS_REAL and not cuda_counts.IS_COUNTED
 if IS_REAL:
     from cupy import asarray, ndarray
 else:
     from cupy_double import asarray, ndarray
 __all__ = [
+    "IS_GPU",
     "IS_REAL",
     "PATHS",
     "Spoken",

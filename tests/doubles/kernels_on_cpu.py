@@ -87,9 +87,11 @@ class Kernels:
 
     def __init__(self, folder: Path, sources: Mapping[str, str]) -> None:
         files = []
+        (folder / "shim.hpp").write_text(_SHIM + "#include <utility>\n")
+        _compiled(folder / "shim.hpp.gch", "-x", "c++-header", folder / "shim.hpp")  # once, for all of them
         for name, source in sources.items():
             file = folder / f"{name}.cpp"
-            file.write_text(_SHIM + "#include <utility>\n" + source + _RUNNER.replace("RUN", f"run_{name}"))
+            file.write_text('#include "shim.hpp"\n' + source + _RUNNER.replace("RUN", f"run_{name}"))
             files.append(file)
         self._library = _built(folder / "kernels.so", *files)
 
@@ -110,11 +112,15 @@ def compiled(folder: Path) -> ctypes.CDLL:
 
 
 def _built(library: Path, *sources: Path) -> ctypes.CDLL:
-    flags = [f"-I{Path(__file__).parents[1] / 'cuda_on_cpu'}", "-std=c++14", "-O1", "-fPIC", "-shared", "-pthread"]
+    _compiled(library, "-shared", *sources)
+    return ctypes.CDLL(str(library))
+
+
+def _compiled(made: Path, *what: str | Path) -> None:
+    flags = [f"-I{Path(__file__).parents[1] / 'cuda_on_cpu'}", "-std=c++14", "-O1", "-fPIC", "-pthread"]
     flags += ["-ffp-contract=off", "-fno-strict-aliasing", "-fsanitize=alignment", "-fsanitize-undefined-trap-on-error"]
     flags += ["-Wall", "-Wextra", "-Werror", "-Wno-unused-function"]
-    subprocess.run(["g++", *flags, "-o", library, *sources], check=True, timeout=100)
-    return ctypes.CDLL(str(library))
+    subprocess.run(["g++", *flags, "-o", made, *what], check=True, timeout=100)
 
 
 def move(library: ctypes.CDLL, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> int:

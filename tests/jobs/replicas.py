@@ -11,6 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 from launching import a_row_a_rank
 from mpi4py import MPI
 
@@ -22,6 +23,7 @@ from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 
 #: Whether to run all cases and examples (scripts/soak does), not the short lane's part of them.
 ALL = bool(os.environ.get("MPISTRATEGY_TEST_ALL"))
+long_lane = pytest.mark.skipif(not ALL, reason="not run: MPISTRATEGY_TEST_ALL=1 runs it, as scripts/soak does")
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 RANKS = range(SIZE)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
@@ -186,11 +188,11 @@ def made(makers: Mapping[str, Callable[[], ms.Strategy]]) -> Iterator[dict[str, 
 
 
 class OnNodes(ms.Strategy):
-    """All ranks, as if rank r sat on node ``node_of_rank[r]``."""
+    """All ranks, as if rank r sat on node ``node_of_rank[r]``; each on the processor, or on the first GPU."""
 
-    def __init__(self, node_of_rank: Sequence[int], cross_device_ops: ms.CrossDeviceOps) -> None:
+    def __init__(self, node_of_rank: Sequence[int], cross_device_ops: ms.CrossDeviceOps, kind: str = "CPU") -> None:
         ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=node_of_rank[RANK])
-        ranks.share_device(Device(RANK, "CPU", 0))
+        ranks.share_device(Device(RANK, kind, 0))
         super().__init__(ms.StrategyExtended(self, ranks, cross_device_ops))
 
 

@@ -110,7 +110,7 @@ def test_the_host_waits_for_no_kernel(cupy: Any, path: str) -> None:
             assert out.get().tolist() == [RANKS_ADDED] * 1000
         if cupy_here.IS_REAL:
             print(f"all_reduce_async on {path}: {1e3 * min(seconds):.2f} ms of the host")
-            assert min(seconds) < SECONDS / 30
+            assert min(seconds) < (1e-3 if cupy_here.IS_GPU else SECONDS / 30)  # on a processor kernels take its time
 
 
 @several

@@ -14,7 +14,7 @@ from mpi4py import MPI
 from replicas import ALL, RANK, SIZE
 
 #: The short lane replays every so many cases.
-EVERY = 1 if ALL or cupy_here.IS_REAL else 20
+EVERY = 1 if ALL or cupy_here.IS_GPU else 8 if cupy_here.IS_REAL else 20
 
 
 @pytest.mark.mpi

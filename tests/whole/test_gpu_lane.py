@@ -57,7 +57,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
 def test_without_a_gpu_every_row_says_why_and_so_does_the_status(launch: Any, tmp_path: Path, gpu_lane: Any) -> None:
     status, report, said = run(tmp_path)
     assert status == 3, said
-    assert [row["name"] for row in report["rows"]] == [name for name, _, _ in gpu_lane.STEPS]
+    assert [row["name"] for row in report["rows"]] == [name for name, *_ in gpu_lane.STEPS]
     assert {row["result"] for row in report["rows"]} == {"not run"}
     assert all("No module named 'cupy'" in row["text"] for row in report["rows"])
     assert said.count("| not run | no GPU that works with CuPy") == len(gpu_lane.STEPS)
@@ -97,7 +97,9 @@ def test_the_status_tells(gpu_lane: Any, results: list[str], status: int) -> Non
     rows = [gpu_lane.Row("a", "what it is", result, "its text") for result in results]
     assert gpu_lane.status_of(rows) == status
     table = gpu_lane.table(rows, {"date": "2026-01-02", "device": "NVIDIA X"}, 12.3)
-    assert table.startswith("| on NVIDIA X, 2026-01-02 | | |\n|---|---|---|\n")
+    assert table.startswith("| on NVIDIA X, 2026-01-02 | | | limit |\n|---|---|---|---|\n")
+    unjudged = gpu_lane.table(rows, {"date": "2026-01-02", "is_measured": False}, 12.3)
+    assert "| limit; times and rates are a GPU's, and not judged here |\n" in unjudged
     assert table.count("| what it is |") == len(results)
     assert f"{results.count('ok')} ok" in table or "ok" not in results
 
@@ -146,7 +148,7 @@ def test_wheels_and_a_packed_mpi_come_from_a_folder(gpu_lane: Any, lane: Any, tm
     assert "--bind-to" in lane.mpiexec
     assert lane.environment["SECRET"] == "two\nlines"
     assert lane.environment["OMPI_MCA_btl"] == "self,vader,smcuda"
-    assert lane.job("tiny", [sys.executable, "-c", "import tiny_thing"], 20).output == "from a wheel\n"
+    assert lane.job("tiny", [lane.python, "-c", "import tiny_thing"], 20).output == "from a wheel\n"
     (folder / "other.tar.xz").touch()
     assert "holds 2 archives" in gpu_lane.prepare(lane, folder)
 
@@ -161,11 +163,90 @@ def test_operations_over_their_budget_are_named(gpu_lane: Any) -> None:
     assert max(each[0] for each in budgets.BUDGETS["Adam, clipped and checked"].values()) <= 7
 
 
+def test_counts_are_shown_beside_their_budgets(gpu_lane: Any) -> None:
+    shown = sys.modules["gpu_budgets"].table({"nccl": {"SUM of 4 KiB": [9, 8, 7, 6, 5, 4]}})
+    assert "| SUM of 4 KiB | 9, 8, 5 (most: 0, 1, 0) | not counted (most: 1, 2, 1) |" in shown
+
+
 def test_the_guide_has_the_table_of_budgets(gpu_lane: Any) -> None:
     assert sys.modules["gpu_budgets"].table() in pages.TEXTS["gpus"]
 
 
 def test_the_guide_has_a_row_for_each_figure(gpu_lane: Any) -> None:
-    page = pages.TEXTS["gpus"]
-    measured = ("limits", "packing", "staged", "mpi", "ipc", "nccl")
-    assert all(f"| {what} |" in page for name, what, _ in gpu_lane.STEPS if name in measured)
+    page = pages.TEXTS["gpu-lane"]
+    measured = ("limits", "packing", "staged", "mpi", "ipc", "nccl1", "nccl", "hidden", "nodes", "host", "optimizers")
+    assert all(f"| {what} |" in page for name, what, *_ in gpu_lane.STEPS if name in measured)
+
+
+def test_the_rows_together_have_less_than_the_time_of_the_lane(gpu_lane: Any) -> None:
+    assert sum(seconds for *_, seconds in gpu_lane.STEPS) <= gpu_lane.LIMIT <= 8 * 60
+
+
+def test_the_help_names_every_row(gpu_lane: Any) -> None:
+    told = (SCRIPT.parent / "gpu_lane").read_text().partition("set -euo")[0].replace("\n#", "")
+    listed = told.partition("each with a time of its own:")[2].partition(".")[0]
+    assert [name.strip() for name in listed.split(",")] == [name for name, *_ in gpu_lane.STEPS]
+
+
+@pytest.mark.parametrize(("at_once", "logs"), [(True, ["row-ipc.txt", "row-staged.txt"]), (False, ["row.txt"])])
+def test_a_row_of_tests_runs_on_all_paths_and_one_that_fails_is_wrong(
+    gpu_lane: Any, lane: Any, tmp_path: Path, at_once: bool, logs: list[str]
+) -> None:
+    program = tmp_path / "test_it.py"
+    program.write_text("import os\ndef test_it(): assert os.environ['MPISTRATEGY_TEST_PATHS'] != 'ipc'\n")
+    lane.paths = ["staged", "ipc"]
+    lane.mpiexec = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[3:]))"]
+    row = gpu_lane.Row("row", "a row")
+    gpu_lane.run_tests(program, ranks=1, at_once=at_once)(lane, row)
+    assert row.result == ("WRONG" if at_once else "ok"), row.text
+    assert ("AssertionError" if at_once else "1 passed") in row.text
+    assert sorted(each.name for each in lane.logs.iterdir()) == logs
+
+
+@pytest.fixture
+def on_one_gpu(lane: Any) -> Any:
+    lane.double = False
+    lane.facts["gpus"] = 1
+    return lane
+
+
+def measured_as(figures: Any, found: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def read(lane: Any, row: Any, *args: Any, **kwargs: Any) -> Any:
+        row.result = "ok"
+        return found
+
+    monkeypatch.setattr(figures, "figures", read)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "torch", "result"),
+    [(1.0e-3, None, "ok"), (1.6e-3, None, "WRONG"), (1.2e-3, 1e-3, "ok"), (1.4e-3, 1e-3, "WRONG")],
+)
+def test_adam_is_judged_by_torchs_or_by_a_copy(
+    on_one_gpu: Any, gpu_lane: Any, monkeypatch: pytest.MonkeyPatch, seconds: float, torch: float | None, result: str
+) -> None:
+    adam = {"seconds": seconds, "passes": 7, "of a copy": 1e-3 / seconds}
+    measured_as(figures := sys.modules["gpu_lane_figures"], {"torch": torch, "Adam": adam}, monkeypatch)
+    row = gpu_lane.Row("optimizers", "steps")
+    figures.optimizers(on_one_gpu, row)
+    assert row.result == result
+    assert "1.3 times torch's fused" in row.limit
+
+
+def test_a_figure_is_judged_on_a_gpu_only_and_a_count_everywhere(
+    on_one_gpu: Any, gpu_lane: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slow = {"us": 50.0, "more_us": 30.0, "limit_us": 20, "python_calls": 19, "most_python_calls": 24}
+    measured_as(figures := sys.modules["gpu_lane_figures"], {"SUM of 4 KiB": slow}, monkeypatch)
+    for on_cpu, calls, result in ((True, 19, "ok"), (True, 25, "WRONG"), (False, 19, "WRONG")):
+        on_one_gpu.on_cpu, slow["python_calls"] = on_cpu, calls
+        row = gpu_lane.Row("host", "time of the host")
+        figures.host(on_one_gpu, row)
+        assert row.result == result, (on_cpu, calls)
+
+
+def test_rows_for_two_gpus_and_two_nodes_wait(on_one_gpu: Any, gpu_lane: Any) -> None:
+    for name in ("nccl", "hidden", "nodes"):
+        row = gpu_lane.Row(name, name)
+        next(step for each, _, step, _ in gpu_lane.STEPS if each == name)(on_one_gpu, row)
+        assert row.result == "waiting"

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import sys
 import textwrap
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import launching
 import pytest
@@ -152,8 +150,8 @@ def test_ranks_that_collect_different_tests_are_refused(session: Session) -> Non
 
 
 def test_what_has_nothing_to_do_with_ranks_runs_once(session: Session, tmp_path: Path) -> None:
-    (tmp_path / "tests" / "training").mkdir()
-    (tmp_path / "tests" / "training" / "test_above.py").write_text("def test_above_the_reductions(): pass")
+    (tmp_path / "tests" / "mpi").mkdir()
+    (tmp_path / "tests" / "mpi" / "test_below.py").write_text("def test_that_is_not_above_mpi(): pass")
     source = """
         @pytest.mark.one_rank
         def test_alone(): assert world.size == 1
@@ -172,7 +170,7 @@ def test_what_has_nothing_to_do_with_ranks_runs_once(session: Session, tmp_path:
     """
     again = ("-m", "pytest", "--with-mpi", "--second-mpi")
     assert "6 passed" in session(1, source).check().stdout
-    assert "3 passed, 3 deselected" in session(1, source, *again).check().stdout
+    assert "2 passed, 4 deselected" in session(1, source, *again).check().stdout
     for job in (session(2, source), session(2, source, *again)):
         assert "3 passed, 3 deselected" in job.check().stdout, job
 
@@ -183,50 +181,32 @@ def test_a_session_without_with_mpi_is_refused(session: Session) -> None:
     assert "--with-mpi" in job.stderr, job
 
 
-@dataclass(frozen=True)
-class Item:
-    """A test as far as parts need it."""
+def test_sessions_that_share_run_each_test_once(session: Session, tmp_path: Path) -> None:
+    """Tests of one file share fixtures and stay together; tests that start jobs go one by one, and first."""
+    source = """
+        @pytest.fixture(scope="module")
+        def made():
+            print("made")
+            yield
+            print("removed")
 
-    number: int
-    fixturenames: tuple[str, ...]
-    path: Path
-    slow: bool
+        def test_one(made): print("one")
 
-    @property
-    def nodeid(self) -> str:
-        return f"{self.path}::{self.number}"
+        def test_job(launch, made): print("job")
 
-    def get_closest_marker(self, name: str) -> bool | None:
-        return (name == "slow" and self.slow) or None
-
-
-def test_parts_together_are_all_tests(request: pytest.FixtureRequest) -> None:
-    conftest: Any = next(p for p in request.config.pluginmanager.get_plugins() if hasattr(p, "_keep_part"))
-    kinds = ("comm",), ("launch", "tmp_path"), ("launch", "tmp_path")
-    everything = [
-        Item(number, kinds[number % 3], Path(f"file {number // 6}"), slow=number % 20 == 4) for number in range(240)
-    ]
-    dropped: list[Item] = []
-    hook = SimpleNamespace(pytest_deselected=lambda items: dropped.extend(items))
-
-    def part(text: str) -> list[Item]:
-        items = list(everything)
-        dropped.clear()
-        conftest._keep_part(SimpleNamespace(option=SimpleNamespace(part=text), hook=hook), items)
-        assert {*items, *dropped} == {*everything}
-        assert len(items) + len(dropped) == len(everything)
-        return items
-
-    for parts in (2, 3, 5):
-        kept = [part(f"{number}/{parts}") for number in range(1, parts + 1)]
-        assert sorted(item.number for items in kept for item in items) == list(range(240))
-        seconds = [sum(map(conftest._expected_seconds, items)) for items in kept]
-        assert max(seconds) - min(seconds) <= 2
-        without_jobs = [{item.path for item in items if item.fixturenames == kinds[0]} for items in kept]
-        assert sum(map(len, without_jobs)) == 40  # the tests of one file that start no jobs are together
-    for wrong in ("0/3", "4/3", "1/1", "1/0", "1", "-1/2", "two/3", "1/3 "):
-        with pytest.raises(pytest.UsageError, match="--part takes I/N"):
-            part(wrong)
+        def test_other(made): print("other")
+    """
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "tests/test_more.py").write_text("def test_more(): pass")
+    share = ("-m", "pytest", "--with-mpi", "-s", f"--share={tmp_path / 'taken'}")
+    taken = session(1, source, *share, "tests/test_more.py").check().stdout
+    assert "1 passed" in taken
+    rest = session(1, source, *share).check().stdout
+    assert "3 passed" in rest
+    words = [word for word in re.findall(r"\w+", rest) if word in ("made", "removed", "one", "other", "job")]
+    assert words == ["made", "job", "removed", "made", "one", "other", "removed"]
+    assert "no tests ran" in session(1, source, *share).check().stdout
+    assert "--share is for sessions on one rank" in session(2, source, *share).stderr
 
 
 @pytest.mark.each_mpi

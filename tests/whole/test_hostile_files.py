@@ -23,7 +23,7 @@ import launching
 import numpy as np
 import pytest
 from checkpoints import shared_folder
-from replicas import RANK, SIZE, outcomes, part_of
+from replicas import RANK, SIZE, long_lane, outcomes, part_of
 
 import mpistrategy as ms
 from mpistrategy.checkpoint import arrays as checkpoint_arrays
@@ -31,6 +31,8 @@ from mpistrategy.checkpoint.storage.manifest import NAME
 from mpistrategy.checkpoint.storage.shards import shard_name
 
 one_rank = pytest.mark.one_rank
+#: These take seconds of a core; smaller ones of their kinds are tried in the short lane, too.
+SLOW = ("a bomb", "a manifest of 200 MB", "a manifest of 64 MiB of lists")
 
 
 def check(figures: hostile.Figures) -> None:
@@ -38,7 +40,7 @@ def check(figures: hostile.Figures) -> None:
 
 
 @one_rank
-@pytest.mark.parametrize(("partial", "count"), [(False, 200), (True, 100)])
+@pytest.mark.parametrize(("partial", "count"), [(False, part_of(200)), (True, part_of(100))])
 def test_checkpoints(tmp_path: Path, partial: bool, count: int) -> None:
     program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
     program.checkpoint.save(tmp_path / "c")
@@ -242,7 +244,7 @@ def entry(nbytes: int) -> Any:
 
 
 @one_rank
-@pytest.mark.parametrize("what", ARRAYS)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=long_lane if what in SLOW else ()) for what in ARRAYS])
 def test_large_files_of_others(tmp_path: Path, what: str) -> None:
     ending, make, word = ARRAYS[what]
     path = tmp_path / f"x.{ending}"
@@ -307,7 +309,7 @@ CHECKPOINTS: dict[str, Callable[[Path], object]] = {
 
 
 @one_rank
-@pytest.mark.parametrize("what", CHECKPOINTS)
+@pytest.mark.parametrize("what", [pytest.param(what, marks=long_lane if what in SLOW else ()) for what in CHECKPOINTS])
 def test_large_checkpoints(tmp_path: Path, what: str) -> None:
     program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
     program.checkpoint.save(tmp_path / "c")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import os
 import subprocess
 import sys
@@ -73,9 +74,14 @@ def name_of(path: Path) -> str:
     return ".".join(("mpistrategy", *(part for part in parts if part != "__init__")))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
 def imports_of(path: Path, *, types: bool = False) -> Iterator[tuple[str, str, int]]:
     """Yield (module, name, line) of the imports of a file; `types`: those for type checkers, too."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = tree_of(path)
     for_types_only = {
         id(inner)
         for node in ast.walk(tree)
@@ -108,20 +114,21 @@ def rank_in(folder: str, name: str) -> int:
     return next((number for number, row in enumerate(rows) if name in row.split(",")), len(rows))
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_imports_point_downwards(path: Path) -> None:
-    own = name_of(path).split(".")
+def is_above(module: str, path: Path) -> bool:
+    """Return whether a module stands above a file that imports it; the package's front page does, but for programs."""
+    own, other = name_of(path).split("."), module.split(".")
     if len(own) == 1:
-        return
-    for module, line in modules_of(path):
-        other = module.split(".")
-        if len(other) == 1:
-            assert own[1] in ("cli", "plugins"), f"{path}:{line}: imports the package's front page"
-            continue
-        up = FLOORS[other[1]] > FLOORS[own[1]]
-        if own[1] == other[1] and own[1] in ORDER and len(own) > 2 and len(other) > 2:
-            up = rank_in(own[1], other[2]) > rank_in(own[1], own[2])
-        assert not up, f"{path}:{line}: imports {module}, which is above"
+        return False
+    if len(other) == 1:
+        return own[1] not in ("cli", "plugins")
+    if own[1] == other[1] and own[1] in ORDER and len(own) > 2 and len(other) > 2:
+        return rank_in(own[1], other[2]) > rank_in(own[1], own[2])
+    return FLOORS[other[1]] > FLOORS[own[1]]
+
+
+def test_imports_point_downwards() -> None:
+    imported = [(path, module, line) for path in FILES for module, line in modules_of(path)]
+    assert [f"{path}:{line}: {module}" for path, module, line in imported if is_above(module, path)] == []
 
 
 def test_folders_can_be_overlooked() -> None:
@@ -142,26 +149,20 @@ def test_no_imports_go_in_a_circle() -> None:
     order.prepare()  # raises CycleError, which names the circle
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_only_the_communicator_imports_mpi(path: Path) -> None:
-    for module, name, line in imports_of(path):
-        if module.partition(".")[0] == "mpi4py":
-            assert name_of(path) in MAY_IMPORT_MPI, f"{path}:{line}: imports {module}.{name}"
-
-
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_pickled(path: Path) -> None:
-    for module, name, line in imports_of(path):
-        assert {module.partition(".")[0], name}.isdisjoint({"pickle", "dill", "cloudpickle", "marshal", "shelve"}), (
-            f"{path}:{line}: imports {module} {name}"
-        )
+def test_only_the_communicator_imports_mpi_and_nothing_is_pickled() -> None:
+    pickling = {"pickle", "dill", "cloudpickle", "marshal", "shelve"}
+    for path in FILES:
+        for module, name, line in imports_of(path):
+            package = module.partition(".")[0]
+            assert package != "mpi4py" or name_of(path) in MAY_IMPORT_MPI, f"{path}:{line}: imports {module}.{name}"
+            assert {package, name}.isdisjoint(pickling), f"{path}:{line}: imports {module} {name}"
 
 
 @pytest.mark.parametrize("name", [name for name in MAY_IMPORT_MPI if name.startswith("mpistrategy.mpi.")])
 def test_only_buffers_go_to_mpi(name: str) -> None:
     """mpi4py pickles in its lower-case methods; nothing here calls one on an mpi4py object."""
     path = PACKAGE.parent / f"{name.replace('.', '/')}.py"
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             target = ast.unparse(node.func.value)
             on_mpi = target.endswith(("comm", "inside", "across")) or target.startswith("MPI")
@@ -182,12 +183,17 @@ SHARED = {
 }
 
 
-@pytest.mark.parametrize("path", [p for p in FILES if SERVICES & {*name_of(p).split(".")[1:2]}], ids=name_of)
-def test_services_use_public_names_and_what_is_shared(path: Path) -> None:
+def test_services_use_public_names_and_what_is_shared() -> None:
+    for path in FILES:
+        if SERVICES & {*name_of(path).split(".")[1:2]}:
+            check_names(path)
+
+
+def check_names(path: Path) -> None:
     for module, name, line in imports_of(path):
         assert not name.startswith("_"), f"{path}:{line}: imports {module}.{name}"
         assert not any(part.startswith("_") and part != "__future__" for part in module.split(".")), f"{path}:{line}"
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
             if node.attr in SHARED or node.attr == "_asdict":  # of a NamedTuple, whose methods all begin so
                 continue
@@ -195,9 +201,9 @@ def test_services_use_public_names_and_what_is_shared(path: Path) -> None:
             assert node.value.id in ("self", "cls"), f"{path}:{node.lineno}: {ast.unparse(node)}"
 
 
-@pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_file_is_one_idea(path: Path) -> None:
-    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400
+def test_a_file_is_one_idea() -> None:
+    lines = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {name: count for name, count in lines.items() if count > 400} == {}
 
 
 def test_public_names_exist_and_are_sorted() -> None:
@@ -242,8 +248,7 @@ PROGRAMS = {
 }
 
 
-@pytest.mark.parametrize("what", PROGRAMS)
-@pytest.mark.parametrize("switch", ["", "0", "Off"])
+@pytest.mark.parametrize(("what", "switch"), [*((what, "") for what in PROGRAMS), ("OneDeviceStrategy", "Off")])
 def test_no_mpi_and_no_cupy_is_started_by(what: str, switch: str) -> None:
     head = "import sys\nimport numpy as np\nimport mpistrategy as ms\n"
     names = ("mpi4py.MPI", "mpi4py", "cupy", "ml_dtypes", "mpistrategy.telemetry")

@@ -14,6 +14,7 @@ import launching
 import pytest
 import pytest_mpistrategy
 from launching import Finished
+from replicas import long_lane
 
 import mpistrategy as ms
 from mpistrategy.mpi.watchdog import reports
@@ -78,7 +79,9 @@ def lines_of(text: str, rank: int) -> str:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("capture", CAPTURES)
+@pytest.mark.parametrize(
+    "capture", ["by default", *(pytest.param(name, marks=long_lane) for name in list(CAPTURES)[1:])]
+)
 def test_a_late_collective_shows_the_roll_call_and_what_had_failed(
     launch: Launch, tmp_path: Path, capture: str
 ) -> None:

@@ -16,11 +16,14 @@ from pathlib import Path
 import launching
 import pytest
 from pages import BLOCKS, ROOT, TEXTS
+from replicas import long_lane
 
 pytestmark = pytest.mark.one_rank
 
 MARK = "@@@"
-USERS = ["root", "nobody"] if os.getuid() == 0 and shutil.which("setpriv") else ["self"]
+USERS = ["self"]
+if os.getuid() == 0 and shutil.which("setpriv"):
+    USERS = [pytest.param("root", marks=long_lane), "nobody"]
 #: How pip finds its index; nothing else of this session's environment is there.
 KEPT = ("PIP_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "SSL_", "REQUESTS_", "UV_")
 
@@ -104,6 +107,7 @@ def test_the_commands_in_a_fresh_clone(clone: Path, user: str) -> None:
         assert said[number + 1].split()[0] == "0" or "doctor" in command, f"$ {command}\n{job.stdout}"
 
 
+@long_lane
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_the_commands_of_the_table_of_installs(clone: Path) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from replicas import ALL
+from replicas import ALL, long_lane
 
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RANKS = (1, 2, 3, 4) if ALL else (1, 3)
@@ -36,6 +36,7 @@ def same_up_to_rounding(some: Any, others: Any) -> None:
     np.testing.assert_allclose(some, others, rtol=1e-9, atol=0)
 
 
+@long_lane
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["adam", "sgd"])
 def test_digits_are_learnt_with_the_same_numbers_on_any_number_of_ranks(
@@ -61,26 +62,24 @@ def test_digits_are_learnt_with_the_same_numbers_on_any_number_of_ranks(
 
 
 def test_digits_with_batches_that_leave_ranks_without_images(launch: Launch, tmp_path: Path) -> None:
-    # 1437 images: 4 batches of 359 and one of 1, of which 3 of 4 ranks get nothing.
-    arguments = ("--batch", "359", "--epochs", "3", "--no-plot")
-    runs = [numbers(launch, ranks, tmp_path, "train_digits.py", *arguments, status=1)[0] for ranks in (1, 4)]
+    # 1437 images: 4 batches of 359 and one of 1, of which 2 of 3 ranks get nothing.
+    arguments = ("--batch", "359", "--epochs", "2", "--no-plot")
+    runs = []
+    for ranks in (1, 3):
+        report, printed = numbers(launch, ranks, tmp_path, "train_digits.py", *arguments, status=1)
+        assert "wanted: at least 0.97" in printed, "learnt badly, which is a failure"
+        runs.append(report)
     same_up_to_rounding(runs[0]["history"], runs[1]["history"])
     assert runs[1]["weights_equal"]
     assert not (tmp_path / "digits.png").exists()
 
 
-def test_digits_learnt_badly_are_a_failure(launch: Launch, tmp_path: Path) -> None:
-    job = launch(2, [SCRIPTS / "train_digits.py", "--epochs", "1", "--no-plot"], cwd=tmp_path)
-    assert job.returncode == 1, job
-    assert "wanted: at least 0.97" in job.stdout, job
-
-
 def test_digits_show_a_progress_bar_where_asked_to(launch: Launch, tmp_path: Path) -> None:
-    arguments = ["--progress", "bar", "--no-plot", "--epochs", "10"]
+    arguments = ["--progress", "bar", "--no-plot", "--epochs", "3"]
     job = launch(2, [SCRIPTS / "train_digits.py", *arguments], cwd=tmp_path)
-    assert "| 10/10 [" in job.stderr, job
-    assert job.stderr.count("| 0/10 [00:00<?, ?it/s]") == 1, job  # replica 0's, none of replica 1
-    assert "epoch" not in job.stdout.replace("10 epochs", ""), job
+    assert "| 3/3 [" in job.stderr, job
+    assert job.stderr.count("| 0/3 [00:00<?, ?it/s]") == 1, job  # replica 0's, none of replica 1
+    assert "epoch" not in job.stdout.replace("3 epochs", ""), job
 
 
 @pytest.mark.each_mpi

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import sysconfig
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import launching
 import pytest
+from replicas import long_lane
 
 import mpistrategy as ms
 from mpistrategy.cli.main import COMMANDS
@@ -76,9 +78,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
 
     python(sys.executable, "-m", "pip", "wheel", ROOT, "--no-deps", "-qq", "--wheel-dir", folder)
     (wheel,) = folder.glob("*.whl")
-    python(sys.executable, "-m", "venv", environment)
-    pip = ("-m", "pip", "install", "-qq", "--disable-pip-version-check")
-    python(environment / "bin" / "python", *pip, f"mpistrategy[mpich,train,bfloat16] @ {wheel.as_uri()}")
+    python(sys.executable, "-m", "venv", "--without-pip", environment)
+    pip = ("-m", "pip", "--python", environment / "bin" / "python", "install", "-qq", "--no-deps")
+    python(sys.executable, *pip, "--disable-pip-version-check", wheel)
+    # What it needs is taken from here: tests/whole/test_readme.py installs it all in a fresh clone. The folder comes
+    # last on the path, and finders of editable packages in it are not started.
+    (packages,) = environment.glob("lib/python*/site-packages")
+    (packages / "beside.pth").write_text(sysconfig.get_path("purelib"))
+    (environment / "bin" / "mpiexec").symlink_to(Path(sys.executable).parent / "mpiexec")
     return Installed(wheel, environment / "bin", work)
 
 
@@ -103,6 +110,7 @@ def test_all_files_of_the_package_travel_along_and_no_others(installed: Installe
     assert {name for name in names - there if not name.startswith("pytest_mpistrategy")} == set()
 
 
+@long_lane
 def test_the_program_of_the_demo(installed: Installed) -> None:
     shutil.copy(ROOT / "scripts" / "train_digits.py", installed.folder)
     printed = installed.on_two_ranks("mpistrategy", "run", "train_digits.py", "--json", "report.json")
@@ -126,12 +134,14 @@ def test_a_job_script_is_written_and_its_example_runs(installed: Installed) -> N
     assert (installed.folder / "slurm" / "sites" / "perlmutter.sbatch").is_file()
 
 
+@long_lane
 def test_the_doctor(installed: Installed) -> None:
     told = json.loads(installed.on_two_ranks("mpistrategy", "doctor", "--json"))
     bad = [finding for finding in told["findings"] if "BAD" in map(str, finding.values())]
     assert bad == [], told
 
 
+@long_lane
 def test_the_benchmark(installed: Installed) -> None:
     few = ("--only", "all_reduce,small", "--sizes", "4,64KiB", "--seconds", "0.3", "--plot", "bench.png")
     installed.on_two_ranks("mpistrategy", "bench", "--quick", "--json", "bench.json", *few)
@@ -139,6 +149,7 @@ def test_the_benchmark(installed: Installed) -> None:
     assert json.loads((installed.folder / "bench.json").read_text())["cases"]
 
 
+@long_lane
 @pytest.mark.parametrize("how", [["--simulated"], ["--areas", "reduce,all_reduce,gather,optimizer"]], ids=" ".join)
 def test_the_recorded_cases(installed: Installed, how: Sequence[str]) -> None:
     tests = installed.folder / "checks" / "tests"

@@ -23,6 +23,7 @@ ORDER = (
         "doctor",
         "gpus",
         "gpu-operations",
+        "gpu-lane",
         "performance",
         "figures",
         "many-nodes",

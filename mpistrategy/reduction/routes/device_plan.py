@@ -27,6 +27,9 @@ from mpistrategy.reduction.routes.gpu import gpu_packs
 from mpistrategy.reduction.routes.gpu_copy import Launch, launches
 from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
 
+#: Where arrays are: an array of uint64, or the one address.
+Addresses = Array | tuple[int]
+
 _WHAT = "arrays in GPU memory"
 _ON_DEVICE = 3  # cudaMemcpyKind
 
@@ -39,19 +42,28 @@ class _Table:
     """One launch of the copying kernel; its argument is kept, and the addresses are written into it.
 
     CUDA has copied an argument when the launch returns.
+
+    Args:
+        launch: copies arrays of a pack as they are.
+        indices: which of the plan's arrays are those of the pack.
+        starts: where they begin in its bucket, in bytes.
     """
 
-    def __init__(self, launch: Launch) -> None:
-        self._argument = launch.template.copy()
-        self._sources = self._argument["source"][0, : launch.count]
-        self._targets = self._argument["target"][0, : launch.count]
-        self._before_source, self._before_target = launch.before_source, launch.before_target
-        self._arrays = launch.arrays
-        self._call = (launch.blocks,), (THREADS,), (self._argument, np.int32(launch.count))
+    def __init__(self, launch: Launch, indices: Array, starts: Array) -> None:
+        argument = launch.template.copy()
+        self._sources, self._targets = (argument[name][0, : launch.count] for name in ("source", "target"))
+        self._arrays, self._before = indices[launch.arrays], launch.before_source
+        self._starts = starts[launch.arrays] + launch.before_target
+        self._call = (launch.blocks,), (THREADS,), (argument, np.int32(launch.count))
 
-    def run(self, function: Any, sources: Array, targets: Array) -> None:
-        np.add(sources[self._arrays], self._before_source, out=self._sources)
-        np.add(targets[self._arrays], self._before_target, out=self._targets)
+    def pack(self, function: Any, addresses: Addresses, bucket: int) -> None:
+        np.add(addresses[self._arrays], self._before, out=self._sources)
+        np.add(self._starts, np.uint64(bucket), out=self._targets)
+        function(*self._call)
+
+    def unpack(self, function: Any, addresses: Addresses, bucket: int) -> None:
+        np.add(self._starts, np.uint64(bucket), out=self._sources)
+        np.add(addresses[self._arrays], self._before, out=self._targets)
         function(*self._call)
 
 
@@ -65,59 +77,51 @@ class _PlannedPack:
     """
 
     def __init__(self, pack: Pack, op: ReduceOp, count: int) -> None:
+        members, itemsize = pack.members, pack.dtype.itemsize
         self.size, self.dtype, self.nbytes = pack.size, pack.dtype, pack.nbytes
         self.divisor = op._divisor(pack.dtype, count)
-        self.indices = np.array([member.index for member in pack.members])
-        self.is_one = len(pack.members) == 1
-        self.first = pack.members[0].index
-        self._shape = pack.members[0].shape
-        moves = tuple((AS_IT_IS, m.stop - m.start, pack.dtype.itemsize, pack.dtype.itemsize) for m in pack.members)
-        self._tables = [] if self.is_one else [_Table(launch) for launch in launches(moves)]
-        self._starts = pack.starts * np.uint64(pack.dtype.itemsize)
-        self._members = [member.index for member in pack.members]
+        self.indices = [member.index for member in members]
+        self.first, self.is_one = self.indices[0], len(members) == 1
+        moves = tuple((AS_IT_IS, m.stop - m.start, itemsize, itemsize) for m in members)
+        indices, starts = np.array(self.indices), pack.starts * np.uint64(itemsize)
+        self._tables = [] if self.is_one else [_Table(launch, indices, starts) for launch in launches(moves)]
         #: Where each result begins, in bytes, and its shape.
-        self._places = [(member.start * pack.dtype.itemsize, member.shape) for member in pack.members]
+        self._places = [(member.start * itemsize, member.shape) for member in members]
         #: Which of them are copied: a number would keep all of a large bucket.
-        self._lone = [
-            place for place, m in enumerate(pack.members) if m.stop - m.start == 1 and pack.size > FEW_ELEMENTS
-        ]
+        self._lone = [place for place, m in enumerate(members) if m.stop - m.start == 1 and pack.size > FEW_ELEMENTS]
 
-    def filled(self, cupy: Any, function: Any, addresses: Array) -> DeviceArray:
+    def filled(self, cupy: Any, function: Any, addresses: Addresses) -> DeviceArray:
         """Return a new bucket with the arrays that are at these addresses; all of the plan's."""
         bucket = communication_memory(cupy, self.size, self.dtype)
         if self.is_one:
             self._copy(cupy, bucket.data.ptr, int(addresses[self.first]))
-        else:
-            self._move(function, addresses[self.indices], self._starts + np.uint64(bucket.data.ptr))
+        for table in self._tables:
+            table.pack(function, addresses, bucket.data.ptr)
         return bucket
 
-    def write_back(self, cupy: Any, function: Any, bucket: DeviceArray, addresses: Array) -> None:
+    def write_back(self, cupy: Any, function: Any, bucket: DeviceArray, addresses: Addresses) -> None:
         """Copy the results to the arrays."""
         if self.is_one:
             self._copy(cupy, int(addresses[self.first]), bucket.data.ptr)
-        else:
-            self._move(function, self._starts + np.uint64(bucket.data.ptr), addresses[self.indices])
-
-    def _move(self, function: Any, sources: Array, targets: Array) -> None:
         for table in self._tables:
-            table.run(function, sources, targets)
+            table.unpack(function, addresses, bucket.data.ptr)
 
     def _copy(self, cupy: Any, target: int, source: int) -> None:
         if self.nbytes:
             stream = cupy.cuda.get_current_stream().ptr
             cupy.cuda.runtime.memcpyAsync(target, source, self.nbytes, _ON_DEVICE, stream)
 
-    def put_into(self, results: list[Any], cupy: Any, bucket: DeviceArray) -> None:
-        """Write the results into their places: views of the bucket."""
+    def results(self, cupy: Any, bucket: DeviceArray) -> list[DeviceArray]:
+        """Return the results: the bucket, or views of it."""
         if self.is_one:
-            results[self.first] = bucket if len(self._shape) == 1 else bucket.reshape(self._shape)
-            return
-        memory, dtype, make = bucket.data, self.dtype, cupy.ndarray
-        views = [make(shape, dtype, memory + start) for start, shape in self._places]
+            shape = self._places[0][1]
+            return [bucket if len(shape) == 1 else bucket.reshape(shape)]
+        memory, make = bucket.data, cupy.ndarray
+        kind = self.dtype.type  # for which CuPy takes less time than for a dtype
+        views = [make(shape, kind, memory + start) for start, shape in self._places]
         for number in self._lone:
             views[number] = views[number].copy()
-        for index, view in zip(self._members, views, strict=True):
-            results[index] = view
+        return views
 
 
 class _Arrays:
@@ -181,6 +185,8 @@ def repeated_on_gpu(
         return None
     packs = [_PlannedPack(pack, op, ranks.size) for pack in gpu_packs(layouts, bytes_per_pack, num_packs)]
     known, checked, count = device_paths(ranks).known, _Arrays(cupy, gpu), len(layouts)
+    #: Which of the results, pack after pack, belongs to each leaf.
+    order = np.argsort([index for pack in packs for index in pack.indices]).tolist()
     most_bytes, nested = max(pack.nbytes for pack in packs), not where.single
     agree, failed = _agreement(ranks, signature)
     combined, op_text = partial(_combined, ranks), op._on_the_wire
@@ -193,9 +199,9 @@ def repeated_on_gpu(
             return MISFIT
         buckets: list[DeviceArray] = []
 
-        def pack_all() -> Array:
+        def pack_all() -> Addresses:
             path.make_room(most_bytes)
-            addresses = np.fromiter(map(_address_of, leaves), np.uint64, count)
+            addresses = np.fromiter(map(_address_of, leaves), np.uint64, count) if nested else (_address_of(value),)
             for pack in packs:
                 own = _own(leaves[pack.first]) if in_place and pack.is_one else None
                 buckets.append(pack.filled(cupy, function, addresses) if own is None else own)
@@ -213,13 +219,11 @@ def repeated_on_gpu(
                     if bucket.data.ptr != addresses[pack.first]:
                         pack.write_back(cupy, function, bucket, addresses)
                 return out
-            results: list[Any] = [None] * count
-            for pack, bucket in zip(packs, buckets, strict=True):
-                pack.put_into(results, cupy, bucket)
+            made = [view for pack, bucket in zip(packs, buckets, strict=True) for view in pack.results(cupy, bucket)]
         except BaseException as error:
             failed(error)
             raise
-        return where.build(results) if nested else results[0]
+        return where.build(map(made.__getitem__, order)) if nested else made[0]
 
     run.__dict__["signature"] = signature  # for the flight record
     return run

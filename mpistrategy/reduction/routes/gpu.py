@@ -29,12 +29,15 @@ from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.gpu_copy import fill, move
 from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation
 
+_BY_NODES = "from 1 MiB on each GPU reading its part from those of its node, which then goes between the nodes"
 _PATHS = {
     "alone": "on the only replica",
     "mpi": "by MPI, which gets pointers to it",
     "staged": "through pinned memory of the host in chunks of 4 MiB, three of them under way",
     "nccl": "by NCCL, on the current stream",
     "ipc": "each GPU reading its peers'",
+    "ipc+mpi": f"{_BY_NODES} by MPI, which gets pointers to it; smaller arrays by MPI between all ranks",
+    "ipc+staged": f"{_BY_NODES} through pinned memory of the host; smaller arrays so between all ranks",
 }
 
 

@@ -32,6 +32,9 @@ def _all_reduce(path: DevicePath, ranks: Communicator, buffer: DeviceArray, op: 
 
 
 def _by_shares(path: DevicePath, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
+    if path.name.startswith("ipc+"):  # it combines shares and gathers them, in each node
+        path.allreduce(ranks, buffer, op)
+        return
     counts = [buffer.size // ranks.size + (rank < buffer.size % ranks.size) for rank in range(ranks.size)]
     first = sum(counts[: ranks.rank])
     path.reduce_scatter(ranks, buffer, counts, op)

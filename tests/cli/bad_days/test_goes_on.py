@@ -13,14 +13,13 @@ from collections.abc import Iterator
 
 import pytest
 from preempted import runs_in
-from replicas import ALL
+from replicas import long_lane
 from slurm_bed import SlurmBed
 from slurm_trainings import REQUEUED, SAVE_EVERY, STEPS, ends_of, training, trains, uninterrupted
 from slurm_user import NEEDS_SLURM, User, needs_srun, started, twice
 
 pytestmark = [*NEEDS_SLURM, pytest.mark.one_rank, pytest.mark.timeout(240), needs_srun]
 
-long_lane = pytest.mark.skipif(not ALL, reason="not run: MPISTRATEGY_TEST_ALL=1 runs all days, as scripts/soak does")
 LONG = (pytest.mark.each_mpi, long_lane)
 deaf_or_not = pytest.mark.parametrize("handler", ["saves when told", pytest.param("knows no signals", marks=LONG)])
 

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from replicas import long_lane
 from slurm_bed import SlurmBed
 from slurm_trainings import REQUEUED
 from slurm_user import NEEDS_SLURM, ROOT, User, needs_srun, started, twice
@@ -39,14 +40,17 @@ FAILS = {
 
 @twice
 def test_a_program_that_fails_is_not_tried_again(user: User) -> None:
-    for text, why in FAILS.values():
-        (user.folder / "fails.py").write_text(
+    jobs = {}
+    for number, (text, why) in enumerate(FAILS.values()):
+        (user.folder / f"fails{number}.py").write_text(
             "import os, signal, sys\nimport mpistrategy as ms\n"
             "strategy = ms.MirroredStrategy()\nstrategy.barrier('a')\n"
             f"if strategy.replica_id_in_sync_group == 1:\n    {text}\nstrategy.barrier('b')\n"
         )
-        user.edit("requeue.sbatch", "fails.py")
-        done = user.run("requeue.sbatch")
+        user.edit("requeue.sbatch", f"fails{number}.py")
+        jobs[user.submit("requeue.sbatch")] = why
+    for job, why in jobs.items():
+        done = user.bed.wait(job, user.output(job))
         assert done.state == "FAILED", done.output
         assert re.search(f"the program (was ended: .*)?{why}; not requeued", done.output), done.output
 
@@ -70,7 +74,10 @@ with watched(over_quota if sys.argv[2] == "quota" and strategy.rank == 0 else la
 """
 
 
-@pytest.mark.parametrize(("what", "why"), [("space", "No space left on device"), ("quota", "Disk quota exceeded")])
+@pytest.mark.parametrize(
+    ("what", "why"),
+    [("space", "No space left on device"), pytest.param("quota", "Disk quota exceeded", marks=long_lane)],
+)
 @twice
 def test_a_full_disk_is_not_tried_again(user: User, what: str, why: str) -> None:
     """A file system that is full; and, in the place of a quota, the error of one at the first change to the files."""

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from replicas import long_lane
 from slurm_bed import SlurmBed
 from slurm_user import NEEDS_SLURM, User, started
 
@@ -101,6 +102,7 @@ def test_after_scancel_the_copy_stays_until_the_ranks_have_ended_and_is_removed(
     assert user.output(job).read_text().count(f"saved {user.bed.local}/mpistrategy-stage-{job}-") == 2
 
 
+@long_lane
 def test_at_the_time_limit_it_is_removed(user: User) -> None:
     job = starts(user, ENDS_BY_SIGTERM)
     soon = datetime.datetime.now() + datetime.timedelta(seconds=2)

@@ -1,6 +1,7 @@
 """Every collective of every path, against NumPy; and how many bytes of it go to the host.
 
 With the doubles these are the paths that need MPI alone; with MPISTRATEGY_TEST_GPU=1 those of MPISTRATEGY_TEST_PATHS.
+On 3 and 4 ranks there are also those by nodes, on nodes of equal and of different sizes.
 """
 
 from __future__ import annotations
@@ -11,16 +12,21 @@ from typing import Any
 
 import cuda_counts
 import cupy_here
+import gpus_on_nodes
 import numpy as np
 import pytest
 from replicas import ALL, RANK, SIZE
 
-import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE
+from mpistrategy.mpi.gpu.transports import by_nodes, ipc
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory
 
-pytestmark = pytest.mark.skipif(SIZE > 3 and not ALL, reason="three ranks show it")
+#: Paths by nodes and the node of each rank, in digits, by the number of ranks: nodes of 2 and 1, 2 and 2, 3 and 1.
+NODES = {3: (("ipc+mpi", "010"), ("ipc+staged", "010")), 4: (("ipc+staged", "0110"), ("ipc+mpi", "0001"))}
+_ONE_NODE = [(name, "0" * SIZE) for name in cupy_here.PATHS if SIZE <= 3 or ALL]
+_BY_NODES = [(name, nodes) for name, nodes in NODES.get(SIZE, ()) if name in gpus_on_nodes.PATHS]
+pytestmark = pytest.mark.skipif(not _ONE_NODE + _BY_NODES, reason="fewer ranks show it")
 #: Of float64: one piece, several pieces of the staged path, and a size that no number of ranks divides.
 SIZES = (1, 1003, 600_001)
 OPS = ("SUM", "MIN", "MAX")
@@ -28,18 +34,21 @@ DTYPES = ("float32", "float64", "int32", "int64")
 SPECIAL = (np.nan, -np.nan, 0.0, -0.0, np.inf, -np.inf, 1.5, -2.5)
 
 
-@pytest.fixture(scope="module", params=cupy_here.PATHS)
+@pytest.fixture(scope="module", params=_ONE_NODE + _BY_NODES, ids=" on ".join)
 def path(request: pytest.FixtureRequest, cupy: ModuleType) -> Iterator[Path]:
+    name, nodes = request.param
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
-        with ms.MirroredStrategy("gpu" if request.param == "nccl" else "shared") as strategy:
-            yield Path(cupy, strategy, request.param)
+        patch.setattr(by_nodes, "LEAST_BYTES", 100)
+        patch.setattr(ipc, "SLOT_BYTES", 2**20)
+        with gpus_on_nodes.on_nodes(nodes, name) as strategy:
+            yield Path(cupy, strategy, name)
 
 
 class Path:
     """A path, and what goes through it."""
 
-    def __init__(self, cupy: Any, strategy: ms.MirroredStrategy, name: str) -> None:
+    def __init__(self, cupy: Any, strategy: Any, name: str) -> None:
         self.cupy, self.name = cupy, name
         self.ranks: Any = strategy.extended.communicator
         self.made: DevicePath = device_path(self.ranks, name, 0)
@@ -58,7 +67,7 @@ class Path:
             return
         with cuda_counts.counted() as counts:
             do()
-        assert counts["bytes_to_host"] <= (payload if self.name == "staged" else 0)
+        assert counts["bytes_to_host"] <= (payload if "staged" in self.name else 0)
 
 
 def value(rank: int, dtype: str, size: int) -> np.ndarray:

@@ -43,6 +43,18 @@ TABLE = {
     ),
     "by MPI": ([{**AWARE, "gpu": "a", "nccl": 22105}, {**AWARE, "gpu": "b", "nccl": 22105}], "ring", "mpi", ""),
     "by MPI through the host": ([BARE, BARE], "ring", "staged", "MPI has no CUDA"),
+    "nodes of two": ([{**AWARE, "ipc": "", "node": n} for n in (0, 0, 1, 1)], "auto", "ipc+mpi", "ipc (several nodes)"),
+    "nodes of two and one": ([{**AWARE, "ipc": "", "node": n} for n in (0, 1, 0)], "auto", "ipc+mpi", "1 to 2 ranks"),
+    "nodes that cannot read": ([{**AWARE, "ipc": "no", "node": n} for n in (0, 0, 1)], "auto", "mpi", "ipc+mpi (no ("),
+    "nodes by the host": ([{**BARE, "ipc": "", "node": n} for n in (0, 0, 1)], "ipc+staged", "ipc+staged", "as asked"),
+    "one node by nodes in vain": ([{**AWARE, "ipc": ""}] * 2, "ipc+mpi", "ipc", "ipc+mpi cannot be: one node"),
+    "one rank a node": ([{**AWARE, "ipc": "", "node": n} for n in (0, 1)], "auto", "mpi", "not nccl (CuPy has no NCCL"),
+    "NCCL over nodes": (
+        [{**AWARE, "ipc": "", "gpu": f"{n}", "node": n // 2, "nccl": 22105} for n in range(4)],
+        "auto",
+        "nccl",
+        "fastest",
+    ),
     "alone": ([{}], "nccl", "alone", "one rank"),
 }  # fmt: skip
 
@@ -60,6 +72,7 @@ def test_nccl_and_pointers_for_mpi_are_never_used_together() -> None:
     ranks = [Abilities(gpu=gpu, nccl=22105, verdict="yes") for gpu in "ab"]
     assert choose(ranks, "ring", ["nccl"]).name == "staged"
     assert choose(ranks, "auto", ["mpi"]).name == "mpi"
+    assert choose(ranks, "nccl", ["ipc+mpi"]).name == "mpi"
     assert "block each other" in choose(ranks, "nccl", ["mpi"]).reason
 
 
@@ -93,8 +106,8 @@ def test_a_yes_that_nobody_tried_is_none(monkeypatch: pytest.MonkeyPatch, tmp_pa
         file = cuda_trials.save(VERSION, "one node", Outcome(outcome, "two ranks"))
         assert cuda_trials.verified(yes, VERSION, None).verdict == verdict
         between = cuda_trials.verified(yes, VERSION, None, nodes=2)
-        assert between.verdict == UNVERIFIED
-        assert "doctor once on several nodes" in between.reason
+        assert between.verdict == (UNVERIFIED if outcome == "right" else NO)
+        assert ("doctor once on several nodes" if outcome == "right" else "tried on one node") in between.reason
         assert cuda_trials.verified(yes, f"{VERSION}, another one", None).verdict == UNVERIFIED
     for spoiled in ("", "{", "[]", '{"format": 1, "library": "another", "outcome": "right", "reason": ""}'):
         file.write_text(spoiled)
@@ -185,6 +198,10 @@ def test_several_nodes_through_the_host_are_told_the_cure() -> None:
     assert "pip install nvidia-nccl-cu12" in found.reason
     assert "mpistrategy doctor once" in found.reason
     assert not choose(ranks, "staged").is_second_best
+    both = choose([replace(each, ipc="") for each in ranks * 2])
+    assert (both.name, both.is_second_best) == ("ipc+staged", True)
+    assert "pip install nvidia-nccl-cu12" in both.reason
+    assert both.reason.count("not tried") == 1
     assert not choose([replace(rank, verdict="yes") for rank in ranks]).is_second_best
     assert not choose([replace(rank, node=0, ipc="no") for rank in ranks]).is_second_best
 

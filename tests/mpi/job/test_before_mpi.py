@@ -12,6 +12,7 @@ from pathlib import Path
 import launching
 import pytest
 from mpi4py import MPI
+from replicas import long_lane
 
 import mpistrategy
 from mpistrategy.mpi.job import before_mpi, launcher
@@ -183,7 +184,7 @@ STARTS = {
 
 
 @pytest.mark.each_mpi
-@pytest.mark.parametrize("where", STARTS)
+@pytest.mark.parametrize("where", [pytest.param("MirroredStrategy", marks=long_lane), "mpistrategy run"])
 def test_who_is_stopped_before_the_first_strategy_is_told_by_those_that_wait(launch: Launch, where: str) -> None:
     job = launch(4, STOPPED.format(start=STARTS[where]), env={"MPISTRATEGY_TIMEOUT_SECONDS": "2"}, timeout=40)
     assert job.returncode != 0, job

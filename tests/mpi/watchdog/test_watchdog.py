@@ -248,9 +248,9 @@ strategy = ms.MirroredStrategy(communication_options=options)
 
 
 def long_work():
-    end = time.monotonic() + 2.2
+    end = time.monotonic() + 3.5
     while time.monotonic() < end:
-        pass
+        time.sleep(0 if what == "busy" else 0.01)
     return np.ones(2)
 
 
@@ -260,7 +260,7 @@ def step():
 
 strategy.run(step)
 if what != "own limit":
-    strategy.extended.communicator.guard.timeout = 1  # not before: the ranks may have started some seconds apart
+    strategy.extended.communicator.guard.timeout = 2  # not before: the ranks may have started some seconds apart
     watchdog.in_this_process()._changed.set()  # it looks more often from now on
 if what == "busy" and rank == 1:
     with strategy.expect_long(10):

@@ -112,12 +112,13 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
     elif trial is not None and trial.outcome == "right":
         verdict = OK if answer.is_yes else NOTE
         fix = "" if answer.is_yes else f"export {VARIABLE}=1"
-        yield Finding("cuda-aware", verdict, f"{answer.verdict} ({answer.reason}); tried: {trial.reason}", fix)
+        path = _path(job, is_aware=answer.is_yes and not 0 < trial.direct < trial.staged)
+        yield Finding("cuda-aware", verdict, f"{answer.verdict} ({answer.reason}); tried: {trial.reason}{path}", fix)
     elif answer.verdict == NO:
         yield Finding(
             "cuda-aware",
             NOTE,
-            f"no ({answer.reason}): GPU memory is staged through the host",
+            f"no ({answer.reason}): GPU memory is staged through the host{_path(job, is_aware=False)}",
             "Faster with an MPI that was built with CUDA: ask for your cluster's module of one",
         )
     else:
@@ -128,6 +129,14 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
             f"unverified: {answer.verdict}, as far as can be seen ({answer.reason}); {why}",
             f"If you know it: export {VARIABLE}=1, or 0",
         )
+
+
+def _path(job: Job, *, is_aware: bool) -> str:
+    """Return how arrays travel on several nodes with several ranks each, where NCCL is not; "" on others."""
+    if not 1 < len(job.nodes) < len(job.facts):
+        return ""
+    name, how = ("ipc+mpi", "by MPI") if is_aware else ("ipc+staged", "through the host")
+    return f"; without NCCL, by CUDA IPC within a node and {how} between nodes ({name})"
 
 
 def network(job: Job) -> Iterator[Finding]:

@@ -3,11 +3,14 @@
 For one strategy there is one path, from the first such buffer on: NCCL and an MPI that gets pointers to the memory of
 the same GPUs can block each other.  MPISTRATEGY_GPU_PATH names one; without it the order is NCCL, then what the ranks
 of one node can do among themselves (ipc), then MPI where it is known to take GPU memory, then the host (staged).
+Between nodes with several ranks, MPI and the host get from each rank what it has combined with its node (ipc+mpi,
+ipc+staged).  NCCL does the like itself, over all ranks; between nodes alone it would serve only ranks that share a GPU.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from types import MappingProxyType
@@ -16,7 +19,9 @@ from mpistrategy.mpi.gpu.cuda_aware import Answer, weakest
 from mpistrategy.mpi.interface.gpu_transport import PathName
 from mpistrategy.objects.shown import ranks_in_words
 
-_BY_MPI = ("mpi", "staged")
+#: The fastest first.
+_ORDER: tuple[PathName, ...] = ("nccl", "ipc", "ipc+mpi", "mpi", "ipc+staged", "staged")
+_BY_MPI: tuple[PathName, ...] = ("mpi", "staged")
 
 
 @dataclass(frozen=True)
@@ -81,29 +86,38 @@ def choose(
     """
     if len(ranks) == 1:
         return Choice("alone", "one rank")
+    nodes = Counter(rank.node for rank in ranks)
+    by_ipc = _against_ipc(ranks)
     obstacles: dict[str, str] = {
         "nccl": _against_nccl(ranks),
-        "ipc": _against_ipc(ranks),
+        "ipc": "several nodes" if len(nodes) > 1 else by_ipc,
         "mpi": _against_mpi(ranks),
         "staged": "",
-        **failed,
     }
+    used = {part for name in taken for part in name.split("+")}
     for one, other in (("nccl", "mpi"), ("mpi", "nccl")):
-        if one in taken:
+        if one in used:
             obstacles[other] = obstacles[other] or f"this strategy uses {one}, and the two can block each other"
-    named = _NAMES.get(word)
-    if named is not None and not obstacles[word]:
-        return Choice(named, "as asked for")
-    open_to = _BY_MPI if word == "ring" else ("nccl", "ipc", "mpi", "staged")
+    one_each = "one node" if len(nodes) == 1 else "no node has several ranks" if len(nodes) == len(ranks) else ""
+    for between in _BY_MPI:
+        obstacles[f"ipc+{between}"] = one_each or by_ipc or obstacles[between]
+    obstacles |= failed
+    named = next((name for name in _ORDER if name == word), None)
+    if named is not None and not obstacles[named]:
+        return Choice(named, "as asked for" + _uneven(named, nodes))
+    open_to = _BY_MPI if word == "ring" else _ORDER
     first = next(name for name in open_to if not obstacles[name])
-    skipped = "; ".join(f"{other} ({obstacles[other]})" for other in open_to[: open_to.index(first)])
-    asked = f"{word} cannot be: {obstacles[word]}" if named else ""
-    reason = asked or (f"not {skipped}" if skipped else "the fastest")
+    # What is against both parts of a path, or against its second part, is said once.
+    said = {name: "+" in name and obstacles[name] in (one_each, obstacles[name.partition("+")[2]]) for name in _ORDER}
+    skipped = [other for other in open_to[: open_to.index(first)] if not said[other]]
+    asked = f"{word} cannot be: {obstacles[named]}" if named else ""
+    why = "not " + "; ".join(f"{other} ({obstacles[other]})" for other in skipped) if skipped else "the fastest"
+    reason = (asked or why) + _uneven(first, nodes)
     # An NCCL that is installed and does not work deserves a warning; ranks that cannot open each other's memory do not.
-    slow = first == "staged" and len({rank.node for rank in ranks}) > 1
+    slow = first.endswith("staged") and len(nodes) > 1
     if slow and not asked:
         reason += f". {_CURE}"
-    return Choice(_NAMES[first], reason, is_second_best=bool(asked) or slow or "nccl" in failed)
+    return Choice(first, reason, is_second_best=bool(asked) or slow or "nccl" in failed)
 
 
 #: Between nodes the host is the slowest way by far.
@@ -111,7 +125,14 @@ _CURE = (
     "Install NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13; or run mpistrategy doctor once, as you start "
     "your program: it tries whether MPI takes GPU memory"
 )
-_NAMES: dict[str, PathName] = {"nccl": "nccl", "ipc": "ipc", "mpi": "mpi", "staged": "staged"}
+
+
+def _uneven(name: PathName, nodes: Mapping[int, int]) -> str:
+    """Return what nodes of several sizes mean for a path by nodes."""
+    sizes = sorted(set(nodes.values()))
+    if "+" not in name or len(sizes) == 1:
+        return ""
+    return f"; nodes have {sizes[0]} to {sizes[-1]} ranks: those of a smaller node send more between nodes"
 
 
 def _against_nccl(ranks: Sequence[Abilities]) -> str:
@@ -125,8 +146,6 @@ def _against_nccl(ranks: Sequence[Abilities]) -> str:
 
 
 def _against_ipc(ranks: Sequence[Abilities]) -> str:
-    if len({rank.node for rank in ranks}) > 1:
-        return "several nodes"
     reasons = {rank.ipc: [n for n, r in enumerate(ranks) if r.ipc == rank.ipc] for rank in ranks if rank.ipc}
     return "; ".join(f"{reason} ({ranks_in_words(those)})" for reason, those in reasons.items())
 

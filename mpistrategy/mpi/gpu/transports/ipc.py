@@ -47,7 +47,8 @@ class IpcPath:
     """See `mpistrategy.mpi.interface.gpu_transport.DevicePath`; made by `join`, on the current device.
 
     Args:
-        ranks: who takes part: the ranks of one node.
+        ranks: who takes part.  Where they are on several nodes, each node has a path of its own, on which ranks are
+            counted from 0 to the number of ranks of the node.
         slot_bytes: of each of the two slots; a multiple of 1 MiB, since CUDA may place smaller memory together.
     """
 
@@ -56,6 +57,10 @@ class IpcPath:
     def __init__(self, ranks: Communicator, slot_bytes: int) -> None:
         self._cupy = cupy_for("an array in GPU memory")
         self._ranks = ranks
+        nodes = ranks.node_of
+        #: The ranks of this node, and this one's place among them.
+        self._members = [rank for rank, node in enumerate(nodes) if node == nodes[ranks.rank]]
+        self._me, self._size = self._members.index(ranks.rank), len(self._members)
         self._slot_bytes = slot_bytes
         self._runtime = self._cupy.cuda.runtime
         self._device = self._runtime.getDevice()
@@ -64,7 +69,7 @@ class IpcPath:
         self._written: Any = None
         self._read: Any = None
         self._mine = 0
-        #: The peers' memory, by rank.
+        #: The peers' memory, by their place.
         self._opened: dict[int, int] = {}
         #: The addresses of all ranks' memory, on the device.
         self._table: Any = None
@@ -83,17 +88,17 @@ class IpcPath:
         return json.dumps({"handle": handle.hex(), "gpu": inventory.identity(self._device)})
 
     def open(self, offers: list[str]) -> None:
-        """Open the peers' memory.
+        """Open the peers' memory, of which all ranks' `offers` tell.
 
         Raises:
             OSError: when this rank's GPU cannot read that of a peer; CUDA's errors are other ones.
         """
-        for rank, offer in enumerate(offers):
-            if rank != self._ranks.rank:
-                told = json.loads(offer)
+        for place, rank in enumerate(self._members):
+            if place != self._me:
+                told = json.loads(offers[rank])
                 self._look_at(told["gpu"], rank)
-                self._opened[rank] = self._runtime.ipcOpenMemHandle(bytes.fromhex(told["handle"]))
-        addresses = [self._opened.get(rank, self._mine) for rank in range(len(offers))]
+                self._opened[place] = self._runtime.ipcOpenMemHandle(bytes.fromhex(told["handle"]))
+        addresses = [self._opened.get(place, self._mine) for place in range(self._size)]
         self._table = self._cupy.asarray(np.array(addresses, np.uint64))
         self._read.record(self._cupy.cuda.get_current_stream())
 
@@ -133,14 +138,14 @@ class IpcPath:
         if self.by_host(ranks, buffer.dtype, op):
             self._staged.allreduce(ranks, buffer, op)
         else:
-            self._reduce(buffer, op, [(0, buffer.size)] * self._ranks.size)
+            self._reduce(buffer, op, [(0, buffer.size)] * self._size)
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` on `root` by its combination over the ranks: only that one reads its peers."""
         if self.by_host(ranks, buffer.dtype, op):
             self._staged.reduce(ranks, buffer, root, op)
         else:
-            everyone = range(self._ranks.size)
+            everyone = range(self._size)
             self._reduce(buffer, op, [(0, buffer.size if rank == root else 0) for rank in everyone])
 
     def reduce_scatter(self, ranks: Communicator, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
@@ -154,7 +159,7 @@ class IpcPath:
     def _reduce(self, buffer: DeviceArray, op: str, wanted: Sequence[tuple[int, int]]) -> None:
         """Combine what each rank wants of all buffers: the elements from and up to, by rank."""
         kernel, step = self._kernels[f"{op.lower()}_{buffer.dtype.name}"], self._slot_bytes // buffer.itemsize
-        begin, end = wanted[self._ranks.rank]
+        begin, end = wanted[self._me]
         for start in range(0, buffer.size, step):
             stop = min(start + step, buffer.size)
             offset = self._write(buffer[start:stop])
@@ -167,7 +172,7 @@ class IpcPath:
         """Replace `buffer` by that of `root`: the others copy it out of its memory."""
         for start in range(0, buffer.nbytes, self._slot_bytes):
             nbytes, address = min(self._slot_bytes, buffer.nbytes - start), buffer.data.ptr + start
-            sends = self._ranks.rank == root
+            sends = self._me == root
             offset = self._write_bytes(address, nbytes if sends else 0)
             self._ranks.node_barrier()
             if not sends:
@@ -178,12 +183,12 @@ class IpcPath:
         """Write all ranks' blocks into `together`: each rank copies its peers' out of their memory."""
         sizes = [count * block.itemsize for count in counts]
         begins = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-        rank = self._ranks.rank
-        if block.data.ptr != together.data.ptr + begins[rank]:
-            self._copy(together.data.ptr + begins[rank], block.data.ptr, sizes[rank])
+        me = self._me
+        if block.data.ptr != together.data.ptr + begins[me]:
+            self._copy(together.data.ptr + begins[me], block.data.ptr, sizes[me])
         for start in range(0, max(sizes), self._slot_bytes):
             parts = [min(self._slot_bytes, max(0, size - start)) for size in sizes]
-            offset = self._write_bytes(block.data.ptr + start, parts[rank])
+            offset = self._write_bytes(block.data.ptr + start, parts[me])
             self._ranks.node_barrier()
             for peer, address in self._opened.items():
                 self._copy(together.data.ptr + begins[peer] + start, address + offset, parts[peer])
@@ -218,7 +223,7 @@ class IpcPath:
         is_aligned = piece.data.ptr % ipc_kernels.PACK_BYTES == 0 == offset % ipc_kernels.PACK_BYTES
         packs = piece.nbytes // ipc_kernels.PACK_BYTES if is_aligned else 0
         blocks = -(-(packs or piece.size) // ipc_kernels.THREADS)
-        numbers = (np.int32(self._ranks.size), np.uint64(offset), np.uint64(packs), np.uint64(piece.size))
+        numbers = (np.int32(self._size), np.uint64(offset), np.uint64(packs), np.uint64(piece.size))
         grid = (max(1, min(blocks, ipc_kernels.MOST_BLOCKS)),)
         kernel(grid, (ipc_kernels.THREADS,), (piece, self._table, *numbers))
         self._has_read()
@@ -229,13 +234,13 @@ class IpcPath:
         offsets: list[int] = []
 
         def write() -> None:
-            buffer.fill(self._ranks.rank + number)
+            buffer.fill(self._me + number)
             offsets.append(self._write(buffer))
 
         def combine() -> str:
             self._combine(self._kernels["sum_float64"], buffer, offsets[0])
             found = np.unique(buffer.get()).tolist()
-            right = sum(rank + number for rank in range(self._ranks.size))
+            right = sum(place + number for place in range(self._size))
             return "" if found == [right] else f"a wrong sum: {found[:3]} for {right}"
 
         return first_error(self._ranks, error_of(write)) or first_error(self._ranks, error_of(combine))

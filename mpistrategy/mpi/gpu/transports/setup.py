@@ -9,11 +9,11 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.gpu import cuda_aware, cuda_trials, inventory, loaded_mpi
-from mpistrategy.mpi.gpu.transports import ipc, nccl
+from mpistrategy.mpi.gpu.transports import by_nodes, ipc, nccl
 from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.mpi.gpu.transports.direct import DirectPath
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
-from mpistrategy.mpi.interface.gpu_transport import Alone, DevicePath, device_paths
+from mpistrategy.mpi.interface.gpu_transport import Alone, DevicePath, PathName, device_paths
 from mpistrategy.options import GPU_PATH, CommunicationOptions, path_word
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ def any_path(ranks: Communicator, nbytes: int) -> DevicePath:
     return device_path(ranks, path_word(CommunicationOptions()), nbytes)
 
 
-def _make(name: str, ranks: Communicator) -> DevicePath | str:
+def _make(name: PathName, ranks: Communicator) -> DevicePath | str:
     """Return the path, or why it cannot be, on all ranks alike."""
     if name == "alone":
         return Alone()
@@ -92,6 +92,8 @@ def _make(name: str, ranks: Communicator) -> DevicePath | str:
         return nccl.join(ranks)
     if name == "ipc":
         return ipc.join(ranks)
+    if name in by_nodes.BETWEEN:
+        return by_nodes.join(ranks, name)
     if name == "mpi":
         return DirectPath()
     return StagedPath()

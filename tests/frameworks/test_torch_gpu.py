@@ -1,0 +1,221 @@
+"""Tensors in GPU memory, without a GPU: real tensors and autograd, whose memory the double of CuPy takes for a GPU's.
+
+Torch works on such a tensor when its current stream has done what was put there before, and its copies are done when
+somebody waits for that stream.  What is not in the order of the stream is not there when somebody looks.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import cupy_double
+import cupy_here
+import numpy as np
+import pytest
+from checkpoints import shared_folder
+from replicas import RANK, SIZE
+
+import mpistrategy as ms
+
+torch: Any = pytest.importorskip("torch")
+mst: Any = pytest.importorskip("mpistrategy.torch")
+python_dispatch: Any = pytest.importorskip("torch.utils._python_dispatch")
+pytestmark = cupy_here.double_only
+LAST = SIZE - 1
+TOTAL = SIZE * (SIZE + 1) / 2
+#: Torch's current stream.
+STREAM = cupy_double.Stream(non_blocking=True)
+
+
+class OnGpu(torch.Tensor):  # type: ignore[misc]
+    """A tensor that says that it is in GPU memory."""
+
+    is_cuda = True
+
+    @property
+    def device(self) -> Any:
+        return torch.device("cuda", RANK)
+
+    @classmethod
+    def __torch_function__(cls, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.Tensor.to and args[1:] == (args[0].device,):
+            return args[0]
+        if function is torch.Tensor.tolist:  # reads the memory itself
+            STREAM.synchronize()
+        return super().__torch_function__(function, kinds, args, kwargs or {})
+
+    def __dlpack__(self, *, stream: int | None = None, **_: Any) -> Any:
+        memory = memory_of(self)
+        consumer = next(each for each in cupy_double._streams() if each.ptr == stream)
+        consumer.wait_event(STREAM.record(cupy_double.Event()))
+        return cupy_double.asarray(SimpleNamespace(__cuda_array_interface__=memory.__array_interface__, memory=memory))
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        return (2, RANK)
+
+
+def memory_of(tensor: Any) -> np.ndarray:
+    with torch._C.DisableTorchFunctionSubclass():
+        memory: np.ndarray = tensor.detach().as_subclass(torch.Tensor).numpy()
+    return memory
+
+
+class InOrder(python_dispatch.TorchDispatchMode):  # type: ignore[misc]
+    """Let all that torch computes, during backward as well, come after what is on its stream, and copies when asked."""
+
+    def __torch_dispatch__(self, function: Any, kinds: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is torch.ops.aten.copy_.default and isinstance(args[0], OnGpu):
+            target, source = map(memory_of, args[:2])
+            STREAM.put(lambda: np.copyto(target, source), target)
+            return args[0]
+        STREAM.synchronize()
+        return function(*args, **(kwargs or {}))
+
+
+def to_gpu(module: Any) -> Any:
+    """Move a module's parameters and buffers there."""
+    for inner in module.modules():
+        for name, tensor in inner._parameters.items():
+            inner._parameters[name] = torch.nn.Parameter(tensor.detach().as_subclass(OnGpu))
+        for name, tensor in inner._buffers.items():
+            inner._buffers[name] = tensor.as_subclass(OnGpu)
+    return module
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[ms.MirroredStrategy]:
+    """A strategy whose ranks have a GPU each, which torch and the double of CuPy see."""
+    real = torch.from_dlpack
+
+    def from_dlpack(array: Any) -> Any:
+        if not isinstance(array, cupy_double.ndarray):
+            return real(array)
+        STREAM.wait_event(cupy_double.get_current_stream().record())
+        tensor = torch.from_numpy(array._view).as_subclass(OnGpu)
+        tensor.memory = array
+        return tensor
+
+    monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: SimpleNamespace(cuda_stream=STREAM.ptr))
+    with cupy_here.gpus() as strategy, InOrder():
+        monkeypatch.setattr(
+            cupy_double.cupy.cuda,
+            "ExternalStream",
+            lambda pointer: next(each for each in cupy_double._streams() if each.ptr == pointer),
+            raising=False,
+        )
+        STREAM.device_id = RANK
+        yield strategy
+
+
+def network() -> Any:
+    torch.manual_seed(1)
+    return torch.nn.Sequential(torch.nn.Linear(6, 40), torch.nn.Tanh(), torch.nn.Linear(40, 3)).double()
+
+
+def trained(strategy: ms.Strategy | None, batches: int = 1, **options: Any) -> list[Any]:
+    """Train on this rank's rows in GPU memory, or without a strategy on everybody's; return the parameters."""
+    net = to_gpu(network()) if strategy else network()
+    optimizer = torch.optim.SGD(net.parameters(), 0.5, momentum=0.9)
+    if strategy:
+        optimizer = mst.DistributedOptimizer(optimizer, net.named_parameters(), strategy=strategy, **options)
+    x = torch.randn(4, SIZE, batches, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    for rows in x[:, RANK : RANK + 1] if strategy else x:
+        optimizer.zero_grad()
+        for number in range(batches):
+            with optimizer.no_sync() if strategy and number < batches - 1 else torch.enable_grad():
+                (net(rows[:, number]).square().mean() / batches).backward()
+        torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+        optimizer.step()
+    if strategy and SIZE > 1:
+        arena = optimizer._gradients._arena
+        assert all(isinstance(array, cupy_double.ndarray) for array in arena.values)
+        for tensor, array in zip(net.parameters(), arena.values, strict=True):
+            assert tensor.grad.data_ptr() == array.data.ptr
+    return [tensor.detach().as_subclass(torch.Tensor).clone() for tensor in net.parameters()]
+
+
+@pytest.mark.parametrize("batches", [1, 3])
+def test_gradients_are_summed_there(gpu: ms.MirroredStrategy, batches: int) -> None:
+    for mine, one in zip(trained(gpu, batches, bytes_per_bucket=64), trained(None, batches), strict=True):
+        torch.testing.assert_close(mine, one, rtol=1e-9, atol=1e-12)
+
+
+def test_buckets_start_in_the_thread_in_which_torch_computes(
+    gpu: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Backward of a GPU runs in a thread of torch's own, where no function of the user's is on the stack."""
+    from mpistrategy.torch.gradients import Gradients
+
+    real, threads = Gradients._changed, set()
+
+    def changed(self: Any, number: int, tensor: Any) -> None:
+        backward, failures = torch._C._current_graph_task_id(), []
+        later: list[Any] = []
+
+        def work() -> None:
+            threads.add(threading.get_ident())
+            try:
+                with InOrder():
+                    real(self, number, tensor)
+            except BaseException as error:
+                failures.append(error)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch._C, "_current_graph_task_id", lambda: backward)
+            patch.setattr(torch.autograd.Variable, "_execution_engine", SimpleNamespace(queue_callback=later.append))
+            thread = threading.Thread(target=work)
+            thread.start()
+            thread.join()
+        for callback in later:
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+        for error in failures:
+            raise error
+
+    monkeypatch.setattr(Gradients, "_changed", changed)
+    for mine, one in zip(trained(gpu, bytes_per_bucket=64), trained(None), strict=True):
+        torch.testing.assert_close(mine, one, rtol=1e-9, atol=1e-12)
+    assert threads - {threading.get_ident()}
+
+
+def test_starts_and_collectives(gpu: ms.MirroredStrategy) -> None:
+    torch.manual_seed(RANK)
+    net = to_gpu(torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)))
+    memory = net[0].weight.data_ptr()
+    mst.broadcast(net, LAST, strategy=gpu)
+    torch.manual_seed(LAST)
+    assert (net[0].weight == torch.nn.Linear(2, 3).weight).all()
+    assert net[0].weight.data_ptr() == memory
+    own = torch.full((2,), RANK + 1.0).as_subclass(OnGpu)
+    total = mst.all_reduce({"x": own}, "SUM", strategy=gpu)["x"]
+    assert isinstance(total, OnGpu)
+    assert total.tolist() == [TOTAL, TOTAL]
+    gathered = mst.all_gather(own, strategy=gpu)
+    assert isinstance(gathered, OnGpu)
+    assert gathered.tolist() == [rank + 1.0 for rank in range(SIZE) for _ in "ab"]
+    mst.all_reduce(own, "SUM", strategy=gpu, out=own)
+    assert own.tolist() == [TOTAL, TOTAL]
+    nest = mst.broadcast({"a": torch.full((2,), float(RANK)).as_subclass(OnGpu)}, LAST, strategy=gpu)
+    assert isinstance(nest["a"], OnGpu)
+    assert nest["a"].tolist() == [LAST, LAST]
+
+
+def test_checkpoints_are_restored_in_place(gpu: ms.MirroredStrategy, tmp_path: Path) -> None:
+    folder = shared_folder(tmp_path) / "c"
+    saved, extra = to_gpu(network()), torch.arange(3.0).as_subclass(OnGpu)
+    with gpu.scope():
+        ms.Checkpoint(net=saved, extra=extra).save(folder)
+    resumed, other = to_gpu(network()), torch.zeros(3).as_subclass(OnGpu)
+    memory = [tensor.data_ptr() for tensor in (*resumed.parameters(), other)]
+    with torch.no_grad():
+        for tensor in resumed.parameters():
+            tensor.fill_(RANK)
+    with gpu.scope():
+        ms.Checkpoint(net=resumed, extra=other).restore(folder)
+    assert memory == [tensor.data_ptr() for tensor in (*resumed.parameters(), other)]
+    for mine, wanted in zip((*resumed.parameters(), other), (*saved.parameters(), extra), strict=True):
+        assert (mine == wanted).all()
