@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -12,7 +12,7 @@ from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
-from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sum_of_rows
+from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sorting_memory, sum_of_rows
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -129,37 +129,54 @@ def gather_and_combine(
     size, itemsize = communicator.size, wanted.itemsize
     step = size * max(1, _PIECE_BYTES // (size * itemsize))
     lengths = {min(step, wanted.size - start) for start in range(0, wanted.size, step)}
-    rooms = communicator.guard.on_all(lambda: {length: _room(communicator, length, wanted.dtype) for length in lengths})
+    rooms = communicator.guard.on_all(
+        lambda: {length: _room(communicator, op, length, wanted.dtype) for length in lengths}
+    )
     for start in range(0, wanted.size, step):
         sent, result = brought[start : start + step], wanted[start : start + step]
-        received, padded = rooms[result.size]
+        room = rooms[result.size]
+        padded = room.padded
         if padded is None:
-            _combine_piece(communicator, op, destination, sent, result, received)
+            _combine_piece(communicator, op, destination, sent, result, room)
             continue
         padded[0, : sent.size] = sent
-        _combine_piece(communicator, op, destination, padded[0], padded[1], received)
+        _combine_piece(communicator, op, destination, padded[0], padded[1], room)
         if destination.includes(communicator.rank):
             result[...] = padded[1, : result.size]
 
 
-def _room(communicator: Communicator, length: int, dtype: np.dtype[Any]) -> tuple[Array, Array | None]:
-    """Return memory for all ranks' values of a share of a piece; and for a piece that is no whole number of shares."""
+class _Room(NamedTuple):
+    """Memory for the exchange of a piece.
+
+    Attributes:
+        received: for all ranks' values of a share.
+        padded: for a piece that is no whole number of shares; None for others.
+        sorting: that of `sorting_memory`.
+    """
+
+    received: Array
+    padded: Array | None
+    sorting: tuple[Array, Array]
+
+
+def _room(communicator: Communicator, op: str, length: int, dtype: np.dtype[Any]) -> _Room:
     size = communicator.size
     count = -(-length // size)
     padded = None if count * size == length else np.zeros((2, count * size), dtype)  # all shares have one size
-    return communicator.pool.take(dtype, (size, count)), padded
+    return _Room(communicator.pool.take(dtype, (size, count)), padded, sorting_memory(size, dtype, op, count))
 
 
 def _combine_piece(
-    communicator: Communicator, op: str, destination: Destination, sent: Array, result: Array, received: Array
+    communicator: Communicator, op: str, destination: Destination, sent: Array, result: Array, room: _Room
 ) -> None:
     """Write the combination of all ranks' `sent`, of equal shares, into `result` where it is wanted."""
     rank, size = communicator.rank, communicator.size
     count = result.size // size
+    received = room.received
     communicator.alltoall(sent, received)
     own = result[rank * count : (rank + 1) * count]
     with np.errstate(all="ignore"):
-        combine_ordered(list(received), [own], op, 1, (0, count))
+        combine_ordered(list(received), [own], op, 1, (0, count), room.sorting)
     root = destination.only_rank
     if root is None:
         communicator.allgatherv(own, [count] * size, result)

@@ -16,8 +16,28 @@ from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
 from mpistrategy.reduction.routes.in_place import chunk_elements
 
 
+def sorting_memory(ranks: int, dtype: np.dtype[Any], op: str, count: int) -> tuple[Array, Array]:
+    """Return what `combine_ordered` needs for `count` elements of so many arrays of a real dtype; empty where nothing.
+
+    That is rows for values in order, and one for their sum.
+    """
+    # Two values are combined alike either way, and MIN, MAX and integers in any order.
+    sorts = ranks > 2 and dtype.kind == "f" and op in ("SUM", "PROD")
+    length = min(_step(ranks, dtype), max(0, count)) if sorts else 0
+    return np.empty((ranks + 2 if sorts else 0, length), dtype), np.empty(length, summing_dtype(dtype))
+
+
+def _step(ranks: int, dtype: np.dtype[Any]) -> int:
+    return chunk_elements(ranks, dtype.itemsize) & ~1  # no complex number is cut in two
+
+
 def combine_ordered(
-    arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int, part: tuple[int, int]
+    arrays: Sequence[Array],
+    targets: Sequence[Array],
+    op: str,
+    divisor: int,
+    part: tuple[int, int],
+    memory: tuple[Array, Array] | None = None,
 ) -> None:
     """Do what `mpistrategy.reduction.routes.in_place.combine` does, with the same bits whatever the order of `arrays`.
 
@@ -27,6 +47,7 @@ def combine_ordered(
         op: "SUM", "MIN", "MAX" or "PROD"; no PROD of complex numbers.
         divisor: the result is divided by it; floating and complex dtypes only.
         part: where the elements begin and end.
+        memory: that of `sorting_memory`; None takes it now.
     """
     dtype = arrays[0].dtype
     begin, end = part
@@ -34,11 +55,9 @@ def combine_ordered(
         arrays, begin, end = [reals(array) for array in arrays], 2 * begin, 2 * end
     numbers = [reals(target) for target in targets]
     kind, adds = numbers[0].dtype, op in ("SUM", "PROD")
-    step = chunk_elements(len(arrays), kind.itemsize) & ~1  # no complex number is cut in two
-    # Two values are combined alike either way, and MIN, MAX and integers in any order.
-    sorts = len(arrays) > 2 and kind.kind == "f" and adds
-    length = min(step, max(0, end - begin)) if sorts else 0
-    rows, wide = np.empty((len(arrays) + 2, length), kind), np.empty(length, summing_dtype(kind))
+    step = _step(len(arrays), kind)
+    rows, wide = memory or sorting_memory(len(arrays), kind, op, end - begin)
+    sorts = len(rows) > 0
     combine: Any = partial(COMBINE[op], dtype=wide.dtype) if sorts else COMBINE[op]
     for start in range(begin, end, step):
         stop = min(start + step, end)

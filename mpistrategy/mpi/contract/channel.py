@@ -59,7 +59,7 @@ class Steps(NamedTuple):
     Attributes:
         place, numbers: ``place[:] = numbers`` comes first.
         start, wait: are called next.
-        told, expected: all ranks have the digest if they are equal afterwards.
+        told, expected: all ranks have the digest if ``told() == expected`` afterwards.
     """
 
     place: memoryview
@@ -67,7 +67,7 @@ class Steps(NamedTuple):
     expected: bytes
     start: Callable[[], object]
     wait: Callable[[], object]
-    told: memoryview
+    told: Callable[[], bytes]
 
 
 def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[], object] = lambda: None) -> bool:

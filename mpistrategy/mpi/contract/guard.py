@@ -251,7 +251,7 @@ class Guard(TellsErrors):
                 work()
             wait()
             self.is_comparing = False
-            if told != expected:
+            if told() != expected:  # bytes: a memoryview is compared number by number
                 self.resolve(signature)
 
         return compare

@@ -105,7 +105,8 @@ class MpiControlChannel:
         """Return `all_equal` of a digest in its steps; None where each comparison has a request of its own."""
         if not self._persistent:
             return None
-        return Steps(self._header, *self._numbers_of(digest), self._request.Start, self._request.Wait, self._told)
+        request, told = self._request, self._told.tobytes
+        return Steps(self._header, *self._numbers_of(digest), request.Start, request.Wait, told)
 
     def start(self, digest: int) -> None:
         """Begin `all_equal` without waiting."""

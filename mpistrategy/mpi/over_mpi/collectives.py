@@ -20,7 +20,6 @@ from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.over_mpi.repeated import Reduce, RepeatedAllReduce
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 from mpistrategy.objects.later import later
 
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node.two_level import AcrossNodes, Manner, across_nodes, allreduce_across, way_between
     from mpistrategy.mpi.over_mpi import gathering
     from mpistrategy.mpi.over_mpi.operations import operation
+    from mpistrategy.mpi.over_mpi.repeated import Reduce, RepeatedAllReduce
     from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
     from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
     from mpistrategy.mpi.tuning import costs
@@ -35,6 +35,7 @@ else:
     later(globals(), "mpistrategy.mpi.multi_node.two_level", "across_nodes", "allreduce_across", "way_between")
     later(globals(), "mpistrategy.mpi.over_mpi.gathering")
     later(globals(), "mpistrategy.mpi.over_mpi.operations", "operation")
+    later(globals(), "mpistrategy.mpi.over_mpi.repeated", "RepeatedAllReduce")
     later(globals(), "mpistrategy.mpi.tuning.costs")
 
 #: Over TCP Open MPI sends messages of 64 KiB and more only after an answer of the receiver, which waits behind data:

@@ -110,7 +110,7 @@ class FirstMessageRoute:
         place, total = self._message.values[:count].reshape(shape), self._message.sums[:count].reshape(shape)
         quiet, divides = self._quiet, self._divisor != 1
         divide, operand = division(self._divisor, total.dtype) if divides else (None, None)
-        rounded = total.astype
+        rounded, copy = total.astype, total.copy if dtype == total.dtype else None
 
         def run(value: Any, out: Any) -> Any:
             if out is not None:
@@ -120,7 +120,7 @@ class FirstMessageRoute:
             try:
                 if divides:
                     quiet(divide, total, operand, total)
-                return quiet(rounded, dtype)
+                return quiet(rounded, dtype) if copy is None else copy()
             except BaseException as error:
                 mark_after_messages(error)
                 failed(error)

@@ -180,7 +180,7 @@ def test_a_raised_flag(apart: ms.Strategy) -> None:
 
 @several
 def test_ranks_with_other_bits(apart: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Companions, "_has_equal_bits", lambda self: self._all_equal(RANK))
+    monkeypatch.setattr(Companions, "_has_equal_bits", lambda self, memory: self._all_equal(RANK))
     for _ in range(3):
         assert np.array_equal(apart.run(summed), want())
     assert made(apart) == []
