@@ -98,6 +98,8 @@ def replay_one(case: Json, program: Program | None, ranks: Ranks) -> Json:
     if program is None:
         return {"status": "unsupported", "note": f"no interpreter function for program {case['program']!r}"}
     env = Env(case, ranks.rank, ranks.strategies)
+    # Made first: it chooses this rank's GPU, on which the case makes its arrays.
+    strategy = env.strategy if env.n > 1 else None
     try:
         outcome = run_program(env, program.function, case.get("inputs"))
     except UnsupportedProgramError as reason:
@@ -105,8 +107,8 @@ def replay_one(case: Json, program: Program | None, ranks: Ranks) -> Json:
     if ms.has_strategy():
         ms.experimental_set_strategy(None)
         outcome = {"status": "left open", "note": "the case left a scope open"}
-    if env.n > 1:
-        resynchronise(env.strategy, case["id"])
+    if strategy is not None:
+        resynchronise(strategy, case["id"])
     return outcome
 
 
