@@ -20,7 +20,7 @@ from gpu_budgets import table as table_of_counts
 from gpu_lane_figures import bench, check, hidden, host, limits, nccl1, nodes, optimizers, packing, path
 from gpu_lane_jobs import ELSEWHERE, NOT_RUN, RIGHT, ROOT, WRONG, Ended, Lane, Row, environment, prepare, probe
 
-LIMIT = 460  # seconds for everything
+LIMIT = 475  # seconds for everything
 PYTEST = ("-m", "pytest", "--with-mpi", "-q", "-s", "--color=no", "--rootdir", ROOT, "-c", ROOT / "pyproject.toml")
 
 

@@ -128,17 +128,13 @@ def gather_and_combine(
     brought, wanted = reals(source.reshape(-1)), reals(target.reshape(-1))
     size, itemsize = communicator.size, wanted.itemsize
     step = size * max(1, _PIECE_BYTES // (size * itemsize))
-    lengths = {min(step, wanted.size - start) for start in range(0, wanted.size, step)}
-    rooms = communicator.guard.on_all(
-        lambda: {length: _room(communicator, op, length, wanted.dtype) for length in lengths}
-    )
+    room = communicator.guard.on_all(lambda: _room(communicator, op, wanted, step))
     for start in range(0, wanted.size, step):
         sent, result = brought[start : start + step], wanted[start : start + step]
-        room = rooms[result.size]
-        padded = room.padded
-        if padded is None:
+        if result.size % size == 0:
             _combine_piece(communicator, op, destination, sent, result, room)
             continue
+        padded = room.padded
         padded[0, : sent.size] = sent
         _combine_piece(communicator, op, destination, padded[0], padded[1], room)
         if destination.includes(communicator.rank):
@@ -146,24 +142,25 @@ def gather_and_combine(
 
 
 class _Room(NamedTuple):
-    """Memory for the exchange of a piece.
+    """Memory for the exchange of pieces, one after the other.
 
     Attributes:
-        received: for all ranks' values of a share.
-        padded: for a piece that is no whole number of shares; None for others.
+        received: for all ranks' values of a share; flat.
+        padded: for what is sent and what is combined of the last piece, where that is no whole number of shares.
         sorting: that of `sorting_memory`.
     """
 
     received: Array
-    padded: Array | None
+    padded: Array
     sorting: tuple[Array, Array]
 
 
-def _room(communicator: Communicator, op: str, length: int, dtype: np.dtype[Any]) -> _Room:
-    size = communicator.size
-    count = -(-length // size)
-    padded = None if count * size == length else np.zeros((2, count * size), dtype)  # all shares have one size
-    return _Room(communicator.pool.take(dtype, (size, count)), padded, sorting_memory(size, dtype, op, count))
+def _room(communicator: Communicator, op: str, wanted: Array, step: int) -> _Room:
+    size, dtype = communicator.size, wanted.dtype
+    largest, last = -(-min(step, wanted.size) // size), wanted.size % step
+    padded = np.zeros((2, -(-last // size) * size if last % size else 0), dtype)  # all shares have one size
+    received = communicator.pool.take(dtype, (size * largest,))
+    return _Room(received, padded, sorting_memory(size, dtype, op, largest))
 
 
 def _combine_piece(
@@ -172,7 +169,7 @@ def _combine_piece(
     """Write the combination of all ranks' `sent`, of equal shares, into `result` where it is wanted."""
     rank, size = communicator.rank, communicator.size
     count = result.size // size
-    received = room.received
+    received = room.received[: result.size].reshape(size, count)
     communicator.alltoall(sent, received)
     own = result[rank * count : (rank + 1) * count]
     with np.errstate(all="ignore"):

@@ -12,7 +12,7 @@ from functools import partial
 from operator import attrgetter
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -58,9 +58,8 @@ class SitePlans:
     Attributes:
         text: what the ranks compare.
         known: the plans, by operation, kind and layouts.
-        kind, op, dtype, shape, names, kinds, run: the latest all-reduce of one array, one number or a dictionary of
-            numbers, and of what: its keys, and the types of the numbers.
-        is_array: whether that was one array.
+        kind, op, dtype, shape, names, kinds, is_array, run: the latest all-reduce of one array, one number or a
+            dictionary of numbers, and of what: its keys, and the types of the numbers.
     """
 
     __slots__ = ("dtype", "is_array", "kind", "kinds", "known", "names", "op", "run", "shape", "text")
@@ -70,11 +69,7 @@ class SitePlans:
         self.known: dict[Any, Run | None] = {}
         self.kind: type | None = None
         self.is_array = False
-        self.op: Any = None
-        self.dtype: Any = None
-        self.shape: Any = None
-        self.names: list[str] | None = None
-        self.kinds: list[type] | None = None
+        self.op = self.dtype = self.shape = self.names = self.kinds = cast("Any", None)
         self.run: Run | None = None
 
 
@@ -232,12 +227,11 @@ class Plans:
         if run is MISFIT:
             run = self._learn(place, key, reduce_op, value)
         is_array = kind is _ndarray or kind is self._gpu_array
-        if run is not None and (is_array or kind in NUMBERS):
+        is_named = kind is dict and all(map(NUMBERS.__contains__, map(type, value.values())))
+        if run is not None and (is_array or is_named or kind in NUMBERS):
             place.kind, place.is_array, place.op, place.run = kind, is_array, reduce_op, run
             place.dtype, place.shape = getattr(value, "dtype", None), getattr(value, "shape", None)
-        elif run is not None and kind is dict and all(map(NUMBERS.__contains__, map(type, value.values()))):
-            place.kind, place.is_array, place.op, place.run = kind, False, reduce_op, run
-            place.names, place.kinds = [*value], [*map(type, value.values())]
+            place.names, place.kinds = ([*value], [*map(type, value.values())]) if is_named else (None, None)
         return run
 
     def _same_layouts(self, what: Any, leaves: Any) -> Any:

@@ -13,7 +13,7 @@ from mpistrategy.arrays.dtypes import Array, mean_dtype, wire_dtype
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call_sites import Signature
-from mpistrategy.mpi.contract.error_messages import after_messages
+from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
@@ -156,8 +156,11 @@ def weighted_mean(
         guard.compare_digest(digests[1], signature)
         try:
             totals = plan.run(parts)
-            with after_messages():
+            try:
                 means = mean.finish(totals, arrays)
+            except BaseException as error:
+                mark_after_messages(error)
+                raise
         except BaseException as error:
             failed(error)
             raise

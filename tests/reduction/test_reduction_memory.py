@@ -10,7 +10,6 @@ from collections.abc import Callable
 import launching
 import numpy as np
 import pytest
-from replicas import ALL
 
 from mpistrategy.mpi.interface.buffers import Pool
 
@@ -83,7 +82,7 @@ def test_integers_of_8_and_16_bits_take_twice_the_array_at_most(
 ) -> None:
     if nodes > 1 and not launching.LIBRARY.startswith("MPICH"):
         pytest.skip("only MPICH pretends to run on several nodes")
-    source = f"NBYTES, ON_NODES = {(16 if ALL else 4) * MIB}, {nodes > 1}\n{PROGRAM}"
+    source = f"NBYTES, ON_NODES = {16 * MIB}, {nodes > 1}\n{PROGRAM}"
     launch(2, source, env={"MPIR_CVAR_NUM_CLIQUES": str(nodes)}, timeout=100).check()
 
 
