@@ -1,7 +1,7 @@
-"""The gradients of an optimizer's parameters, summed during backward or at its end.
+"""The gradients of an optimizer's parameters: in memory that the ranks of a node share, summed during backward.
 
-On one node at its end, into memory that the ranks share.  On several nodes and on GPUs bucket by bucket, while backward
-computes those of earlier layers; each parameter's `grad` is a view of an `Arena` there, after the first sum.
+After the first sum each parameter's `grad` is a view of an `Arena`.  On one node the arena is reduced at the end of
+backward, where it is; on several nodes bucket by bucket, while backward computes the gradients of earlier layers.
 """
 
 from __future__ import annotations
@@ -22,16 +22,13 @@ from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.strategy.current import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch.collectives import replica_context
-from mpistrategy.training import gradient_buckets
+from mpistrategy.training.gradient_buckets import GradientBuckets
 
 WHERE = "DistributedOptimizer"
 _MOST_NAMED = 3
-#: Larger gradients are summed where they are: the node has no result buffers for so many.
-_MOST_BYTES_BESIDE = 2**29
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,20 +63,22 @@ class Gradients:
         self, strategy: Strategy, op: ReduceOp, wire: Any, bytes_per_bucket: int, names: Mapping[int, str]
     ) -> None:
         self.strategy: Strategy = strategy
-        self._op, self._bytes_per_bucket, self._names = op, bytes_per_bucket, names
+        self._op = op
         self._options = CommunicationOptions(wire=wire)
+        self._bytes_per_bucket = bytes_per_bucket
+        self._names = names
         self._parameters: list[Parameter] = []
         self._unhooked: list[int] = []
-        #: Where the gradients are that are not sparse; by the number of the parameter.  On one node there are none.
+        #: Where the gradients are that are not sparse; by the number of the parameter.
         self._views: dict[int, Any] = {}
         self._position: dict[int, int] = {}
-        self._buckets: gradient_buckets.GradientBuckets | None = None
-        #: Parameters whose gradients have changed since the last sum; under SUM, the gradients that are sums of this
-        #: step; the gradients that the latest sum of this step has replaced.
+        self._arena: Any = None
+        self._buckets: GradientBuckets | None = None
+        #: Parameters whose gradients have changed since the last sum; and those that were summed in this step.
         self._fresh: set[int] = set()
-        self._summed: dict[int, Any] = {}
-        self._replaced: list[Any] = []
-        self._sums, self._steps, self._queued = 0, 0, -1
+        self._summed: set[int] = set()
+        self._sums = self._steps = 0
+        self._queued = -1
         #: Whether gradients are summed at the end of backward.
         self.is_syncing = True
 
@@ -125,29 +124,29 @@ class Gradients:
     def step_is_over(self) -> None:
         """Begin the next step: what backward adds from now on belongs to it."""
         self._summed.clear()
-        self._replaced.clear()
         self._sums, self._steps = 0, self._steps + 1
 
     def _changed(self, number: int, tensor: Any) -> None:
-        """Note that backward has written a gradient; move it into the arena, where there is one."""
+        """Note that backward has written a gradient; move it into the arena."""
         view = self._views.get(number)
-        if self._summed.get(number) is tensor.grad:
+        if view is not None and tensor.grad is not view and not tensor.grad.is_sparse:
+            view.copy_(tensor.grad.detach())
+            tensor.grad = view
+        elif number in self._summed and self._op is ReduceOp.SUM:
             raise OptionError.at(
                 WHERE,
                 found=f"a backward into the gradient of {self._parameters[number].name!r}, which is a sum already",
                 expected="one backward in each step that sums",
                 fix="Make the others before it, in `with optimizer.no_sync():`, or use aggregation='MEAN'.",
             )
-        if view is not None and tensor.grad is not view and not tensor.grad.is_sparse:
-            view.copy_(tensor.grad.detach())
-            tensor.grad = view
         self._fresh.add(number)
         if not self.is_syncing:
             return
-        if (backward := torch._C._current_graph_task_id()) != self._queued:  # one that failed never called it
+        backward = torch._C._current_graph_task_id()
+        if backward != self._queued:  # one that failed never called what it had queued
             torch.autograd.Variable._execution_engine.queue_callback(self.sum)
             self._queued = backward
-        if view is not None and self._buckets is not None:
+        if view is not None and self._buckets is not None and self._buckets.starts_early:
             with replica_context(self.strategy, tensor.device):
                 self._buckets.ready(self._position[number])
 
@@ -155,57 +154,30 @@ class Gradients:
         """Sum the gradients that have changed over the ranks.  Collective."""
         if not self._fresh:
             return
-        ranks = self.strategy.extended.communicator
+        guard = self.strategy.extended.communicator.guard
         device = self._parameters[next(iter(self._fresh))].tensor.device
         with (
             replica_context(self.strategy, device) as context,
             torch.no_grad(),
-            Call(ranks.guard, WHERE, anywhere=True) as call,
+            Call(guard, WHERE, anywhere=True) as call,
         ):
             call.name = self._in_words()
             sparse = [number for number in sorted(self._fresh) if self._parameters[number].tensor.grad.is_sparse]
             dense = self._fresh - set(sparse)
-            if gradient_buckets.start_early(ranks, on_device=device.type == "cuda"):
-                self._sum_in_arena(dense, call)
-            else:
-                self._sum_beside(dense, call, context)
+            self._settle(dense)
+            call.agree("sum gradients", op=self._op.name)
+            call.expect_more()
+            if not self._views.keys() >= dense:
+                self._arrange(dense)
+            if dense:
+                assert self._buckets is not None
+                if self._buckets._reduced_early(self._op, call) is None:
+                    context.all_reduce(self._op, self._arena, self._options)
             for number in sparse:
                 self._sum_rows(self._parameters[number], context)
-        if self._op is ReduceOp.SUM:
-            self._summed |= {number: self._parameters[number].tensor.grad for number in self._fresh}
+        self._summed |= self._fresh
         self._fresh.clear()
         self._sums, self._queued = self._sums + 1, -1
-
-    def _sum_in_arena(self, dense: set[int], call: Call) -> None:
-        """Sum gradients over several nodes, or GPUs."""
-        for number, view in self._views.items():
-            if number not in dense and self._parameters[number].tensor.grad is not view:
-                view.zero_()  # of an earlier step
-        call.agree("sum gradients", op=self._op.name)
-        call.expect_more()
-        if not self._views.keys() >= dense:
-            self._arrange(dense)
-        if dense and self._buckets is not None:
-            self._buckets._reduced_early(self._op, call)
-
-    def _sum_beside(self, dense: set[int], call: Call, context: ReplicaContext) -> None:
-        """Sum gradients on the only node: each rank shares what others add up, and reads the rest where it is."""
-        tensors = [self._parameters[number].tensor for number in sorted(dense)]
-        grads = [tensor.grad.detach() for tensor in tensors]
-        several, plan = self.strategy.size > 1, None
-        if several and 0 < sum(grad.nbytes for grad in grads) <= _MOST_BYTES_BESIDE:
-            arrays = [host_array(grad) for grad in grads]
-            plan = self.strategy.extended._reducer.agreed_plan(self._op, layouts_of(arrays))
-        if plan is not None:
-            for tensor, total in zip(tensors, plan.run(call, arrays), strict=True):
-                tensor.grad = as_kind_of(total, tensor)
-            # Freed now, between large allocations, more would go back to the system and be cleared anew.
-            self._replaced = grads
-        else:
-            call.agree("sum gradients", op=self._op.name)
-        call.expect_more()
-        if plan is None and grads and several:
-            context.all_reduce(self._op, grads, self._options, out=grads)
 
     def _in_words(self) -> str:
         """Return which gradients this rank sums, as the ranks compare it."""
@@ -222,9 +194,9 @@ class Gradients:
         if self._buckets is not None:
             self._buckets.reset()
         chosen = tuple(self._parameters[number] for number in members)
-        arena = self.strategy.arena([each.tensor.detach() for each in chosen])
+        self._arena = arena = self.strategy.arena([each.tensor.detach() for each in chosen])
         memory = SimpleNamespace(arena=arena, variables=chosen)
-        self._buckets = gradient_buckets.GradientBuckets(memory, self._op, self._bytes_per_bucket, self._options)
+        self._buckets = GradientBuckets(memory, self._op, self._bytes_per_bucket, options=self._options)
         self._position = {number: position for position, number in enumerate(members)}
         for number, array, each in zip(members, arena.values, chosen, strict=True):
             view, grad = as_kind_of(array, each.tensor), each.tensor.grad
@@ -232,6 +204,18 @@ class Gradients:
             if grad is not None and not grad.is_sparse:
                 view.copy_(grad)
                 each.tensor.grad = view  # the memory of the gradient before is free now
+
+    def _settle(self, dense: set[int]) -> None:
+        """Clear what the arena has of an earlier step; move there what a hook put in the place of a gradient."""
+        for number, view in self._views.items():
+            tensor = self._parameters[number].tensor
+            if tensor.grad is view:
+                continue
+            if number not in dense:
+                view.zero_()
+            elif self._buckets and not self._buckets.starts_early:  # else it may be under way
+                view.copy_(tensor.grad.detach())
+                tensor.grad = view
 
     def _sum_rows(self, parameter: Parameter, context: ReplicaContext) -> None:
         """Sum a sparse gradient: the rows of all ranks."""

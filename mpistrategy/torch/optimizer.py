@@ -92,7 +92,8 @@ def DistributedOptimizer(  # noqa: N802  # the name that users of Horovod look f
     op = ReduceOp._parse(aggregation, WHERE)
     if op not in (ReduceOp.MEAN, ReduceOp.SUM):
         raise OptionError.at(WHERE, found=f"aggregation={aggregation!r}", expected="'MEAN' or 'SUM'")
-    of, kind = strategy_for(strategy, WHERE), type(given)
+    of = strategy_for(strategy, WHERE)
+    kind = type(given)
     made: Any = type(kind.__name__, (Distributed, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})
     names = {id(tensor): key for key, tensor in named_parameters or ()}
     gradients = Gradients(of, op, wire, bytes_per_bucket, names)

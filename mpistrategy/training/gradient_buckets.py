@@ -15,7 +15,6 @@ from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.settings import Fixed, checked_count
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
@@ -105,7 +104,8 @@ class GradientBuckets:
         self._index = {id(var): number for number, var in enumerate(self.variables)}
         extended = gradients.arena.strategy.extended
         extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
-        self.starts_early = start_early(extended._reducer.communicator, on_device=is_on_device(self.values[0]))
+        communicator = extended._reducer.communicator
+        self.starts_early = communicator.nodes > 1 or (is_on_device(self.values[0]) and communicator.size > 1)
         self._handles: list[AllReduceHandle[Any]] = []
         self._clear()
 
@@ -208,11 +208,6 @@ class GradientBuckets:
     def __repr__(self) -> str:
         sizes = ", ".join(f"{dtype_name(b.memory.dtype)} {b.memory.nbytes / 2**20:.2f} MiB" for b in self._buckets)
         return f"<GradientBuckets of {len(self.variables)} variables: {sizes}>"
-
-
-def start_early(communicator: Communicator, *, on_device: bool) -> bool:
-    """Return whether buckets are reduced while later gradients are computed; see `GradientBuckets`."""
-    return communicator.nodes > 1 or (on_device and communicator.size > 1)
 
 
 def _cut(gradients: Memory, bytes_per_bucket: int) -> list[Bucket]:

@@ -119,12 +119,10 @@ def scaling(net: Any, optimizer: Any, loss: Any) -> None:
 
 
 @pytest.mark.parametrize("loop", [plain, in_place, accumulating, never_syncing, twice, clipping, freezing, scaling])
-@pytest.mark.parametrize("way", ["beside", "in place", "early"])
-def test_as_one_process(strategy: ms.Strategy, loop: Any, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    if early := way == "early":
+@pytest.mark.parametrize("early", [False, True])
+def test_as_one_process(strategy: ms.Strategy, loop: Any, early: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if early:
         started = start_early(monkeypatch)
-    elif way == "in place":  # as very large gradients are
-        monkeypatch.setattr("mpistrategy.torch.gradients._MOST_BYTES_BESIDE", 0)
 
     def make(parameters: Any) -> Any:
         return torch.optim.SGD(parameters, 0.5, momentum=0.9)
@@ -142,47 +140,33 @@ def start_early(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     from mpistrategy.training import gradient_buckets
 
     started: list[int] = []
-    start = gradient_buckets.GradientBuckets._start_next
+    begin, start = gradient_buckets.GradientBuckets.__init__, gradient_buckets.GradientBuckets._start_next
+
+    def init(self: Any, *args: Any, **options: Any) -> None:
+        begin(self, *args, **options)
+        self.__dict__["starts_early"] = True
 
     def start_next(self: Any, context: Any) -> None:
         started.append(len(self._missing))
         start(self, context)
 
-    monkeypatch.setattr(gradient_buckets, "start_early", lambda communicator, on_device: True)
+    monkeypatch.setattr(gradient_buckets.GradientBuckets, "__init__", init)
     monkeypatch.setattr(gradient_buckets.GradientBuckets, "_start_next", start_next)
     return started
 
 
-def test_gradients_live_in_an_arena_where_buckets_start_early(
-    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_early(monkeypatch)
+def test_gradients_live_in_shared_memory_and_are_the_same_everywhere(strategy: ms.Strategy) -> None:
     net = network()
     optimizer = mst.DistributedOptimizer(torch.optim.Adam(net.parameters()), strategy=strategy)
     for _ in range(2):
         optimizer.zero_grad()
         net(torch.full((2, 6), RANK + 1.0, dtype=torch.float64)).sum().backward()
         optimizer.step()
-    arena = optimizer._gradients._buckets._gradients.arena
+    arena = optimizer._gradients._arena
     for tensor, array in zip(net.parameters(), arena.values, strict=True):
         assert tensor.grad.data_ptr() == array.ctypes.data
     gathered = mst.all_gather(net[2].bias.grad[None], strategy=strategy)
     assert (gathered == gathered[0]).all()
-
-
-def test_large_gradients_are_the_ranks_own_and_use_the_same_memory_again(strategy: ms.Strategy) -> None:
-    weight = torch.nn.Parameter(torch.zeros(100_000))
-    optimizer = mst.DistributedOptimizer(torch.optim.SGD([weight], 0.1), strategy=strategy)
-    places = []
-    for number in range(6):
-        optimizer.zero_grad()
-        (weight.sum() * (RANK + number)).backward()
-        weight.grad.mul_(RANK + 1)  # as clipping does: the other ranks' gradients stay as they are
-        strategy.barrier()
-        assert (weight.grad == (number + (SIZE - 1) / 2) * (RANK + 1)).all()
-        optimizer.step()
-        places.append(weight.grad.data_ptr())
-    assert SIZE == 1 or places[-1] == places[-2] == places[-3]
 
 
 def test_what_a_hook_of_the_program_does_to_a_gradient_is_summed(strategy: ms.Strategy) -> None:
