@@ -65,4 +65,3 @@ def test_a_strategy_of_many_ranks_is_made_in_a_time_that_grows_as_they_do(
     monkeypatch.setattr(outside_steps, "_process_has_peers", False)  # and back: these ranks are not in this job
     few, many = (min(creation_seconds(size, LOCAL, devices) for _ in range(3)) for size in (FEW, MANY))
     assert many < 3 * MANY / FEW * few, "its square would be 8 times as much"
-    assert many < 1.0, "0.3 s on a machine that does nothing else"
