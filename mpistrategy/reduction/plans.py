@@ -12,7 +12,7 @@ from functools import partial
 from operator import attrgetter
 from time import monotonic
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -68,8 +68,12 @@ class SitePlans:
         self.text: str = site.place
         self.known: dict[Any, Run | None] = {}
         self.kind: type | None = None
-        self.is_array = False
-        self.op = self.dtype = self.shape = self.names = self.kinds = cast("Any", None)
+        self.is_array: bool = False
+        self.op: Any = None
+        self.dtype: Any = None
+        self.shape: Any = None
+        self.names: list[str] | None = None
+        self.kinds: list[type] | None = None
         self.run: Run | None = None
 
 
@@ -208,20 +212,16 @@ class Plans:
         try:
             if kind is np.ndarray:
                 key: Any = (reduce_op, value.dtype, value.shape)
-                run: Run | None = known.get(key, MISFIT)
             elif kind is dict:
                 names = tuple(value)
                 key = (reduce_op, names, self._same_layouts((reduce_op, names), value.values()))
-                run = known.get(key, MISFIT)
             elif kind is list or kind is tuple:
                 key = (reduce_op, kind, self._same_layouts((reduce_op, kind), value))
-                run = known.get(key, MISFIT)
             elif hasattr(kind, "_make_plan"):  # an arena
                 known, key = value._plans, (reduce_op, place)
-                run = known.get(key, MISFIT)
             else:
                 key = (reduce_op, kind, _layouts((value.value,)) if kind is Weighted else _layout(value))
-                run = known.get(key, MISFIT)
+            run: Run | None = known.get(key, MISFIT)
         except _NO_KEY:
             return None
         if run is MISFIT:
