@@ -187,19 +187,21 @@ def path_figures(cupy: Any, strategy: Any) -> Figures:
 
 def _bare_nccl(cupy: Any, strategy: Any, path: Any, nbytes_of_list: int) -> Figures:
     """Return the seconds of NCCL's own call for buffers of as many bytes."""
+    sizes = filter(None, (*REDUCED, *([256 * MIB] if REAL else []), nbytes_of_list))
+    call = partial(nccls_own, cupy, path)
+    return {
+        f"NCCL, {nbytes}": seconds_of(cupy, strategy, call(cupy.ones(nbytes // 4, "float32")), 10 if REAL else 2)
+        for nbytes in sizes
+    }
+
+
+def nccls_own(cupy: Any, path: Any, buffer: Any) -> Callable[[], None]:
+    """Return the call of NCCL, without anything of ours, that sums a buffer of float32 in place."""
     from cupy.cuda import nccl
 
-    found: Figures = {}
-    for nbytes in (*REDUCED, *([256 * MIB] if REAL else []), nbytes_of_list):
-        buffer = cupy.ones(nbytes // 4, "float32")
-
-        def call(buffer: Any = buffer) -> None:
-            pointer, stream = buffer.data.ptr, cupy.cuda.get_current_stream().ptr
-            path._nccl.allReduce(pointer, pointer, buffer.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream)
-
-        if nbytes:
-            found[f"NCCL, {nbytes}"] = seconds_of(cupy, strategy, call, 10 if REAL else 2)
-    return found
+    pointer, stream = buffer.data.ptr, cupy.cuda.get_current_stream().ptr
+    arguments = pointer, pointer, buffer.size, nccl.NCCL_FLOAT32, nccl.NCCL_SUM, stream
+    return lambda: path._nccl.allReduce(*arguments)
 
 
 PARTS: dict[str, Callable[[Any, Any], Figures]] = {

@@ -21,7 +21,7 @@ from typing import Any
 
 import cuda_counts
 import numpy as np
-from gpu_figures import ON_DEVICE, on_stream, seconds_of
+from gpu_figures import ON_DEVICE, nccls_own, on_stream, seconds_of
 
 import mpistrategy as ms
 from mpistrategy.cli.bench.cases import shapes
@@ -112,27 +112,15 @@ def _torchs_adam(wanted: list[tuple[int, ...]]) -> float | None:
 
 def nccl1(cupy: Any) -> Figures:
     """Our NCCL path on one rank beside the same call of NCCL."""
-    from cupy.cuda import nccl as bare
-
     strategy = ms.MirroredStrategy("shared")
     ranks = strategy.extended.communicator
     path = nccl.join(ranks)
     assert not isinstance(path, str), path
-    communicator, stream = path._nccl, cupy.cuda.get_current_stream().ptr
     found: Figures = {"version": nccl.version(cupy)}
     for nbytes in SIZES:
         buffer = cupy.ones(nbytes // 4, "float32")
-
-        def call(buffer: Any = buffer) -> None:
-            pointer = buffer.data.ptr
-            communicator.allReduce(pointer, pointer, buffer.size, bare.NCCL_FLOAT32, bare.NCCL_SUM, stream)
-
-        def ours(buffer: Any = buffer) -> None:
-            path.allreduce(ranks, buffer, "SUM")
-
-        found[str(nbytes)] = {
-            name: seconds_of(cupy, None, work, REPEATS) for name, work in (("ours", ours), ("NCCL", call))
-        }
+        calls = {"ours": partial(path.allreduce, ranks, buffer, "SUM"), "NCCL": nccls_own(cupy, path, buffer)}
+        found[str(nbytes)] = {name: seconds_of(cupy, None, call, REPEATS) for name, call in calls.items()}
         assert float(buffer.sum()) == nbytes // 4, "a wrong sum"
     path.free()
     strategy.close()

@@ -29,8 +29,13 @@ def judged(lane: Lane, row: Row, found: float, most: float, what: str) -> None:
         row.text += f" ({what} is above its limit)"
 
 
-def figures(lane: Lane, row: Row, part: str, ranks: int, limit: float, script: str = "gpu_figures.py") -> Any:
-    """Measure one part; return its figures, or None when it failed."""
+def figures(
+    lane: Lane, row: Row, part: str, ranks: int, limit: float, script: str = "gpu_figures.py", not_on_double: str = ""
+) -> Any:
+    """Measure one part; return its figures, or None when it failed, or when the double does not have what it takes."""
+    if lane.double and not_on_double:
+        row.result, row.text = NOT_RUN, not_on_double
+        return None
     file = lane.work / f"{part}.json"
     arguments = [ROOT / "scripts" / script, file, *([part] if script != "gpu_host_time.py" else [])]
     ended = lane.ranks(row.name, ranks, arguments, limit)
@@ -131,10 +136,7 @@ def _bound(lane: Lane, name: str) -> tuple[str, float] | None:
 def nccl1(lane: Lane, row: Row) -> None:
     """NCCL on one rank: what our path adds to its call."""
     row.limit = f"4096 bytes: {NCCL_SMALL * 1e6:.0f} us"
-    if lane.double:
-        row.result, row.text = NOT_RUN, "the double has no NCCL"
-        return
-    found = figures(lane, row, "nccl1", 1, 60, "gpu_kernels.py")
+    found = figures(lane, row, "nccl1", 1, 60, "gpu_kernels.py", "the double has no NCCL")
     if not found:
         return
     times = {int(name): each for name, each in found.items() if name.isdigit()}
@@ -147,10 +149,7 @@ def nccl1(lane: Lane, row: Row) -> None:
 
 def host(lane: Lane, row: Row) -> None:
     """The host's time for a call, less that of its CuPy calls, and the functions of Python that it enters."""
-    if lane.double:
-        row.result, row.text = NOT_RUN, "the double is Python itself"
-        return
-    found = figures(lane, row, "host", 1, 60, "gpu_host_time.py")
+    found = figures(lane, row, "host", 1, 60, "gpu_host_time.py", "the double is Python itself")
     if not found:
         return
     row.limit = "; ".join(f"{each['limit_us']} us, {each['most_python_calls']} functions" for each in found.values())
@@ -169,10 +168,7 @@ def host(lane: Lane, row: Row) -> None:
 def optimizers(lane: Lane, row: Row) -> None:
     """Steps of 161 variables by one kernel."""
     row.limit = f"Adam: 7 passes; {ADAM_TORCH} times torch's fused, else {ADAM_COPY} times its bytes over a copy's rate"
-    if lane.double:
-        row.result, row.text = NOT_RUN, "the double has no kernels of a GPU"
-        return
-    found = figures(lane, row, "optimizers", 1, 60, "gpu_kernels.py")
+    found = figures(lane, row, "optimizers", 1, 60, "gpu_kernels.py", "the double has no kernels of a GPU")
     if not found:
         return
     steps = {name: each for name, each in found.items() if isinstance(each, dict)}

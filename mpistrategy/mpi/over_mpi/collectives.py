@@ -17,13 +17,13 @@ from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer, quiet_runner
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
-from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
+    from mpistrategy.mpi.contract.guard import Guard
     from mpistrategy.mpi.multi_node.two_level import AcrossNodes, Manner, across_nodes, allreduce_across, way_between
     from mpistrategy.mpi.over_mpi import gathering
     from mpistrategy.mpi.over_mpi.operations import operation

@@ -31,7 +31,7 @@ _LOOKS, _LONGEST_SHORT_NAP = 8, 5e-4
 
 def patiently(looks: int) -> None:
     """Sleep between two looks at the messages: briefly at first, for small values, then some milliseconds."""
-    time.sleep(min(_SHORTEST_NAP * 2 ** min(looks, 10), _LONGEST_NAP))
+    _nap(looks, _LONGEST_NAP)
 
 
 def promptly(looks: int) -> None:
@@ -43,7 +43,11 @@ def promptly(looks: int) -> None:
     if looks <= _LOOKS:
         os.sched_yield()
     else:
-        time.sleep(min(_SHORTEST_NAP * 2 ** min(looks - _LOOKS, 10), _LONGEST_SHORT_NAP))
+        _nap(looks - _LOOKS, _LONGEST_SHORT_NAP)
+
+
+def _nap(number: int, longest: float) -> None:
+    time.sleep(min(_SHORTEST_NAP * 2 ** min(number, 10), longest))
 
 
 class Job:

@@ -74,19 +74,24 @@ def summed(count: int, op: Any = "SUM", dtype: Any = np.float32, **options: Any)
     return context().all_reduce(op, mine, ms.CommunicationOptions(**options) if options else None)
 
 
+def without_memory(memory: Memory, call: Callable[[], Any], told: str) -> None:
+    """Call while the last rank has no memory: it raises on every rank, soon, and the others say what became of it."""
+    memory.is_out, began = True, time.monotonic()
+    ends = outcomes(call)
+    memory.is_out = False
+    assert time.monotonic() - began < SECONDS
+    assert [end.error for end in ends] == [RemoteError] * LAST + [Exception]
+    for end in ends[:-1]:
+        assert f"rank {LAST} {told}" in end.text
+        assert "MemoryError: there is none" in end.text
+
+
 def check_all_raise(strategy: ms.Strategy, memory: Memory, count: int, **options: Any) -> None:
     """Run out of memory in the third call: it raises on every rank, and the strategy goes on."""
     memory.limit(np, "empty", lambda shape, *_: shape in (count, (count,), 4 * count))
     kept = [strategy.run(summed, args=(count,), kwargs=options) for _ in range(2)]
     assert all((each == SIZE * (SIZE + 1) / 2).all() for each in kept)
-    memory.is_out, began = True, time.monotonic()
-    ends = outcomes(lambda: strategy.run(summed, args=(count,), kwargs=options))
-    memory.is_out = False
-    assert time.monotonic() - began < SECONDS
-    assert [end.error for end in ends] == [RemoteError] * LAST + [Exception]
-    for end in ends[:-1]:
-        assert f"rank {LAST} could not make this call" in end.text
-        assert "MemoryError: there is none" in end.text
+    without_memory(memory, lambda: strategy.run(summed, args=(count,), kwargs=options), "could not make this call")
     assert still_works(strategy)
     assert (strategy.run(summed, args=(count,), kwargs=options) == SIZE * (SIZE + 1) / 2).all()
 
@@ -112,19 +117,12 @@ def check_the_others_hear(strategy: ms.Strategy, memory: Memory, call: Callable[
     """Run out of memory after all messages of the third call: the others have the sum, and hear of it in the next."""
     right = strategy.run(call)
     assert np.array_equal(strategy.run(call), right)
-    memory.is_out, began = True, time.monotonic()
 
     def calls() -> Any:
         assert np.array_equal(strategy.run(call), right)
         return strategy.run(call)
 
-    ends = outcomes(calls)
-    memory.is_out = False
-    assert time.monotonic() - began < SECONDS
-    assert [end.error for end in ends] == [RemoteError] * LAST + [Exception]
-    for end in ends[:-1]:
-        assert f"rank {LAST} failed in " in end.text
-        assert "MemoryError: there is none" in end.text
+    without_memory(memory, calls, "failed in ")
     after = outcomes(lambda: strategy.run(call))
     assert {end.error for end in after} == {ContextError}
 
@@ -153,14 +151,7 @@ def test_after_the_sum(apart: ms.Strategy, memory: Memory, count: int) -> None:
 
 def check_first_call(strategy: ms.Strategy, memory: Memory, call: Callable[[], Any], right: Any) -> None:
     """Run out of memory in the first call, after the agreement: all raise, and the next call is right."""
-    memory.is_out, began = True, time.monotonic()
-    ends = outcomes(call)
-    memory.is_out = False
-    assert time.monotonic() - began < SECONDS
-    assert [end.error for end in ends] == [RemoteError] * LAST + [Exception]
-    for end in ends[:-1]:
-        assert f"rank {LAST} could not make this call" in end.text
-        assert "MemoryError: there is none" in end.text
+    without_memory(memory, call, "could not make this call")
     for _ in range(2):
         assert np.array_equal(call(), right)
     assert still_works(strategy)

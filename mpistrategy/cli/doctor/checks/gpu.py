@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.errors import DeviceError, MpiStrategyError
 from mpistrategy.mpi.gpu import binding, fabric
-from mpistrategy.mpi.gpu.cuda_aware import NO, VARIABLE, Answer, weakest
+from mpistrategy.mpi.gpu.cuda_aware import NO, VARIABLE, YES, Answer, weakest
+from mpistrategy.mpi.gpu.cuda_trials import Outcome
 from mpistrategy.mpi.gpu.inventory import Sight
+from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.objects.shown import ranks_in_words
 
 
@@ -112,7 +115,7 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
     elif trial is not None and trial.outcome == "right":
         verdict = OK if answer.is_yes else NOTE
         fix = "" if answer.is_yes else f"export {VARIABLE}=1"
-        path = _path(job, is_aware=answer.is_yes and not 0 < trial.direct < trial.staged)
+        path = _path(job, is_aware=answer.is_yes and not Outcome(**asdict(trial)).is_slower)
         yield Finding("cuda-aware", verdict, f"{answer.verdict} ({answer.reason}); tried: {trial.reason}{path}", fix)
     elif answer.verdict == NO:
         yield Finding(
@@ -133,9 +136,11 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
 
 def _path(job: Job, *, is_aware: bool) -> str:
     """Return how arrays travel on several nodes with several ranks each, where NCCL is not; "" on others."""
-    if not 1 < len(job.nodes) < len(job.facts):
+    verdict = YES if is_aware else NO
+    name = choose([Abilities(node=each.leader, verdict=verdict, ipc="") for each in job.facts]).name
+    if "+" not in name:
         return ""
-    name, how = ("ipc+mpi", "by MPI") if is_aware else ("ipc+staged", "through the host")
+    how = "by MPI" if name == "ipc+mpi" else "through the host"
     return f"; without NCCL, by CUDA IPC within a node and {how} between nodes ({name})"
 
 
