@@ -14,7 +14,7 @@ import cuda_counts
 import cupy_here
 import numpy as np
 import pytest
-from replicas import ALL, RANK, RANKS, SIZE, in_step
+from replicas import ALL, RANK, RANKS, SIZE, in_step, rows
 
 import mpistrategy as ms
 from mpistrategy.options import GPU_PATH
@@ -67,9 +67,10 @@ def is_right(path: str, found: Any, right: Any, moved: int) -> bool:
     return np.array_equal(found.get(), np.asarray(right, found.dtype))
 
 
-@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8", "int32", "int64"])
-@pytest.mark.parametrize("name", ALGORITHMS)
+@pytest.mark.parametrize(
+    ("name", "dtype", "op"),
+    rows(2, ALGORITHMS, ["float32", "float64", "float16", "int8", "int32", "int64"], ["SUM", "MEAN", "MIN", "MAX"]),
+)
 def test_reductions(cupy: Any, path: str, name: str, dtype: str, op: str) -> None:
     if name == "NcclAllReduce" and path != "nccl":
         pytest.skip("it asks for NCCL")
