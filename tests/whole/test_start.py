@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import os
 import pickle
 import subprocess
@@ -17,19 +19,27 @@ import mpistrategy as ms
 pytestmark = pytest.mark.one_rank
 
 FIRST_SUM = """
-import sys
+import sys, time
 import numpy as np
 import mpistrategy as ms
+from mpistrategy.mpi.watchdog.watchdog import LOADED_AFTER_START
 strategy = ms.MirroredStrategy()
 strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(3)))
-modules = sorted(name for name, module in sys.modules.items() if getattr(module, "__spec__", None) is not None)
-ours = [name for name in modules if name.partition(".")[0] == "mpistrategy"]
+ours = [name for name in sys.modules if name.partition(".")[0] == "mpistrategy"]
+ours = [name for name in ours if getattr(getattr(sys.modules[name], "__spec__", None), "loader", None)]  # a file
+at_start = {*ours} - {*LOADED_AFTER_START}
 unneeded = sum(".training" in name or ".checkpoint" in name or ".input." in name for name in ours)
-print(len(ours), unneeded, "nodes", strategy.extended.communicator.nodes, flush=True)
+print(len(at_start), unneeded, "nodes", strategy.extended.communicator.nodes, flush=True)
+end = time.monotonic() + 60
+while not sys.modules.keys() >= {*LOADED_AFTER_START}:
+    assert time.monotonic() < end, {*LOADED_AFTER_START} - sys.modules.keys()
+    time.sleep(0.01)
 """
 
 
-def test_the_first_sum_loads_no_training_and_no_checkpoints(launch: Callable[..., launching.Finished]) -> None:
+def test_the_first_sum_loads_few_modules_and_the_watchdog_its_own_later(
+    launch: Callable[..., launching.Finished],
+) -> None:
     job = launch(2, FIRST_SUM).check()
     most = 96 if "nodes 1" in job.stdout else 100  # between nodes other routes are looked at
     most += 2  # which look at the variables of the environment that tests set
@@ -37,6 +47,29 @@ def test_the_first_sum_loads_no_training_and_no_checkpoints(launch: Callable[...
         modules, unneeded, *_ = map(int, line.replace("nodes", "").split())
         assert modules <= most, "each is three calls of stat and one of open"
         assert unneeded == 0
+
+
+def test_packages_that_are_not_read_hold_nothing() -> None:
+    for name in ms._PACKAGES:
+        statements = ast.parse(Path(importlib.import_module(f"mpistrategy.{name}").__file__ or "").read_text()).body
+        assert [type(each) for each in statements] == [ast.Expr], f"{name}: a docstring alone"
+
+
+def test_bases_that_are_loaded_later_have_all_their_methods() -> None:
+    program = """
+import importlib
+import mpistrategy as ms
+for kind, count in (ms.Strategy, 3), (ms.ReplicaContext, 1):
+    for base in kind.__bases__:
+        known = {name for name, each in vars(base).items() if type(each).__name__ == "_LaterMethod"}
+        if known:
+            loaded = getattr(importlib.import_module(base.__module__), base.__name__)
+            there = {name for name, each in vars(loaded).items() if callable(each) or isinstance(each, property)}
+            assert there | {"__reduce_ex__"} == known | {"__reduce_ex__"}, base
+            count -= 1
+    assert count == 0
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment())
 
 
 def test_public_modules_are_there_before_anything_in_them_is_used() -> None:
