@@ -55,23 +55,6 @@ def test_packages_that_are_not_read_hold_nothing() -> None:
         assert [type(each) for each in statements] == [ast.Expr], f"{name}: a docstring alone"
 
 
-def test_bases_that_are_loaded_later_have_all_their_methods() -> None:
-    program = """
-import importlib
-import mpistrategy as ms
-for kind, count in (ms.Strategy, 3), (ms.ReplicaContext, 1):
-    for base in kind.__bases__:
-        known = {name for name, each in vars(base).items() if type(each).__name__ == "_LaterMethod"}
-        if known:
-            loaded = getattr(importlib.import_module(base.__module__), base.__name__)
-            there = {name for name, each in vars(loaded).items() if callable(each) or isinstance(each, property)}
-            assert there | {"__reduce_ex__"} == known | {"__reduce_ex__"}, base
-            count -= 1
-    assert count == 0
-"""
-    subprocess.run([sys.executable, "-c", program], check=True, env=environment())
-
-
 def test_public_modules_are_there_before_anything_in_them_is_used() -> None:
     program = """
 import inspect, pickle, sys
