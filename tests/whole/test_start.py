@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ast
-import importlib
 import os
 import pickle
 import subprocess
@@ -41,18 +39,12 @@ def test_the_first_sum_loads_few_modules_and_the_watchdog_its_own_later(
     launch: Callable[..., launching.Finished],
 ) -> None:
     job = launch(2, FIRST_SUM).check()
-    most = 96 if "nodes 1" in job.stdout else 100  # between nodes other routes are looked at
+    most = 87 if "nodes 1" in job.stdout else 92  # between nodes other routes are looked at
     most += 2  # which look at the variables of the environment that tests set
     for line in job.stdout.splitlines():
         modules, unneeded, *_ = map(int, line.replace("nodes", "").split())
         assert modules <= most, "each is three calls of stat and one of open"
         assert unneeded == 0
-
-
-def test_packages_that_are_not_read_hold_nothing() -> None:
-    for name in ms._PACKAGES:
-        statements = ast.parse(Path(importlib.import_module(f"mpistrategy.{name}").__file__ or "").read_text()).body
-        assert [type(each) for each in statements] == [ast.Expr], f"{name}: a docstring alone"
 
 
 def test_public_modules_are_there_before_anything_in_them_is_used() -> None:
