@@ -34,18 +34,19 @@ from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
 from mpistrategy.reduction.inputs import Weighted, leaves_like, resident, resident_values
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
-from mpistrategy.strategy.outside_steps import warn_if_alone
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mpistrategy.reduction.arena.arena import Arena
     from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
+    from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
     from mpistrategy.strategy.reduce_scatter import ReduceScatter
     from mpistrategy.variables.variable import Variable
 else:
     later(globals(), "mpistrategy.reduction.asynchronous", "start_all_reduce")
+    later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
     ReduceScatter = later_base("mpistrategy.strategy.reduce_scatter.ReduceScatter", "reduce_scatter")
 
 Hints: TypeAlias = CommunicationOptions | None
