@@ -6,26 +6,9 @@ Importing it starts no MPI; the first `MirroredStrategy` does.
 """
 
 import sys as _sys
-from importlib.machinery import ModuleSpec as _ModuleSpec
 from os import environ as _environ
 from types import ModuleType as _ModuleType
 from typing import TYPE_CHECKING, Any
-
-if not TYPE_CHECKING:
-    #: Packages of which the first sum uses modules.  Their own files hold a docstring alone, which no rank needs.
-    _PACKAGES = (
-        *("arrays", "cross_device_ops", "objects", "reduction", "reduction.layout", "reduction.routes", "strategy"),
-        *("mpi", "mpi.contract", "mpi.interface", "mpi.job", "mpi.over_mpi", "mpi.shared_memory", "mpi.tuning"),
-        *("mpi.watchdog", "variables"),
-    )
-    for _name in _PACKAGES:
-        _made = _ModuleType(f"{__name__}.{_name}")
-        _made.__path__ = [f"{__path__[0]}/{_name.replace('.', '/')}"]
-        _made.__package__, _made.__file__ = _made.__name__, f"{_made.__path__[0]}/__init__.py"
-        _made.__spec__ = _ModuleSpec(_made.__name__, None, is_package=True)
-        _made.__spec__.submodule_search_locations = _made.__path__
-        _sys.modules[_made.__name__] = _made
-        setattr(_sys.modules[_made.__name__.rpartition(".")[0]], _name.rpartition(".")[2], _made)
 
 from mpistrategy import errors
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, ValueContext

@@ -86,8 +86,6 @@ def is_protocol(kind: type) -> bool:
 
 def members(kind: type) -> set[str]:
     """Return the public members of a class that no public base has."""
-    for each in dir(kind):
-        getattr(kind, each, None)  # loads its bases
     own = [base for base in kind.__mro__ if base.__module__.partition(".")[0] == "mpistrategy"]
     inherited = {each for base in own[1:] if is_public(base) for other in base.__mro__ for each in names_in(other)}
     return {each for base in own for each in names_in(base)} - inherited

@@ -14,7 +14,6 @@ has been put elsewhere before (in an attribute, in a partial) stays a stand-in, 
 from __future__ import annotations
 
 import importlib
-import inspect
 import sys
 from typing import Any
 
@@ -61,32 +60,3 @@ def later(names: dict[str, Any], module: str, *attributes: str) -> None:
     for attribute in attributes or ("",):
         name = attribute or module.rpartition(".")[2]
         names[name] = _Later(names, name, module, attribute)
-
-
-class _LaterMethod:
-    """Stands for a method of a base class that is not loaded."""
-
-    def __init__(self, module: str) -> None:
-        self._module = module
-        self._name = ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._owner, self._name = owner, name
-
-    def __get__(self, instance: object, kind: type | None = None) -> Any:
-        loaded = getattr(importlib.import_module(self._module), self._owner.__name__)
-        users: list[type] = self._owner.__subclasses__()
-        for each in users:
-            each.__bases__ = tuple(loaded if base is self._owner else base for base in each.__bases__)
-        return inspect.getattr_static(loaded, self._name).__get__(instance, kind)
-
-
-def later_base(place: str, methods: str) -> Any:
-    """Return a base class that another class replaces when one of its methods is first used.
-
-    Args:
-        place: the whole name of that class; it has no attributes that are set by `__init__`.
-        methods: the names of its methods, with spaces between them.
-    """
-    module, _, name = place.rpartition(".")
-    return type(name, (), {each: _LaterMethod(module) for each in methods.split()} | {"__module__": module})

@@ -29,11 +29,12 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
-from mpistrategy.objects.later import later, later_base
+from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
 from mpistrategy.reduction.inputs import Weighted, leaves_like, resident, resident_values
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
+from mpistrategy.strategy.reduce_scatter import ReduceScatter
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -42,12 +43,10 @@ if TYPE_CHECKING:
     from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
     from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
-    from mpistrategy.strategy.reduce_scatter import ReduceScatter
     from mpistrategy.variables.variable import Variable
 else:
     later(globals(), "mpistrategy.reduction.asynchronous", "start_all_reduce")
     later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
-    ReduceScatter = later_base("mpistrategy.strategy.reduce_scatter.ReduceScatter", "reduce_scatter")
 
 Hints: TypeAlias = CommunicationOptions | None
 

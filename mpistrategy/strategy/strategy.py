@@ -11,47 +11,35 @@ from typing import TYPE_CHECKING, Any, Self, Unpack, overload
 from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
+from mpistrategy.context import Scope
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
-from mpistrategy.objects.later import later, later_base
+from mpistrategy.objects.later import later
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.options import Mean, Op, ReduceOp
 from mpistrategy.reduction.inputs import as_given, to_reduce
 from mpistrategy.strategy.extended import StrategyExtended
+from mpistrategy.strategy.input_methods import InputMethods
+from mpistrategy.strategy.legacy_names import OldNames
+from mpistrategy.strategy.services import Services
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from mpistrategy.mpi.watchdog import watchdog
     from mpistrategy.reduction.arena.arena import Arena
     from mpistrategy.reduction.broadcast import broadcast, checked_root
-    from mpistrategy.strategy.input_methods import InputMethods
-    from mpistrategy.strategy.legacy_names import OldNames
     from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
     from mpistrategy.strategy.random_streams import Streams
-    from mpistrategy.strategy.services import Services
     from mpistrategy.variables.variable import Variable
 else:
-    later(globals(), "mpistrategy.mpi.watchdog.watchdog")
     later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
     later(globals(), "mpistrategy.reduction.broadcast", "broadcast", "checked_root")
     later(globals(), "mpistrategy.strategy.along_axis", "reduce_along")
     later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
     later(globals(), "mpistrategy.strategy.random_streams", "Streams")
-    InputMethods = later_base(
-        "mpistrategy.strategy.input_methods.InputMethods",
-        "distribute_dataset experimental_distribute_dataset distribute_datasets_from_function make_dataset_iterator "
-        "experimental_distribute_datasets_from_function make_input_fn_iterator",
-    )
-    OldNames = later_base(
-        "mpistrategy.strategy.legacy_names.OldNames",
-        "experimental_run_v2 experimental_run experimental_initialize experimental_finalize update_config_proto "
-        "__copy__ __deepcopy__ __reduce_ex__",
-    )
-    Services = later_base("mpistrategy.strategy.services.Services", "arena explain layout assert_mirrored")
 
 
 class Strategy(NamesOurs, InputMethods, OldNames, Services):
@@ -71,7 +59,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         if not isinstance(extended, StrategyExtended):
             raise OptionTypeError.at("Strategy", found=f"extended={extended!r}", expected="a StrategyExtended")
         self._extended = extended
-        self._scope = context.Scope(self)  # of the strategy as a context manager
+        self._scope = Scope(self)  # of the strategy as a context manager
 
     @property
     def extended(self) -> StrategyExtended:
@@ -116,7 +104,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         Raises:
             ContextError: on entering, in a step function or in another strategy's scope.
         """
-        return context.Scope(self)
+        return Scope(self)
 
     @overload
     def run(self, fn: Callable[[], T]) -> T: ...
@@ -340,6 +328,8 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         >>> with strategy.expect_long(1800):
         ...     pass  # rank 0 writes a large file
         """
+        from mpistrategy.mpi.watchdog import watchdog  # here, for the quick import
+
         return watchdog.expect_long(seconds, "Strategy.expect_long")
 
     @collective("close")
@@ -348,7 +338,8 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
 
         Done at the end of the program, too, and by ``with MirroredStrategy() as strategy:``.
         """
-        guard = (communicator := self.extended.communicator).guard
+        communicator = self.extended.communicator
+        guard = communicator.guard
         if guard.closed:
             communicator.free()
         else:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -10,24 +9,13 @@ from typing import Any
 
 import pytest
 
-from mpistrategy.objects.later import later, later_base
+from mpistrategy.objects.later import later
 
 pytestmark = pytest.mark.one_rank
 MODULE = "module_that_is_loaded_later"
 TEXT = """
 class Kind:
     made = "here"
-
-class Base:
-    def made_by(self):
-        return type(self).__name__
-
-    @property
-    def number(self):
-        return 3
-
-    def __copy__(self):
-        return "a copy"
 
 def twice(number):
     return 2 * number
@@ -72,23 +60,3 @@ def test_what_a_test_has_put_there_stays(names: dict[str, Any]) -> None:
     before, names["twice"] = names["twice"], len
     assert before(4) == 8
     assert names["twice"] is len
-
-
-def test_a_base_is_loaded_by_the_first_use_of_one_of_its_methods(names: dict[str, Any]) -> None:
-    base = later_base(f"{MODULE}.Base", "made_by number __copy__")
-
-    class Kind(base):  # type: ignore[misc]
-        pass
-
-    class Derived(Kind):
-        def made_by(self) -> str:
-            return f"derived {super().made_by()}"
-
-    made = Derived()
-    assert {"made_by", "number"} <= set(dir(Kind))
-    assert MODULE not in sys.modules
-    assert made.made_by() == "derived Derived"
-    assert Kind.__bases__ == (sys.modules[MODULE].Base,)
-    assert (made.number, copy.copy(made), Kind().made_by()) == (3, "a copy", "Kind")
-    with pytest.raises(AttributeError):
-        made.missing  # noqa: B018

@@ -72,6 +72,18 @@ def test_a_list_is_reduced_as_on_the_host(strategy: Any, cupy: Any, dtype: str) 
 
 
 @several
+def test_what_has_no_kernel_is_staged_and_explain_says_so(strategy: Any, cupy: Any) -> None:
+    reduced(strategy, cupy.asarray(np.ones(3)))
+    for op, dtype in (("PROD", "float32"), ("SUM", "complex64"), ("MAX", "uint64"), ("MIN", "int16")):
+        before, value = len(ipc_double.launched), cupy.asarray(np.full(3, 2, dtype))
+        assert reduced(strategy, value, op).get().tolist() == [{"PROD": 2**SIZE, "SUM": 2 * SIZE}.get(op, 2)] * 3
+        is_staged = dtype != "int16"
+        assert len(ipc_double.launched) - before == (not is_staged)
+        text = strategy.explain(value, op)
+        assert ("three of them under way, since ipc knows no " + f"{op} of {dtype} (ipc:" in text) == is_staged
+
+
+@several
 def test_a_nan_wins_and_all_ranks_get_the_same_bits(strategy: Any, cupy: Any) -> None:
     mine = np.array([np.nan, 1.0, -0.0, np.inf, 2.0**60 if RANK else 1.0, 0.1 * (RANK + 1)] * 5)
     mine[1] = np.nan if RANK == SIZE - 1 else 1.0
@@ -87,7 +99,7 @@ def test_a_nan_wins_and_all_ranks_get_the_same_bits(strategy: Any, cupy: Any) ->
 @settings(max_examples=part_of(30), deadline=None, derandomize=True)
 @given(
     sizes=st.lists(st.integers(0, 3 * SLOT_BYTES // 4 + 3), min_size=1, max_size=6),
-    dtype=st.sampled_from(["float32", "float64", "complex128", "int32"]),
+    dtype=st.sampled_from(["float32", "float64", "int64", "int32"]),
     streams=st.lists(st.integers(0, 2), min_size=6, max_size=6),
 )
 def test_many_calls_of_all_sizes_on_several_streams(sizes: list[int], dtype: str, streams: list[int]) -> None:
@@ -232,12 +244,10 @@ def test_gpus_that_cannot_reach_each_other_are_found_before_it_is_tried(
 
 def contributions(dtype: str, count: int, size: int, random: np.random.Generator) -> np.ndarray:
     made = random.integers(0, 255, (count, size * np.dtype(dtype).itemsize), np.uint8).view(dtype)
-    if made.dtype.kind in "fc":
-        made = random.normal(size=(count, size, 2)).astype(np.empty(0, dtype).real.dtype)
-        made = made.reshape(count, -1).view(dtype)[:, :size].copy()
+    if made.dtype.kind == "f":
+        made = random.normal(size=(count, size)).astype(dtype)
         made.flat[::7] = np.nan
         made.flat[3::11] = np.inf
-    if made.dtype.kind == "f":
         made.flat[5::14] = -made.dtype.type(np.nan)
         made.flat[1::6] = 0
         made.flat[2::10] = -0.0
@@ -257,7 +267,7 @@ def aligned_copy(values: np.ndarray, behind: int) -> np.ndarray:
 def test_kernels_do_as_numpy_does(name: str) -> None:
     library, random = ipc_double.library(ipc_kernels.SOURCE), np.random.default_rng(5)
     op, dtype = name.split("_")
-    combine = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}[op]
+    combine = {"sum": np.add, "min": np.minimum, "max": np.maximum}[op]
     for count, size in ((1, 5), (2, 0), (2, 1), (3, 3), (3, 1000), (8, 4099)):
         values = contributions(dtype, count, size, random)
         with np.errstate(all="ignore"):
@@ -272,12 +282,7 @@ def test_kernels_do_as_numpy_does(name: str) -> None:
             words += [ctypes.c_ulonglong(each) for each in (offset, packs, size)]
             library.launch(getattr(library, name), ctypes.c_uint(3), ctypes.c_uint(64), *words)
             assert (memory[expected.nbytes :] == 0x55).all()
-            if name.startswith("prod_complex"):  # NumPy's are fused
-                finite = np.isfinite(expected)
-                assert (np.isnan(out) == np.isnan(expected)).all()
-                assert np.allclose(out[finite], expected[finite], rtol=1e-4 if dtype == "complex64" else 1e-12)
-            else:
-                assert np.array_equal(out, expected, equal_nan=out.dtype.kind in "fc"), (name, count, size)
+            assert np.array_equal(out, expected, equal_nan=out.dtype.kind == "f"), (name, count, size)
             if op in ("min", "max"):
                 with np.errstate(all="ignore"):
                     assert out.tobytes() == reduce(COMBINE[op.upper()], values).tobytes(), (name, count, size)

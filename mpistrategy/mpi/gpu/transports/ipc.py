@@ -131,7 +131,7 @@ class IpcPath:
         """Return why arrays of a dtype are combined on the host; "" where they are not."""
         if getattr(ranks, "rounds", False):
             return "the wire's dtype is made on the host"
-        return "" if f"{op.lower()}_{dtype.name}" in self._kernels else "there is no kernel for it"
+        return "" if f"{op.lower()}_{dtype.name}" in self._kernels else f"ipc knows no {op} of {dtype.name}"
 
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
         """Replace `buffer` by its combination over the ranks, in pieces of at most a slot."""
