@@ -233,7 +233,7 @@ class ReplicaContext(ReduceScatter, NotPickled):
             results = extended._reducer.all_reduce_leaves(
                 call, op, leaves, paths, options=options, weight=weight, targets=targets
             )
-        return structure.pack(results)
+            return structure.pack(results)
 
     @overload  # a MEAN matches this overload and the next one
     def all_reduce_async(  # type: ignore[overload-overlap]
