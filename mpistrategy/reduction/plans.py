@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import dtype_name, mean_dtype
-from mpistrategy.arrays.nest import Leaves, leaves_of
+from mpistrategy.arrays.nest import Leaves, leaves_of, only_text_keys
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Signature, Site, outside
@@ -26,7 +26,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets, only_text_keys
+from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, is_simple, plan_of, usual_route
