@@ -9,7 +9,7 @@ import socket
 import statistics
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ except ImportError:
 
 WORLD = MPI.COMM_WORLD
 VARIANTS = ("compute", "mpistrategy", "DDP", "DDP bucket views", *(["Horovod"] if hvd else []))
+NAMES = [name.replace(" ", "-") for name in VARIANTS]
 
 
 class Transformer(torch.nn.Module):
@@ -109,6 +110,17 @@ def step_of(variant: str, model: str, strategy: ms.Strategy) -> tuple[Callable[[
     return step, net
 
 
+def seconds_of(step: Callable[[], None]) -> float:
+    """Return how long a step takes from a barrier until the last rank has made it.
+
+    No step of data-parallel training ends before its slowest rank, so that compute is timed like this, too.
+    """
+    WORLD.Barrier()
+    began = time.perf_counter()
+    step()
+    return WORLD.allreduce(time.perf_counter() - began, MPI.MAX)
+
+
 def times_of(model: str, rounds: int, strategy: ms.Strategy) -> None:
     """Print how long a step takes: rounds in which each variant makes some steps, in turn."""
     steps = {variant: step_of(variant, model, strategy) for variant in VARIANTS}
@@ -117,13 +129,9 @@ def times_of(model: str, rounds: int, strategy: ms.Strategy) -> None:
         for variant, (step, _) in steps.items():
             with at_work(variant):
                 step()  # the caches are those of this variant
-                WORLD.Barrier()
-                began = time.perf_counter()
-                for _ in range(3):
-                    step()
-                took = WORLD.allreduce((time.perf_counter() - began) / 3, MPI.MAX)
+                took = [seconds_of(step) for _ in range(3)]
             if number >= 2:
-                found[variant].append(took)
+                found[variant] += took
     mine, *others = (list(steps[name][1].parameters()) for name in VARIANTS[1:])
     alike = max(
         float((one - other).detach().abs().max()) for theirs in others for one, other in zip(mine, theirs, strict=True)
@@ -173,9 +181,12 @@ def _share_of_memory() -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
 
 
-def memory_of(model: str, strategy: ms.Strategy) -> None:
-    """Print how much memory five steps take more than before the first, of each variant."""
-    for variant in VARIANTS:
+def memory_of(model: str, variants: Sequence[str], strategy: ms.Strategy) -> None:
+    """Print how much memory five steps take more than before the first, of each variant.
+
+    What one variant gives back the next one takes without growing: ask for one in each job.
+    """
+    for variant in variants:
         step, net = step_of(variant, model, strategy)
         WORLD.Barrier()
         with at_work(variant), Watch() as watch:
@@ -193,14 +204,14 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--memory", action="store_true", help="measure memory instead of times")
+    parser.add_argument("--memory", nargs="+", choices=NAMES, metavar="VARIANT", help="measure their memory, not times")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     start_gloo()
     strategy = ms.MirroredStrategy()
     for model in arguments.models:
         if arguments.memory:
-            memory_of(model, strategy)
+            memory_of(model, [VARIANTS[NAMES.index(name)] for name in arguments.memory], strategy)
         else:
             times_of(model, arguments.rounds, strategy)
     torch.distributed.destroy_process_group()

@@ -137,8 +137,7 @@ def _copy(cupy: Any, source: Any, target: Any) -> None:
 def check(cupy: Any, strategy: Any) -> Figures:
     """Lists of arrays of odd sizes at odd places, moved by the kernel, against NumPy."""
     random = np.random.default_rng(3)
-    pairs = [("float32", "float32"), ("int8", "int8"), ("float16", "float32"), ("int16", "int32"), ("uint8", "uint32")]
-    pairs.append(("complex64", "complex64"))
+    pairs = [("float32", "float32"), ("int8", "int8"), ("float16", "float32"), ("complex64", "complex64")]
     lists = 30 if REAL else 10 if cupy_here.IS_REAL else 3
     for _ in range(lists):
         sources, targets, expected = [], [], []

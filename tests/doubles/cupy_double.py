@@ -584,9 +584,8 @@ class RawKernel:
 
 def _moves(grid: Any, block: Any, args: Sequence[Any]) -> tuple[Callable[[], None], list[np.ndarray]]:
     """Do what `mpistrategy.reduction.routes.copy_kernel` says of its kernel."""
-    moves, count = args[0][0], int(args[1])
+    moves, count = args[0].view(copy_kernel.MOVES)[0], int(args[1])
     assert type(args[1]) is np.int32
-    assert args[0].dtype == copy_kernel.MOVES
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     blocks = 0
     for source, target, size, first, kind in zip(*(moves[name][:count].tolist() for name in moves.dtype.names)):  # noqa: B905

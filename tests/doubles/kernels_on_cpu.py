@@ -29,7 +29,7 @@ _SHIM = r"""
 #define __global__
 #define __device__
 #define __forceinline__ static inline
-#define __launch_bounds__(threads)
+#define __launch_bounds__(...)
 struct alignas(16) uint4 { unsigned int x, y, z, w; };
 struct alignas(8) uint2 { unsigned int x, y; };
 struct Place { unsigned int x; };

@@ -7,13 +7,18 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from mpistrategy.errors import DeviceError, MpiStrategyError
 from mpistrategy.mpi.contract.call_sites import Site
 from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses
 from mpistrategy.mpi.contract.failures import Failure, Failures, in_words
-from mpistrategy.mpi.contract.mismatch_report import LEFT, Report
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.contract import mismatch_report
+else:
+    later(globals(), "mpistrategy.mpi.contract.mismatch_report")
 
 E = TypeVar("E", bound=BaseException)
 
@@ -47,7 +52,7 @@ class TellsErrors(ABC):
         """Return the call site of the call that this rank is in."""
 
     @abstractmethod
-    def gather_reports(self, mine: Report) -> list[Report]:
+    def gather_reports(self, mine: mismatch_report.Report) -> list[mismatch_report.Report]:
         """Return the reports of all ranks."""
 
     def fail(self, where: str, error: BaseException, *, agreed: bool) -> None:
@@ -64,7 +69,7 @@ class TellsErrors(ABC):
             self._break_off(where, error)
         elif not agreed:
             self.report_failure(where, error)
-        elif self.failures is not None and _is_of_one_rank(error):
+        elif self.failures is not None and is_of_one_rank(error):
             self.failures.tell(where, error)
         elif self.failures is None and _is_after_messages(error):
             self.report_failure(where, error, takes_no_more=True)
@@ -77,7 +82,7 @@ class TellsErrors(ABC):
             return
         self.fail(where, error, agreed=True)
         others_know = self.failures is not None or _is_after_messages(error)
-        if not others_know and isinstance(error, Exception) and _is_of_one_rank(error):
+        if not others_know and isinstance(error, Exception) and is_of_one_rank(error):
             self._end_the_job(error)
         self.mark_told(error)
 
@@ -152,14 +157,13 @@ class TellsErrors(ABC):
                     break
                 time.sleep(pause)
             if not answer:
-                ended = {LEFT: "its program has ended"}
-                self.gather_reports(Report(ended, "its end", type(error).__name__, str(error), unseen=self.unseen))
+                self.gather_reports(self._report_of({mismatch_report.LEFT: "its program has ended"}, "its end", error))
         self.stop(Failure(in_words(error), self._rank))
 
-    def hear_of_ends(self, reports: Sequence[Report]) -> Failure | None:
+    def hear_of_ends(self, reports: Sequence[mismatch_report.Report]) -> Failure | None:
         """Take no more calls if a rank has ended with an error; return which and how, else None."""
         for rank, report in enumerate(reports):
-            if LEFT in report.call and report.error:
+            if mismatch_report.LEFT in report.call and report.error:
                 text = f"{report.error}: {report.text}" if report.text else report.error
                 self.stop(Failure(text, rank, report.call.get("call", "")))
         return self.broken
@@ -190,14 +194,20 @@ class TellsErrors(ABC):
                 )
             time.sleep(next(pauses))
         if not answer and not self.is_broken:
-            site = self.here().text
-            call = {LEFT: "it failed after its messages", "call": where} if takes_no_more else {"call": where}
-            reports = self.gather_reports(Report(call, site, type(error).__name__, str(error), self.unseen))
-            self.hear_of_ends(reports)
+            call = {"call": where}
+            if takes_no_more:
+                call[mismatch_report.LEFT] = "it failed after its messages"
+            reports = self.gather_reports(self._report_of(call, self.here().text, error))
+            failed = [report.call.get("call") for report in reports if mismatch_report.LEFT in report.call]
+            if failed != [where] * len(reports):  # else all ranks have failed there, and none is ahead of the others
+                self.hear_of_ends(reports)
             self.unseen = 0
             if went_past(reports) and self.give_up is not None:
                 # A message that this rank has not received would be taken for the next data.
                 self.give_up(error)
+
+    def _report_of(self, call: dict[str, str], site: str, error: BaseException) -> mismatch_report.Report:
+        return mismatch_report.Report(call, site, type(error).__name__, str(error), self.unseen)
 
     def mark_told(self, error: E) -> E:
         """Mark an error that the other ranks know, or that can no longer be told."""
@@ -209,11 +219,12 @@ class TellsErrors(ABC):
         return id(self) in error.__dict__.get(_TOLD, ())
 
     def clear_told(self, error: BaseException) -> None:
-        """Take the mark of `mark_told` back."""
+        """Take the marks of `mark_told` and `mark_after_messages` back: it may be raised again in another call."""
         error.__dict__.get(_TOLD, set()).discard(id(self))
+        error.__dict__.pop(_AFTER_MESSAGES, None)
 
 
-def _is_of_one_rank(error: Exception) -> bool:
+def is_of_one_rank(error: BaseException) -> bool:
     """Return whether an error after the agreement may be that of one rank; our own are raised on all ranks."""
     return not isinstance(error, MpiStrategyError) or isinstance(error, DeviceError)
 
@@ -238,6 +249,6 @@ def _is_after_messages(error: BaseException) -> bool:
     return _AFTER_MESSAGES in error.__dict__
 
 
-def went_past(reports: Sequence[Report]) -> bool:
+def went_past(reports: Sequence[mismatch_report.Report]) -> bool:
     """Return whether some ranks have made more calls than others since the last comparison."""
     return len({report.unseen for report in reports}) > 1

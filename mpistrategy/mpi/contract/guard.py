@@ -21,19 +21,24 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mpistrategy import errors
 from mpistrategy.errors import MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import forks
 from mpistrategy.mpi.contract.call_sites import Digests, Signature, Site, call_site
-from mpistrategy.mpi.contract.channel import Compare, ControlChannel, Steps, all_equal_patiently
+from mpistrategy.mpi.contract.channel import Compare, ControlChannel, Steps
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
 from mpistrategy.mpi.contract.failures import Failure, Failures
 from mpistrategy.mpi.contract.flight_recorder import WHAT, FlightRecord
-from mpistrategy.mpi.contract.mismatch_report import LEFT, Report, mismatch
 from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.contract import mismatch_report
+else:
+    later(globals(), "mpistrategy.mpi.contract.mismatch_report")
 
 _FLAG = 1 << 62  # digests are smaller
 
@@ -54,6 +59,7 @@ class CurrentCall(Protocol):
     is_leaf: bool
 
     def set_agreed(self, agreed: bool) -> None: ...
+    def set_done(self) -> None: ...
 
 
 class Guard(TellsErrors):
@@ -196,11 +202,8 @@ class Guard(TellsErrors):
         if self._is_in_child:
             return forks.refusal(where)
         if self.broken:
-            return errors.ContextError.at(
-                where,
-                found=f"a strategy after a failure: {self.broken}",
-                expected="another strategy, made by all its ranks",
-            )
+            found, expected = f"a strategy after a failure: {self.broken}", "another strategy, made by all its ranks"
+            return errors.ContextError.at(where, found=found, expected=expected)
         return errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
 
     def here(self) -> Site:
@@ -307,10 +310,7 @@ class Guard(TellsErrors):
         assert channel is not None
         self.is_comparing = True
         try:
-            if patiently or self._is_patient:
-                equal = all_equal_patiently(channel, digest | flag, self.look)
-            else:
-                equal = channel.all_equal(digest | flag)
+            equal = channel.all_equal(digest | flag, self.look if patiently or self._is_patient else None)
         except MpiStrategyError:  # an answer, too
             self.is_comparing = False
             raise
@@ -339,16 +339,16 @@ class Guard(TellsErrors):
 
     def tell_peers(self, why: str = "its program has ended") -> None:
         """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again."""
-        reports = self.gather_reports(Report({LEFT: why}, "its end", unseen=self.unseen))
-        self.unseen = 0
+        mine = mismatch_report.Report({mismatch_report.LEFT: why}, "its end", unseen=self.unseen)
+        reports, self.unseen = self.gather_reports(mine), 0
         if not self.hear_of_ends(reports):
             self.start_leaving()
 
-    def _report(self, signature: Signature) -> Report:
-        digest = self._digests.of(signature)[0]
-        return Report(signature.describe(), self.here().text, "", "", self.unseen, digest)
+    def _report(self, signature: Signature) -> mismatch_report.Report:
+        words, digest = signature.describe(), self.digest(signature)
+        return mismatch_report.Report(words, self.here().text, "", "", self.unseen, digest)
 
-    def gather_reports(self, mine: Report) -> list[Report]:
+    def gather_reports(self, mine: mismatch_report.Report) -> list[mismatch_report.Report]:
         """Return the reports of all ranks.
 
         Raises:
@@ -357,16 +357,16 @@ class Guard(TellsErrors):
         assert self._channel is not None
         if self.is_broken:
             raise self.mark_told(self.remote_error())
-        import json  # here, to keep `import mpistrategy` quick
+        import json  # here, for the quick import
 
         texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look)
-        return [Report(*json.loads(text)) for text in texts]
+        return [mismatch_report.Report(*json.loads(text)) for text in texts]
 
     def _see_flags(self) -> None:
         self.flag_was_seen = True  # first, since a signal may come between the two lines
         self._flag, self.must_enter = 0, self._closed
 
-    def _resolve(self, mine: Report) -> None:
+    def _resolve(self, mine: mismatch_report.Report) -> None:
         """Find out why the digests differ; raise on every rank unless it was only a flag."""
         reports = self.gather_reports(mine)
         if mine.digest is not None and all(report.digest == mine.digest for report in reports):
@@ -390,7 +390,7 @@ class Guard(TellsErrors):
                 if isinstance(error, RemoteError):
                     error.error = f"{report.error}: {report.text}"
                 raise self.mark_told(error)
-        error = mismatch(reports)
-        if self._rank != next(rank for rank, report in enumerate(reports) if LEFT not in report.call):
+        error = mismatch_report.mismatch(reports)
+        if self._rank != next(rank for rank, report in enumerate(reports) if mismatch_report.LEFT not in report.call):
             error.__dict__[OF_ANOTHER_RANK] = True  # one rank's print says it all
         raise self.mark_told(error)

@@ -27,7 +27,7 @@ ON_THE_STREAM: tuple[PathName, ...] = ("alone", "nccl")
 class DevicePath(Protocol):
     """One transport for buffers in GPU memory: flat, contiguous, on the current device, equal in size on all ranks.
 
-    Every rank makes the same call, after all have agreed on it.
+    Every rank makes the same call, after all have agreed on it.  A path may have `averages`: see `NcclPath.averages`.
 
     Attributes:
         name: the word for users.

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.channel import growing_pauses
@@ -25,8 +25,14 @@ from mpistrategy.mpi.contract.error_messages import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import child_exit
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks
-from mpistrategy.mpi.watchdog import error_files, reports
+from mpistrategy.objects.later import later
 from mpistrategy.options import is_on
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.watchdog import error_files, reports
+else:
+    later(globals(), "mpistrategy.mpi.watchdog.error_files")
+    later(globals(), "mpistrategy.mpi.watchdog.reports")
 
 _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
 _FORWARDING_SECONDS = 0.2

@@ -16,12 +16,20 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from typing import TYPE_CHECKING
 
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.watchdog import earlier_runs
-from mpistrategy.mpi.watchdog.local_process import stat_of
-from mpistrategy.objects.shown import ranks_in_words
+from mpistrategy.objects.later import later
 from mpistrategy.options import is_on
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.watchdog import earlier_runs
+    from mpistrategy.mpi.watchdog.local_process import stat_of
+    from mpistrategy.objects.shown import ranks_in_words
+else:
+    later(globals(), "mpistrategy.mpi.watchdog.earlier_runs")
+    later(globals(), "mpistrategy.mpi.watchdog.local_process", "stat_of")
+    later(globals(), "mpistrategy.objects.shown", "ranks_in_words")
 
 #: Set to 1 to start several programs of one rank each on purpose.
 ALONE = "MPISTRATEGY_ALONE"
@@ -305,9 +313,10 @@ class Introduction:
     directory: str = ""
 
     @classmethod
-    def of_this_rank(cls, size: int, leader: int, local_size: int, cores: Sequence[int]) -> Introduction:
+    def of_this_rank(cls, rank: int, size: int, leader: int, local_size: int, cores: Sequence[int]) -> Introduction:
         """Return what this rank says."""
-        return cls(version(), python_version(), size, leader, local_size, tuple(cores), earlier_runs.proposal())
+        directory = earlier_runs.proposal() if rank == 0 else ""
+        return cls(version(), python_version(), size, leader, local_size, tuple(cores), directory)
 
     def text(self) -> str:
         """Return it as a text for the others."""

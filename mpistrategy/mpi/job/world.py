@@ -7,7 +7,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpi4py import MPI
 
@@ -20,10 +20,16 @@ from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.job import abort, launcher
 from mpistrategy.mpi.shared_memory.segments import NodePeers, SharedMemory, private_memory, share
 from mpistrategy.mpi.tuning.files import library_name
-from mpistrategy.mpi.watchdog import earlier_runs, status_board, watchdog
+from mpistrategy.mpi.watchdog import status_board, watchdog
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory
 from mpistrategy.mpi.watchdog.status_board import StatusBoard
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.watchdog import earlier_runs
+else:
+    later(globals(), "mpistrategy.mpi.watchdog.earlier_runs")
 
 _OF_COMM_NULL = (
     "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
@@ -136,7 +142,7 @@ def watch_from_now_on() -> list[str]:
     shared = share(status_board.BYTES, peers)
     inside.Free()
     memory = private_memory(status_board.BYTES) if isinstance(shared, str) else shared
-    path = channel.allgather_text(earlier_runs.proposal())[0]
+    path = channel.allgather_text(earlier_runs.proposal() if world.rank == 0 else "")[0]
     watch_waiting(world, guard, memory, [nodes[leader] for leader in leaders], path)
     return hosts
 
@@ -155,7 +161,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
         return
     guard = Guard(None, ranks.rank, ranks.size)
     board = StatusBoard(private_memory(status_board.BYTES))
-    directory = RunDirectory(earlier_runs.proposal(), f"[rank {ranks.rank}] ")
+    directory = RunDirectory(lambda: earlier_runs.proposal(), f"[rank {ranks.rank}] ")
     group = Group(guard, board, 0, 1, directory, identity=_identity(f"the making of {where}"))
     group.is_making = True
     _watch(ranks, group)

@@ -101,7 +101,9 @@ class MpiCommunicator(Collectives):
         self.local_rank: int = self._peers.local_rank
         self.local_size: int = self._peers.local_size
         leader = int(self._peers.text_of_leader(str(self.rank)))
-        ranks = self._introduce(Introduction.of_this_rank(self.size, leader, self.local_size, sorted(cores())))
+        ranks = self._introduce(
+            Introduction.of_this_rank(self.rank, self.size, leader, self.local_size, sorted(cores()))
+        )
         numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
         self.node_of: tuple[int, ...] = tuple(numbers[each.leader] for each in ranks)
         self.nodes: int = len(numbers)

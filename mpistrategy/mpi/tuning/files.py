@@ -10,20 +10,28 @@ import errno
 import json
 import os
 import re
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields
-from pathlib import Path
-from typing import Any, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Protocol, get_args
 
 import numpy as np
 
-from mpistrategy import own_files
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, CostName, Rates, Thresholds, default_for
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    import tempfile
+    from pathlib import Path
+
+    from mpistrategy import own_files
+else:
+    later(globals(), "tempfile")
+    later(globals(), "pathlib", "Path")
+    later(globals(), "mpistrategy.own_files")
 
 VARIABLE = "MPISTRATEGY_PATHS"
 _FORMAT = 2
@@ -80,7 +88,12 @@ class Machine:
     @property
     def file(self) -> Path:
         """Where its thresholds are kept; FileNotFoundError where no home folder is known."""
-        return kept_file(self.library, f"{self.ranks_on_node}x{self.nodes}")
+        return Path(self.path)
+
+    @property
+    def path(self) -> str:
+        """The same, as text."""
+        return _kept_path(self.library, f"{self.ranks_on_node}x{self.nodes}")
 
 
 def kept_file(library: str, of_what: str) -> Path:
@@ -89,9 +102,13 @@ def kept_file(library: str, of_what: str) -> Path:
     Raises:
         FileNotFoundError: where no home folder is known.
     """
+    return Path(_kept_path(library, of_what))
+
+
+def _kept_path(library: str, of_what: str) -> str:
     cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = re.sub(r"[^a-z0-9.]+", "-", library.lower()).strip("-.")
-    return expanded(cache) / "mpistrategy" / f"{name}-{of_what}.json"
+    return os.path.join(_expanded(cache), "mpistrategy", f"{name}-{of_what}.json")
 
 
 def expanded(path: str) -> Path:
@@ -100,12 +117,16 @@ def expanded(path: str) -> Path:
     Raises:
         FileNotFoundError: where none is known: without HOME and an entry for this user, or for no user.
     """
-    try:
-        return Path(path).expanduser()
-    except RuntimeError:
+    return Path(_expanded(path))
+
+
+def _expanded(path: str) -> str:
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
         user = path.partition("/")[0]
         of = "this user (set HOME, or XDG_CACHE_HOME)" if user == "~" else f"a user {user[1:]!r}"
-        raise FileNotFoundError(errno.ENOENT, f"No home folder is known of {of}", path) from None
+        raise FileNotFoundError(errno.ENOENT, f"No home folder is known of {of}", path)
+    return found
 
 
 def library_name(version: str) -> str:
@@ -271,7 +292,7 @@ def agreed(version: str, ranks: Ranks) -> Thresholds:
 def _own_file(machine: Machine) -> str:
     """Return the file of a machine's thresholds; "" where there is none, or no home folder to look in."""
     try:
-        return str(machine.file) if os.path.isfile(machine.file) else ""
+        return machine.path if os.path.isfile(machine.path) else ""
     except OSError:
         return ""
 

@@ -20,10 +20,16 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from mpistrategy import own_files
 from mpistrategy.mpi.watchdog import run_directory
 from mpistrategy.mpi.watchdog.local_process import stat_of
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy import own_files
+else:
+    later(globals(), "mpistrategy.own_files")
 
 _NAME = re.compile(
     r"mpistrategy-run(?:-(\d{1,18}))?(?:-(\d{1,18}))?(?:-r(\d{1,9}))?-([0-9a-f]{8})([0-9a-f]{8})[0-9a-f]{4}"

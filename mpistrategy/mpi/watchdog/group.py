@@ -16,14 +16,20 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mpistrategy.mpi.contract.flight_recorder import ENTERED, NUMBER, Entry, in_words
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.watchdog.local_process import inside_of, node_name
-from mpistrategy.mpi.watchdog.roll_call import Account
 from mpistrategy.mpi.watchdog.run_directory import BUSY, CLAIM, MOST_BYTES, ROLL_CALL, RunDirectory
 from mpistrategy.mpi.watchdog.status_board import ALARMED, LastCalls, RankStatus, StatusBoard
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.watchdog.local_process import inside_of, node_name
+    from mpistrategy.mpi.watchdog.roll_call import Account
+else:
+    later(globals(), "mpistrategy.mpi.watchdog.local_process", "inside_of", "node_name")
+    later(globals(), "mpistrategy.mpi.watchdog.roll_call", "Account")
 
 #: A rank may wait so many times the limit for its own GPU: its peers wait for it, unless all GPUs have stopped.
 _OWN_GPU = 2

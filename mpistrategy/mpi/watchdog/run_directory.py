@@ -8,15 +8,21 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import re
 import sys
 import threading
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
-from mpistrategy import own_files
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy import own_files
+else:
+    later(globals(), "mpistrategy.own_files")
 
 #: The environment variable that names the folder of run directories; all nodes must see it.
 VARIABLE = "MPISTRATEGY_RUN_DIR"
@@ -44,26 +50,31 @@ class RunDirectory:
     """The files of one communicator's ranks.  Made when something is first written.
 
     Args:
-        path: where; "" for nowhere.
+        path: where, or what returns that when it is first needed; "" for nowhere.
         title: the beginning of warnings; "" for none: another rank warns.
     """
 
-    def __init__(self, path: str, title: str = "") -> None:
-        self.path = path
+    def __init__(self, path: str | Callable[[], str], title: str = "") -> None:
+        self._given = path
         self._title = title
-        self._works = bool(path)
+        self._works = True
         self._written: set[str] = set()
         #: The owner of the directory, where the file system shows this user under another number.
         self._owner = -1
         # The watchdog writes while the program closes its strategies; a file system that hangs must keep neither.
         self._lock = threading.Lock()
 
+    @functools.cached_property
+    def path(self) -> str:
+        """Where the files are; "" for nowhere."""
+        return self._given if isinstance(self._given, str) else self._given()
+
     def write(self, name: str, text: str) -> bool:
         """Write a file as a whole, or warn once; return whether it is there."""
         if not self._lock.acquire(timeout=_PATIENCE_SECONDS):
             return False
         try:
-            return self._works and self._write(name, text)
+            return self._works and bool(self.path) and self._write(name, text)
         finally:
             self._lock.release()
 

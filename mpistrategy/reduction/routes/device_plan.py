@@ -24,16 +24,17 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack, layouts_of
 from mpistrategy.reduction.routes.copy_kernel import AS_IT_IS, THREADS, kernel
 from mpistrategy.reduction.routes.gpu import gpu_packs
-from mpistrategy.reduction.routes.gpu_copy import Launch, launches
+from mpistrategy.reduction.routes.gpu_copy import Launch, as_one, launches
+from mpistrategy.reduction.routes.gpu_operations import combination
 from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
 
 #: Where arrays are: an array of uint64, or the one address.
-Addresses = Array | tuple[int]
+Addresses = Array | list[int]
 
 _WHAT = "arrays in GPU memory"
 _ON_DEVICE = 3  # cudaMemcpyKind
 
-_address_of, _gpu_of = attrgetter("data.ptr"), attrgetter("data.device_id")
+_memory_of, _address_of, _gpu_of = attrgetter("data"), attrgetter("ptr"), attrgetter("device_id")
 #: CuPy's flags are a new object each time, for which a thousand arrays pay; this is what it is made of.
 _is_contiguous, _is_flagged = attrgetter("_c_contiguous"), attrgetter("flags.c_contiguous")
 
@@ -54,14 +55,14 @@ class _Table:
         self._sources, self._targets = (argument[name][0, : launch.count] for name in ("source", "target"))
         self._arrays, self._before = indices[launch.arrays], launch.before_source
         self._starts = starts[launch.arrays] + launch.before_target
-        self._call = (launch.blocks,), (THREADS,), (argument, np.int32(launch.count))
+        self._call = (launch.blocks,), (THREADS,), (as_one(argument), np.int32(launch.count))
 
-    def pack(self, function: Any, addresses: Addresses, bucket: int) -> None:
+    def pack(self, function: Any, addresses: Any, bucket: int) -> None:
         np.add(addresses[self._arrays], self._before, out=self._sources)
         np.add(self._starts, np.uint64(bucket), out=self._targets)
         function(*self._call)
 
-    def unpack(self, function: Any, addresses: Addresses, bucket: int) -> None:
+    def unpack(self, function: Any, addresses: Any, bucket: int) -> None:
         np.add(self._starts, np.uint64(bucket), out=self._sources)
         np.add(addresses[self._arrays], self._before, out=self._targets)
         function(*self._call)
@@ -71,15 +72,15 @@ class _PlannedPack:
     """What travels together: arrays of one dtype, which is that of the wire.
 
     Args:
+        cupy: the package.
         pack: the arrays.
-        op: how they are combined.
-        count: over how many ranks.
     """
 
-    def __init__(self, pack: Pack, op: ReduceOp, count: int) -> None:
+    def __init__(self, cupy: Any, pack: Pack) -> None:
         members, itemsize = pack.members, pack.dtype.itemsize
+        self._cupy, self._function = cupy, kernel(cupy)
+        self._copy, self._stream = cupy.cuda.runtime.memcpyAsync, cupy.cuda.get_current_stream
         self.size, self.dtype, self.nbytes = pack.size, pack.dtype, pack.nbytes
-        self.divisor = op._divisor(pack.dtype, count)
         self.indices = [member.index for member in members]
         self.first, self.is_one = self.indices[0], len(members) == 1
         moves = tuple((AS_IT_IS, m.stop - m.start, itemsize, itemsize) for m in members)
@@ -90,33 +91,29 @@ class _PlannedPack:
         #: Which of them are copied: a number would keep all of a large bucket.
         self._lone = [place for place, m in enumerate(members) if m.stop - m.start == 1 and pack.size > FEW_ELEMENTS]
 
-    def filled(self, cupy: Any, function: Any, addresses: Addresses) -> DeviceArray:
+    def filled(self, addresses: Addresses) -> DeviceArray:
         """Return a new bucket with the arrays that are at these addresses; all of the plan's."""
-        bucket = communication_memory(cupy, self.size, self.dtype)
-        if self.is_one:
-            self._copy(cupy, bucket.data.ptr, int(addresses[self.first]))
-        for table in self._tables:
-            table.pack(function, addresses, bucket.data.ptr)
+        bucket = communication_memory(self._cupy, self.size, self.dtype)
+        self.move(bucket.data.ptr, addresses)
         return bucket
 
-    def write_back(self, cupy: Any, function: Any, bucket: DeviceArray, addresses: Addresses) -> None:
-        """Copy the results to the arrays."""
+    def move(self, bucket: int, addresses: Addresses, *, back: bool = False) -> None:
+        """Copy the arrays to a bucket, or back."""
         if self.is_one:
-            self._copy(cupy, int(addresses[self.first]), bucket.data.ptr)
+            ours, theirs = bucket, int(addresses[self.first])
+            if self.nbytes:
+                target, source = (theirs, ours) if back else (ours, theirs)
+                self._copy(target, source, self.nbytes, _ON_DEVICE, self._stream().ptr)
+            return
         for table in self._tables:
-            table.unpack(function, addresses, bucket.data.ptr)
+            (table.unpack if back else table.pack)(self._function, addresses, bucket)
 
-    def _copy(self, cupy: Any, target: int, source: int) -> None:
-        if self.nbytes:
-            stream = cupy.cuda.get_current_stream().ptr
-            cupy.cuda.runtime.memcpyAsync(target, source, self.nbytes, _ON_DEVICE, stream)
-
-    def results(self, cupy: Any, bucket: DeviceArray) -> list[DeviceArray]:
+    def results(self, bucket: DeviceArray) -> list[DeviceArray]:
         """Return the results: the bucket, or views of it."""
         if self.is_one:
             shape = self._places[0][1]
             return [bucket if len(shape) == 1 else bucket.reshape(shape)]
-        memory, make = bucket.data, cupy.ndarray
+        memory, make = bucket.data, self._cupy.ndarray
         kind = self.dtype.type  # for which CuPy takes less time than for a dtype
         views = [make(shape, kind, memory + start) for start, shape in self._places]
         for number in self._lone:
@@ -134,18 +131,18 @@ class _Arrays:
 
     def __init__(self, cupy: Any, gpu: int | None) -> None:
         self._cupy, self._gpu = cupy, gpu
-        self._runtime = cupy.cuda.runtime
-        self._has_several = self._runtime.getDeviceCount() > 1
+        self._current = cupy.cuda.runtime.getDevice
+        self._has_several = cupy.cuda.runtime.getDeviceCount() > 1
         self._flag = _is_contiguous if hasattr(cupy.empty(1), "_c_contiguous") else _is_flagged
 
-    def fit(self, arrays: Sequence[DeviceArray], *, in_place: bool) -> bool:
+    def addresses(self, arrays: Sequence[DeviceArray]) -> list[int] | None:
+        """Return where the arrays are; None for others."""
+        memory = [*map(_memory_of, arrays)]
         if self._has_several:
-            current = self._runtime.getDevice()
-            if self._gpu not in (None, current) or {*map(_gpu_of, arrays)} != {current}:
-                return False
-        if in_place and len({*map(id, arrays)}) != len(arrays):
-            return False
-        return all(map(self._flag, arrays)) and not is_captured(self._cupy)
+            current = self._current()
+            if self._gpu not in (None, current) or {*map(_gpu_of, memory)} != {current}:
+                return None
+        return [*map(_address_of, memory)] if all(map(self._flag, arrays)) and not is_captured(self._cupy) else None
 
 
 def are_exact(layouts: Sequence[Layout], op: ReduceOp) -> bool:
@@ -180,49 +177,50 @@ def repeated_on_gpu(
     """
     cupy, layouts = cupy_for(_WHAT), layouts_of(arrays)
     signature, gpu = signature_of(tuple(map(layout_of, arrays))), gpu_of(ranks.devices, ranks.rank)
-    function = kernel(cupy)
-    if function is None or not are_exact(layouts, op):
+    if kernel(cupy) is None or not are_exact(layouts, op):
         return None
-    packs = [_PlannedPack(pack, op, ranks.size) for pack in gpu_packs(layouts, bytes_per_pack, num_packs)]
-    known, checked, count = device_paths(ranks).known, _Arrays(cupy, gpu), len(layouts)
+    packs = [_PlannedPack(cupy, pack) for pack in gpu_packs(layouts, bytes_per_pack, num_packs)]
+    known, addresses_of = device_paths(ranks).known, _Arrays(cupy, gpu).addresses
     #: Which of the results, pack after pack, belongs to each leaf.
     order = np.argsort([index for pack in packs for index in pack.indices]).tolist()
     most_bytes, nested = max(pack.nbytes for pack in packs), not where.single
-    agree, failed = _agreement(ranks, signature)
-    combined, op_text = partial(_combined, ranks), op._on_the_wire
+    compare, failed_before, failed = _agreement(ranks, signature)
 
     def run(value: Any, out: Any) -> Any:
         path = known.get(word)
-        leaves = where.take(value) if nested else (value,)
-        in_place = out is not None
-        if path is None or (in_place and out is not value) or not checked.fit(leaves, in_place=in_place):
+        if path is None or not (out is None or out is value):
             return MISFIT
+        leaves = where.take(value) if nested else (value,)
+        found = addresses_of(leaves)
+        # An array that is there twice is an error, which is found elsewhere; arrays without elements are at address 0.
+        if found is None or (out is not None and nested and len({*found}) < len(found)):
+            return MISFIT
+        addresses: Addresses = np.array(found, np.uint64) if nested else found
         buckets: list[DeviceArray] = []
-
-        def pack_all() -> Addresses:
+        try:
             path.make_room(most_bytes)
-            addresses = np.fromiter(map(_address_of, leaves), np.uint64, count) if nested else (_address_of(value),)
             for pack in packs:
-                own = _own(leaves[pack.first]) if in_place and pack.is_one else None
-                buckets.append(pack.filled(cupy, function, addresses) if own is None else own)
-            return addresses
-
-        addresses = agree(pack_all)
+                own = _own(leaves[pack.first]) if out is not None and pack.is_one else None
+                buckets.append(pack.filled(addresses) if own is None else own)
+        except BaseException as error:
+            failed_before(error)
+            raise
+        compare()
         try:
             for bucket in buckets:
-                combined(path, bucket, op_text)
+                _combine(path, ranks, op, bucket)
             # All is sent before the results, which may need memory: a rank that has none left must not miss there.
+            made: list[DeviceArray] = []
             for pack, bucket in zip(packs, buckets, strict=True):
-                divide_by(pack.divisor, bucket)
-            if in_place:
-                for pack, bucket in zip(packs, buckets, strict=True):
-                    if bucket.data.ptr != addresses[pack.first]:
-                        pack.write_back(cupy, function, bucket, addresses)
-                return out
-            made = [view for pack, bucket in zip(packs, buckets, strict=True) for view in pack.results(cupy, bucket)]
+                if out is None:
+                    made += pack.results(bucket)
+                elif bucket.data.ptr != addresses[pack.first]:
+                    pack.move(bucket.data.ptr, addresses, back=True)
         except BaseException as error:
             failed(error)
             raise
+        if out is not None:
+            return out
         return where.build(map(made.__getitem__, order)) if nested else made[0]
 
     run.__dict__["signature"] = signature  # for the flight record
@@ -239,11 +237,9 @@ def repeated_in_arena(
     may be closed while the flight record has the call.
     """
     cupy = cupy_for(_WHAT)
-    current, mine = cupy.cuda.runtime.getDevice, _gpu_of(buckets[0])
-    known, op_text = device_paths(ranks).known, op._on_the_wire
-    most_bytes = max(bucket.nbytes for bucket in buckets)
-    divisors = [op._divisor(bucket.dtype, ranks.size) for bucket in buckets]
-    agree, failed = _agreement(ranks, signature)
+    current, mine = cupy.cuda.runtime.getDevice, buckets[0].data.device_id
+    known, most_bytes = device_paths(ranks).known, max(bucket.nbytes for bucket in buckets)
+    compare, failed_before, failed = _agreement(ranks, signature)
 
     def run(arena: Any, out: Any) -> Any:
         path = known.get(word)
@@ -251,12 +247,15 @@ def repeated_in_arena(
             return MISFIT
         if current() != mine or is_captured(cupy):
             return MISFIT
-        agree(partial(path.make_room, most_bytes))
+        try:
+            path.make_room(most_bytes)
+        except BaseException as error:
+            failed_before(error)
+            raise
+        compare()
         try:
             for bucket in arena._mine:
-                _combined(ranks, path, bucket, op_text)
-            for divisor, bucket in zip(divisors, arena._mine, strict=True):
-                divide_by(divisor, bucket)
+                _combine(path, ranks, op, bucket)
         except BaseException as error:
             failed(error)
             raise
@@ -266,9 +265,11 @@ def repeated_in_arena(
     return run
 
 
-def _combined(ranks: Communicator, path: DevicePath, bucket: DeviceArray, op: str) -> None:
+def _combine(path: DevicePath, ranks: Communicator, op: ReduceOp, bucket: DeviceArray) -> None:
     if bucket.size:
-        path.allreduce(ranks, bucket, op)
+        text, divisor = combination(path, ranks, op, bucket.dtype)
+        path.allreduce(ranks, bucket, text)
+        divide_by(divisor, bucket)
 
 
 def _own(array: DeviceArray) -> DeviceArray | None:
@@ -278,22 +279,16 @@ def _own(array: DeviceArray) -> DeviceArray | None:
 
 def _agreement(
     ranks: Communicator, signature: Signature
-) -> tuple[Callable[[Callable[[], Any]], Any], Callable[[BaseException], None]]:
-    """Return what does work that may fail and then compares the call; and what tells of an error after that.
+) -> tuple[Callable[[], None], Callable[[BaseException], None], Callable[[BaseException], None]]:
+    """Return what compares the call, and what tells the other ranks of an error before that, and after it.
 
-    All ranks hear of a failure before the agreement.  Calls with pointers to GPU memory are always compared.
+    Calls with pointers to GPU memory are always compared.
     """
     guard, where = ranks.guard, signature.call
-    digest = guard.digest(signature)
 
-    def agree(work: Callable[[], Any]) -> Any:
-        try:
-            made = work()
-        except BaseException as error:
-            guard.fail(where, error, agreed=False)
-            guard.mark_told(error)
-            raise
-        guard.compare_digest(digest, signature, due=True)
-        return made
+    def failed_before(error: BaseException) -> None:
+        guard.fail(where, error, agreed=False)
+        guard.mark_told(error)
 
-    return agree, partial(guard.fail_after_agreement, where)
+    compare = partial(guard.compare_digest, guard.digest(signature), signature, due=True)
+    return compare, failed_before, partial(guard.fail_after_agreement, where)

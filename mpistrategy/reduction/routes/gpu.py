@@ -7,7 +7,7 @@ by piece, in memory for one piece.  No second copy of the buckets is made.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -27,7 +27,7 @@ from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.gpu_copy import fill, move
-from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation
+from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation, combination
 
 _BY_NODES = "from 1 MiB on each GPU reading its part from those of its node, which then goes between the nodes"
 _PATHS = {
@@ -146,15 +146,16 @@ class GpuRoute:
                 if bucket is target and bucket is not arrays[pack.members[0].index]:
                     bucket[...] = arrays[pack.members[0].index]  # only now: until here it is the result before
                 if pack.size:
-                    self._combine(ranks, partial(self._operation.run, path, communicator), bucket.reshape(-1))
+                    self._combine(communicator, path, bucket.reshape(-1))
 
-    def _combine(self, ranks: Communicator, run: Callable[[DeviceArray, str], None], bucket: DeviceArray) -> None:
-        """Combine a bucket, and divide it where it is one of floats."""
-        dtype, op = wire_dtype(bucket.dtype), self._op
+    def _combine(self, ranks: Communicator, path: DevicePath, bucket: DeviceArray) -> None:
+        """Combine a bucket, and divide it where it is one of floats, and the path has not."""
+        dtype = wire_dtype(bucket.dtype)
+        op, divisor = combination(path, ranks, self._op, dtype)
 
         def combine(values: DeviceArray) -> None:
-            run(values, op._on_the_wire)
-            divide_by(op._divisor(dtype, self._ranks.size), values)
+            self._operation.run(path, ranks, values, op)
+            divide_by(divisor, values)
 
         if dtype == bucket.dtype:
             combine(bucket)
@@ -201,7 +202,13 @@ class GpuRoute:
         if path is None:
             return "in GPU memory, on a path that the ranks choose at the first such call"
         how = _PATHS[path.name] + (f", {self._operation.text}" if self._operation.text else "")
-        why = path.by_host(reduced_precision.on(ranks, self._wire), wire_dtype(dtype), self._op._on_the_wire)
+        communicator, dtype = reduced_precision.on(ranks, self._wire), wire_dtype(dtype)
+        op, divisor = combination(path, communicator, self._op, dtype)
+        if op == "AVG":
+            how += ", which divides, too"
+        elif path.name == "nccl" and divisor & (divisor - 1):
+            how += f", and divided by a kernel: NCCL's average over {divisor} replicas has other bits"
+        why = path.by_host(communicator, dtype, self._op._on_the_wire)
         if why and path.name != "staged":
             how = f"{_PATHS['staged']}, since {why}"
         return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"

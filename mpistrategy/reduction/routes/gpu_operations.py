@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 
 if TYPE_CHECKING:
@@ -45,6 +48,14 @@ def _by_shares(path: DevicePath, ranks: Communicator, buffer: DeviceArray, op: s
 ALL_REDUCE: GpuOperation = GpuOperation(_all_reduce)
 #: To every rank: each combines one share of the values, and all shares are gathered.
 BY_SHARES: GpuOperation = GpuOperation(_by_shares, "each rank combines one share, and all gather them")
+
+
+def combination(path: DevicePath, ranks: Communicator, op: ReduceOp, dtype: np.dtype[Any]) -> tuple[str, int]:
+    """Return as what a path combines buffers of a dtype (of the wire), and what is left to divide them by."""
+    averages = getattr(path, "averages", None)
+    if op is ReduceOp.MEAN and averages is not None and averages(ranks, dtype):
+        return "AVG", 1
+    return op._on_the_wire, op._divisor(dtype, ranks.size)
 
 
 def on_one_rank(root: int, destination: Destination) -> GpuOperation:

@@ -173,6 +173,25 @@ def test_a_wire_is_what_nccl_adds(cupy: Any, monkeypatch: pytest.MonkeyPatch, wi
 
 
 @several
+@pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
+def test_nccl_divides_where_that_has_the_bits_of_a_divided_sum(strategy: Any, cupy: Any, dtype: str) -> None:
+    given = [np.random.default_rng(rank).standard_normal(99).astype(dtype) for rank in range(SIZE)]
+    widest = "float32" if dtype == "float16" else dtype
+    expected = (sum(each.astype(widest) for each in given) / np.dtype(widest).type(SIZE)).astype(dtype)  # type: ignore[union-attr,operator]
+    mine = cupy.asarray(given[RANK])
+    for _ in range(2):  # the second call has a plan
+        one, (packed, _) = in_step(strategy, lambda ctx: ctx.all_reduce("MEAN", [mine, [mine, mine]]))
+        assert one.get().tobytes() == packed.get().tobytes() == expected.tobytes()
+    greatest = np.full(3, np.finfo(widest).max)
+    with np.errstate(over="ignore"):
+        found = in_step(strategy, lambda ctx: ctx.all_reduce("MEAN", cupy.asarray(greatest))).get()
+    is_divided_first = SIZE in (2, 4)
+    assert np.isfinite(found).all() == is_divided_first
+    told = str(strategy.explain(mine, "MEAN"))
+    assert ("which divides, too" in told, "divided by a kernel" in told) == (is_divided_first, not is_divided_first)
+
+
+@several
 @pytest.mark.parametrize("fault", ["no_id", "no_start", "wrong"])
 def test_an_nccl_that_does_not_work_gives_way_on_all_ranks(cupy: Any, fault: str) -> None:
     setattr(nccl_double.faults, fault, (0 if fault == "no_id" else SIZE - 1) == RANK)

@@ -18,6 +18,7 @@ from mpistrategy.options import GPU_PATH
 #: By path and call: as the columns say, at most; on rank 0.
 BUDGETS = {
     ("nccl", "all_reduce in place"): (0, 0, 0, 0, 1, 0, 0),
+    ("nccl", "all_reduce MEAN in place"): (0, 0, 0, 0, 1, 0, 0),
     ("nccl", "all_reduce"): (0, 1, 0, 0, 1, 0, 0),
     ("nccl", "all_reduce MAX"): (2, 1, 0, 0, 1, 0, 0),
     ("nccl", "all_reduce of 3 arrays"): (1, 0, 0, 0, 1, 0, 0),
@@ -26,6 +27,7 @@ BUDGETS = {
     ("nccl", "broadcast"): (0, 1, 0, 0, 1, 0, 0),
     ("nccl", "all_gather"): (0, 1, 0, 0, 1, 0, 0),
     ("ipc", "all_reduce in place"): (1, 1, 0, 0, 2, 1, 1),
+    ("ipc", "all_reduce MEAN in place"): (2, 1, 0, 0, 2, 1, 1),
     ("ipc", "all_reduce"): (1, 2, 0, 0, 2, 1, 1),
     ("ipc", "all_reduce MAX"): (1, 2, 0, 0, 2, 1, 1),
     ("ipc", "all_reduce of 3 arrays"): (2, 1, 0, 0, 2, 1, 1),
@@ -34,6 +36,7 @@ BUDGETS = {
     ("ipc", "broadcast"): (0, 2, 0, 0, 1, 1, 1),
     ("ipc", "all_gather"): (0, 3, 0, 0, 2, 1, 1),
     ("mpi", "all_reduce in place"): (0, 0, 0, 0, 1, 0, 1),
+    ("mpi", "all_reduce MEAN in place"): (1, 0, 0, 0, 1, 0, 1),
     ("mpi", "all_reduce"): (0, 1, 0, 0, 1, 0, 1),
     ("mpi", "all_reduce MAX"): (2, 1, 0, 0, 1, 0, 1),
     ("mpi", "all_reduce of 3 arrays"): (1, 0, 0, 0, 1, 0, 1),
@@ -42,6 +45,7 @@ BUDGETS = {
     ("mpi", "broadcast"): (0, 1, 0, 0, 1, 0, 1),
     ("mpi", "all_gather"): (0, 1, 0, 0, 1, 0, 1),
     ("staged", "all_reduce in place"): (0, 0, 1, 1, 4, 3, 1),
+    ("staged", "all_reduce MEAN in place"): (1, 0, 1, 1, 4, 3, 1),
     ("staged", "all_reduce"): (0, 1, 1, 1, 4, 3, 1),
     ("staged", "all_reduce MAX"): (0, 1, 1, 1, 4, 3, 1),
     ("staged", "all_reduce of 3 arrays"): (1, 0, 1, 1, 4, 3, 1),
@@ -64,6 +68,7 @@ def calls(cupy: Any, strategy: ms.MirroredStrategy) -> dict[str, Callable[[], ob
     several = [cupy.asarray(np.ones(size, np.float32)) for size in (10, 1000, 14)]
     return {
         "all_reduce in place": lambda: in_step(strategy, lambda c: c.all_reduce("SUM", one, out=one)),
+        "all_reduce MEAN in place": lambda: in_step(strategy, lambda c: c.all_reduce("MEAN", one, out=one)),
         "all_reduce": lambda: in_step(strategy, lambda c: c.all_reduce("SUM", one)),
         "all_reduce MAX": lambda: in_step(strategy, lambda c: c.all_reduce("MAX", one)),
         "all_reduce of 3 arrays": lambda: in_step(strategy, lambda c: c.all_reduce("SUM", several)),

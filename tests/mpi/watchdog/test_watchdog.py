@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import queue
 import re
 import sys
 import threading
@@ -15,10 +17,10 @@ import launching
 import pytest
 from mpi4py import MPI
 
-from mpistrategy.mpi.contract.flight_recorder import LEFT, LENGTH, values_in_words
+from mpistrategy.mpi.contract.flight_recorder import LENGTH, values_in_words
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.shared_memory.segments import private_memory
-from mpistrategy.mpi.watchdog import local_process, status_board
+from mpistrategy.mpi.watchdog import local_process, status_board, watchdog
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory
 from mpistrategy.mpi.watchdog.status_board import StatusBoard
@@ -417,11 +419,13 @@ def test_a_record_is_read_while_the_program_goes_on(hasty: None) -> None:
     over = threading.Event()
 
     def go_on() -> None:
+        record = guard.record
         while not over.is_set():
             for _ in range(LENGTH):
-                guard.record.enter(None, 0.0)[LEFT] = 1.0
+                record.number += 1
+                record.entries.append([record.number, None, 0.0, 1.0])
             for _ in range(LENGTH):
-                guard.record.take_back()
+                record.take_back()
 
     program = threading.Thread(target=go_on)
     program.start()
@@ -457,3 +461,23 @@ def test_a_watchdog_that_has_failed_once_still_looks(monkeypatch: pytest.MonkeyP
     assert looked.wait(10)
     watching.remove(guard)
     assert capfd.readouterr().err.count("watchdog has failed: ValueError('a mistake')") == 1
+
+
+def test_no_child_is_forked_while_the_watchdog_loads_modules() -> None:
+    """The child would wait for half a module forever."""
+    children: queue.Queue[int] = queue.Queue()
+
+    def fork() -> None:
+        child = os.fork()
+        if child == 0:
+            with watchdog._loading:  # nobody holds it in the child
+                os._exit(0)
+        children.put(child)
+
+    with watchdog._loading:
+        thread = threading.Thread(target=fork)
+        thread.start()
+        with pytest.raises(queue.Empty):
+            children.get(timeout=0.2)
+    thread.join()
+    assert os.waitpid(children.get(), 0)[1] == 0

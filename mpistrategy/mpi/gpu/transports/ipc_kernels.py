@@ -1,14 +1,13 @@
-"""The kernels that combine what all ranks of a node have written: one for each operation and dtype on the wire.
+"""The kernels that combine what all ranks of a node have written: SUM, MIN and MAX of floats and signed integers.
 
-Every rank adds the same values in the same order, rank 0's first, so all get the same bits.  No multiplication is
-fused with an addition: the product of a complex number and its conjugate has no imaginary part.  Signed integers are
-added as unsigned ones: they wrap around.  A NaN, wherever it comes from, stays; of MIN and MAX of floats the bits are
-those of `mpistrategy.arrays.dtypes`.
+Every rank adds the same values in the same order, rank 0's first, so all get the same bits.  Signed integers are added
+as unsigned ones: they wrap around.  A NaN, wherever it comes from, stays; of MIN and MAX of floats the bits are those
+of `mpistrategy.arrays.dtypes`.
 """
 
 from __future__ import annotations
 
-OPTIONS = ("--std=c++17", "--fmad=false")
+OPTIONS = ("--std=c++17",)
 THREADS = 256
 MOST_BLOCKS = 1024
 #: How many bytes a thread reads at once.
@@ -20,21 +19,8 @@ PACK_BYTES = 16
 SOURCE = r"""
 typedef unsigned long long u64;
 
-template <typename T> struct Complex { T re, im; };
-
 template <typename T> struct Sum {
     static __device__ __forceinline__ T of(T a, T b) { return a + b; }
-};
-template <typename T> struct Sum<Complex<T>> {
-    static __device__ __forceinline__ Complex<T> of(Complex<T> a, Complex<T> b) { return {a.re + b.re, a.im + b.im}; }
-};
-template <typename T> struct Prod {
-    static __device__ __forceinline__ T of(T a, T b) { return a * b; }
-};
-template <typename T> struct Prod<Complex<T>> {
-    static __device__ __forceinline__ Complex<T> of(Complex<T> a, Complex<T> b) {
-        return {a.re * b.re - a.im * b.im, a.re * b.im + a.im * b.re};
-    }
 };
 template <typename T> struct Min {
     static __device__ __forceinline__ T of(T a, T b) { return b < a ? b : a; }
@@ -96,25 +82,15 @@ __device__ __forceinline__ void combine(T* out, const u64* ranks, int count, u64
     extern "C" __global__ void name(void* out, const u64* ranks, int count, u64 offset, u64 packs, u64 size) { \
         combine<T, Op<T>>((T*)out, ranks, count, offset, packs, size);                                       \
     }
-#define ORDERED(name, T, Unsigned)         \
+#define KERNELS(name, T, Unsigned)         \
     KERNEL(sum_##name, Unsigned, Sum)      \
-    KERNEL(prod_##name, Unsigned, Prod)    \
     KERNEL(min_##name, T, Min)             \
     KERNEL(max_##name, T, Max)
 
-ORDERED(float32, float, float)
-ORDERED(float64, double, double)
-ORDERED(int32, int, unsigned int)
-ORDERED(uint32, unsigned int, unsigned int)
-ORDERED(int64, long long, u64)
-ORDERED(uint64, u64, u64)
-KERNEL(sum_complex64, Complex<float>, Sum)
-KERNEL(prod_complex64, Complex<float>, Prod)
-KERNEL(sum_complex128, Complex<double>, Sum)
-KERNEL(prod_complex128, Complex<double>, Prod)
+KERNELS(float32, float, float)
+KERNELS(float64, double, double)
+KERNELS(int32, int, unsigned int)
+KERNELS(int64, long long, u64)
 """
 
-_ORDERED = ("float32", "float64", "int32", "uint32", "int64", "uint64")
-NAMES = tuple(f"{op}_{dtype}" for dtype in _ORDERED for op in ("sum", "prod", "min", "max")) + tuple(
-    f"{op}_{dtype}" for dtype in ("complex64", "complex128") for op in ("sum", "prod")
-)
+NAMES = tuple(f"{op}_{dtype}" for dtype in ("float32", "float64", "int32", "int64") for op in ("sum", "min", "max"))

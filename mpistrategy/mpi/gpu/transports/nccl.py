@@ -38,8 +38,9 @@ _TRIAL_SIZE = 2**16
 _WHERE = "a collective by NCCL"
 #: Never freed: the GPU may still write its progress there.
 _left: list[GpuProgress] = []
-#: ncclBfloat16, which not every CuPy has a name for.
-_BFLOAT16 = 9
+#: ncclBfloat16 and ncclAvg, which not every CuPy has a name for; the second needs NCCL 2.10.
+_BFLOAT16, _AVG = 9, 4
+_FIRST_WITH_AVG = 21000
 _DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 
@@ -80,6 +81,7 @@ class NcclPath:
         self._pieces = Pieces(self._cupy)
         self._staged.make_room_for_all()
         ordered_keys.compile_for(self._cupy)
+        self._averages = version(self._cupy) >= _FIRST_WITH_AVG and ranks.size & (ranks.size - 1) == 0
         self._progress = GpuProgress(self._cupy, self._ask, stream_writer)
         ranks.guard.gpu_progress = self._progress
 
@@ -135,6 +137,17 @@ class NcclPath:
         """Return why arrays of a dtype are combined on the host; "" where they are not."""
         return "" if _is_native(dtype, op) or ordered_keys.are_for(dtype, op) else f"NCCL knows no {op} of {dtype.name}"
 
+    def averages(self, ranks: Communicator, dtype: np.dtype[Any]) -> bool:
+        """Return whether "AVG" is an operation for arrays of a dtype: an average with the bits of a divided sum.
+
+        NCCL multiplies each summand by 1 / N before it adds.  Where N is a power of two, only subnormal numbers come
+        out otherwise.  float16 has so few exponents that gradients become subnormal: a wire of float16 gets sums.
+        """
+        return self._averages and dtype.kind == "f" and self._wire(ranks, dtype, "SUM") != np.float16
+
+    def _wire(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> np.dtype[Any] | None:
+        return rounded.dtype_for(self._cupy, ranks, dtype, "SUM" if op == "AVG" else op)
+
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
         """Replace `buffer` by its combination over the ranks, on the current stream.
 
@@ -146,9 +159,9 @@ class NcclPath:
 
         def put(nccl: Any, values: DeviceArray, stream: int) -> None:
             pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
-            self._nccl.allReduce(pointer, pointer, _count(values), kind, getattr(nccl, f"NCCL_{op}"), stream)
+            self._nccl.allReduce(pointer, pointer, _count(values), kind, _operation(nccl, op), stream)
 
-        wire = rounded.dtype_for(self._cupy, ranks, buffer.dtype, op)
+        wire = self._wire(ranks, buffer.dtype, op)
         if wire is None:
             self._combine(buffer, op, put)
         else:
@@ -162,7 +175,7 @@ class NcclPath:
 
         def put(nccl: Any, values: DeviceArray, stream: int) -> None:
             pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
-            self._nccl.reduce(pointer, pointer, _count(values), kind, getattr(nccl, f"NCCL_{op}"), root, stream)
+            self._nccl.reduce(pointer, pointer, _count(values), kind, _operation(nccl, op), root, stream)
 
         self._combine(buffer, op, put)
 
@@ -178,8 +191,8 @@ class NcclPath:
 
         def put(nccl: Any, values: DeviceArray, stream: int) -> None:
             share, kind = values[own_part(self._ranks, counts)], _kind(nccl, values.dtype)
-            operation = getattr(nccl, f"NCCL_{op}")
-            self._nccl.reduceScatter(values.data.ptr, share.data.ptr, _count(share), kind, operation, stream)
+            count, operation = _count(share), _operation(nccl, op)
+            self._nccl.reduceScatter(values.data.ptr, share.data.ptr, count, kind, operation, stream)
 
         self._combine(buffer, op, put)
 
@@ -347,6 +360,12 @@ def _kind(nccl: Any, dtype: np.dtype[Any]) -> int:
     """Return NCCL's number of a dtype; of that of the parts of a complex one."""
     name = f"float{dtype.itemsize * 4}" if dtype.kind == "c" else dtype.name
     found: int = _BFLOAT16 if name == "bfloat16" else getattr(nccl, f"NCCL_{name.upper()}")
+    return found
+
+
+def _operation(nccl: Any, op: str) -> int:
+    """Return NCCL's number of an operation."""
+    found: int = _AVG if op == "AVG" else getattr(nccl, f"NCCL_{op}")
     return found
 
 
