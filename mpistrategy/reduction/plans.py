@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import dtype_name, mean_dtype
-from mpistrategy.arrays.nest import Leaves, leaves_of
+from mpistrategy.arrays.nest import Leaves, leaves_of, only_text_keys
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Signature, Site, outside
+from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
@@ -84,13 +85,16 @@ class Plans:
         communicator: the ranks.
         algorithm: how values are combined; there are plans only where `_has_plans` says so.
         options: of the calls.
+        call: what a second thread finds that calls while this one is here; it raises ContextError then.
     """
 
     #: The algorithm and its options in words, which the ranks compare; None where there are no plans.
     settings: str | None
 
-    def __init__(self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions) -> None:
-        self._communicator = communicator
+    def __init__(
+        self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions, call: Call | None
+    ) -> None:
+        self._communicator, self._call = communicator, call
         self._guard = communicator.guard
         self._tree = CallTree(SitePlans)
         #: Of calls that are made in another thread, by the text of their call site.
@@ -100,11 +104,6 @@ class Plans:
         #: The type of CuPy's arrays, once one of them has a plan.
         self._gpu_array: type | None = None
         self.serve(algorithm, options)
-        # What a second thread finds that calls while this one is here; it raises ContextError then.
-        self._call = None
-        if not communicator.guard.closed:
-            self._call = Call(communicator.guard, WHERE)
-            self._call.is_leaf = True
         #: ``run(reduce_op, value, out, frame, step)`` returns the reduction of `value`, or MISFIT before anything
         #: has been sent.  `frame` is the caller's; None where the call was made in another thread, at `guard.site`.
         #: `step` is the code of the step function.
@@ -124,7 +123,7 @@ class Plans:
         guard, find, call, failed = self._guard, self._find, self._call, self._failed
         callers: dict[int, Any] = self._tree.root.callers  # the innermost frames of the places, by instruction
         place_of = self._place_of
-        append, next_number, take_back = guard.record.append, guard.record.next_number, guard.record.take_back
+        record, append = guard.record, guard.record.entries.append
 
         def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None, step: Any) -> Any:
             if guard.current is not None or guard.must_enter:
@@ -166,7 +165,8 @@ class Plans:
             if known is None:
                 return MISFIT
             # The record first: the watchdog must not take the collective before for the one that this rank is in.
-            append((next_number(), known, monotonic(), None))
+            record.number = number = record.number + 1
+            append((number, known, monotonic(), None))
             guard.current = call
             try:
                 result = known(value, out)
@@ -176,7 +176,7 @@ class Plans:
             finally:
                 guard.current = None
             if result is MISFIT:
-                take_back()
+                record.take_back()
             return result
 
         return run
@@ -273,7 +273,7 @@ class Plans:
         if weighted:
             value = value.value
         where = leaves_of(value)
-        if self.settings is None or where is None or not _only_text_keys(value):
+        if self.settings is None or where is None or not only_text_keys(value):
             return None
         leaves = where.take(value)
         kinds = {*map(type, leaves)}
@@ -345,21 +345,24 @@ def _repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kin
                 return MISFIT
         bring(arrays, targets)
         compare()
+        results: Any = None
         try:
             results = reduce(arrays, targets)
+            if out is not None:
+                if not nested and results[0] is out:
+                    return out
+                for target, result in zip(where.take(out), results, strict=True):
+                    if result is not target:
+                        target[...] = result
+                return out
+            if not only_arrays:
+                results = [*map(as_leaf, results, leaves)]
+            return where.build(results) if nested else results[0]
         except BaseException as error:
+            if results is not None:
+                mark_after_messages(error)
             failed(error)
             raise
-        if out is not None:
-            if not nested and results[0] is out:
-                return out
-            for target, result in zip(where.take(out), results, strict=True):
-                if result is not target:
-                    target[...] = result
-            return out
-        if not only_arrays:
-            results = [*map(as_leaf, results, leaves)]
-        return where.build(results) if nested else results[0]
 
     shortest: Callable[[Repeated], Run | None] | None = getattr(route, "repeated", None)
     if nested or not only_arrays or not plan.is_exact or shortest is None:
@@ -391,10 +394,3 @@ def _layout(leaf: Any) -> Any:
     if kind is list or kind is tuple:
         return (kind, _layouts(leaf))
     return kind if kind in NUMBERS else (kind, getattr(leaf, "dtype", None), getattr(leaf, "shape", None))
-
-
-def _only_text_keys(value: Any) -> bool:
-    """Return whether no dictionary in a nest has keys that are equal but not the same in words, as 1 and True."""
-    if type(value) is dict:
-        return all(type(key) is str for key in value) and all(map(_only_text_keys, value.values()))
-    return not isinstance(value, (list, tuple)) or all(map(_only_text_keys, value))

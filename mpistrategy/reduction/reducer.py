@@ -17,7 +17,6 @@ from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, event_
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.error_messages import after_messages
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -25,7 +24,7 @@ from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves,
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan, is_simple, plan_of, usual_route
-from mpistrategy.reduction.plans import Plans
+from mpistrategy.reduction.plans import WHERE, Plans
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import check_device, is_cupy
@@ -59,7 +58,9 @@ class AgreedPlan(NamedTuple):
         call.wait_as(self.timeout_seconds)
         self.plan.bring(arrays)
         call.agree("reduce", sparingly=True, **self.words)
-        return self.plan.run(arrays)
+        results = self.plan.run(arrays)
+        call.set_done()
+        return results
 
 
 class Reducer:
@@ -81,7 +82,11 @@ class Reducer:
         self.is_alone: bool = isinstance(communicator, SingleCommunicator)
         self._algorithm = algorithm
         self._options = options
-        self.plans: Plans = Plans(communicator, algorithm, options)
+        #: What stands for all calls that have a plan; None where all calls are refused.
+        self._planned = None if communicator.guard.closed else Call(communicator.guard, WHERE)
+        if self._planned is not None:
+            self._planned.is_leaf = True
+        self.plans: Plans = Plans(communicator, algorithm, options, self._planned)
         self.changes: int = 0
         self._agreed: dict[Any, AgreedPlan | None] = {}
         #: The plans of calls with options of their own.
@@ -128,7 +133,8 @@ class Reducer:
         if plans is None:
             if len(self._others) >= _MOST_OPTIONS:
                 self._others.clear()
-            plans = self._others[options] = Plans(self.communicator, self._algorithm, self._options.merge(options))
+            merged = self._options.merge(options)
+            plans = self._others[options] = Plans(self.communicator, self._algorithm, merged, self._planned)
         return plans
 
     def copy(self) -> Reducer:
@@ -242,8 +248,7 @@ class Reducer:
         parts = mean.contributions(arrays, weights)
         read = event_of_reads(given)
         totals = self._algorithm._all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options)
-        with after_messages():
-            means = mean.finish(totals, arrays)
+        means = mean.finish(totals, arrays)
         self.communicator.guard.wait_for_gpu(read)
         return [in_kind(result, local_component(value)) for result, value in zip(means, given, strict=True)]
 
