@@ -196,7 +196,7 @@ def _read(source: Reading, path: str, piece: _Piece) -> Array:
 
 def _goes_to_gpu(source: Reading, path: str, variable: Variable | None) -> bool:
     """Return whether an array goes into a variable in GPU memory by a message of its own; equal on all ranks."""
-    return variable is not None and is_on_device(variable.local_view) and _nbytes(source, path) >= _TOGETHER_BYTES
+    return variable is not None and _nbytes(source, path) >= _TOGETHER_BYTES and is_on_device(variable.local_view)
 
 
 def _send_to_gpus(source: Reading, path: str, variable: Any) -> None:

@@ -67,7 +67,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     @property
     def _configuration(self) -> str:
         """What must be equal on all ranks for their messages to fit together."""
-        return f"{type(self).__name__}, num_packs={self.num_packs}"
+        return f"{type(self).__name__}, num_packs={self._num_packs}"
 
     def _plan(
         self,
