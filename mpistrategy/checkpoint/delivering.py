@@ -158,16 +158,17 @@ def _copies(source: Reading, paths: Sequence[str]) -> Iterator[tuple[str, Array]
     """Yield the only copy, or the first rank's."""
     pieces = {path: _pieces_of(source, path) for path in paths}
     batch: list[str] = []
+    together = 0
     for path in sorted(paths, key=lambda path: pieces[path][0]):  # equal on all ranks, what one rank sends in a row
         nbytes = _nbytes(source, path)
         if len(pieces[path]) > 1 or nbytes >= _TOGETHER_BYTES:
             yield path, _sent(source, path, pieces[path])
             continue
-        together = sum(_nbytes(source, other) for other in batch)
         if batch and (pieces[path][0].root != pieces[batch[0]][0].root or together + nbytes > _TOGETHER_BYTES):
             yield from _sent_together(source, batch, pieces)
-            batch = []
+            batch, together = [], 0
         batch.append(path)
+        together += nbytes
     if batch:
         yield from _sent_together(source, batch, pieces)
 
