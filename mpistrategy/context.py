@@ -17,6 +17,12 @@ from mpistrategy.errors import ContextError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.over_threads import SimulatedCommunicator
+else:
+    later(globals(), "mpistrategy.mpi.over_threads", "SimulatedCommunicator")
 
 
 class Extended(Protocol):
@@ -203,3 +209,31 @@ class Scope(Generic[S]):
     def _copy_for(self, strategy: S) -> Scope[S]:
         """Return a scope of another strategy, not entered."""
         return Scope(strategy)
+
+
+# ------------------------------------------------------------------------------------- are there other ranks
+
+
+class _Thread(threading.local):
+    has_peers = False
+
+
+#: A simulated rank is a thread: what it makes says nothing about the other threads of the process.
+_thread = _Thread()
+_process_has_peers = False
+
+
+def note_ranks(communicator: Communicator) -> None:
+    """Remember that a strategy of these ranks was made, also after it is closed: the other ranks are still there."""
+    global _process_has_peers
+    if communicator.size == 1:
+        return
+    if isinstance(communicator, SimulatedCommunicator):
+        _thread.has_peers = True
+    else:
+        _process_has_peers = True
+
+
+def has_peers() -> bool:
+    """Return whether this rank has made a strategy of several ranks."""
+    return _process_has_peers or _thread.has_peers

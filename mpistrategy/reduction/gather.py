@@ -13,7 +13,6 @@ from mpistrategy.arrays.gpu import check_device, layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.error_messages import after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.reduction.sparse import gather_all
 
@@ -47,13 +46,13 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
     lengths = communicator.allgather_text(" ".join(str(array.shape[0]) for array in moved))
     rows = list(zip(*(map(int, text.split()) for text in lengths), strict=True))
     gathered = gather_all(communicator, [(array, list(n)) for array, n in zip(moved, rows, strict=True)])
+    call.set_done()
     if placed:
         communicator.guard.wait_for_gpu(event_of_reads(map(contribution, values)))
-    with after_messages():
-        return [
-            like_given(_contiguous(_moved(array, 0, position)), contribution(value))
-            for array, position, value in zip(gathered, positions, values, strict=True)
-        ]
+    return [
+        like_given(_contiguous(_moved(array, 0, position)), contribution(value))
+        for array, position, value in zip(gathered, positions, values, strict=True)
+    ]
 
 
 def _checked(value: Any, where: str) -> Any:

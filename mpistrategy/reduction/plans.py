@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import dtype_name, mean_dtype
-from mpistrategy.arrays.nest import Leaves, leaves_of
+from mpistrategy.arrays.nest import Leaves, leaves_of, only_text_keys
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Signature, Site, outside
+from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
@@ -272,7 +273,7 @@ class Plans:
         if weighted:
             value = value.value
         where = leaves_of(value)
-        if self.settings is None or where is None or not _only_text_keys(value):
+        if self.settings is None or where is None or not only_text_keys(value):
             return None
         leaves = where.take(value)
         kinds = {*map(type, leaves)}
@@ -344,21 +345,24 @@ def _repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kin
                 return MISFIT
         bring(arrays, targets)
         compare()
+        results: Any = None
         try:
             results = reduce(arrays, targets)
+            if out is not None:
+                if not nested and results[0] is out:
+                    return out
+                for target, result in zip(where.take(out), results, strict=True):
+                    if result is not target:
+                        target[...] = result
+                return out
+            if not only_arrays:
+                results = [*map(as_leaf, results, leaves)]
+            return where.build(results) if nested else results[0]
         except BaseException as error:
+            if results is not None:
+                mark_after_messages(error)
             failed(error)
             raise
-        if out is not None:
-            if not nested and results[0] is out:
-                return out
-            for target, result in zip(where.take(out), results, strict=True):
-                if result is not target:
-                    target[...] = result
-            return out
-        if not only_arrays:
-            results = [*map(as_leaf, results, leaves)]
-        return where.build(results) if nested else results[0]
 
     shortest: Callable[[Repeated], Run | None] | None = getattr(route, "repeated", None)
     if nested or not only_arrays or not plan.is_exact or shortest is None:
@@ -390,10 +394,3 @@ def _layout(leaf: Any) -> Any:
     if kind is list or kind is tuple:
         return (kind, _layouts(leaf))
     return kind if kind in NUMBERS else (kind, getattr(leaf, "dtype", None), getattr(leaf, "shape", None))
-
-
-def _only_text_keys(value: Any) -> bool:
-    """Return whether no dictionary in a nest has keys that are equal but not the same in words, as 1 and True."""
-    if type(value) is dict:
-        return all(type(key) is str for key in value) and all(map(_only_text_keys, value.values()))
-    return not isinstance(value, (list, tuple)) or all(map(_only_text_keys, value))

@@ -17,7 +17,6 @@ from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, event_
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.error_messages import after_messages
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -59,7 +58,9 @@ class AgreedPlan(NamedTuple):
         call.wait_as(self.timeout_seconds)
         self.plan.bring(arrays)
         call.agree("reduce", sparingly=True, **self.words)
-        return self.plan.run(arrays)
+        results = self.plan.run(arrays)
+        call.set_done()
+        return results
 
 
 class Reducer:
@@ -247,8 +248,7 @@ class Reducer:
         parts = mean.contributions(arrays, weights)
         read = event_of_reads(given)
         totals = self._algorithm._all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options)
-        with after_messages():
-            means = mean.finish(totals, arrays)
+        means = mean.finish(totals, arrays)
         self.communicator.guard.wait_for_gpu(read)
         return [in_kind(result, local_component(value)) for result, value in zip(means, given, strict=True)]
 

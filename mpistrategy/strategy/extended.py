@@ -27,15 +27,16 @@ from mpistrategy.objects.settings import Settable
 from mpistrategy.options import CommunicationOptions, Op
 from mpistrategy.reduction.inputs import unwrapped
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.strategy.outside_steps import OF_DEFAULT, note_ranks, warn_if_alone
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.registry import Placement
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.variables.variable import Variable
 else:
     later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
+    later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
 
 T = TypeVar("T")
 
@@ -61,7 +62,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
     ) -> None:
         super().__init__(container_strategy)
         self.communicator: Communicator = communicator or SingleCommunicator()
-        note_ranks(self.communicator)
+        context.note_ranks(self.communicator)
         #: What everything of this strategy is reduced with.
         self._reducer: Reducer = Reducer(
             self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions()
@@ -220,7 +221,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
             CollectiveMismatchError: on every rank, when another rank makes another call.
         """
         if self._container_strategy._is_default:
-            warn_if_alone(self._container_strategy, "barrier", *OF_DEFAULT)
+            warn_if_alone(self._container_strategy, "barrier")
         with Call(self.communicator.guard, "barrier", called=name) as call:
             call.agree("barrier")
 
@@ -329,7 +330,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
     def _require_collective(self, method: str) -> None:
         self._require_cross_replica(method)
         if self._container_strategy._is_default:
-            warn_if_alone(self._container_strategy, f"StrategyExtended.{method}", *OF_DEFAULT)
+            warn_if_alone(self._container_strategy, f"StrategyExtended.{method}")
 
     def _entered(self) -> Frame:
         return context.cross_replica(self._container_strategy)

@@ -34,7 +34,6 @@ from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
 from mpistrategy.reduction.inputs import Weighted, leaves_like, resident, resident_values
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
-from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.reduce_scatter import ReduceScatter
 
 if TYPE_CHECKING:
@@ -42,10 +41,12 @@ if TYPE_CHECKING:
 
     from mpistrategy.reduction.arena.arena import Arena
     from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
+    from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
     from mpistrategy.variables.variable import Variable
 else:
     later(globals(), "mpistrategy.reduction.asynchronous", "start_all_reduce")
+    later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
 
 Hints: TypeAlias = CommunicationOptions | None
 
@@ -232,7 +233,7 @@ class ReplicaContext(ReduceScatter, NotPickled):
             results = extended._reducer.all_reduce_leaves(
                 call, op, leaves, paths, options=options, weight=weight, targets=targets
             )
-        return structure.pack(results)
+            return structure.pack(results)
 
     @overload  # a MEAN matches this overload and the next one
     def all_reduce_async(  # type: ignore[overload-overlap]

@@ -23,7 +23,6 @@ from mpistrategy.reduction.inputs import as_given, to_reduce
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.input_methods import InputMethods
 from mpistrategy.strategy.legacy_names import OldNames
-from mpistrategy.strategy.outside_steps import OF_DEFAULT, warn_if_alone
 from mpistrategy.strategy.services import Services
 
 if TYPE_CHECKING:
@@ -32,6 +31,7 @@ if TYPE_CHECKING:
 
     from mpistrategy.reduction.arena.arena import Arena
     from mpistrategy.reduction.broadcast import broadcast, checked_root
+    from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
     from mpistrategy.strategy.random_streams import Streams
     from mpistrategy.variables.variable import Variable
@@ -39,6 +39,7 @@ else:
     later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
     later(globals(), "mpistrategy.reduction.broadcast", "broadcast", "checked_root")
     later(globals(), "mpistrategy.strategy.along_axis", "reduce_along")
+    later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
     later(globals(), "mpistrategy.strategy.random_streams", "Streams")
 
 
@@ -172,7 +173,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         """
         context.require_cross_replica(self, "Strategy.reduce")
         if self._is_default:
-            warn_if_alone(self, "Strategy.reduce", *OF_DEFAULT)
+            warn_if_alone(self, "Strategy.reduce")
         communicator, algorithm = self.extended.communicator, self.extended.cross_device_ops
         options = self.extended.options
         with context.cross_replica(self), Call(communicator.guard, "Strategy.reduce", called=name) as call:
@@ -232,7 +233,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         """
         context.require_cross_replica(self, "Strategy.gather")
         if self._is_default:
-            warn_if_alone(self, "Strategy.gather", *OF_DEFAULT)
+            warn_if_alone(self, "Strategy.gather")
         with Call(self.extended.communicator.guard, "Strategy.gather", called=name) as call:
             return self.extended._reducer.gather_nest(value, axis, call)
 
@@ -272,7 +273,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         {'seed': np.int64(7), 'w': array([1., 1.])}
         """
         if self._is_default:
-            warn_if_alone(self, "Strategy.broadcast", *OF_DEFAULT)
+            warn_if_alone(self, "Strategy.broadcast")
         communicator = self.extended.communicator
         with Call(communicator.guard, "Strategy.broadcast", called=name) as call:
             leaves, structure = nest.flatten(value)
@@ -367,8 +368,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
 
     def __repr__(self) -> str:
         device = self.extended.worker_devices[0]
-        rank = self.extended.communicator.rank
-        return f"<{type(self).__name__} replica {rank} of {self.num_replicas_in_sync} on {device}>"
+        return f"<{type(self).__name__} replica {self.rank} of {self.num_replicas_in_sync} on {device}>"
 
 
 class _DefaultStrategy(Strategy):

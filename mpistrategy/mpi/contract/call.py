@@ -13,6 +13,7 @@ from typing import Any
 from mpistrategy import errors
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.error_messages import is_of_one_rank, mark_after_messages
 from mpistrategy.mpi.contract.flight_recorder import LEFT
 from mpistrategy.mpi.contract.guard import CurrentCall, Guard
 
@@ -44,6 +45,7 @@ class Call:
         "_called",
         "_entry",
         "_guard",
+        "_is_done",
         "_on_gpu",
         "_outer",
         "is_leaf",
@@ -71,7 +73,7 @@ class Call:
         self._called = called
         self._anywhere = anywhere or bool(called)
         self._outer: CurrentCall | None = None
-        self._agreed = False
+        self._agreed = self._is_done = False
         self._entry: list[Any] | None = None
         self._before = 0.0
         #: What was compared last.
@@ -190,9 +192,15 @@ class Call:
 
     def set_agreed(self, agreed: bool) -> None:
         """Note whether the ranks have agreed on this call, and so on those around it."""
-        self._agreed = agreed
+        self._agreed, self._is_done = agreed, False
         if self._outer is not None:
             self._outer.set_agreed(agreed)
+
+    def set_done(self) -> None:
+        """Note that no rank waits for data of this one, in this call and those around it, until the next `agree`."""
+        self._is_done = True
+        if self._outer is not None:
+            self._outer.set_done()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -202,6 +210,8 @@ class Call:
             self._leave()
             return
         if not guard.was_told(error):
+            if self._is_done and is_of_one_rank(error):
+                mark_after_messages(error)
             guard.fail(self.where, error, agreed=self._agreed)
         self._leave()
         if self._outer is None:

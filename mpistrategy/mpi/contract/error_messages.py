@@ -69,7 +69,7 @@ class TellsErrors(ABC):
             self._break_off(where, error)
         elif not agreed:
             self.report_failure(where, error)
-        elif self.failures is not None and _is_of_one_rank(error):
+        elif self.failures is not None and is_of_one_rank(error):
             self.failures.tell(where, error)
         elif self.failures is None and _is_after_messages(error):
             self.report_failure(where, error, takes_no_more=True)
@@ -82,7 +82,7 @@ class TellsErrors(ABC):
             return
         self.fail(where, error, agreed=True)
         others_know = self.failures is not None or _is_after_messages(error)
-        if not others_know and isinstance(error, Exception) and _is_of_one_rank(error):
+        if not others_know and isinstance(error, Exception) and is_of_one_rank(error):
             self._end_the_job(error)
         self.mark_told(error)
 
@@ -198,7 +198,9 @@ class TellsErrors(ABC):
             if takes_no_more:
                 call[mismatch_report.LEFT] = "it failed after its messages"
             reports = self.gather_reports(self._report_of(call, self.here().text, error))
-            self.hear_of_ends(reports)
+            failed = [report.call.get("call") for report in reports if mismatch_report.LEFT in report.call]
+            if failed != [where] * len(reports):  # else all ranks have failed there, and none is ahead of the others
+                self.hear_of_ends(reports)
             self.unseen = 0
             if went_past(reports) and self.give_up is not None:
                 # A message that this rank has not received would be taken for the next data.
@@ -217,11 +219,12 @@ class TellsErrors(ABC):
         return id(self) in error.__dict__.get(_TOLD, ())
 
     def clear_told(self, error: BaseException) -> None:
-        """Take the mark of `mark_told` back."""
+        """Take the marks of `mark_told` and `mark_after_messages` back: it may be raised again in another call."""
         error.__dict__.get(_TOLD, set()).discard(id(self))
+        error.__dict__.pop(_AFTER_MESSAGES, None)
 
 
-def _is_of_one_rank(error: Exception) -> bool:
+def is_of_one_rank(error: BaseException) -> bool:
     """Return whether an error after the agreement may be that of one rank; our own are raised on all ranks."""
     return not isinstance(error, MpiStrategyError) or isinstance(error, DeviceError)
 

@@ -59,6 +59,7 @@ class CurrentCall(Protocol):
     is_leaf: bool
 
     def set_agreed(self, agreed: bool) -> None: ...
+    def set_done(self) -> None: ...
 
 
 class Guard(TellsErrors):

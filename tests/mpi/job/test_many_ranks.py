@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 from pretended import creation_seconds
 
+from mpistrategy import context
 from mpistrategy.mpi.gpu import binding
 from mpistrategy.mpi.gpu.inventory import Sight
 from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.multi_node.lanes import every_rank
 from mpistrategy.mpi.tuning.files import Machine
-from mpistrategy.strategy import outside_steps
 
 pytestmark = pytest.mark.one_rank
 FEW, MANY, LOCAL = 2_000, 16_000, 8
@@ -62,6 +62,6 @@ def test_eight_times_the_ranks_are_about_eight_times_the_work(what: str) -> None
 def test_a_strategy_of_many_ranks_is_made_in_a_time_that_grows_as_they_do(
     devices: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(outside_steps, "_process_has_peers", False)  # and back: these ranks are not in this job
+    monkeypatch.setattr(context, "_process_has_peers", False)  # and back: these ranks are not in this job
     few, many = (min(creation_seconds(size, LOCAL, devices) for _ in range(3)) for size in (FEW, MANY))
     assert many < 3 * MANY / FEW * few, "its square would be 8 times as much"

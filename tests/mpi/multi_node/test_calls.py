@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from pretended import calls_of, own_seconds, strategy_of_many
 
-from mpistrategy.strategy import outside_steps
+from mpistrategy import context
 
 pytestmark = pytest.mark.one_rank
 CHECK = {"Start": 1, "Wait": 1}
@@ -24,7 +24,7 @@ EXPECTED: dict[int, dict[int, dict[str, int]]] = {
 
 @pytest.fixture(autouse=True)
 def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(outside_steps, "_process_has_peers", False)  # and back: these ranks are not in this job
+    monkeypatch.setattr(context, "_process_has_peers", False)  # and back: these ranks are not in this job
 
 
 @pytest.mark.parametrize("nodes", [2, 16, 64])
