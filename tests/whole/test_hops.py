@@ -35,10 +35,10 @@ MOST_FILES_AT_FIRST = {
     "small array": 11,
     "large array": 12,
     "nest": 11,
-    "general": 17,
+    "general": 16,
     "assign_add": 12,
     "apply_gradients": 30,
-    "save": 22,
+    "save": 21,
     "restore": 16,
 }
 
