@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -57,7 +58,9 @@ def _kind(array: Array) -> str:
 
 def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
     """Return all ranks' slices in rank order, on every rank; MEAN divides the values by the number of ranks."""
-    rows = [int(text) for text in communicator.allgather_text(str(slices.values.shape[0]))]
+    lengths: Array = communicator.once(concatenate, partial(np.zeros, communicator.size, np.int64))
+    communicator.allgatherv(np.array([slices.values.shape[0]]), [1] * communicator.size, lengths)
+    rows = lengths.tolist()
     values, indices = gather_all(communicator, [(slices.values, rows), (slices.indices, rows)])
     with after_messages():
         return IndexedSlices(
