@@ -69,14 +69,14 @@ class Frame:
     step: Any = None
 
     def __enter__(self) -> Frame:
-        current.enter(self.strategy.extended.communicator)
+        current.entered.communicators.append(self.strategy.extended.communicator)
         entered.frames.append(self)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        current.leave()
+        current.entered.communicators.pop()
         entered.frames.pop()
 
 
@@ -136,19 +136,6 @@ def require_cross_replica(strategy: Strategy, where: str) -> None:
             expected="a call in cross-replica context",
             fix="Call it outside `strategy.run`, or in a function given to `get_replica_context().merge_call`.",
         )
-
-
-def require_update(strategy: Strategy, where: str) -> None:
-    """Raise ContextError unless this thread is in an update of `strategy`."""
-    frame = current_frame()
-    if frame is None or frame.mode is not Mode.UPDATE:
-        raise ContextError.at(
-            where,
-            found=f"a call in {in_words(frame)}",
-            expected="a call in update context",
-            fix="Call it in a function given to strategy.extended.update.",
-        )
-    require_same_strategy(frame, strategy, where)
 
 
 def require_same_strategy(frame: Frame, strategy: Strategy, where: str) -> None:

@@ -276,3 +276,10 @@ def _taker(nest: Any) -> Callable[[Any], list[Any]]:
         return leaves
 
     return take
+
+
+def only_text_keys(value: Any) -> bool:
+    """Return whether no dictionary in a nest has keys that are equal but not the same in words, as 1 and True."""
+    if type(value) is dict:
+        return all(type(key) is str for key in value) and all(map(only_text_keys, value.values()))
+    return not isinstance(value, (list, tuple)) or all(map(only_text_keys, value))

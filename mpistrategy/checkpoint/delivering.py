@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrategy import context
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.checkpoint.kinds.variables import store
@@ -203,8 +202,7 @@ def _goes_to_gpu(source: Reading, path: str, variable: Variable | None) -> bool:
 def _send_to_gpus(source: Reading, path: str, variable: Any) -> None:
     """Write an array into every rank's variable in GPU memory; its parts are copied there where they were read."""
     communicator = source.communicator
-    with context.Frame(variable.strategy, context.Mode.UPDATE):
-        target = variable._updatable_storage().reshape(-1)
+    target = variable._storage.reshape(-1)
     for piece in _pieces_of(source, path):
         part = _read(source, path, piece) if piece.root == communicator.rank else None
         write_from_host_of(communicator, piece.root, part, target[piece.start : piece.start + piece.elements])

@@ -32,7 +32,7 @@ from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Manifest, Shard
 from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of, shard_name
 from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.observers import Interval
+from mpistrategy.mpi.contract.public_calls import WRITING, collective
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.job.launcher import version
 from mpistrategy.objects.copies import NotPickled
@@ -100,12 +100,15 @@ class Saving(NotPickled):
             with writing(call.where, self.path):
                 self._open(call.where)
         if wait:
-            self._write(collected)
+            if collected.shard is not None:
+                self._write(collected, collected.shard)
             return
         collected.arrays = {name: np.array(array, copy=True) for name, array in collected.arrays.items()}
         call.agree("begin to write")  # no rank starts to write if another cannot
         if collected.shard is not None:
-            self._thread = threading.Thread(target=self._write, args=(collected,), name=f"checkpoint {self.path}")
+            self._thread = threading.Thread(
+                target=self._write, args=(collected, collected.shard), name=f"checkpoint {self.path}"
+            )
             self._thread.start()
         if self._communicator.rank == 0:
             self._reminder: Any = weakref.finalize(self, _remind, self.path, os.getpid())
@@ -161,17 +164,13 @@ class Saving(NotPickled):
                 expected="a file system that the nodes of all ranks share",
             ) from error
 
-    def _write(self, collected: Collected) -> None:
-        """Write this rank's shard, if it writes one; keep an error for `commit`."""
-        if collected.shard is None:
-            return
+    @collective(WRITING)
+    def _write(self, collected: Collected, shard: int) -> None:
+        """Write this rank's shard; keep an error for `commit`."""
         assert self._folder is not None
-        name = shard_name(collected.shard)
+        name = shard_name(shard)
         try:
-            with (
-                Interval("span", "write a checkpoint"),
-                writing("Checkpoint.save", os.path.join(self._folder.path, name)),
-            ):
+            with writing("Checkpoint.save", os.path.join(self._folder.path, name)):
                 nbytes, checksum = self._folder.write(name, pieces_of(collected.arrays))
             self._report[0] = nbytes, np.frombuffer(bytes.fromhex(checksum), np.uint8)
         except BaseException as error:

@@ -234,8 +234,8 @@ class SimulatedCommunicator:
         """Return every rank's text, in rank order; `Turns` ends the wait for a thread that has ended."""
         return list(self._meeting.allgather(self.rank, "allgather_text", text))
 
-    def all_equal(self, digest: int) -> bool:
-        """Wait for every rank's digest; return whether all are equal."""
+    def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
+        """Wait for every rank's digest; return whether all are equal; `Turns` ends the wait for a thread that ended."""
         return len(set(self._meeting.allgather(self.rank, "compare calls", digest))) == 1
 
     def start(self, digest: int) -> None:

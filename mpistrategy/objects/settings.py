@@ -44,21 +44,35 @@ class Setting(Generic[T]):
         instance.__dict__[self._name] = self._check(type(instance).__name__, self._name, value)
 
 
-class Fixed(Setting[T]):
-    """An attribute that only the constructor sets."""
+def _only_by_constructor(instance: object, name: str) -> OptionError:
+    kind = type(instance).__name__
+    return OptionError.at(
+        f"{kind}.{name}",
+        found="an assignment",
+        expected="none after the constructor",
+        fix=f"Make another {kind}.",
+    )
 
-    def __init__(self) -> None:
+
+def cannot_be_set(instance: object, name: str) -> AttributeError:
+    """Return what Python raises for an attribute without a setter."""
+    return AttributeError(f"attribute {name!r} of {type(instance).__name__!r} object cannot be set")
+
+
+class Fixed(Setting[T]):
+    """An attribute that only the constructor sets.
+
+    Args:
+        refusal: returns what a later assignment raises, given the object and the attribute's name.
+    """
+
+    def __init__(self, refusal: Callable[[Any, str], Exception] = _only_by_constructor) -> None:
         super().__init__(lambda where, name, value: value)
+        self._refusal = refusal
 
     def __set__(self, instance: object, value: Any) -> None:
         if self._name in instance.__dict__:
-            kind = type(instance).__name__
-            raise OptionError.at(
-                f"{kind}.{self._name}",
-                found="an assignment",
-                expected="none after the constructor",
-                fix=f"Make another {kind}.",
-            )
+            raise self._refusal(instance, self._name)
         super().__set__(instance, value)
 
 
@@ -69,7 +83,7 @@ class Settable:
     """
 
     def __setattr__(self, name: str, value: object) -> None:
-        if name not in self.__dict__ and not name.startswith("_"):
+        if name not in self.__dict__ and not name.startswith("_") and not hasattr(type(self), name):
             self._refuse_misspelt(name)
         object.__setattr__(self, name, value)
 
@@ -79,7 +93,7 @@ class Settable:
     def _refuse_misspelt(self, name: str) -> None:
         bases = type(self).__mro__
         declared = {known for base in bases for known in vars(base).get("__annotations__", ())}
-        if name in declared or any(name in vars(base) for base in bases):
+        if name in declared:
             return
         settable = (item for base in bases for item in vars(base).items() if isinstance(item[1], property))
         declared |= {known for known, kept in settable if kept.fset is not None}

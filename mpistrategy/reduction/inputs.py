@@ -286,10 +286,3 @@ def check_order(dtype: np.dtype[Any], op: ReduceOp, where: str) -> None:
 def to_reduce(leaf: Any) -> Any:
     """Return a leaf as algorithms take it: a container, or IndexedSlices."""
     return leaf if isinstance(leaf, (DistributedValues, IndexedSlices)) else PerReplica((contribution(leaf),))
-
-
-def only_text_keys(value: Any) -> bool:
-    """Return whether no dictionary in a nest has keys that are equal but not the same in words, as 1 and True."""
-    if type(value) is dict:
-        return all(type(key) is str for key in value) and all(map(only_text_keys, value.values()))
-    return not isinstance(value, (list, tuple)) or all(map(only_text_keys, value))

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import dtype_name, mean_dtype
-from mpistrategy.arrays.nest import Leaves, leaves_of
+from mpistrategy.arrays.nest import Leaves, leaves_of, only_text_keys
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Signature, Site, outside
@@ -26,7 +26,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets, only_text_keys
+from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, is_simple, plan_of, usual_route
@@ -85,13 +85,16 @@ class Plans:
         communicator: the ranks.
         algorithm: how values are combined; there are plans only where `_has_plans` says so.
         options: of the calls.
+        call: what a second thread finds that calls while this one is here; it raises ContextError then.
     """
 
     #: The algorithm and its options in words, which the ranks compare; None where there are no plans.
     settings: str | None
 
-    def __init__(self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions) -> None:
-        self._communicator = communicator
+    def __init__(
+        self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions, call: Call | None
+    ) -> None:
+        self._communicator, self._call = communicator, call
         self._guard = communicator.guard
         self._tree = CallTree(SitePlans)
         #: Of calls that are made in another thread, by the text of their call site.
@@ -101,11 +104,6 @@ class Plans:
         #: The type of CuPy's arrays, once one of them has a plan.
         self._gpu_array: type | None = None
         self.serve(algorithm, options)
-        # What a second thread finds that calls while this one is here; it raises ContextError then.
-        self._call = None
-        if not communicator.guard.closed:
-            self._call = Call(communicator.guard, WHERE)
-            self._call.is_leaf = True
         #: ``run(reduce_op, value, out, frame, step)`` returns the reduction of `value`, or MISFIT before anything
         #: has been sent.  `frame` is the caller's; None where the call was made in another thread, at `guard.site`.
         #: `step` is the code of the step function.
@@ -125,7 +123,7 @@ class Plans:
         guard, find, call, failed = self._guard, self._find, self._call, self._failed
         callers: dict[int, Any] = self._tree.root.callers  # the innermost frames of the places, by instruction
         place_of = self._place_of
-        append, next_number, take_back = guard.record.append, guard.record.next_number, guard.record.take_back
+        record, append = guard.record, guard.record.entries.append
 
         def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None, step: Any) -> Any:
             if guard.current is not None or guard.must_enter:
@@ -167,7 +165,8 @@ class Plans:
             if known is None:
                 return MISFIT
             # The record first: the watchdog must not take the collective before for the one that this rank is in.
-            append((next_number(), known, monotonic(), None))
+            record.number = number = record.number + 1
+            append((number, known, monotonic(), None))
             guard.current = call
             try:
                 result = known(value, out)
@@ -177,7 +176,7 @@ class Plans:
             finally:
                 guard.current = None
             if result is MISFIT:
-                take_back()
+                record.take_back()
             return result
 
         return run

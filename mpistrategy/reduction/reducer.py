@@ -24,7 +24,7 @@ from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves,
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan, is_simple, plan_of, usual_route
-from mpistrategy.reduction.plans import Plans
+from mpistrategy.reduction.plans import WHERE, Plans
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import check_device, is_cupy
@@ -80,7 +80,11 @@ class Reducer:
         self.is_alone: bool = isinstance(communicator, SingleCommunicator)
         self._algorithm = algorithm
         self._options = options
-        self.plans: Plans = Plans(communicator, algorithm, options)
+        #: What stands for all calls that have a plan; None where all calls are refused.
+        self._planned = None if communicator.guard.closed else Call(communicator.guard, WHERE)
+        if self._planned is not None:
+            self._planned.is_leaf = True
+        self.plans: Plans = Plans(communicator, algorithm, options, self._planned)
         self.changes: int = 0
         self._agreed: dict[Any, AgreedPlan | None] = {}
         #: The plans of calls with options of their own.
@@ -127,7 +131,8 @@ class Reducer:
         if plans is None:
             if len(self._others) >= _MOST_OPTIONS:
                 self._others.clear()
-            plans = self._others[options] = Plans(self.communicator, self._algorithm, self._options.merge(options))
+            merged = self._options.merge(options)
+            plans = self._others[options] = Plans(self.communicator, self._algorithm, merged, self._planned)
         return plans
 
     def copy(self) -> Reducer:

@@ -17,6 +17,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.objects.later import later
 from mpistrategy.objects.nearest import NamesOurs
+from mpistrategy.objects.settings import Fixed, cannot_be_set
 from mpistrategy.options import Mean, Op, ReduceOp
 from mpistrategy.reduction.inputs import as_given, to_reduce
 from mpistrategy.strategy.extended import StrategyExtended
@@ -48,23 +49,22 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
     Args:
         extended: what does the work; see `StrategyExtended`.
 
+    Attributes:
+        extended: as given: the part for library authors, with destinations, updates and placement.
+
     Raises:
         OptionTypeError: when `extended` is none.
     """
 
+    extended: Fixed[StrategyExtended] = Fixed(cannot_be_set)
     _words_of = "Strategy"
     _is_default = False
 
     def __init__(self, extended: StrategyExtended) -> None:
         if not isinstance(extended, StrategyExtended):
             raise OptionTypeError.at("Strategy", found=f"extended={extended!r}", expected="a StrategyExtended")
-        self._extended = extended
+        self.extended = extended
         self._scope = Scope(self)  # of the strategy as a context manager
-
-    @property
-    def extended(self) -> StrategyExtended:
-        """The part for library authors: destinations, updates, placement."""
-        return self._extended
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -31,9 +31,8 @@ def required_context(where: str) -> ReplicaContext:
 def first_storage(given: Mapping[str, Any]) -> Array:
     """Return the memory of this rank's copy of the first variable of a step."""
     variables = [var for _, var in given["grads_and_vars"]]
-    storage: list[Array] = []
-    variables[0].strategy.extended.update(variables[0], lambda var: storage.append(var._updatable_storage()))
-    return storage[0]
+    storage: Array = variables[0]._storage
+    return storage
 
 
 def check_variable(var: Any, strategy: Strategy, where: str) -> None:

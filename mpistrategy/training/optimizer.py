@@ -17,7 +17,7 @@ import numpy as np
 from mpistrategy.arrays.convert import any_array, host_array, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
-from mpistrategy.context import Mode, current_frame
+from mpistrategy.context import Mode, cross_replica, current_frame
 from mpistrategy.errors import ContextError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
@@ -150,10 +150,6 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
         """Return the slot variables of `var` by name; empty before its first step, or `build`."""
         return self._slots.of(var)
 
-    def _slotted(self) -> list[Variable]:
-        """Return the variables that this optimizer has slots for, in order; also where its kind keeps none."""
-        return self._slots.everything()[0]
-
     @property
     def latest_path(self) -> str:
         """How the latest step was made: "sliced", "plain", "buckets" or "skipped"; "" before the first."""
@@ -162,7 +158,8 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The optimizer's own variables: the step counter, once there is one, and all slots."""
-        return (*([] if self.iterations is None else [self.iterations]), *self._slots.everything()[1])
+        slots = [slot for _, slots in self._slots.by_id.values() for slot in slots.values()]
+        return (*([] if self.iterations is None else [self.iterations]), *slots)
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Override: update the slots and return what to subtract from the variable; in update context.
@@ -210,8 +207,8 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
                 trouble = self._make(plan, gradients, self._kernel(), call)
             else:
                 arrays = gradients if ordinary else plan.ordinary(gradients, where)
-                args = (gradients, arrays, plan, totals, call)
-                trouble = required_context(where).merge_call(self._prepare_and_make, args=args)
+                with cross_replica(strategy):
+                    trouble = self._prepare_and_make(strategy, gradients, arrays, plan, totals, call)
             if trouble and self.nonfinite == "skip":
                 self._plans.latest_path = "skipped"
                 self.skipped_steps += 1
@@ -301,6 +298,8 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
     def _screened(
         self, reduced: Sequence[Array], plan: StepPlan, brought: Sequence[Any] | None, call: Call, scales: bool = True
     ) -> Screened:
+        if self.global_clipnorm is None and self.nonfinite is None:
+            return reduced, None, ""
         return screened(reduced, plan, brought, call, clip=self.global_clipnorm, policy=self.nonfinite, scales=scales)
 
     def _update_all(self, results: Sequence[Any], plan: StepPlan, brought: Sequence[Any] | None, call: Call) -> str:
@@ -324,7 +323,8 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
         return trouble
 
     def _check_mirrored(self, strategy: Strategy) -> None:
-        mirrored = [var for var in (*self._slots.everything()[0], *self.variables) if is_mirrored(var)]
+        slotted = [var for var, _ in self._slots.by_id.values()]
+        mirrored = [var for var in (*slotted, *self.variables) if is_mirrored(var)]
         if mirrored:
             strategy.assert_mirrored(mirrored)
 
@@ -391,7 +391,7 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
     def _step_counter(self) -> Variable:
         if self.iterations is None:
             self.iterations = Variable(
-                np.int64(0),
+                np.zeros((), np.int64),
                 trainable=False,
                 name=f"{type(self).__name__}/iterations",
                 aggregation=VariableAggregation.ONLY_FIRST_REPLICA,

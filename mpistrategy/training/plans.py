@@ -39,32 +39,31 @@ class Slots:
 
     Args:
         owner: the name of the optimizer's class, for the slots' names.
+
+    Attributes:
+        by_id: the variables that slots were made for, in order, each with its slots by name; by the variable's id.
+            Also those of an optimizer that keeps no slots.
     """
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
         # With the variables themselves, so that no other object gets their ids.
-        self._slots: dict[int, tuple[Variable, dict[str, Variable]]] = {}
+        self.by_id: dict[int, tuple[Variable, dict[str, Variable]]] = {}
 
     def of(self, var: Variable) -> dict[str, Variable]:
         """Return the slots of `var` by name; empty before they are made."""
-        known = self._slots.get(id(var))
+        known = self.by_id.get(id(var))
         return dict(known[1]) if known is not None else {}
-
-    def everything(self) -> tuple[list[Variable], list[Variable]]:
-        """Return the variables that slots were made for, also where there are none for each, and all slots."""
-        known = self._slots.values()
-        return [var for var, _ in known], [slot for _, slots in known for slot in slots.values()]
 
     def make(self, variables: Sequence[Variable], values: Mapping[str, float]) -> None:
         """Make the slots that are missing, filled with `values`.  Collective; in the strategy's scope or a step."""
-        missing = {id(var): var for var in variables if id(var) not in self._slots}
+        missing = {id(var): var for var in variables if id(var) not in self.by_id}
         made: dict[int, dict[str, Variable]] = {number: {} for number in missing}
         # Slot by slot: the slots of one name then follow one another in memory, as their variables do.
         for name, value in values.items():
             for number, var in missing.items():
                 made[number][name] = self._new(name, value, var)
-        self._slots.update({number: (var, made[number]) for number, var in missing.items()})
+        self.by_id.update({number: (var, made[number]) for number, var in missing.items()})
 
     def _new(self, name: str, value: float, var: Variable) -> Variable:
         def create() -> Variable:
@@ -233,10 +232,8 @@ class StepPlans:
             reduction = None if needs_none else extended._reducer.agreed_plan(op, plan.layouts)
             if reduction is None and not needs_none:
                 return
-            updates: list[FlatUpdate] = []
-            extended.update(variables[0], lambda _: updates.extend(map(self.flat_update, variables)))
-            plan.prepared = PlainStep(reduction, updates, changed)
-        extended.update(counter, lambda counter: setattr(plan, "count", counter._updatable_storage()))
+            plan.prepared = PlainStep(reduction, [*map(self.flat_update, variables)], changed)
+        plan.count = counter._storage
 
     def update(
         self, kernel: Kernel, gradients: Sequence[Array], variables: Sequence[Variable], scale: Any = None
@@ -268,18 +265,18 @@ class StepPlans:
         key = tuple(map(id, variables))  # plans and slots keep them alive
         found = self._fused.get(key)
         if found is None:
-            slots = [{name: s._updatable_storage() for name, s in self._slots.of(var).items()} for var in variables]
+            slots = [{name: s._storage for name, s in self._slots.of(var).items()} for var in variables]
             while len(self._fused) >= self._MOST:
                 del self._fused[next(iter(self._fused))]
-            found = self._fused[key] = FusedUpdate([var._updatable_storage() for var in variables], slots)
+            found = self._fused[key] = FusedUpdate([var._storage for var in variables], slots)
         return found
 
     def flat_update(self, var: Variable) -> FlatUpdate:
-        """Return the update of one variable by kernels; in update context."""
+        """Return the update of one variable by kernels."""
         found = self._updates.get(id(var))
         if found is None:
-            slots = {name: slot._updatable_storage() for name, slot in self._slots.of(var).items()}
-            found = self._updates[id(var)] = flat_update(var._updatable_storage(), slots, self._scratch)
+            slots = {name: slot._storage for name, slot in self._slots.of(var).items()}
+            found = self._updates[id(var)] = flat_update(var._storage, slots, self._scratch)
         return found
 
 

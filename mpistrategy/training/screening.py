@@ -38,14 +38,12 @@ def screened(
         brought: this rank's gradients before the reduction; None if they have been overwritten.
         call: the call that all ranks make.
         clip: the most that their norm may be; None for no limit.
-        policy: what is done if they are not finite; None: nobody looks.
+        policy: what is done if they are not finite; None: nobody looks.  One of the two is given.
         scales: whether gradients in GPU memory are multiplied here; else the update does it.
 
     Raises:
         NonFiniteError: on all ranks, where the policy is "raise".
     """
-    if clip is None and policy is None:
-        return reduced, None, ""
     norm, broken, scale = 0.0, None, None
     on_gpu = norm_of(reduced, np.inf if clip is None else clip)
     if on_gpu is not None:

@@ -14,7 +14,7 @@ from mpistrategy.context import Mode
 from mpistrategy.errors import CopyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.settings import Fixed, Settable, Setting, switch
+from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, switch
 from mpistrategy.options import (
     Aggregation,
     Synchronization,
@@ -29,6 +29,15 @@ from mpistrategy.variables.writes import Write, converted, plain
 
 if TYPE_CHECKING:
     from mpistrategy.variables.storage import VariableSlot
+
+
+def _fixed(variable: Variable, what: str) -> UnsupportedError:
+    return UnsupportedError.at(
+        f"Variable.{what}",
+        found=f"an attempt to change it on {variable.name!r}",
+        expected=f"the {what} that the variable was created with",
+        fix="Create another variable.",
+    )
 
 
 class Variable(ArrayLike, Settable):
@@ -55,6 +64,13 @@ class Variable(ArrayLike, Settable):
             context.
         aggregation: a VariableAggregation or its name: how the replicas' values are combined.
 
+    Attributes:
+        name, trainable, aggregation: as above.
+        strategy: the strategy that keeps the copies together.
+        synchronization: when the copies are combined; AUTO has become ON_WRITE where there are several copies.
+        local_view: a view of this replica's copy, which follows every write; not to be written to.  Reading it never
+            communicates.
+
     Raises:
         OptionError: for an unknown synchronization or aggregation; NONE synchronization with several replicas; MEAN of
             a dtype that is not floating.
@@ -64,6 +80,10 @@ class Variable(ArrayLike, Settable):
 
     name: Fixed[str] = Fixed()
     trainable: Setting[bool] = switch()
+    strategy: Fixed[Any] = Fixed(cannot_be_set)
+    synchronization: Fixed[VariableSynchronization] = Fixed(_fixed)
+    aggregation: Fixed[VariableAggregation] = Fixed(_fixed)
+    local_view: Fixed[Array] = Fixed(cannot_be_set)
 
     @collective("create")
     def __init__(
@@ -76,14 +96,14 @@ class Variable(ArrayLike, Settable):
         synchronization: Synchronization = VariableSynchronization.AUTO,
         aggregation: Aggregation = VariableAggregation.NONE,
     ) -> None:
-        self._strategy = strategy = context.current_strategy()
+        self.strategy = strategy = context.current_strategy()
         extended: Extended = strategy.extended
         communicator = extended.communicator
         with Call(communicator.guard, "Variable") as call:
-            self._aggregation = checked_member(VariableAggregation, aggregation, "Variable", "aggregation")
+            self.aggregation = checked_member(VariableAggregation, aggregation, "Variable", "aggregation")
             given = checked_member(VariableSynchronization, synchronization, "Variable", "synchronization")
             creation = CREATION[given]
-            self._synchronization = kept_as(given, extended)
+            self.synchronization = kept_as(given, extended)
             self.trainable = creation.trainable if trainable is None else trainable
             if name is not None and not isinstance(name, str):
                 raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
@@ -96,13 +116,13 @@ class Variable(ArrayLike, Settable):
                 call.expect_more()  # the function may have made collectives; the others wait at the next step
             array = array_where_it_is(plain(value), call.where, name="initial_value")
             wanted = array.dtype if dtype is None else parsed_dtype(dtype)
-            check_dtype(wanted, self._aggregation, extended)
+            check_dtype(wanted, self.aggregation, extended)
             if array.dtype != wanted:
                 array = converted(host_array(array), wanted, f"Variable {own_name!r} with dtype={dtype_name(wanted)}")
             on_device = extended._device_memory(wanted, array.shape)
             call.agree(
                 "create",
-                op=f"{self._synchronization.name}/{self._aggregation.name}",
+                op=f"{self.synchronization.name}/{self.aggregation.name}",
                 values=((dtype_name(wanted), array.shape),),
                 destination="the host" if on_device is None else "a GPU",
             )
@@ -118,12 +138,13 @@ class Variable(ArrayLike, Settable):
                 write_that_of_rank_0(communicator, array, on_device)
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
         self.name = extended._next_variable_name() if name is None else name
+        #: This replica's copy, which optimizers and checkpoints also change in place.
         self._storage: Array = storage
         #: The position in memory that the ranks of a node share; None for memory that is not shared.
         self._memory_slot: VariableSlot | None = slot
-        self._view: Array = storage.view()
-        if not is_on_device(self._view):  # CuPy has no read-only arrays
-            self._view.flags.writeable = False
+        self.local_view = view = storage.view()
+        if not is_on_device(view):  # CuPy has no read-only arrays
+            view.flags.writeable = False
         #: The part of the strategy that does the work.
         self._extended = extended
         self._policies = policies_of(self)
@@ -137,29 +158,6 @@ class Variable(ArrayLike, Settable):
     # ------------------------------------------------------------------------------------------- what it is
 
     @property
-    def strategy(self) -> Any:
-        """The strategy that keeps the copies together."""
-        return self._strategy
-
-    @property
-    def synchronization(self) -> VariableSynchronization:
-        """When the copies are combined; AUTO has become ON_WRITE where there are several copies."""
-        return self._synchronization
-
-    @synchronization.setter
-    def synchronization(self, value: Any) -> None:
-        raise _fixed("synchronization", self)
-
-    @property
-    def aggregation(self) -> VariableAggregation:
-        """How the replicas' values are combined."""
-        return self._aggregation
-
-    @aggregation.setter
-    def aggregation(self, value: Any) -> None:
-        raise _fixed("aggregation", self)
-
-    @property
     def shape(self) -> tuple[int, ...]:
         """The shape; reading it never communicates."""
         return self._storage.shape
@@ -171,7 +169,7 @@ class Variable(ArrayLike, Settable):
 
     def _contribution(self) -> Array:
         """Return this replica's copy: its value in a reduction."""
-        return self._view
+        return self.local_view
 
     def __copy__(self) -> NoReturn:
         raise _no_copy(self)
@@ -224,22 +222,12 @@ class Variable(ArrayLike, Settable):
         """Return a copy of this replica's copy; never communicates."""
         return copy_of(self._storage)  # type: ignore[no-any-return]
 
-    @property
-    def local_view(self) -> Array:
-        """A view of this replica's copy, which follows every write; not to be written to.  Never communicates."""
-        return self._view
-
-    def _updatable_storage(self) -> Array:
-        """Return this replica's copy to be changed in place; ContextError outside an update of its strategy."""
-        context.require_update(self._strategy, "Variable._updatable_storage")
-        return self._storage
-
     def _read(self, name: str | None = None) -> Array:
         return self._policy("reading a variable").read(self, name)
 
     def _kept(self) -> Any:
         # What an ON_READ variable reads as may be a sum that nothing holds.
-        return None if self._synchronization is VariableSynchronization.ON_READ else self._read()
+        return None if self.synchronization is VariableSynchronization.ON_READ else self._read()
 
     # ---------------------------------------------------------------------------------------------- writing
 
@@ -326,10 +314,10 @@ class Variable(ArrayLike, Settable):
 
     def _policy(self, where: str) -> Policy:
         frame = context.current_frame()
-        if frame is None or (frame.strategy._is_default and self._strategy is not frame.strategy):
+        if frame is None or (frame.strategy._is_default and self.strategy is not frame.strategy):
             return self._policies[Mode.CROSS_REPLICA]
         if not self._extended._is_local:
-            context.require_same_strategy(frame, self._strategy, where)
+            context.require_same_strategy(frame, self.strategy, where)
         return self._policies[frame.mode]
 
 
@@ -343,15 +331,6 @@ _WRITES = {
     "scatter_update": ("Variable.scatter_update", "scatter_set"),
     "scatter_max": ("Variable.scatter_max", "scatter_set"),
 }
-
-
-def _fixed(what: str, variable: Variable) -> UnsupportedError:
-    return UnsupportedError.at(
-        f"Variable.{what}",
-        found=f"an attempt to change it on {variable.name!r}",
-        expected=f"the {what} that the variable was created with",
-        fix="Create another variable.",
-    )
 
 
 def _no_copy(variable: Variable) -> CopyError:

@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from replicas import BFLOAT16, RANK, SIZE, bits, outcomes
+from replicas import BFLOAT16, RANK, SIZE, bits
 
 import mpistrategy as ms
-from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.training import kernels
 from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
@@ -200,25 +199,3 @@ def test_an_update_reads_a_gradient_before_it_writes_over_it() -> None:
     update.run(kernels.Momentum(1.0, 0.5, True), velocity)
     np.testing.assert_array_equal(velocity, [1.5] * 5)
     np.testing.assert_array_equal(parameter, [1 - (1 + 0.75)] * 5)
-
-
-def test_the_memory_is_handed_out_in_an_update_only(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        variable = ms.Variable(np.zeros(3))
-        view = np.asarray(variable)
-
-        def add(var: ms.Variable) -> None:
-            memory = var._updatable_storage()
-            memory += 1
-
-        strategy.extended.update(variable, add)
-        np.testing.assert_array_equal(view, [1, 1, 1])
-        with pytest.raises(errors.ContextError, match="update"):
-            variable._updatable_storage()
-    ended = outcomes(strategy.run, variable._updatable_storage)
-    assert {one.error for one in ended} == {errors.ContextError}
-    other = ms.OneDeviceStrategy("CPU:0")
-    with other.scope():
-        foreign = ms.Variable(0.0)
-    with pytest.raises(errors.ContextError, match="another strategy"):
-        other.extended.update(foreign, lambda _: variable._updatable_storage())

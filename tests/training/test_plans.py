@@ -78,7 +78,7 @@ CHANGES: dict[str, Callable[[ms.Strategy, Optimizer], None]] = {
 
 
 def made_later(optimizer: Optimizer) -> None:
-    optimizer.gradient_arena(optimizer._slotted())
+    optimizer.gradient_arena([var for var, _ in optimizer._slots.by_id.values()])
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -10,6 +10,7 @@ from conformance.cases import DEFAULT_ORACLE, load_cases
 from conformance.programs_api import CLASSES, OLD_NAMES, SPECIAL
 
 import mpistrategy as ms
+from mpistrategy.objects.settings import Fixed
 
 pytestmark = pytest.mark.one_rank
 
@@ -53,7 +54,7 @@ def test_a_recorded_member_is_here(class_name: str, member: str) -> None:
         assert not hasattr(cls, member), "take it out of LEFT_OUT"
     elif recorded == "property":
         is_field = member in getattr(cls, "__dataclass_fields__", ())
-        assert is_field or isinstance(inspect.getattr_static(cls, member), property)
+        assert is_field or isinstance(inspect.getattr_static(cls, member), (property, Fixed))
     elif member == "__exit__":  # called by `with` alone, by position
         assert len(inspect.signature(getattr(cls, member)).parameters) == len(recorded.split(","))
     elif "*args" not in recorded:

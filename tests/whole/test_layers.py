@@ -172,11 +172,11 @@ def test_only_buffers_go_to_mpi(name: str) -> None:
 #: What public classes share with the rest of the package, though users do not see it; a new name here is a decision.
 SHARED = {
     *("_is_default", "_is_local", "_reducer", "_bucket_orders", "_drives_gpu"),  # of strategies
-    *("_key", "_memory_slot", "_updatable_storage"),  # of variables
+    *("_key", "_memory_slot", "_storage"),  # of variables
     *("_buckets", "_leaves", "_places"),  # of arenas
     *("_in_rank_order", "_parse"),  # of algorithms and operations
     *("_begin", "_cleaned_up", "_commit", "_save_after", "_creation_order"),  # of checkpoints, and what they save:
-    *("_check_can_go", "_go_to", "_walk", "_go_on_with", "_partial_sums", "_position", "_slotted"),
+    *("_check_can_go", "_go_to", "_walk", "_go_on_with", "_partial_sums", "_position", "_slots"),
     *("_describe", "_empty_batch", "_lazy_batches"),  # of datasets
     *("_kernel", "_reduced_early", "_abandon"),  # of optimizers, gradient buckets, traces
     *("_C", "_current_graph_task_id", "_execution_engine"),  # of torch: which backward goes on, and when it ends

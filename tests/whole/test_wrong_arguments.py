@@ -15,7 +15,7 @@ import pytest
 import mpistrategy as ms
 from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError
 from mpistrategy.mpi.faults import plans
-from mpistrategy.objects.settings import Setting
+from mpistrategy.objects.settings import Setting, cannot_be_set
 from mpistrategy.training.hyperparameters import Misnamed, Renamed
 
 pytestmark = pytest.mark.one_rank
@@ -83,7 +83,10 @@ SETTERS = [
     + [("StrategyExtended", ms.StrategyExtended), ("Checkpoint", ms.Checkpoint)]
     if inspect.isclass(made)
     for attribute in sorted({attribute for base in made.__mro__ for attribute in vars(base)})
-    if isinstance(setter := inspect.getattr_static(made, attribute), (Setting, Misnamed, Renamed))
+    if (
+        isinstance(setter := inspect.getattr_static(made, attribute), (Setting, Misnamed, Renamed))
+        and getattr(setter, "_refusal", None) is not cannot_be_set
+    )
     or (isinstance(setter, property) and setter.fset is not None)
 ]
 

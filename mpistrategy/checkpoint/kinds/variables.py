@@ -11,7 +11,6 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpistrategy import context
 from mpistrategy.arrays.convert import host_array, on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, has_state
@@ -104,10 +103,10 @@ class AnyOptimizer(Kind):
         entries.add_last(lambda: self._add(entries, path, value))  # the variables may be entered after it
 
     def _add(self, entries: State, path: str, optimizer: Optimizer) -> None:
-        slotted = optimizer._slotted()
+        slotted = optimizer._slots.by_id.values()
         more = {
             "class": type(optimizer).__name__,
-            "variables": [entries.path_of(var) for var in slotted],
+            "variables": [entries.path_of(var) for var, _ in slotted],
             "slots": list(optimizer.slot_values),
         }
         entries.items[path] = Item(self.name, more=more)
@@ -115,8 +114,8 @@ class AnyOptimizer(Kind):
         entries.add_value(below(path, "settings"), "plain", UNDECIDED, to_json(settings))
         if optimizer.iterations is not None:
             _add_variable(entries, below(path, "iterations"), optimizer.iterations)
-        for number, var in enumerate(slotted):
-            for name, slot in optimizer.slots_of(var).items():
+        for number, (_, slots) in enumerate(slotted):
+            for name, slot in slots.items():
                 _add_variable(entries, _slot_path(path, number, name), slot)
         if has_state(optimizer.schedule):
             entries.add(below(path, "schedule"), optimizer.schedule)
@@ -128,12 +127,16 @@ class AnyOptimizer(Kind):
         return _OptimizerFit(fit, path, item, value).restore()
 
     def identity(self, value: Optimizer, number: str) -> str:
+        slotted = [var for var, _ in value._slots.by_id.values()]
         counter = [] if value.iterations is None else [value.iterations]
-        keys = [var._key for var in (*value._slotted(), *counter) if not var.strategy.extended._is_local]
+        keys = [var._key for var in (*slotted, *counter) if not var.strategy.extended._is_local]
         return f"{type(value).__name__} {f'of {_several(keys)}' if keys else number}"
 
     def variables(self, value: Optimizer) -> Iterable[Variable]:
-        return (*value.variables, *value._slotted())
+        if value.iterations is not None:
+            yield value.iterations
+        for var, slots in value._slots.by_id.values():
+            yield from (var, *slots.values())
 
 
 class _OptimizerFit:
@@ -186,17 +189,16 @@ class _OptimizerFit:
         load = fit.restore_of(path, schedule) if has_state(schedule) or path in fit.manifest.items else None
 
         def finish() -> Any:
-            rate, optimizer.skipped_steps = settings
-            if schedule is None:
-                optimizer.learning_rate = rate
-            elif load is not None:
+            vars(optimizer).update(settings)  # they were checked
+            if load is not None:
                 load()
             self._reset(has_steps=steps is not None)
             return optimizer
 
         return finish
 
-    def _settings(self) -> tuple[float, int] | None:
+    def _settings(self) -> dict[str, Any] | None:
+        """Return the attributes to set; a schedule sets the learning rate."""
         path = below(self._path, "settings")
         found = self._fit.first_value(path, self._fit.manifest.items[path])
         rate, skipped = found["learning_rate"], found["skipped_steps"]
@@ -204,14 +206,14 @@ class _OptimizerFit:
         if not (type(rate) is float and least < rate < float("inf") and type(skipped) is int):
             self._fit.problem(path, f"{found!r:.80} in the checkpoint")
             return None
-        return rate, skipped
+        return {"skipped_steps": skipped} | ({"learning_rate": rate} if self._optimizer.schedule is None else {})
 
     def _variable(self, number: int, path: str | None) -> Variable:
         """Return the variable that has the slots of this number."""
-        slotted = self._optimizer._slotted()
+        slotted = [*self._optimizer._slots.by_id.values()]
         found = self._fit.here.live.get(path) if path is not None else None
         if path is None and number < len(slotted):
-            found = slotted[number]
+            found = slotted[number][0]
         if not isinstance(found, Variable):
             self._fit.problem(
                 self._path,
@@ -226,7 +228,7 @@ class _OptimizerFit:
             self._fit.problem(path, f"no slot of shape {list(var.shape)} in the checkpoint, as {var.name!r} needs")
             return
         if self._fit.knows_own(path, item):
-            self._fit.fetched[path] = lambda: self._optimizer.slots_of(var)[name]
+            self._fit.fetched[path] = lambda: self._optimizer._slots.by_id[id(var)][1][name]
 
     def _steps(self) -> Variable:
         assert self._optimizer.iterations is not None
@@ -234,8 +236,7 @@ class _OptimizerFit:
 
     def _must_build(self, *, has_steps: bool) -> bool:
         """Return whether a counter or slots that the checkpoint has are missing here; equal on all ranks."""
-        slotted = {id(var) for var in self._optimizer._slotted()}
-        has_more = any(id(var) not in slotted for var in self._variables)
+        has_more = any(id(var) not in self._optimizer._slots.by_id for var in self._variables)
         return has_more or (self._optimizer.iterations is None and (has_steps or bool(self._variables)))
 
     def _build(self) -> None:
@@ -249,9 +250,9 @@ class _OptimizerFit:
         optimizer, restored = self._optimizer, {id(var) for var in self._variables}
         if not has_steps and optimizer.iterations is not None:
             store(optimizer.iterations, np.zeros((), optimizer.iterations.dtype))
-        for var in optimizer._slotted():
-            for name, slot in optimizer.slots_of(var).items():
-                if id(var) not in restored:
+        for number, (_, slots) in optimizer._slots.by_id.items():
+            for name, slot in slots.items():
+                if number not in restored:
                     store(slot, np.full(slot.shape, optimizer.slot_values[name], slot.dtype))
 
 
@@ -288,10 +289,8 @@ def _copies_of(entries: State, var: Variable) -> str:
 
 def store(var: Variable, array: Array) -> None:
     """Write an array of its dtype and shape into this rank's copy of a variable, whatever the variable's policy is."""
-    with context.Frame(var.strategy, context.Mode.UPDATE):
-        storage = var._updatable_storage()
-        with on_device_of(storage):
-            storage[...] = placed_as(array, storage)
+    with on_device_of(var._storage):
+        var._storage[...] = placed_as(array, var._storage)
 
 
 def _slot_path(path: str, number: int, name: str) -> str:

@@ -99,7 +99,10 @@ class Call:
             if guard.size > 1:
                 if not self._anywhere:
                     self.place = guard.here().place
-                self._entry = guard.record.enter(self, time.monotonic())
+                record = guard.record
+                record.number += 1
+                self._entry = [record.number, self, time.monotonic(), 0.0]
+                record.entries.append(self._entry)
         else:
             if outer.is_leaf or guard.thread != me:
                 raise errors.ContextError.at(

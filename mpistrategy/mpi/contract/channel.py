@@ -18,8 +18,11 @@ _LOOKS = 8
 class ControlChannel(Protocol):
     """Tiny collectives on a communicator that never carries data."""
 
-    def all_equal(self, digest: int) -> bool:
-        """Wait for every rank's digest; return whether all are equal."""
+    def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
+        """Wait for every rank's digest; return whether all are equal.
+
+        With `look`, no core is kept busy where ranks wait for one another, and it is called now and then; it may raise.
+        """
 
     def start(self, digest: int) -> None:
         """Begin `all_equal` without waiting."""
@@ -70,10 +73,10 @@ class Steps(NamedTuple):
     told: Callable[[], bytes]
 
 
-def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[], object] = lambda: None) -> bool:
-    """Do `ControlChannel.all_equal` without keeping a core busy; call `look` now and then, which may raise."""
+def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[], object] | None) -> bool:
+    """Do `ControlChannel.all_equal` with `look` by `start` and `finished`."""
     channel.start(digest)
-    return wait_patiently(channel.finished, look)
+    return wait_patiently(channel.finished, look or (lambda: None))
 
 
 def wait_patiently(finished: Callable[[], bool | None], look: Callable[[], object]) -> bool:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
-from itertools import count
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,32 +26,23 @@ Entry = Sequence[Any]
 
 
 class FlightRecord:
-    """The last `LENGTH` collectives of one strategy on this rank.
+    """The last `LENGTH` collectives of one strategy on this rank; `Call` and the plans write them down.
 
     Attributes:
         entries: oldest first.
-        append: writes an entry down.
-        next_number: returns the number of the next one.
+        number: that of the last one; 0 before the first.
     """
 
-    __slots__ = ("_again", "append", "entries", "next_number")
+    __slots__ = ("entries", "number")
 
     def __init__(self) -> None:
         self.entries: deque[Entry] = deque(maxlen=LENGTH)
-        self.append: Callable[[Any], None] = self.entries.append
-        self.next_number: Callable[[], int] = count(1).__next__
-        self._again = 0
-
-    def enter(self, what: Any, now: float) -> list[Any]:
-        """Record that a collective begins."""
-        number, self._again = self._again or self.next_number(), 0
-        entry = [number, what, now, 0.0]
-        self.append(entry)
-        return entry
+        self.number: int = 0
 
     def take_back(self) -> None:
         """Forget the last entry: the same collective is entered again, by another route."""
-        self._again = self.entries.pop()[NUMBER]
+        self.entries.pop()
+        self.number -= 1
 
     def last(self, back: int = 0) -> Entry | None:
         """Return the last entry, or the one `back` before it; for any thread."""

@@ -27,7 +27,7 @@ from mpistrategy import errors
 from mpistrategy.errors import MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import forks
 from mpistrategy.mpi.contract.call_sites import Digests, Signature, Site, call_site
-from mpistrategy.mpi.contract.channel import Compare, ControlChannel, Steps, all_equal_patiently
+from mpistrategy.mpi.contract.channel import Compare, ControlChannel, Steps
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
 from mpistrategy.mpi.contract.failures import Failure, Failures
@@ -310,10 +310,7 @@ class Guard(TellsErrors):
         assert channel is not None
         self.is_comparing = True
         try:
-            if patiently or self._is_patient:
-                equal = all_equal_patiently(channel, digest | flag, self.look)
-            else:
-                equal = channel.all_equal(digest | flag)
+            equal = channel.all_equal(digest | flag, self.look if patiently or self._is_patient else None)
         except MpiStrategyError:  # an answer, too
             self.is_comparing = False
             raise

@@ -22,7 +22,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.contract.channel import Steps, wait_patiently
+from mpistrategy.mpi.contract.channel import Steps, all_equal_patiently, wait_patiently
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.contract.sums_by_mpi import Companions
@@ -120,8 +120,10 @@ class MpiControlChannel:
         """Return the answer to `start`, or None while ranks are missing."""
         return self._told == self._expected if self._request.Test() else None
 
-    def all_equal(self, digest: int) -> bool:
-        """Wait for every rank's digest; return whether all are equal."""
+    def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
+        """Wait for every rank's digest; return whether all are equal; see `ControlChannel.all_equal`."""
+        if look is not None:
+            return all_equal_patiently(self, digest, look)
         self.start(digest)
         self._request.Wait()
         return self._told == self._expected

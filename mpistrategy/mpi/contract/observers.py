@@ -2,7 +2,7 @@
 
 Without an observer, collectives and steps run no code of this file.  Every route through a collective sets
 `Guard.current`, a plain attribute; the first observer puts a descriptor of that name on the class, and stands around
-the calls of step functions.  The last observer takes both away.
+the calls of step functions and the writing of checkpoints.  The last observer takes both away.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.flight_recorder import NUMBER, WHAT
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.contract.public_calls import STEP, PublicCall
+from mpistrategy.mpi.contract.public_calls import STEP, WRITING, PublicCall
 
 _ATTRIBUTE = "current"
 
@@ -46,7 +46,7 @@ def watch(observer: Observer) -> None:
     global _observers
     if not _observers:
         setattr(Guard, _ATTRIBUTE, _Current())
-        public_calls.intercept((STEP,), _step)
+        public_calls.intercept((STEP, WRITING), _interval)
     _observers = (*_observers, observer)
 
 
@@ -56,7 +56,7 @@ def unwatch(observer: Observer) -> None:
     before, _observers = _observers, tuple(each for each in _observers if each is not observer)
     if before and not _observers:
         delattr(Guard, _ATTRIBUTE)
-        public_calls.intercept((STEP,), None)
+        public_calls.intercept((STEP, WRITING), None)
 
 
 def is_watched() -> bool:
@@ -104,9 +104,13 @@ class Interval:
             observer.end(token)
 
 
-def _step(call: PublicCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    fn: Callable[..., Any] = args[1] if len(args) > 1 else kwargs["fn"]
-    with Interval(STEP, getattr(fn, "__name__", type(fn).__name__)):
+def _interval(call: PublicCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if call.kind == WRITING:
+        interval = Interval("span", WRITING)
+    else:
+        fn: Callable[..., Any] = args[1] if len(args) > 1 else kwargs["fn"]
+        interval = Interval(STEP, getattr(fn, "__name__", type(fn).__name__))
+    with interval:
         return call.function(*args, **kwargs)
 
 

@@ -1,4 +1,4 @@
-"""The public methods that observers and planned faults can stand around: `collective` marks them.
+"""The methods that observers and planned faults can stand around: `collective` marks them.
 
 A marked method stays as it was written and costs nothing.  `intercept` replaces the methods of some kinds on their
 classes, and puts them back.
@@ -20,6 +20,8 @@ from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution
 
 #: The kind of what runs the step function on every replica.
 STEP = "step"
+#: The kind of what writes a rank's part of a checkpoint; observers are told of it as a span of this name.
+WRITING = "write a checkpoint"
 
 Given = dict[str, Any]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -31,7 +33,7 @@ class PublicCall:
 
     Attributes:
         function: the method, as it was written.
-        kind: of `mpistrategy.mpi.faults.plans.KINDS`, or STEP.
+        kind: of `mpistrategy.mpi.faults.plans.KINDS`; STEP or WRITING.
         own: returns what a rank gets from a call that it does not make, given the arguments by name.
         memory: returns the array that a result was written to, given the arguments by name; None where it is returned.
     """

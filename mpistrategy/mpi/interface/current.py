@@ -15,25 +15,16 @@ from mpistrategy.mpi.interface.communicator import Communicator
 
 class _Stack(threading.local):
     def __init__(self) -> None:
-        self.entered: list[Communicator] = []
+        self.communicators: list[Communicator] = []
 
 
-_stack = _Stack()
-
-
-def enter(communicator: Communicator) -> None:
-    """Make `communicator` this thread's current one."""
-    _stack.entered.append(communicator)
-
-
-def leave() -> None:
-    """Go back to the previous one."""
-    _stack.entered.pop()
+#: What the calling thread works for is ``entered.communicators``, the innermost last.
+entered: _Stack = _Stack()
 
 
 def current() -> Communicator | None:
     """Return this thread's current communicator, or None outside every strategy."""
-    return _stack.entered[-1] if _stack.entered else None
+    return entered.communicators[-1] if entered.communicators else None
 
 
 def working_on(communicator: Communicator) -> AbstractContextManager[None]:
@@ -43,8 +34,8 @@ def working_on(communicator: Communicator) -> AbstractContextManager[None]:
 
 @contextmanager
 def _entering(communicator: Communicator) -> Iterator[None]:
-    enter(communicator)
+    entered.communicators.append(communicator)
     try:
         yield
     finally:
-        leave()
+        entered.communicators.pop()

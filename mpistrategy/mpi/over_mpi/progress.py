@@ -252,8 +252,8 @@ class _Channel:
         self.owner = 0
         self.allgather_text = usual.allgather_text
 
-    def all_equal(self, digest: int) -> bool:
-        return all_equal_patiently(self._usual, digest)
+    def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
+        return all_equal_patiently(self._usual, digest, look)
 
     def start(self, digest: int) -> None:
         if self._idle.is_set() or threading.get_ident() == self.owner:

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, quiet_runner
+from mpistrategy.mpi.contract.channel import all_equal_patiently
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, aligned
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
@@ -151,8 +152,10 @@ class Mailboxes:
                 return False
         return True
 
-    def all_equal(self, digest: int) -> bool:
-        """Return `MailboxSlot.exchange` of the next exchange."""
+    def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
+        """Return `MailboxSlot.exchange` of the next exchange; see `ControlChannel.all_equal`."""
+        if look is not None:
+            return all_equal_patiently(self, digest, look)
         sequence = self.sequence + 1
         return self.slots[sequence & 1].exchange(sequence, digest)
 

@@ -41,6 +41,8 @@ BUDGETS = {
     ("ipc+staged", "reduce to rank 0"): (1, 4, 1, 1, 8, 5, 3),
     ("ipc+staged", "broadcast"): (0, 2, 1, 0, 5, 4, 2),
 }
+#: On one node of four.
+ON_ONE_NODE = {("ipc", "all_reduce in place"): (1, 5, 0, 0, 4, 2, 2)}
 
 
 @pytest.fixture(params=PATHS)
@@ -167,6 +169,17 @@ def test_no_call_asks_for_more_than_the_table_says(path: str, cupy: Any, monkeyp
         assert not over
 
 
+@pytest.mark.skipif(SIZE != 4, reason="the table is of four ranks")
+@pytest.mark.skipif(not cuda_counts.IS_COUNTED, reason="only tests/cuda_on_cpu counts")
+def test_ranks_of_one_node_read_shares_of_large_arrays(cupy: Any) -> None:
+    with on_nodes("0000") as strategy:
+        counts = cuda_counts.count_repeated(calls(cupy, strategy)["all_reduce in place"])
+        assert RANK or not cuda_counts.over(counts, ON_ONE_NODE["ipc", "all_reduce in place"])
+        # All of the array and this rank's share are written to be read, and three shares are copied.
+        assert counts["bytes_on_device"] == 2**20 * 2
+
+
 def test_the_guide_has_the_table() -> None:
     text = (Path(ms.__file__).parent / "cli" / "guide" / "gpu-operations.md").read_text()
     assert cuda_counts.guide_rows(BUDGETS) in text
+    assert cuda_counts.guide_rows(ON_ONE_NODE) in text

@@ -40,6 +40,7 @@ SLOT_BYTES = 4096
 def cupy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
     monkeypatch.setenv(GPU_PATH, "ipc")
     monkeypatch.setattr(ipc, "SLOT_BYTES", SLOT_BYTES)
+    monkeypatch.setattr(ipc, "SHARED_BYTES", 500)
     with cupy_double.installed() as module, ipc_double.added_to(module):
         yield module
 
@@ -101,10 +102,14 @@ def test_a_nan_wins_and_all_ranks_get_the_same_bits(strategy: Any, cupy: Any) ->
     sizes=st.lists(st.integers(0, 3 * SLOT_BYTES // 4 + 3), min_size=1, max_size=6),
     dtype=st.sampled_from(["float32", "float64", "int64", "int32"]),
     streams=st.lists(st.integers(0, 2), min_size=6, max_size=6),
+    shared_bytes=st.sampled_from([1, 2000]),
 )
-def test_many_calls_of_all_sizes_on_several_streams(sizes: list[int], dtype: str, streams: list[int]) -> None:
+def test_many_calls_of_all_sizes_on_several_streams(
+    sizes: list[int], dtype: str, streams: list[int], shared_bytes: int
+) -> None:
     with pytest.MonkeyPatch.context() as patch, cupy_double.installed() as cupy, ipc_double.added_to(cupy):
         patch.setattr(ipc, "SLOT_BYTES", SLOT_BYTES)
+        patch.setattr(ipc, "SHARED_BYTES", shared_bytes)
         with ms.MirroredStrategy() as strategy:
             path = ipc.join(strategy.extended.communicator)
             assert isinstance(path, IpcPath)
@@ -136,25 +141,25 @@ def wrong_results(cupy: Any, missing: str = "") -> int:
         path = IpcPath(communicator, SLOT_BYTES)
         path.open(communicator.allgather_text(path.offer()))
         cupy_double.device_synchronize()
-        write, combine, ranks = path._write, path._combine, path._ranks
+        write, has_read, ranks = path._write_bytes, path._has_read, path._ranks
 
-        def rank_0_first(piece: Any) -> int:
+        def rank_0_first(address: int, nbytes: int) -> int:
             if missing == "turn":
                 path._calls = 0
             if RANK > 0:
                 communicator.allgather_text("it has written")
-            offset = write(piece)
+            offset = write(address, nbytes)
             if RANK == 0 and missing != "barrier":
                 communicator.allgather_text("it has written")
             return offset
 
-        def at_once(kernel: Any, piece: Any, offset: int) -> None:
-            combine(kernel, piece, offset)
+        def at_once() -> None:
+            has_read()
             if RANK == 0 and missing == "barrier":
                 cupy_double.device_synchronize()
                 communicator.allgather_text("it has written, and more")
 
-        path._write, path._combine = rank_0_first, at_once  # type: ignore[method-assign]
+        path._write_bytes, path._has_read = rank_0_first, at_once  # type: ignore[method-assign]
         if missing == "barrier":
             path._ranks = SimpleNamespace(rank=RANK, size=SIZE, node_barrier=lambda: None, guard=ranks.guard)  # type: ignore[assignment]
         streams = [cupy.cuda.Stream(non_blocking=True) for _ in range(4)]
@@ -178,10 +183,12 @@ def wrong_results(cupy: Any, missing: str = "") -> int:
 
 @several
 @pytest.mark.parametrize("missing", ["", "wait for the copy", "wait for the last kernel", "barrier", "turn"])
+@pytest.mark.parametrize("rounds", [1, 2] if SIZE > 2 else [1])
 def test_without_any_of_its_waits_the_numbers_are_wrong(
-    cupy: Any, missing: str, monkeypatch: pytest.MonkeyPatch
+    cupy: Any, missing: str, rounds: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The double finds a missing order: the tests above mean something."""
+    monkeypatch.setattr(ipc, "SHARED_BYTES", 1 if rounds == 2 else 2**20)
     if missing == "wait for the copy":
         monkeypatch.setattr(cupy_double.Event, "synchronize", lambda self: None)
     if missing == "wait for the last kernel":

@@ -116,14 +116,15 @@ def test_the_records_of_many_ranks_fit_into_the_file_that_others_read(job: Calla
 def test_the_last_calls_of_a_rank_are_shown_to_whoever_looks(job: Callable[[int, int], PretendedJob]) -> None:
     ranks = job(1, 2)
     first, second = ranks.groups
+    record = first.guard.record
     for number in range(LENGTH + 44):
-        first.guard.record.enter("a call", 10.0 + number)
+        record.entries.append([number + 1, "a call", 10.0 + number, 0.0])
     first.note_calls()
     shown, nothing = second.board.calls()
     assert [*shown.entered] == [*range(45, LENGTH + 45)]
     assert shown.entered[LENGTH + 44] == int((10.0 + LENGTH + 43) * 1e9)
     assert (shown.strategy, shown.ranks) == (first.identity, 2)
     assert nothing.entered == {}
-    first.guard.record.enter("a call", 999.0)
+    record.entries.append([LENGTH + 45, "a call", 999.0, 0.0])
     first.note_calls()
     assert [*second.board.calls()[0].entered] == [*range(46, LENGTH + 46)]

@@ -17,7 +17,7 @@ import launching
 import pytest
 from mpi4py import MPI
 
-from mpistrategy.mpi.contract.flight_recorder import LEFT, LENGTH, values_in_words
+from mpistrategy.mpi.contract.flight_recorder import LENGTH, values_in_words
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.shared_memory.segments import private_memory
 from mpistrategy.mpi.watchdog import local_process, status_board, watchdog
@@ -419,11 +419,13 @@ def test_a_record_is_read_while_the_program_goes_on(hasty: None) -> None:
     over = threading.Event()
 
     def go_on() -> None:
+        record = guard.record
         while not over.is_set():
             for _ in range(LENGTH):
-                guard.record.enter(None, 0.0)[LEFT] = 1.0
+                record.number += 1
+                record.entries.append([record.number, None, 0.0, 1.0])
             for _ in range(LENGTH):
-                guard.record.take_back()
+                record.take_back()
 
     program = threading.Thread(target=go_on)
     program.start()

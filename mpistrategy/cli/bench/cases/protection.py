@@ -22,13 +22,14 @@ from mpistrategy.cli.bench.cases.case import Case, Variant
 from mpistrategy.cli.bench.cases.sums import Bench
 from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.mpi.contract import check_level
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
-from mpistrategy.reduction.plans import Plans
+from mpistrategy.reduction.plans import WHERE, Plans
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute
 
 #: A single element takes another route, which the bare variant does not have.
@@ -110,7 +111,7 @@ def _variant(
 
 
 def _through(kind: type[Plans], mine: Array, communicator: MpiCommunicator) -> Callable[[], Any]:
-    run = kind(communicator, MpiAllReduce(), CommunicationOptions()).run
+    run = kind(communicator, MpiAllReduce(), CommunicationOptions(), Call(communicator.guard, WHERE)).run
 
     def call() -> Any:
         return run("SUM", mine, None, _getframe(), call.__code__)

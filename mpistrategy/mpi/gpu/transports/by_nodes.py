@@ -85,23 +85,26 @@ class NodesPath:
             self._in_steps(ranks, buffer, op)
 
     def _in_steps(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
-        counts = self._counts(buffer)
-        self._within.reduce_scatter(ranks, buffer, counts, op)
-        for link, part in self._slices(buffer):
-            self._between.allreduce(link, part, op)
-        self._within.allgather(ranks, self._own(buffer), counts, buffer)
+        for piece in self._ipc.pieces(buffer):  # each rank has a part of each, so that all read at the same time
+            counts = self._counts(piece)
+            self._within.reduce_scatter(ranks, piece, counts, op)
+            for link, part in self._slices(piece):
+                self._between.allreduce(link, part, op)
+            self._within.allgather(ranks, self._own(piece), counts, piece)
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` on `root` by its combination over the ranks: only its node gathers the parts."""
         if self._is_at_once(ranks, buffer, op):
             self._between.reduce(ranks, buffer, root, op)
             return
-        counts, node = self._counts(buffer), self._node_of[root]
-        self._within.reduce_scatter(ranks, buffer, counts, op)
-        for link, part in self._slices(buffer):
-            self._between.reduce(link, part, node, op)
-        if node == self._node:
-            self._within.allgather(ranks, self._own(buffer), counts, buffer)
+        node = self._node_of[root]
+        for piece in self._ipc.pieces(buffer):
+            counts = self._counts(piece)
+            self._within.reduce_scatter(ranks, piece, counts, op)
+            for link, part in self._slices(piece):
+                self._between.reduce(link, part, node, op)
+            if node == self._node:
+                self._within.allgather(ranks, self._own(piece), counts, piece)
 
     def reduce_scatter(self, ranks: Communicator, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
         """Replace each rank's share of `buffer` by its combination, and the others' too: the shares are no parts."""
