@@ -3,10 +3,13 @@
 #include <cstdlib>
 #include <cstring>
 #include <dlfcn.h>
+#include <filesystem>
 #include <fstream>
+#include <functional>
 #include <iterator>
 #include <regex>
 #include <set>
+#include <sstream>
 #include <string>
 #include <unistd.h>
 #include <vector>
@@ -50,49 +53,76 @@ std::string translated(std::string text) {
                               "$1* $2 = standin_shared<$1*>()");
 }
 
+const char FLAGS[] = " -std=c++17 -O1 -w -fPIC -ffp-contract=off -fwrapv -fno-strict-aliasing -DSTANDIN_GLOBAL= ";
+
+bool run(const std::string& command, const std::string& log) {
+    return !std::system((command + " >" + quoted(log) + " 2>&1").c_str());
+}
+
+// Whether a line includes a header, or is empty.
+bool includes(const std::string& line) {
+    const auto first = line.find_first_not_of(" \t\r");
+    return first == std::string::npos || line.compare(first, 8, "#include") == 0;
+}
+
+// The header of the programs that begin with these lines. It is compiled once: CuPy's own take a second.
+std::string header(const std::string& lines, const std::string& flags, const std::string& work) {
+    const std::string name = "/head-" + std::to_string(std::hash<std::string>()(lines + flags)) + ".hpp";
+    const std::string made = folder() + name, mine = work + name;
+    if (access((made + ".gch").c_str(), R_OK)) {
+        write(mine, "#include \"device_code.hpp\"\n" + lines);
+        const std::string command = "g++ -x c++-header" + flags + " " + quoted(mine) + " -o " + quoted(mine + ".gch");
+        const bool is_right = run(command, "/dev/null");
+        std::rename(mine.c_str(), made.c_str());
+        if (is_right) std::rename((mine + ".gch").c_str(), (made + ".gch").c_str());
+    }
+    return made;
+}
+
 // Compile; the log is what g++ says.
 bool compile(Program& program, const std::vector<std::string>& options) {
-    char work[] = "/tmp/standin-XXXXXX";
-    if (!mkdtemp(work)) return false;
-    const std::string base = std::string(work) + "/kernel", log = base + ".log";
-    std::string flags = " -std=c++17 -include device_code.hpp -I" + quoted(folder());
-    for (std::size_t i = 0; i < options.size(); ++i) {
-        const std::string& each = options[i];
+    std::string work = folder() + "/work-XXXXXX";
+    if (!mkdtemp(&work[0])) return false;
+    const std::string base = work + "/kernel", log = work + "/log";
+    std::string flags = FLAGS + ("-I" + quoted(folder()));
+    for (const auto& each : options) {
         if (each.rfind("-I", 0) == 0 || each.rfind("-D", 0) == 0) flags += " " + quoted(each);
         if (each.rfind("--include-path=", 0) == 0) flags += " " + quoted("-I" + each.substr(15));
     }
-    write(base + ".cpp", translated(program.source));
-    const std::string tail = " >" + log + " 2>&1";
-    bool is_right = !std::system(("g++ -E -P" + flags + " " + base + ".cpp -o " + base + ".ii" + tail).c_str());
-    if (is_right) {
-        std::string text = read(base + ".ii");
-        const std::regex kernel(R"(STANDIN_GLOBAL\s+void\s+(\w+)\s*\()");
-        std::set<std::string> names;
-        for (std::sregex_iterator each(text.begin(), text.end(), kernel), end; each != end; ++each)
-            names.insert((*each)[1]);
-        text = std::regex_replace(text, std::regex("STANDIN_GLOBAL"), "");
-        const char* has_barriers = program.source.find("__sync") == std::string::npos ? "false" : "true";
-        for (const auto& name : names)
-            text += "\nextern \"C\" const standin::Kernel standin_kernel_" + name +
-                    ";\nconst standin::Kernel standin_kernel_" + name + " = standin::Entry<&" + name + ", " +
-                    has_barriers + ">::made;";
-        write(base + ".ii", text + "\n");
-        const std::string how =
-            " -x c++-cpp-output -std=c++17 -O1 -w -fPIC -shared -ffp-contract=off -fwrapv -fno-strict-aliasing ";
-        is_right = !std::system(("g++" + how + base + ".ii -o " + base + ".so" + tail).c_str());
+    std::istringstream source(translated(program.source));
+    std::string head, body, own, line;
+    while (std::getline(source, line)) {
+        (body.empty() && includes(line) ? head : body) += line + "\n";
+        if (!includes(line)) own += line + "\n";
     }
+    // The kernels' names, which macros may make: no header makes any.
+    write(base + ".cpp", own);
+    const std::string names_only = "g++ -E -P -D__global__=KERNEL_IS -D'__launch_bounds__(...)='";
+    bool is_right = run(names_only + flags + " " + quoted(base + ".cpp") + " -o " + quoted(base + ".ii"), log);
+    const std::string text = read(base + ".ii");
+    const std::string has_barriers = own.find("__sync") == std::string::npos ? "false" : "true";
+    const std::regex kernel(R"(KERNEL_IS\s+void\s+(\w+)\s*\()");
+    std::set<std::string> names;
+    for (std::sregex_iterator each(text.begin(), text.end(), kernel), end; each != end; ++each)
+        names.insert((*each)[1]);
+    for (const auto& name : names)
+        body += "\nextern \"C\" const standin::Kernel standin_kernel_" + name +
+                ";\nconst standin::Kernel standin_kernel_" + name + " = standin::Entry<&" + name + ", " + has_barriers +
+                ">::made;\n";
+    write(base + ".cpp", body);
+    const std::string whole = "g++ -shared" + flags + " -include " + quoted(header(head, flags, work));
+    is_right = is_right && run(whole + " " + quoted(base + ".cpp") + " -o " + quoted(base + ".so"), log);
     program.log = read(log);
     if (is_right) {
         const std::string library = read(base + ".so");
-        char head[24];
-        std::snprintf(head, sizeof head, "STANDIN%016zu", library.size());
-        program.image = head + library;
+        char size[24];
+        std::snprintf(size, sizeof size, "STANDIN%016zu", library.size());
+        program.image = size + library;
     } else if (const char* keep = std::getenv("STANDIN_KEEP")) {
         write(std::string(keep) + "/" + std::to_string(getpid()) + "-" + std::to_string(std::rand()) + ".cu",
               program.source + "\n/*\n" + program.log + "\n" + flags + "*/\n");
     }
-    for (const char* end : {".cpp", ".ii", ".so", ".log"}) unlink((base + end).c_str());
-    rmdir(work);
+    std::filesystem::remove_all(work);
     return is_right;
 }
 }  // namespace
