@@ -92,9 +92,13 @@ def parts(counts: list[int]) -> list[slice]:
     return [slice(sum(counts[:rank]), sum(counts[: rank + 1])) for rank in range(SIZE)]
 
 
-@pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", OPS)
+#: Large arrays differ in how they are cut, and that by their bytes alone.
+REDUCTIONS = [
+    (op, dtype, size) for op in OPS for dtype in DTYPES for size in SIZES if size < 2000 or dtype == "float64"
+]
+
+
+@pytest.mark.parametrize(("op", "dtype", "size"), REDUCTIONS)
 def test_reductions(path: Path, op: str, dtype: str, size: int) -> None:
     everyone = [value(rank, dtype, size) for rank in range(SIZE)]
     right, nbytes = combined(everyone, op), everyone[0].nbytes
