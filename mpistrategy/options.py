@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import numbers
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
@@ -225,14 +225,10 @@ class CommunicationOptions:
             return self
         if not isinstance(options, CommunicationOptions):
             raise OptionTypeError.at("options", found=f"options={options!r}", expected="a CommunicationOptions or None")
-        default = CommunicationOptions()
         chosen = {
-            field.name: getattr(
-                options if getattr(options, field.name) != getattr(default, field.name) else self, field.name
-            )
-            for field in fields(self)
+            each.name: given for each in fields(options) if (given := getattr(options, each.name)) != each.default
         }
-        return CommunicationOptions(**chosen)
+        return replace(self, **chosen)
 
 
 #: Chooses the transport of arrays in GPU memory for all strategies, where it is available.

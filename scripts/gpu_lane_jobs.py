@@ -209,6 +209,9 @@ def prepare(lane: Lane, folder: Path | None) -> str:
     trouble = _stand_in(lane) if lane.on_cpu else ""
     if trouble:
         return trouble
+    archives = sorted(folder.glob("*.tar.*")) if folder else []
+    if len(archives) > 1:
+        return f"{folder} holds {len(archives)} archives, and one MPI is wanted"
     helpers = [str(ROOT / "tests" / folder) for folder in ("", "doubles", "jobs")]
     paths = [str(ROOT), *helpers, lane.environment.get("PYTHONPATH", "")]
     # This tree is what is tried, and no wheel of it.
@@ -220,9 +223,6 @@ def prepare(lane: Lane, folder: Path | None) -> str:
     lane.environment["XDG_CACHE_HOME"] = str(lane.work / "cache")
     lane.environment["PYTHONPYCACHEPREFIX"] = str(lane.work / "bytecode")
     lane.environment["PYTHONPATH"] = ":".join(filter(None, paths))
-    archives = sorted(folder.glob("*.tar.*")) if folder else []
-    if len(archives) > 1:
-        return f"{folder} holds {len(archives)} archives, and one MPI is wanted"
     if archives:
         trouble = _unpack(lane, archives[0])
         if trouble:

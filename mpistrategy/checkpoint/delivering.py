@@ -158,16 +158,17 @@ def _copies(source: Reading, paths: Sequence[str]) -> Iterator[tuple[str, Array]
     """Yield the only copy, or the first rank's."""
     pieces = {path: _pieces_of(source, path) for path in paths}
     batch: list[str] = []
+    together = 0
     for path in sorted(paths, key=lambda path: pieces[path][0]):  # equal on all ranks, what one rank sends in a row
         nbytes = _nbytes(source, path)
         if len(pieces[path]) > 1 or nbytes >= _TOGETHER_BYTES:
             yield path, _sent(source, path, pieces[path])
             continue
-        together = sum(_nbytes(source, other) for other in batch)
         if batch and (pieces[path][0].root != pieces[batch[0]][0].root or together + nbytes > _TOGETHER_BYTES):
             yield from _sent_together(source, batch, pieces)
-            batch = []
+            batch, together = [], 0
         batch.append(path)
+        together += nbytes
     if batch:
         yield from _sent_together(source, batch, pieces)
 
@@ -196,7 +197,7 @@ def _read(source: Reading, path: str, piece: _Piece) -> Array:
 
 def _goes_to_gpu(source: Reading, path: str, variable: Variable | None) -> bool:
     """Return whether an array goes into a variable in GPU memory by a message of its own; equal on all ranks."""
-    return variable is not None and is_on_device(variable.local_view) and _nbytes(source, path) >= _TOGETHER_BYTES
+    return variable is not None and _nbytes(source, path) >= _TOGETHER_BYTES and is_on_device(variable.local_view)
 
 
 def _send_to_gpus(source: Reading, path: str, variable: Any) -> None:

@@ -5,6 +5,7 @@ A subclass says only by which routes its packs travel, where these are not the u
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -64,10 +65,10 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Into about how many packs values are split; 0 leaves it to bytes_per_pack.  The constructor's alone."""
         return self._num_packs
 
-    @property
+    @functools.cached_property
     def _configuration(self) -> str:
         """What must be equal on all ranks for their messages to fit together."""
-        return f"{type(self).__name__}, num_packs={self.num_packs}"
+        return f"{type(self).__name__}, num_packs={self._num_packs}"
 
     def _plan(
         self,

@@ -6,6 +6,8 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from mpistrategy.arrays.convert import array_where_it_is, is_on_device, like_given, on_device_of
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
@@ -42,10 +44,12 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
         check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
         on_device.prepare(communicator, placed, call.where)
     layouts = tuple(_layout(array) for array in moved)
+    # Before the agreement: short memory must show while all ranks can still raise.
+    mine = np.array([array.shape[0] for array in moved], np.int64)
+    lengths = np.empty((communicator.size, mine.size), np.int64)
     call.agree("gather", op=f"axis {positions}", values=layouts, sparingly=not placed)
-    lengths = communicator.allgather_text(" ".join(str(array.shape[0]) for array in moved))
-    rows = list(zip(*(map(int, text.split()) for text in lengths), strict=True))
-    gathered = gather_all(communicator, [(array, list(n)) for array, n in zip(moved, rows, strict=True)])
+    communicator.allgatherv(mine, [mine.size] * communicator.size, lengths)
+    gathered = gather_all(communicator, list(zip(moved, lengths.T.tolist(), strict=True)))
     call.set_done()
     if placed:
         communicator.guard.wait_for_gpu(event_of_reads(map(contribution, values)))

@@ -89,7 +89,7 @@ def plan_of(
     """Return the plan of arrays of these layouts, with the route that `choose` returns; the same one the next time."""
     key = (layouts, op, bytes_per_pack, choose)
     rounds = getattr(communicator, "rounds", False)  # a view of `reduced_precision.on`
-    made: dict[Any, Plan] = communicator.once((Plan, rounds), dict)
+    made: dict[Any, Plan] = communicator.once.made.setdefault((Plan, rounds), {})
     known = made.get(key)
     if known is None:
         if len(made) >= _REMEMBERED:

@@ -58,9 +58,7 @@ class AgreedPlan(NamedTuple):
         call.wait_as(self.timeout_seconds)
         self.plan.bring(arrays)
         call.agree("reduce", sparingly=True, **self.words)
-        results = self.plan.run(arrays)
-        call.set_done()
-        return results
+        return self.plan.run(arrays)
 
 
 class Reducer:

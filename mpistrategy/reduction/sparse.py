@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from math import prod
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,8 +17,14 @@ from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.error_messages import after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import divide
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.routes import on_device
+else:
+    later(globals(), "mpistrategy.reduction.routes.on_device")
 
 
 def checked(slices: IndexedSlices, op: ReduceOp, where: str) -> IndexedSlices:
@@ -57,7 +65,9 @@ def _kind(array: Array) -> str:
 
 def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
     """Return all ranks' slices in rank order, on every rank; MEAN divides the values by the number of ranks."""
-    rows = [int(text) for text in communicator.allgather_text(str(slices.values.shape[0]))]
+    lengths: Array = communicator.once(concatenate, partial(np.zeros, communicator.size, np.int64))
+    communicator.allgatherv(np.array([slices.values.shape[0]]), [1] * communicator.size, lengths)
+    rows = lengths.tolist()
     values, indices = gather_all(communicator, [(slices.values, rows), (slices.indices, rows)])
     with after_messages():
         return IndexedSlices(
@@ -68,25 +78,22 @@ def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp,
 def gather_all(communicator: Communicator, blocks: Sequence[tuple[Array, list[int]]]) -> list[Array]:
     """Return, for each (block, rows), the blocks of all ranks along the first axis.  Collective.
 
-    ``rows[r]`` is the length of rank r's block.  If a rank has no memory for what is on the host, all ranks raise.
+    ``rows[r]`` is the length of rank r's block.  If a rank has no memory for the result, all ranks raise.
     """
 
-    def memory() -> list[tuple[Array, Array] | None]:
+    def memory() -> list[tuple[Array, Array]]:
         return [
-            None
+            (block, on_device.room_for_rows(communicator, block, rows))
             if is_on_device(block)
             else (np.ascontiguousarray(block), np.empty((sum(rows), *block.shape[1:]), block.dtype))
             for block, rows in blocks
         ]
 
     results = []
-    for (block, rows), taken in zip(blocks, communicator.guard.on_all(memory), strict=True):
-        if taken is None:
-            from mpistrategy.reduction.routes import on_device  # here, for the quick import
-
-            results.append(on_device.gather_rows(communicator, block, rows))
+    for (block, rows), (mine, result) in zip(blocks, communicator.guard.on_all(memory), strict=True):
+        if is_on_device(block):
+            results.append(on_device.gather_rows(communicator, block, rows, result))
             continue
-        mine, result = taken
         width = prod(block.shape[1:])
         communicator.allgatherv(mine, [count * width for count in rows], result)
         results.append(result)

@@ -224,7 +224,7 @@ class StepPlans:
             return
         if (type(extended).batch_reduce_to, type(extended).update) != (_Extended.batch_reduce_to, _Extended.update):
             return
-        alone, in_rank_order = extended.communicator.size == 1, extended.cross_device_ops._in_rank_order
+        alone, in_rank_order = extended.communicator.size == 1, extended._reducer.algorithm._in_rank_order
         if in_rank_order and not alone and not screens:
             plan.prepared = self.sliced.step(plan, variables, self._slots.of, kernel, plan.strategy, call)
         if plan.prepared is None:

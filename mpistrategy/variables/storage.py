@@ -14,6 +14,7 @@ import math
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -118,13 +119,14 @@ class VariableStorage:
         """Return memory for a variable and its slot; None instead of a slot for memory that is not shared.
 
         All ranks call it inside an agreed call, with equal arguments.  A view of the array keeps the slot in use.
+        If a rank has no memory, all ranks raise.
         """
         nbytes = math.prod(shape) * dtype.itemsize
         found = None
         if communicator.size > 1:
             found = self._find(padded(nbytes)) or self._find_more(communicator, padded(nbytes))
         if found is None:
-            return np.empty(shape, dtype), None
+            return communicator.guard.on_all(partial(np.empty, shape, dtype)), None
         slab, start = found
         stop = start + padded(nbytes)
         # Through a memoryview: the base of a view of a view is the first array whose own base is not an array.  So

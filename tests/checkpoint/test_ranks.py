@@ -14,7 +14,7 @@ import pytest
 from checkpoints import Training
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import SIZE, part_of
+from replicas import SIZE, long_lane, part_of
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -274,7 +274,9 @@ if strategy.replica_id_in_sync_group == 0:
 """
 
 
-@pytest.mark.parametrize(("p", "q"), [(1, 3), (3, 2), (4, 1), (2, 4)])
+@pytest.mark.parametrize(
+    ("p", "q"), [(1, 3), (3, 2), pytest.param(4, 1, marks=long_lane), pytest.param(2, 4, marks=long_lane)]
+)
 def test_jobs_of_real_ranks(launch: Launch, tmp_path: Path, p: int, q: int) -> None:
     path = str(tmp_path / "with a space")
     printed = [

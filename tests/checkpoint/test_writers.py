@@ -14,7 +14,7 @@ import pytest
 from checkpoints import many_writers, shared_folder
 from hypothesis import given
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, outcomes
+from replicas import RANK, SIZE, long_lane, outcomes
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -211,7 +211,13 @@ def counts_of(job: launching.Finished) -> Any:
 
 @pytest.mark.one_rank
 @pytest.mark.parametrize(
-    ("ranks", "bytes_a_writer", "shards"), [(2, 2**26, 1), (4, 2**26, 1), (4, 600_000, 2), (4, 1, 4)]
+    ("ranks", "bytes_a_writer", "shards"),
+    [
+        (4, 2**26, 1),
+        (4, 1, 4),
+        pytest.param(2, 2**26, 1, marks=long_lane),
+        pytest.param(4, 600_000, 2, marks=long_lane),
+    ],
 )
 def test_counts(launch: Launch, tmp_path: Path, ranks: int, bytes_a_writer: int, shards: int) -> None:
     """Opens and fsyncs are those of the writers; each byte is read once, whoever needs it."""

@@ -160,7 +160,7 @@ def test_gpus_that_are_shared_an_mpi_that_takes_their_memory_and_two_mpis(launch
 @pytest.mark.each_mpi
 @pytest.mark.parametrize(
     ("stuck", "seconds"),
-    [("import mpi4py.MPI, signal; signal.pause()", 6), ("import time; time.sleep(60)", 1)],
+    [("import mpi4py.MPI, signal; signal.pause()", 15), ("import time; time.sleep(60)", 1)],
     ids=["later", "before MPI"],
 )
 def test_a_rank_that_does_not_come_is_named_or_the_doctor_ends_all_the_same(
@@ -176,12 +176,12 @@ def test_a_rank_that_does_not_come_is_named_or_the_doctor_ends_all_the_same(
         from mpistrategy.cli import main as cli
         sys.exit(cli.main(["doctor", "--timeout", "{seconds}"]))
         """,
-        timeout=30,
+        timeout=60,
     )
     assert job.returncode != 0, job
-    assert job.seconds < 20, job
+    assert job.seconds < 40, job
     if "MPI" in stuck:
-        assert re.search(r"no answer from rank 2 of 3 within \d s", job.stdout), job  # what the start has left of it
+        assert re.search(r"no answer from rank 2 of 3 within \d+ s", job.stdout), job  # what the start has left of it
     else:
         told = re.search(r"MPI has not started after 1 s\. On \S+, rank 2 is alive, and has not come", job.stderr)
         assert told or "no answer from rank 2 of 3" in job.stdout, job

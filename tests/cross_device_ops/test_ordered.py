@@ -23,6 +23,7 @@ from replicas import (
     made,
     outcomes,
     part_of,
+    rows,
     same_everywhere,
     value_of,
 )
@@ -277,8 +278,7 @@ def test_two_contributions_and_zeros(strategies: dict[str, ms.Strategy], where: 
         assert bits(total) == bits(by_definition(list(brought.values())))
 
 
-@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX", "PROD"])
-@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
+@pytest.mark.parametrize(("op", "dtype"), rows(2, ["SUM", "MEAN", "MIN", "MAX", "PROD"], [*INTEGERS, *FLOATS]), ids=str)
 def test_lists_destinations_and_out_give_the_same_bits(strategies: dict[str, ms.Strategy], op: str, dtype: Any) -> None:
     dtype = np.dtype(dtype)
     if dtype.kind == "c" and op not in ("SUM", "MEAN"):

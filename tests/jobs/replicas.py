@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +37,15 @@ SIXTEEN_BITS = [np.dtype(np.float16), BFLOAT16]
 def part_of(count: int) -> int:
     """Return how many of `count` examples to run: all in scripts/soak; in the short lane a third, or a sixth."""
     return count if ALL else count // (3 if SIZE <= 2 else 6)
+
+
+def rows(every: int, *columns: Iterable[Any]) -> list[tuple[Any, ...]]:
+    """Return the rows of a table of cases: all in scripts/soak; in the short lane each `every`-th of each direction.
+
+    Of three columns or more, any two values of two of them meet in a row as long as another has `every` values.
+    """
+    table = itertools.product(*map(enumerate, columns))
+    return [tuple(value for _, value in row) for row in table if ALL or sum(place for place, _ in row) % every == 0]
 
 
 def context() -> ms.ReplicaContext:

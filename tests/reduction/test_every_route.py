@@ -20,7 +20,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
-from replicas import BFLOAT16, DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, OnNodes, context, part_of, same_everywhere
+from replicas import ALL, BFLOAT16, DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, OnNodes, context, part_of, same_everywhere
 
 import mpistrategy as ms
 from mpistrategy.arrays import nest
@@ -286,11 +286,14 @@ WAYS = (again, into, partial(into, make=strided), partial(into, make=big_endian)
 def test_in_the_hosts_memory(strategies: Callable[[str], ms.Strategy], name: str, value: str) -> None:
     strategy, everyones = strategies(name), of_all_ranks(VALUES[value])
     results = []
-    for op in OPS:
+    place = HOST.index(name) + list(VALUES).index(value)
+    for row, op in enumerate(OPS):
         mine = VALUES[value](partial(numbers, RANK))
         assert_took(ROUTES[name], strategy, mine, op)
         wanted = wanted_of(op, everyones)
-        for ask in WAYS:
+        for column, ask in enumerate(WAYS):
+            if not ALL and column and (place + row + column) % 3:
+                continue  # each way with some operations of each value; scripts/soak tries them all
             found = ask(strategy, op, mine)
             assert nest.flatten(found)[1].text == nest.flatten(mine)[1].text
             results += check(wanted, found, mine)

@@ -6,7 +6,6 @@ The bytes are counted on tests/cuda_on_cpu; elsewhere the results are compared a
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -15,7 +14,7 @@ import cuda_counts
 import cupy_here
 import numpy as np
 import pytest
-from replicas import ALL, RANK, RANKS, SIZE, in_step
+from replicas import ALL, RANK, RANKS, SIZE, in_step, rows
 
 import mpistrategy as ms
 from mpistrategy.options import GPU_PATH
@@ -68,28 +67,25 @@ def is_right(path: str, found: Any, right: Any, moved: int) -> bool:
     return np.array_equal(found.get(), np.asarray(right, found.dtype))
 
 
-@pytest.fixture(scope="module", params=ALGORITHMS)
-def reducing(request: pytest.FixtureRequest, path: str) -> Iterator[ms.MirroredStrategy]:
-    if request.param == "NcclAllReduce" and path != "nccl":
+@pytest.mark.parametrize(
+    ("name", "dtype", "op"),
+    rows(2, ALGORITHMS, ["float32", "float64", "float16", "int8", "int32", "int64"], ["SUM", "MEAN", "MIN", "MAX"]),
+)
+def test_reductions(cupy: Any, path: str, name: str, dtype: str, op: str) -> None:
+    if name == "NcclAllReduce" and path != "nccl":
         pytest.skip("it asks for NCCL")
-    with closing(made(path, ALGORITHMS[request.param])) as strategy:  # not its scope: other tests have theirs
-        yield strategy
-
-
-@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX"])
-@pytest.mark.parametrize("dtype", ["float32", "float64", "float16", "int8", "int32", "int64"])
-def test_reductions(cupy: Any, path: str, reducing: ms.MirroredStrategy, dtype: str, op: str) -> None:
     everyone = [np.clip(value(rank, dtype), -20, 20).astype(dtype) for rank in RANKS]
-    mine = cupy.asarray(everyone[RANK])
-    found, moved = bytes_to_host(lambda: in_step(reducing, lambda c: c.all_reduce(op, mine)))
-    right = expected(op, everyone)
-    assert is_right(path, found, np.asarray(right).astype(found.dtype), moved)
-    extended = reducing.extended
-    for destination in ("task:0", f"task:{SIZE - 1}"):
-        reduced, moved = bytes_to_host(lambda to=destination: extended.reduce_to(op, ms.PerReplica((mine,)), to))
-        if int(destination[-1]) == RANK:
-            assert is_right(path, reduced.values[0], np.asarray(right).astype(found.dtype), moved)
-        assert path == "staged" or moved == 0
+    with made(path, ALGORITHMS[name]) as strategy:
+        mine = cupy.asarray(everyone[RANK])
+        found, moved = bytes_to_host(lambda: in_step(strategy, lambda c: c.all_reduce(op, mine)))
+        right = expected(op, everyone)
+        assert is_right(path, found, np.asarray(right).astype(found.dtype), moved)
+        extended = strategy.extended
+        for destination in ("task:0", f"task:{SIZE - 1}"):
+            reduced, moved = bytes_to_host(lambda to=destination: extended.reduce_to(op, ms.PerReplica((mine,)), to))
+            if int(destination[-1]) == RANK:
+                assert is_right(path, reduced.values[0], np.asarray(right).astype(found.dtype), moved)
+            assert path == "staged" or moved == 0
 
 
 def test_broadcasts_and_gathers(cupy: Any, path: str) -> None:

@@ -27,6 +27,7 @@ from replicas import (
     laid_out,
     outcomes,
     part_of,
+    rows,
     same_everywhere,
     still_works,
 )
@@ -201,9 +202,10 @@ def test_either_way_gives_the_reduction_in_rank_order(
     assert [bits(leaf) for leaf in nest.flatten(mine)[0]] == before
 
 
-@pytest.mark.parametrize("name", THRESHOLDS)
-@pytest.mark.parametrize("shift", [0, 1, 30, 300, 3000, 20000])
-@pytest.mark.parametrize("case", ["value and out", "in place", "apart but for the ends", "one array"])
+OVERLAPS = ("value and out", "in place", "apart but for the ends", "one array")
+
+
+@pytest.mark.parametrize(("name", "shift", "case"), rows(4, THRESHOLDS, [0, 1, 30, 300, 3000, 20000], OVERLAPS))
 def test_overlapping_memory(strategies: dict[str, ms.Strategy], name: str, shift: int, case: str) -> None:
     """All is read before anything is written; where results overlap, the later one is seen."""
     size = 20000
@@ -230,9 +232,7 @@ def test_overlapping_memory(strategies: dict[str, ms.Strategy], name: str, shift
         assert bits(results[0][: 2 * size - shift]) == bits(kept)
 
 
-@pytest.mark.parametrize("name", THRESHOLDS)
-@pytest.mark.parametrize("size", [1, 100, 10_000, 100_000])
-@pytest.mark.parametrize("way", [quick, general])
+@pytest.mark.parametrize(("name", "size", "way"), rows(2, THRESHOLDS, [1, 100, 10_000, 100_000], [quick, general]))
 def test_in_place_where_the_memory_has_gaps(
     strategies: dict[str, ms.Strategy], name: str, size: int, way: Callable[..., Any]
 ) -> None:
@@ -252,9 +252,10 @@ BAD_OUT: dict[str, tuple[Callable[[Array], Any], type[Exception]]] = {
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("bad", [*BAD_OUT, "read-only", "the read-only value"])
-@pytest.mark.parametrize("size", [1, 100, 100_000])
-@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize(
+    ("bad", "size", "as_list"),
+    rows(2, [*BAD_OUT, "read-only", "the read-only value"], [1, 100, 100_000], [False, True]),
+)
 def test_a_bad_out_on_one_rank_raises_everywhere(strategy: ms.Strategy, bad: str, size: int, as_list: bool) -> None:
     value = np.ones(size)
     out: Any = value if "value" in bad else np.empty_like(value)
@@ -412,11 +413,11 @@ LIMITS = [
 
 
 @pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("case", range(len(LIMITS)))
-@pytest.mark.parametrize("shape", [(), (5,), (3, 4000), (50_000,)])
-@pytest.mark.parametrize("strict", [False, True])
-def test_overflow_does_not_warn(strategy: ms.Strategy, case: int, shape: tuple[int, ...], strict: bool) -> None:
-    dtype, most, right = LIMITS[case]
+@pytest.mark.parametrize(
+    ("limits", "shape", "strict"), rows(2, LIMITS, [(), (5,), (3, 4000), (50_000,)], [False, True])
+)
+def test_overflow_does_not_warn(strategy: ms.Strategy, limits: Any, shape: tuple[int, ...], strict: bool) -> None:
+    dtype, most, right = limits
     value = np.full(shape, most, dtype)
     with np.errstate(all="raise" if strict else "warn"):
         for given_value in (value, [value, value], value[()] if shape == () else {"a": value}):
@@ -443,9 +444,10 @@ def test_underflow_and_invalid_do_not_raise(strategy: ms.Strategy, dtype: Any, s
                 assert np.isnan(np.asarray(call(strategy, "SUM", infinite, out=out), np.float32)).all()
 
 
-@pytest.mark.parametrize("op", ["MIN", "MAX"])
-@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32, np.float64, np.longdouble])
-@pytest.mark.parametrize("size", [1, 9, 5000, 40_000])
+@pytest.mark.parametrize(
+    ("op", "dtype", "size"),
+    rows(2, ["MIN", "MAX"], [np.float16, BFLOAT16, np.float32, np.float64, np.longdouble], [1, 9, 5000, 40_000]),
+)
 def test_nan_wins(strategies: dict[str, ms.Strategy], op: str, dtype: Any, size: int) -> None:
     value = np.zeros(size, dtype)
     value[RANK % size] = np.nan

@@ -29,6 +29,7 @@ from replicas import (
     laid_out,
     made,
     part_of,
+    rows,
     same_everywhere,
     unaligned,
     value_of,
@@ -270,8 +271,7 @@ def check(strategy: ms.Strategy, way: str, op: str, dtype: Any, shape: Any, layo
     assert same_everywhere(found)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize(("name", "way"), rows(2, STRATEGIES, WAYS))
 def test_unaligned_arrays_and_targets_on_some_ranks(strategies: dict[str, ms.Strategy], name: str, way: str) -> None:
     for op in ("SUM", "MIN", "MAX"):
         for shape in ((), (5,), (3001,), (70_001,)):
@@ -386,8 +386,7 @@ OTHERS = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STRATEGIES)
-@pytest.mark.parametrize("what", OTHERS, ids=lambda what: what.__name__)
+@pytest.mark.parametrize(("name", "what"), rows(2, STRATEGIES, OTHERS))
 def test_unaligned_arrays_elsewhere(strategies: dict[str, ms.Strategy], name: str, what: Any) -> None:
     for size in (3, 5000, 80_000):
         found, value = what(strategies[name], size)

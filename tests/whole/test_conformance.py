@@ -337,7 +337,7 @@ def test_a_job_that_dies_or_hangs_fails_its_case_only(tmp_path: Path, monkeypatc
     options = launch.parse(["--mpi", mpi])
     results = launch.replay_all(["a", "dies", "b", "hangs", "c"], 2, options, module="broken_runner")
     verdicts = {case_id: result.verdict for case_id, result in results.items()}
-    assert verdicts == {"a": "passed", "dies": "failed", "b": "passed", "hangs": "failed", "c": "passed"}
+    assert verdicts == {"a": "passed", "dies": "failed", "b": "passed", "hangs": "failed", "c": "passed"}, results
     assert all(results[case_id].details[0].startswith("the job ") for case_id in ("dies", "hangs"))
     never_starts = launch.replay_all(["a", "b"], 2, options, module="no_such_module")
     assert [result.verdict for result in never_starts.values()] == ["failed", "failed"]

@@ -56,9 +56,8 @@ def test_the_tutorial_gives_the_numbers_of_one_process(launch: Launch, tmp_path:
 
 def test_the_ensemble_gives_the_numbers_of_one_process_and_of_mpi4py_alone(launch: Launch, tmp_path: Path) -> None:
     alone, _ = report(launch, 1, tmp_path, "ensemble_mpi4py.py")
-    for ranks in (1, 3):
-        members, printed = report(launch, ranks, tmp_path, "ensemble.py")
-        np.testing.assert_allclose(members, alone, rtol=1e-9, atol=1e-12)
-        assert printed.startswith(f"5 members on {ranks} ranks in {min(2, ranks)} groups\n")
+    members, printed = report(launch, 3, tmp_path, "ensemble.py")
+    np.testing.assert_allclose(members, alone, rtol=1e-9, atol=1e-12)
+    assert printed.startswith("5 members on 3 ranks in 2 groups\n")
     assert np.std(alone, axis=0).min() > 0.01
     assert lines_of_code("ensemble.py") <= 1.2 * lines_of_code("ensemble_mpi4py.py")

@@ -288,9 +288,13 @@ def _copies_of(entries: State, var: Variable) -> str:
 
 
 def store(var: Variable, array: Array) -> None:
-    """Write an array of its dtype and shape into this rank's copy of a variable, whatever the variable's policy is."""
-    with on_device_of(var._storage):
-        var._storage[...] = placed_as(array, var._storage)
+    """Write an ndarray of its dtype and shape into this rank's copy of a variable, whatever its policy is."""
+    storage = var._storage
+    if type(storage) is np.ndarray:
+        storage[...] = array
+    else:
+        with on_device_of(storage):
+            storage[...] = placed_as(array, storage)
 
 
 def _slot_path(path: str, number: int, name: str) -> str:

@@ -207,7 +207,7 @@ class Folder:
                     checksum.update(part)
                     _before("write", name)
                     _write_all(descriptor, part)
-                    watchdog.moves_on()
+                    _moves_on()
                 size += len(view)
             _before("fsync", name)
             os.fsync(descriptor)
@@ -328,8 +328,14 @@ class OpenFile(NamedTuple):
                     "a checkpoint", found=f"the end of {self.path!r} after {start} bytes", expected=f"{stop}"
                 )
             start += len(piece)
-            watchdog.moves_on()
+            _moves_on()
             yield piece
+
+
+def _moves_on() -> None:
+    """Tell the watchdog, if there is one, that this rank makes progress with work that may take long."""
+    if watchdog.running is not None:
+        watchdog.running.moves_on()
 
 
 def check_is_trusted(inside: os.stat_result, folder: os.stat_result, path: str) -> None:

@@ -258,34 +258,29 @@ def _after_fork() -> None:
         _loading.release()
 
 
-_watchdog: Watchdog | None = None
+#: The watchdog of this process, or of the one that has forked it; None where there is none.
+running: Watchdog | None = None
 #: The signal that makes this process print its stacks, whatever it is doing; 0 without one.
 stack_signal = 0
 
 
 def of_this_process(rank: int, size: int, end: Callable[[int], object] | None = None) -> Watchdog:
     """Return the watchdog of this process, made by the first call; a child of a rank gets one of its own."""
-    global _watchdog
-    if _watchdog is None or _watchdog.pid != os.getpid():
-        _watchdog = Watchdog(rank, size, end)
-    return _watchdog
+    global running
+    if running is None or running.pid != os.getpid():
+        running = Watchdog(rank, size, end)
+    return running
 
 
 def in_this_process() -> Watchdog | None:
     """Return the watchdog of this process, if it has one: from the first communicator of several ranks on."""
-    return _watchdog if _watchdog is not None and _watchdog.pid == os.getpid() else None
+    return running if running is not None and running.pid == os.getpid() else None
 
 
 def forget(guard: Guard) -> None:
     """Stop watching the communicator of `guard`."""
-    if _watchdog is not None and _watchdog.pid == os.getpid():  # the files are not a forked child's
-        _watchdog.remove(guard)
-
-
-def moves_on() -> None:
-    """Do `Watchdog.moves_on`, if there is one: called now and then by work that may take long."""
-    if _watchdog is not None:
-        _watchdog.moves_on()
+    if running is not None and running.pid == os.getpid():  # the files are not a forked child's
+        running.remove(guard)
 
 
 def expect_long(seconds: Any, where: str) -> contextlib.AbstractContextManager[None]:
@@ -296,4 +291,4 @@ def expect_long(seconds: Any, where: str) -> contextlib.AbstractContextManager[N
     """
     if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real) or not 0 < float(seconds) < math.inf:
         raise OptionError.at(where, found=f"seconds={seconds!r}", expected="a number above 0")
-    return contextlib.nullcontext() if _watchdog is None else _watchdog.expect(float(seconds))
+    return contextlib.nullcontext() if running is None else running.expect(float(seconds))

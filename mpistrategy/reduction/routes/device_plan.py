@@ -18,6 +18,7 @@ from mpistrategy.arrays.dtypes import Array, divide_by, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for, is_captured, is_of_cuda_malloc, layout_of
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.options import ReduceOp
@@ -206,22 +207,25 @@ def repeated_on_gpu(
             failed_before(error)
             raise
         compare()
+        made: list[DeviceArray] | None = None
         try:
             for bucket in buckets:
                 _combine(path, ranks, op, bucket)
             # All is sent before the results, which may need memory: a rank that has none left must not miss there.
-            made: list[DeviceArray] = []
+            made = []
             for pack, bucket in zip(packs, buckets, strict=True):
                 if out is None:
                     made += pack.results(bucket)
                 elif bucket.data.ptr != addresses[pack.first]:
                     pack.move(bucket.data.ptr, addresses, back=True)
+            if out is not None:
+                return out
+            return where.build(map(made.__getitem__, order)) if nested else made[0]
         except BaseException as error:
+            if made is not None:
+                mark_after_messages(error)
             failed(error)
             raise
-        if out is not None:
-            return out
-        return where.build(map(made.__getitem__, order)) if nested else made[0]
 
     run.__dict__["signature"] = signature  # for the flight record
     return run

@@ -64,14 +64,23 @@ def bcast(communicator: Communicator, array: DeviceArray, root: int) -> None:
 
 
 def write_that_of_rank_0(communicator: Communicator, array: Any, target: DeviceArray) -> None:
-    """Write rank 0's array, on the host or a GPU, into every rank's `target`, in whatever memory that is."""
-    with target.device:
+    """Write rank 0's array, on the host or a GPU, into every rank's `target`, in whatever memory that is.
+
+    If a rank has no memory for it, all ranks raise.
+    """
+    from mpistrategy.mpi.gpu.transports.setup import make_room_on_known  # here, for the quick import
+
+    def filled() -> DeviceArray:
+        make_room_on_known(communicator, target.nbytes)
         memory = communication_memory(cupy_for(_WHAT), target.size, target.dtype)
-        sent = memory.reshape(target.shape)
         if communicator.rank == 0:
-            sent[...] = placed_as(array, target)
+            memory.reshape(target.shape)[...] = placed_as(array, target)
+        return memory
+
+    with target.device:
+        memory = communicator.guard.on_all(filled)
         bcast(communicator, memory, 0)
-        target[...] = sent
+        target[...] = memory.reshape(target.shape)
 
 
 def write_from_host_of(communicator: Communicator, root: int, array: Array | None, target: DeviceArray) -> None:
@@ -94,16 +103,27 @@ def write_from_host_of(communicator: Communicator, root: int, array: Array | Non
             target[start : start + piece.size] = piece
 
 
-def gather_rows(communicator: Communicator, block: DeviceArray, rows: Sequence[int]) -> DeviceArray:
-    """Return the blocks of all ranks along the first axis; ``rows[r]`` is the length of rank r's block."""
-    from mpistrategy.mpi.gpu.transports.setup import any_path
+def room_for_rows(communicator: Communicator, block: DeviceArray, rows: Sequence[int]) -> DeviceArray:
+    """Return memory for the blocks of all ranks, with this rank's in it; ``rows[r]`` is the length of rank r's."""
+    from mpistrategy.mpi.gpu.transports.setup import make_room_on_known  # here, for the quick import
 
-    cupy: Any = cupy_for(_WHAT)
     with block.device:
         width = prod(block.shape[1:])
-        together = communication_memory(cupy, sum(rows) * width, block.dtype)
+        together = communication_memory(cupy_for(_WHAT), sum(rows) * width, block.dtype)
+        together[sum(rows[: communicator.rank]) * width :][: block.size] = block.reshape(-1)
+        make_room_on_known(communicator, together.nbytes)
+    return together
+
+
+def gather_rows(
+    communicator: Communicator, block: DeviceArray, rows: Sequence[int], together: DeviceArray
+) -> DeviceArray:
+    """Return the blocks of all ranks along the first axis, in the memory of `room_for_rows`."""
+    from mpistrategy.mpi.gpu.transports.setup import any_path
+
+    with block.device:
+        width = prod(block.shape[1:])
         mine = together[sum(rows[: communicator.rank]) * width :][: block.size]
-        mine[...] = block.reshape(-1)
         if together.size:
             any_path(communicator, together.nbytes).allgather(communicator, mine, [n * width for n in rows], together)
         return together.reshape((sum(rows), *block.shape[1:]))

@@ -15,7 +15,7 @@ import cupy_here
 import gpus_on_nodes
 import numpy as np
 import pytest
-from replicas import ALL, RANK, SIZE
+from replicas import ALL, RANK, SIZE, rows
 
 from mpistrategy.arrays.dtypes import COMBINE
 from mpistrategy.mpi.gpu.transports import by_nodes, ipc
@@ -92,13 +92,7 @@ def parts(counts: list[int]) -> list[slice]:
     return [slice(sum(counts[:rank]), sum(counts[: rank + 1])) for rank in range(SIZE)]
 
 
-#: Large arrays differ in how they are cut, and that by their bytes alone.
-REDUCTIONS = [
-    (op, dtype, size) for op in OPS for dtype in DTYPES for size in SIZES if size < 2000 or dtype == "float64"
-]
-
-
-@pytest.mark.parametrize(("op", "dtype", "size"), REDUCTIONS)
+@pytest.mark.parametrize(("op", "dtype", "size"), rows(2, OPS, DTYPES, SIZES))
 def test_reductions(path: Path, op: str, dtype: str, size: int) -> None:
     everyone = [value(rank, dtype, size) for rank in range(SIZE)]
     right, nbytes = combined(everyone, op), everyone[0].nbytes

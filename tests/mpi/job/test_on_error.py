@@ -10,7 +10,7 @@ from typing import Any
 
 import launching
 import pytest
-from replicas import RANK, gather_texts, in_step, outcomes, still_works
+from replicas import RANK, gather_texts, in_step, outcomes, rows, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import OptionError
@@ -160,8 +160,9 @@ print(f"rank {world.rank} is done", flush=True)
 
 
 @pytest.mark.one_rank
-@pytest.mark.parametrize("nodes", [False, True], ids=["one node", "nodes"])
-@pytest.mark.parametrize("how", ["in the program", "in a step", "interrupted", "caught"])
+@pytest.mark.parametrize(
+    ("how", "nodes"), rows(2, ["in the program", "in a step", "interrupted", "caught"], [False, True])
+)
 def test_a_failure_stays_in_its_communicator(launch: Launch, tmp_path: Path, how: str, nodes: bool) -> None:
     path = launching.program(ENSEMBLE, tmp_path)
     job = launch(4, [path, how + " nodes" * nodes], timeout=60)

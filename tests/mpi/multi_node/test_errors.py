@@ -1,0 +1,161 @@
+"""An error on one rank after the ranks have agreed on a call, between nodes: the others hear of it, nobody waits."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import RANK, SIZE, OnNodes, context, outcomes
+
+import mpistrategy as ms
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.cross_device_ops import built_in
+from mpistrategy.errors import ContextError, RemoteError
+from mpistrategy.reduction import broadcast, gather, plans, reducer
+from mpistrategy.training.optimizer import Optimizer
+from mpistrategy.variables.variable import Variable
+
+pytestmark = pytest.mark.mpi(min_size=2)
+LAST = SIZE - 1
+SECONDS = 5
+
+
+class Mistake:
+    """Is made by chosen ranks while it `is_on`."""
+
+    is_on = False
+    ranks = (LAST,)
+
+    def look(self) -> None:
+        if self.is_on and RANK in self.ranks:
+            raise ValueError("a mistake")
+
+    def before(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def looking(*arguments: Any, **more: Any) -> Any:
+            self.look()
+            return function(*arguments, **more)
+
+        return looking
+
+
+@pytest.fixture
+def mistake() -> Iterator[Mistake]:
+    made = Mistake()
+    yield made
+    made.is_on = False
+
+
+@pytest.fixture
+def apart() -> Iterator[ms.Strategy]:
+    """Each rank on a node of its own."""
+    made = OnNodes(range(SIZE), ms.MpiAllReduce())
+    yield made
+    made.close()
+
+
+def check_the_others_hear(mistake: Mistake, call: Callable[[], Any]) -> None:
+    """Make the mistake in the third call: the other ranks have their results, and raise RemoteError in the next one."""
+    right = call()
+    np.testing.assert_equal(call(), right)
+    mistake.is_on, began = True, time.monotonic()
+
+    def calls() -> Any:
+        np.testing.assert_equal(call(), right)
+        return call()
+
+    ends = outcomes(calls)
+    assert time.monotonic() - began < SECONDS
+    assert [end.error for end in ends] == [RemoteError] * LAST + [Exception]
+    for end in ends[:-1]:
+        assert f"rank {LAST} failed in " in end.text
+        assert "ValueError: a mistake" in end.text
+    mistake.is_on = False
+    assert {end.error for end in outcomes(call)} == {ContextError}, "a rank is one call behind"
+    with OnNodes(range(SIZE), ms.MpiAllReduce()) as another:
+        assert another.reduce("SUM", 1) == SIZE
+
+
+class Own(ms.CrossDeviceOps):
+    """An algorithm of the program's own, which goes on after its sums."""
+
+    def __init__(self, mistake: Mistake) -> None:
+        self._mistake = mistake
+
+    def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
+        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
+
+    def batch_reduce_implementation(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+        results = ms.MpiAllReduce().batch_reduce(reduce_op, value_destination_pairs, options)
+        self._mistake.look()
+        return results
+
+
+def test_an_algorithm_of_the_program(mistake: Mistake) -> None:
+    made = OnNodes(range(SIZE), Own(mistake))
+    check_the_others_hear(mistake, lambda: made.reduce("SUM", np.ones(3)))
+    made.close()
+
+
+def test_all_ranks_alike(mistake: Mistake) -> None:
+    """None is ahead of the others: the next call is right."""
+    mistake.ranks = tuple(range(SIZE))
+    with OnNodes(range(SIZE), Own(mistake)) as made:
+        for is_on in (False, True, True, False):
+            mistake.is_on = is_on
+            ends = outcomes(lambda: float(made.reduce("SUM", np.float64(1))))
+            assert {end.text for end in ends} == {"ValueError: a mistake" if is_on else f": {float(SIZE)}"}
+
+
+class Steps(Optimizer):
+    """An optimizer of the program's own."""
+
+    def __init__(self, mistake: Mistake) -> None:
+        super().__init__(0.1)
+        self._mistake = mistake
+
+    def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
+        self._mistake.look()
+        return gradient
+
+
+def test_an_optimizer_of_the_program(apart: ms.Strategy, mistake: Mistake) -> None:
+    with apart.scope():
+        variable, steps = ms.Variable(np.zeros(3)), Steps(mistake)
+    check_the_others_hear(mistake, lambda: apart.run(lambda: steps.apply_gradients([(np.ones(3), variable)])))
+
+
+@dataclass
+class Pair:
+    first: Any
+    second: Any
+
+    def __post_init__(self) -> None:
+        self.is_checked = True
+
+
+PAIR = Pair(np.ones(3), np.ones(4))
+
+CALLS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
+    "the kind of array that was given": (built_in, "in_kind", lambda c: c.all_reduce("SUM", np.ones(3), name="a")),
+    "numbers in a list": (plans, "as_leaf", lambda c: c.all_reduce("SUM", [1.0, 2.0])),
+    "a nest of the program's": (Pair, "__post_init__", lambda c: c.all_reduce("SUM", PAIR).second),
+    "out": (reducer, "_write", lambda c: c.all_reduce("SUM", np.ones(3), out=np.ones(3), name="a")),
+    "a weighted mean": (reducer, "in_kind", lambda c: c.all_reduce("MEAN", np.ones(3), weight=1.0, name="a")),
+    "a gather": (gather, "like_given", lambda c: c.all_gather(np.ones(3), 0)),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_results(apart: ms.Strategy, mistake: Mistake, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    owner, name, call = CALLS[what]
+    monkeypatch.setattr(owner, name, mistake.before(getattr(owner, name)))
+    check_the_others_hear(mistake, lambda: apart.run(lambda: call(context())))
+
+
+def test_a_broadcast(apart: ms.Strategy, mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(broadcast, "like_given", mistake.before(broadcast.like_given))
+    check_the_others_hear(mistake, lambda: apart.broadcast(np.ones(3)))
