@@ -1,9 +1,9 @@
 """What each operation asks CUDA for on the stand-in (tests/cuda_on_cpu), beside its budget; scripts/gpu_lane runs this.
 
-    mpiexec -n 2 python scripts/gpu_counts.py FILE.json PATH
+    mpiexec -n 2 python scripts/gpu_counts.py FILE.json
 
-PATH is nccl, ipc, mpi or staged. Rank 0 writes the counts as JSON; status 1: one is over its budget. The folders tests
-and tests/cuda_on_cpu/python must be on PYTHONPATH.
+Rank 0 writes the counts on each path as JSON; status 1: one is over its budget. The folders tests and
+tests/cuda_on_cpu/python must be on PYTHONPATH.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from gpu_budgets import over
+from gpu_budgets import PATHS, over
 from mpistrategy.optimizers import SGD, Adam, Optimizer
 
 import mpistrategy as ms
@@ -51,6 +51,7 @@ def operations(cupy: Any, strategy: Any) -> dict[str, tuple[Callable[[], Any], i
         "SUM of 4 KiB": (in_step(lambda ctx: ctx.all_reduce("SUM", small)), small.nbytes),
         "SUM of 4 KiB, in place": (out_of(small), small.nbytes),
         "SUM of 161 arrays": (in_step(lambda ctx: ctx.all_reduce("SUM", gradients)), total),
+        "MEAN of 161 arrays": (in_step(lambda ctx: ctx.all_reduce("MEAN", gradients)), total),
         "SGD with momentum, 161 variables": (step_of(lambda: SGD(0.1, momentum=0.9)), total),
         "Adam, 161 variables": (step_of(lambda: Adam(0.1)), total),
         "Adam, clipped and checked": (step_of(lambda: Adam(0.1, global_clipnorm=1.0, nonfinite="raise")), total),
@@ -73,20 +74,21 @@ def counts_of(work: Callable[[], Any], cupy: Any, nbytes: int) -> list[int]:
 
 
 def main() -> int:
-    """Count on the path that the command line names."""
+    """Count on all paths."""
     import cupy
 
-    file, path = sys.argv[1:]
-    os.environ[GPU_PATH] = path
-    strategy = ms.MirroredStrategy("shared")
-    made = operations(cupy, strategy)
-    found = {name: counts_of(work, cupy, nbytes) for name, (work, nbytes) in made.items()}
-    paths = list(device_paths(strategy.extended.communicator).by_name)
-    is_first = strategy.extended.communicator.rank == 0
-    strategy.close()
-    wrong = over(path, found)
+    (file,) = sys.argv[1:]
+    found, wrong = {}, []
+    for path in PATHS:
+        os.environ[GPU_PATH] = path
+        with ms.MirroredStrategy("shared") as strategy:
+            made = operations(cupy, strategy)
+            found[path] = {name: counts_of(work, cupy, nbytes) for name, (work, nbytes) in made.items()}
+            ranks = strategy.extended.communicator
+            is_first, names = ranks.rank == 0, list(device_paths(ranks).by_name)
+        wrong += over(path, found[path]) if names == [path] else [f"{path} is not to be had here"]
     if is_first:
-        Path(file).write_text(json.dumps({"counts": found, "paths": paths, "over": wrong}), encoding="utf-8")
+        Path(file).write_text(json.dumps({"counts": found, "over": wrong}), encoding="utf-8")
         print("\n".join(wrong))
     return int(bool(wrong))
 

@@ -46,18 +46,13 @@ def counts(lane: Lane, row: Row) -> None:
     if not lane.on_cpu:
         row.result, row.text = ELSEWHERE, "operations are counted with --on-cpu"
         return
-    row.figures, wrong = {}, []
-    for name in PATHS:
-        file = lane.work / f"counts-{name}.json"
-        ended = lane.ranks(row.name, 2, [ROOT / "scripts" / "gpu_counts.py", file, name], 60)
-        if not file.exists():
-            row.result, row.text = WRONG, f"{name}: {ended.why}"
-            return
-        found = json.loads(file.read_text())
-        if found["paths"] != [name]:
-            wrong.append(f"{name} is not to be had here")
-        row.figures[name] = found["counts"]
-        wrong += found["over"]
+    file = lane.work / "counts.json"
+    ended = lane.ranks(row.name, 2, [ROOT / "scripts" / "gpu_counts.py", file], LIMIT)
+    if not file.exists():
+        row.result, row.text = WRONG, ended.why
+        return
+    found = json.loads(file.read_text())
+    row.figures, wrong = found["counts"], found["over"]
     print(f"launches, copies and waits of the host, and the most there may be:\n\n{table_of_counts(row.figures)}\n")
     row.result = WRONG if wrong else RIGHT
     numbers = sum(len(each) for each in row.figures.values())

@@ -53,10 +53,9 @@ def rows_of(at: At, table: Any, count: int, dtype: Any, block: int) -> tuple[lis
 def _updates(at: At, formula: Formula, dtype: np.dtype[Any], grid: Any, block: Any, args: Sequence[Any]) -> Done:
     table, numbers, scale, count = args
     assert type(count) is np.int32
-    assert table.dtype == formula.table
-    rows, blocks = rows_of(at, table[0], int(count), dtype, update_kernel.BLOCK_ELEMENTS)
+    rows, blocks = rows_of(at, table.view(formula.table)[0], int(count), dtype, update_kernel.BLOCK_ELEMENTS)
     assert (grid, block) == ((blocks,), (update_kernel.THREADS,))
-    values = numbers[0]["each"].tolist()
+    values = numbers.view(np.float64).tolist()
     step = STEPS.get(formula.name.removesuffix("_decayed"), _Adam)(*values)
     if formula.name.endswith("_decayed"):
         step = kernels.AfterDecay(values[-1], step)
@@ -73,14 +72,14 @@ def _updates(at: At, formula: Formula, dtype: np.dtype[Any], grid: Any, block: A
 
 
 def _squares(at: At, dtype: np.dtype[Any], grid: Any, block: Any, args: Sequence[Any]) -> Done:
-    table, count, sums, broken = args
-    rows, blocks = rows_of(at, table[0], int(count), dtype, norm_kernel.BLOCK_ELEMENTS)
+    table, count, sums, broken = args[0].view(norm_kernel.TABLE)[0], *args[1:]
+    rows, blocks = rows_of(at, table, int(count), dtype, norm_kernel.BLOCK_ELEMENTS)
     assert (grid, block) == ((blocks,), (norm_kernel.THREADS,))
     told, flags = at(int(sums), 16 * blocks).view(np.float64), at(int(broken), int(count))
 
     def do() -> None:
         told[...] = 0.0
-        for number, (first, array) in enumerate(zip(table[0]["first"].tolist(), rows[0], strict=False)):
+        for number, (first, array) in enumerate(zip(table["first"].tolist(), rows[0], strict=False)):
             with np.errstate(all="ignore"):
                 told[2 * first] = np.square(array.astype(np.float64)).sum()
             flags[number] = not np.isfinite(array).all()

@@ -51,20 +51,18 @@ def total(shape: Any, dtype: str, op: str = "SUM") -> np.ndarray:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("op", ["SUM", "MEAN", "MIN", "MAX", "PROD"])
-def test_a_list_is_reduced_as_on_the_host(strategy: Any, cupy: Any, dtype: str, op: str) -> None:
-    if dtype.startswith("complex") and op in ("MIN", "MAX"):
-        pytest.skip("complex numbers have no order")
+def test_a_list_is_reduced_as_on_the_host(strategy: Any, cupy: Any, dtype: str) -> None:
     shapes = [(3,), (), (2, 5), (0,), (70,)]
     arrays = [cupy.asarray(values(shape, dtype)) for shape in shapes]
-    found = in_step(strategy, lambda ctx: ctx.all_reduce(op, arrays))
-    on_host = in_step(strategy, lambda ctx: ctx.all_reduce(op, [values(shape, dtype) for shape in shapes]))
-    for array, expected in zip(found, on_host, strict=True):
-        assert type(array) is cupy.ndarray
-        assert array.dtype == expected.dtype
-        assert np.array_equal(array.get(), expected)
-    if not (op == "PROD" and dtype == "uint8"):  # which wraps around
-        assert np.allclose(found[2].get(), total((2, 5), dtype, op), rtol=1e-2)
+    for op in ("SUM", "MEAN", "PROD", *(() if dtype.startswith("complex") else ("MIN", "MAX"))):
+        found = in_step(strategy, lambda ctx, op=op: ctx.all_reduce(op, arrays))
+        on_host = in_step(strategy, lambda ctx, op=op: ctx.all_reduce(op, [values(shape, dtype) for shape in shapes]))
+        for array, expected in zip(found, on_host, strict=True):
+            assert type(array) is cupy.ndarray
+            assert array.dtype == expected.dtype
+            assert np.array_equal(array.get(), expected), op
+        if not (op == "PROD" and dtype == "uint8"):  # which wraps around
+            assert np.allclose(found[2].get(), total((2, 5), dtype, op), rtol=1e-2), op
 
 
 def test_calls_from_one_line_have_the_dtype_and_shape_of_their_arrays(strategy: Any, cupy: Any) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, divide_by, wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for, is_captured, is_of_cuda_malloc, layout_of
+from mpistrategy.arrays.gpu import DeviceArray, by_value, cupy_for, is_captured, is_of_cuda_malloc, layout_of
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.error_messages import mark_after_messages
@@ -25,7 +25,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack, layouts_of
 from mpistrategy.reduction.routes.copy_kernel import AS_IT_IS, THREADS, kernel
 from mpistrategy.reduction.routes.gpu import gpu_packs
-from mpistrategy.reduction.routes.gpu_copy import Launch, as_one, launches
+from mpistrategy.reduction.routes.gpu_copy import Launch, launches
 from mpistrategy.reduction.routes.gpu_operations import combination
 from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
 
@@ -56,7 +56,7 @@ class _Table:
         self._sources, self._targets = (argument[name][0, : launch.count] for name in ("source", "target"))
         self._arrays, self._before = indices[launch.arrays], launch.before_source
         self._starts = starts[launch.arrays] + launch.before_target
-        self._call = (launch.blocks,), (THREADS,), (as_one(argument), np.int32(launch.count))
+        self._call = (launch.blocks,), (THREADS,), (by_value(argument), np.int32(launch.count))
 
     def pack(self, function: Any, addresses: Any, bucket: int) -> None:
         np.add(addresses[self._arrays], self._before, out=self._sources)

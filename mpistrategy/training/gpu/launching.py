@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import by_value
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
 
@@ -62,10 +63,10 @@ class Launch:
     before: Array
 
     def filled(self, addresses: Array) -> Array:
-        """Return the table with the arrays' addresses: a row for each kind of array, in the order of all arrays."""
+        """Return the argument with the arrays' addresses: a row for each kind of array, in the order of all arrays."""
         made = self.table.copy()
         made["addresses"][0, :, : self.count] = addresses[:, self.arrays] + self.before
-        return made
+        return by_value(made)
 
 
 def launches(

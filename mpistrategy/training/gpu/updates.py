@@ -8,7 +8,7 @@ import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for, device_span
+from mpistrategy.arrays.gpu import DeviceArray, by_value, cupy_for, device_span
 from mpistrategy.training import kernels
 from mpistrategy.training.gpu import launching
 from mpistrategy.training.gpu import update_kernel as on_gpu
@@ -88,16 +88,16 @@ class FusedUpdate:
                 return False
             if formula != self._formula:
                 self._prepare(formula)
-            numbers = np.zeros((1, on_gpu.NUMBERS), np.float64)
+            numbers = np.zeros(on_gpu.NUMBERS, np.float64)
             with np.errstate(over="ignore"):
-                numbers[0, : len(values)] = np.array(values).astype(self._dtype)  # as NumPy rounds a Python number
+                numbers[: len(values)] = np.array(values).astype(self._dtype)  # as NumPy rounds a Python number
             # Copies and the like are kept until all launches are on the stream.
             gradients = self._apart([each if each.flags.c_contiguous else each.copy() for each in gradients])
             self._rows[1] = launching.addresses(gradients)
             pointer = np.uint64(0 if scale is None else scale.data.ptr)
             for launch in self._launches:
                 table, count = launch.filled(self._rows), np.int32(launch.count)
-                function((launch.blocks,), (on_gpu.THREADS,), (table, _by_value(numbers), pointer, count))
+                function((launch.blocks,), (on_gpu.THREADS,), (table, by_value(numbers), pointer, count))
         return True
 
     def _prepare(self, formula: Formula) -> None:
@@ -118,11 +118,3 @@ class FusedUpdate:
         if not shared.any():
             return gradients
         return [each.copy() if is_shared else each for each, is_shared in zip(gradients, shared, strict=True)]
-
-
-_NUMBERS = np.dtype([("each", np.float64, on_gpu.NUMBERS)])
-
-
-def _by_value(numbers: Array) -> Array:
-    """Return the numbers as an array of one element, which CuPy passes by value."""
-    return numbers.view(_NUMBERS).reshape(1)
