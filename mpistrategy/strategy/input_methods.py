@@ -49,7 +49,7 @@ class _Strategy(Protocol):
     _is_default: bool
 
     @property
-    def extended(self) -> _Extended: ...
+    def extended(self) -> Any: ...  # an _Extended; basedpyright compares a descriptor's own type with what is said here
 
 
 class InputMethods:
@@ -202,10 +202,11 @@ def _distribute(
     *,
     name: str | None = None,
 ) -> DistributedDataset[E]:
-    communicator = strategy.extended.communicator
+    extended: _Extended = strategy.extended
+    communicator = extended.communicator
     with Call(communicator.guard, where, called=name) as call:
         check_options(options, where)
-        level, number = checked_level(check_batches, where), strategy.extended._datasets_made + 1
+        level, number = checked_level(check_batches, where), extended._datasets_made + 1
         compares = level != "off" and communicator.size > 1
         first = FirstBatches(communicator, level, f"dataset {number} of the strategy", name) if compares else None
         distributed = DistributedDataset(
@@ -213,7 +214,7 @@ def _distribute(
         )
         call.structure = describe(dataset)
         call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}, check_batches={level!r}")
-        strategy.extended._datasets_made = number  # after the agreement: the ranks' counts must not differ
+        extended._datasets_made = number  # after the agreement: the ranks' counts must not differ
     return cast("DistributedDataset[E]", dataset) if strategy._is_default else distributed
 
 
@@ -226,7 +227,7 @@ def _make_input(
     *,
     name: str | None = None,
 ) -> Any:
-    communicator = strategy.extended.communicator
+    communicator: Communicator = strategy.extended.communicator
     with Call(communicator.guard, where, called=name) as call:
         context.check_call(where, function)
         check_options(options, where)
