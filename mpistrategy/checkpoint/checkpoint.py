@@ -152,13 +152,7 @@ class Checkpoint(NamesOurs):
         communicator = strategy.extended.communicator
         # Clean up after leaving the call: then no rank writes any more.
         with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.save", called=name) as call:
-            path = checked_path(directory, call.where)
-            self._commit_pending(call, cleaning)
-            call.expect_more()
-            state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
-            call.structure = state.structure()
-            call.agree("save", destination=path, options=f"{wait=}, {overwrite=}")
-            state.check_generators(communicator, call)
+            path, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call, cleaning)
             saving = Saving(communicator, path, bool(overwrite), self._layout_of(strategy))
             cleaning.enter_context(saving._cleaned_up())
             saving._begin(state, call, prepare, wait=bool(wait))
@@ -194,16 +188,9 @@ class Checkpoint(NamesOurs):
         """
         strategy = self.strategy
         context.require_cross_replica(strategy, "Checkpoint.restore")
-        communicator = strategy.extended.communicator
-        guard = communicator.guard
+        guard = strategy.extended.communicator.guard
         with contextlib.ExitStack() as cleaning, Call(guard, "Checkpoint.restore", called=name) as call:
-            path = checked_path(directory, call.where)
-            self._commit_pending(call, cleaning)
-            call.expect_more()
-            state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
-            call.structure = state.structure()
-            call.agree("restore", destination=path, options=f"{partial=}")
-            state.check_generators(communicator, call)
+            path, state = self._agreed("restore", directory, f"{partial=}", strategy, call, cleaning)
             return restore(self.objects, state, self._layout_of(strategy), path, bool(partial), call)
 
     def wait(self, *, name: str | None = None) -> None:
@@ -225,12 +212,21 @@ class Checkpoint(NamesOurs):
             self._layout = (strategy, changes), strategy.layout()
         return self._layout[1]
 
-    def _commit_pending(self, call: Call, cleaning: contextlib.ExitStack) -> None:
-        """Finish the previous save before the next one."""
+    def _agreed(
+        self, what: str, directory: Any, options: str, strategy: Strategy, call: Call, cleaning: contextlib.ExitStack
+    ) -> tuple[str, State]:
+        """Finish the previous save; return the path and this rank's state, once all ranks agree on the call."""
+        path = checked_path(directory, call.where)
         pending, self._pending = self._pending, None
         if pending is not None and not pending.is_committed and not pending.has_failed:
             cleaning.enter_context(pending._cleaned_up())
             pending._commit(call)
+        call.expect_more()
+        state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
+        call.structure = state.structure()
+        call.agree(what, destination=path, options=options)
+        state.check_generators(strategy.extended.communicator, call)
+        return path, state
 
     @staticmethod
     def arrays(path: str | os.PathLike[str]) -> dict[str, Array]:

@@ -39,6 +39,7 @@ class TellsErrors(ABC):
     closed: bool
     broken: Failure | None
     is_comparing: bool
+    is_in_background: bool
     late: tuple[MpiStrategyError, int] | None
     skips: bool
     unseen: int
@@ -72,7 +73,9 @@ class TellsErrors(ABC):
         elif self.failures is not None and is_of_one_rank(error):
             self.failures.tell(where, error)
         elif self.failures is None and _is_after_messages(error):
-            self.report_failure(where, error, takes_no_more=True)
+            # In the background the next call is one that all have queued: the program hears of the error when it waits.
+            if not self.is_in_background:
+                self.report_failure(where, error, takes_no_more=True)
         elif isinstance(error, MemoryError):
             self._end_the_job(error)
 

@@ -40,6 +40,7 @@ _JOIN_SECONDS = 1.0
 #: What only the watchdog and a failure need.  The thread loads it after the start, before a file system may hang.
 LOADED_AFTER_START = (
     "mpistrategy.mpi.contract.mismatch_report",
+    "mpistrategy.mpi.job.absent_ranks",
     "mpistrategy.mpi.watchdog.alarm",
     "mpistrategy.mpi.watchdog.crossed_waits",
     "mpistrategy.mpi.watchdog.error_files",
@@ -47,6 +48,7 @@ LOADED_AFTER_START = (
     "mpistrategy.mpi.watchdog.reports",
     "mpistrategy.mpi.watchdog.roll_call",
     "mpistrategy.own_files",
+    *("fcntl", "termios"),
 )
 #: So many ranks a second do so: they read one folder, which all nodes may share.
 _RANKS_A_SECOND = 500

@@ -156,6 +156,23 @@ def test_results(apart: ms.Strategy, mistake: Mistake, monkeypatch: pytest.Monke
     check_the_others_hear(mistake, lambda: apart.run(lambda: call(context())))
 
 
+def test_what_goes_on_in_the_background(apart: ms.Strategy, mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks' next calls are those that all have queued: who has caught the error goes on with them."""
+    monkeypatch.setattr(built_in, "in_kind", mistake.before(built_in.in_kind))
+
+    def call() -> float:
+        handle = apart.run(lambda: context().all_reduce_async("SUM", np.ones(3), name="a"))
+        return float(handle.wait().sum())
+
+    assert call() == 3 * SIZE
+    mistake.is_on = True
+    ends = outcomes(call)
+    mistake.is_on = False
+    assert [end.error for end in ends] == [None] * LAST + [Exception]
+    assert call() == 3 * SIZE
+    assert apart.reduce("SUM", 1) == SIZE
+
+
 def test_a_broadcast(apart: ms.Strategy, mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "like_given", mistake.before(broadcast.like_given))
     check_the_others_hear(mistake, lambda: apart.broadcast(np.ones(3)))

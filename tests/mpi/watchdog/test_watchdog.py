@@ -463,6 +463,38 @@ def test_a_watchdog_that_has_failed_once_still_looks(monkeypatch: pytest.MonkeyP
     assert capfd.readouterr().err.count("watchdog has failed: ValueError('a mistake')") == 1
 
 
+NOTHING_IS_FOUND = """
+import sys, time
+import numpy as np
+import mpistrategy as ms
+from mpistrategy.mpi.watchdog.watchdog import LOADED_AFTER_START
+strategy = ms.MirroredStrategy()
+step = lambda: strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(3)))
+step()
+while not sys.modules.keys() >= {*LOADED_AFTER_START}:
+    time.sleep(0.01)
+sys.meta_path.clear()  # as if the file system were gone
+if strategy.rank == 1:
+    if sys.argv[1] == "late":
+        time.sleep(1000)
+    raise ValueError("a mistake")
+step()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("what", "status", "told"), [("late", 124, "roll call: "), ("error", 1, "ValueError: a mist")])
+def test_a_failure_needs_no_file_of_the_environment(
+    launch: Launch, tmp_path: Path, what: str, status: int, told: str
+) -> None:
+    program = launching.program(NOTHING_IS_FOUND, tmp_path)
+    job = launch(2, [program, what], env={"MPISTRATEGY_TIMEOUT_SECONDS": "2"})
+    assert job.returncode == status, job
+    assert told in job.stderr
+    assert "ImportError" not in job.stderr
+    assert "ModuleNotFoundError" not in job.stderr
+
+
 def test_no_child_is_forked_while_the_watchdog_loads_modules() -> None:
     """The child would wait for half a module forever."""
     children: queue.Queue[int] = queue.Queue()
