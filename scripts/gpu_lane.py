@@ -116,6 +116,9 @@ def digits(lane: Lane, row: Row) -> None:
 
 def sanitizer(lane: Lane, row: Row) -> None:
     """The packing kernel under compute-sanitizer."""
+    if lane.double or lane.on_cpu:
+        row.result, row.text = ELSEWHERE, "there are no kernels of a GPU"
+        return
     places = [
         str(folder)
         for root in Path("/usr/local").glob("cuda*")
@@ -124,9 +127,6 @@ def sanitizer(lane: Lane, row: Row) -> None:
     tool = shutil.which("compute-sanitizer", path=":".join([lane.environment["PATH"], *places]))
     if tool is None:
         row.text = "there is no compute-sanitizer, neither on PATH nor below /usr/local/cuda*"
-        return
-    if lane.double or lane.on_cpu:
-        row.text = "there are no kernels of a GPU"
         return
     program = [lane.python, ROOT / "scripts" / "gpu_figures.py", lane.work / "sanitized.json", "check"]
     ended = lane.job(row.name, [tool, "--tool", "memcheck", "--error-exitcode", "9", *program], 120)

@@ -185,6 +185,7 @@ def repeated_on_gpu(
     #: Which of the results, pack after pack, belongs to each leaf.
     order = np.argsort([index for pack in packs for index in pack.indices]).tolist()
     most_bytes, nested = max(pack.nbytes for pack in packs), not where.single
+    combine = _combiner(ranks, op)
     compare, failed_before, failed = _agreement(ranks, signature)
 
     def run(value: Any, out: Any) -> Any:
@@ -210,7 +211,7 @@ def repeated_on_gpu(
         made: list[DeviceArray] | None = None
         try:
             for bucket in buckets:
-                _combine(path, ranks, op, bucket)
+                combine(path, bucket)
             # All is sent before the results, which may need memory: a rank that has none left must not miss there.
             made = []
             for pack, bucket in zip(packs, buckets, strict=True):
@@ -243,6 +244,7 @@ def repeated_in_arena(
     cupy = cupy_for(_WHAT)
     current, mine = cupy.cuda.runtime.getDevice, buckets[0].data.device_id
     known, most_bytes = device_paths(ranks).known, max(bucket.nbytes for bucket in buckets)
+    combine = _combiner(ranks, op)
     compare, failed_before, failed = _agreement(ranks, signature)
 
     def run(arena: Any, out: Any) -> Any:
@@ -259,7 +261,7 @@ def repeated_in_arena(
         compare()
         try:
             for bucket in arena._mine:
-                _combine(path, ranks, op, bucket)
+                combine(path, bucket)
         except BaseException as error:
             failed(error)
             raise
@@ -269,11 +271,21 @@ def repeated_in_arena(
     return run
 
 
-def _combine(path: DevicePath, ranks: Communicator, op: ReduceOp, bucket: DeviceArray) -> None:
-    if bucket.size:
-        text, divisor = combination(path, ranks, op, bucket.dtype)
-        path.allreduce(ranks, bucket, text)
+def _combiner(ranks: Communicator, op: ReduceOp) -> Callable[[DevicePath, DeviceArray], None]:
+    """Return what combines a bucket on a path."""
+    text, is_mean = op._on_the_wire, op is ReduceOp.MEAN
+
+    def combine(path: DevicePath, bucket: DeviceArray) -> None:
+        if not bucket.size:
+            return
+        if not is_mean:
+            path.allreduce(ranks, bucket, text)
+            return
+        of_path, divisor = combination(path, ranks, op, bucket.dtype)
+        path.allreduce(ranks, bucket, of_path)
         divide_by(divisor, bucket)
+
+    return combine
 
 
 def _own(array: DeviceArray) -> DeviceArray | None:
