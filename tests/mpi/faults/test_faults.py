@@ -155,7 +155,7 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ms.Stra
 def test_without_a_plan_nothing_is_wrapped(strategy: ms.Strategy) -> None:
     assert strategy.num_replicas_in_sync == SIZE
     assert ms.Checkpoint.__name__ == "Checkpoint"  # which is loaded when it is first named
-    assert {call.kind for call in public_calls.marked} == {*KINDS, public_calls.STEP}
+    assert {call.kind for call in public_calls.marked} == {*KINDS, public_calls.STEP, public_calls.WRITING}
     for call in public_calls.marked:
         assert vars(call.owner())[call.function.__name__] is call.function
         assert not hasattr(call.function, "__wrapped__")
