@@ -32,12 +32,12 @@ from mpistrategy.reduction.routes import copy_kernel, gpu_copy
 #: The most microseconds of the host that a call may take more than its CuPy calls, and the most functions of Python
 #: that it may enter.
 LIMITS = {
-    "SUM of 4 KiB": (20, 24),
-    "SUM of 4 KiB, in place": (20, 20),
-    "SUM of 161 arrays": (150, 40),
-    "SUM of 161 arrays, in place": (150, 48),
-    "SUM of 1000 arrays": (1000, 90),
-    "SUM of an arena of 161 arrays": (30, 18),
+    "SUM of 4 KiB": (20, 18),
+    "SUM of 4 KiB, in place": (20, 14),
+    "SUM of 161 arrays": (150, 28),
+    "SUM of 161 arrays, in place": (150, 28),
+    "SUM of 1000 arrays": (1000, 36),
+    "SUM of an arena of 161 arrays": (30, 14),
 }
 ROUNDS, CALLS = 15, 10
 _ON_DEVICE = 3  # cudaMemcpyKind
