@@ -25,8 +25,7 @@ except ImportError:
     hvd = None
 
 WORLD = MPI.COMM_WORLD
-VARIANTS = ("compute", "mpistrategy", "DDP", "DDP bucket views", *(["Horovod"] if hvd else []))
-NAMES = [name.replace(" ", "-") for name in VARIANTS]
+VARIANTS = ("compute", "mpistrategy", "DDP", "DDP-bucket-views", *(["Horovod"] if hvd else []))
 
 
 class Transformer(torch.nn.Module):
@@ -204,14 +203,16 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--memory", nargs="+", choices=NAMES, metavar="VARIANT", help="measure their memory, not times")
+    parser.add_argument(
+        "--memory", nargs="+", choices=VARIANTS, metavar="VARIANT", help="measure their memory, not times"
+    )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     start_gloo()
     strategy = ms.MirroredStrategy()
     for model in arguments.models:
         if arguments.memory:
-            memory_of(model, [VARIANTS[NAMES.index(name)] for name in arguments.memory], strategy)
+            memory_of(model, arguments.memory, strategy)
         else:
             times_of(model, arguments.rounds, strategy)
     torch.distributed.destroy_process_group()

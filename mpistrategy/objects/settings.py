@@ -93,7 +93,7 @@ class Settable:
     def _refuse_misspelt(self, name: str) -> None:
         bases = type(self).__mro__
         declared = {known for base in bases for known in vars(base).get("__annotations__", ())}
-        if name in declared or any(name in vars(base) for base in bases):
+        if name in declared:
             return
         settable = (item for base in bases for item in vars(base).items() if isinstance(item[1], property))
         declared |= {known for known, kept in settable if kept.fset is not None}

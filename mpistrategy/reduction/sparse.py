@@ -83,7 +83,7 @@ def gather_all(communicator: Communicator, blocks: Sequence[tuple[Array, list[in
 
     def memory() -> list[tuple[Array, Array]]:
         return [
-            (block, on_device.room_for_rows(communicator, block, rows))
+            on_device.room_for_rows(communicator, block, rows)
             if is_on_device(block)
             else (np.ascontiguousarray(block), np.empty((sum(rows), *block.shape[1:]), block.dtype))
             for block, rows in blocks
@@ -91,10 +91,11 @@ def gather_all(communicator: Communicator, blocks: Sequence[tuple[Array, list[in
 
     results = []
     for (block, rows), (mine, result) in zip(blocks, communicator.guard.on_all(memory), strict=True):
-        if is_on_device(block):
-            results.append(on_device.gather_rows(communicator, block, rows, result))
-            continue
         width = prod(block.shape[1:])
-        communicator.allgatherv(mine, [count * width for count in rows], result)
+        counts = [count * width for count in rows]
+        if is_on_device(block):
+            on_device.gather_rows(communicator, mine, counts, result)
+        else:
+            communicator.allgatherv(mine, counts, result)
         results.append(result)
     return results

@@ -281,8 +281,8 @@ def in_this_process() -> Watchdog | None:
 
 def forget(guard: Guard) -> None:
     """Stop watching the communicator of `guard`."""
-    if running is not None and running.pid == os.getpid():  # the files are not a forked child's
-        running.remove(guard)
+    if (watchdog := in_this_process()) is not None:  # the files are not a forked child's
+        watchdog.remove(guard)
 
 
 def expect_long(seconds: Any, where: str) -> contextlib.AbstractContextManager[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,12 @@ from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.shared_memory.segments import aligned
+from mpistrategy.objects.later import later
+
+if TYPE_CHECKING:
+    from mpistrategy.mpi.gpu.transports.setup import any_path, make_room_on_known
+else:
+    later(globals(), "mpistrategy.mpi.gpu.transports.setup", "any_path", "make_room_on_known")
 
 _WHAT = "arrays in GPU memory"
 #: So much of an array on the host is sent to the GPUs at a time.
@@ -31,8 +37,6 @@ def prepare(communicator: Communicator, arrays: Sequence[DeviceArray], where: st
     Raises:
         UnsupportedError: while the current stream is captured.
     """
-    from mpistrategy.mpi.gpu.transports.setup import make_room_on_known  # here, for the quick import
-
     check_no_capture(cupy_for(_WHAT), where)
     with arrays[0].device:
         make_room_on_known(communicator, max(array.nbytes for array in arrays))
@@ -56,8 +60,6 @@ def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray
 
 def bcast(communicator: Communicator, array: DeviceArray, root: int) -> None:
     """Write rank `root`'s array, which is contiguous and in memory that every path takes, into everybody's."""
-    from mpistrategy.mpi.gpu.transports.setup import any_path
-
     if array.size:
         with array.device:
             any_path(communicator, array.nbytes).bcast(communicator, array.reshape(-1), root)
@@ -68,7 +70,6 @@ def write_that_of_rank_0(communicator: Communicator, array: Any, target: DeviceA
 
     If a rank has no memory for it, all ranks raise.
     """
-    from mpistrategy.mpi.gpu.transports.setup import make_room_on_known  # here, for the quick import
 
     def filled() -> DeviceArray:
         make_room_on_known(communicator, target.nbytes)
@@ -103,27 +104,25 @@ def write_from_host_of(communicator: Communicator, root: int, array: Array | Non
             target[start : start + piece.size] = piece
 
 
-def room_for_rows(communicator: Communicator, block: DeviceArray, rows: Sequence[int]) -> DeviceArray:
-    """Return memory for the blocks of all ranks, with this rank's in it; ``rows[r]`` is the length of rank r's."""
-    from mpistrategy.mpi.gpu.transports.setup import make_room_on_known  # here, for the quick import
+def room_for_rows(
+    communicator: Communicator, block: DeviceArray, rows: Sequence[int]
+) -> tuple[DeviceArray, DeviceArray]:
+    """Return memory for the blocks of all ranks along the first axis, and in it this rank's block, which comes first.
 
+    ``rows[r]`` is the length of rank r's block.
+    """
     with block.device:
         width = prod(block.shape[1:])
         together = communication_memory(cupy_for(_WHAT), sum(rows) * width, block.dtype)
-        together[sum(rows[: communicator.rank]) * width :][: block.size] = block.reshape(-1)
-        make_room_on_known(communicator, together.nbytes)
-    return together
-
-
-def gather_rows(
-    communicator: Communicator, block: DeviceArray, rows: Sequence[int], together: DeviceArray
-) -> DeviceArray:
-    """Return the blocks of all ranks along the first axis, in the memory of `room_for_rows`."""
-    from mpistrategy.mpi.gpu.transports.setup import any_path
-
-    with block.device:
-        width = prod(block.shape[1:])
         mine = together[sum(rows[: communicator.rank]) * width :][: block.size]
-        if together.size:
-            any_path(communicator, together.nbytes).allgather(communicator, mine, [n * width for n in rows], together)
-        return together.reshape((sum(rows), *block.shape[1:]))
+        mine[...] = block.reshape(-1)
+        make_room_on_known(communicator, together.nbytes)
+        return mine, together.reshape((sum(rows), *block.shape[1:]))
+
+
+def gather_rows(communicator: Communicator, mine: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+    """Fill the memory of `room_for_rows`; ``counts[r]`` elements are of rank r."""
+    if together.size:
+        with together.device:
+            path = any_path(communicator, together.nbytes)
+            path.allgather(communicator, mine, counts, together.reshape(-1))

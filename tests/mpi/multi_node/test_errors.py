@@ -49,14 +49,6 @@ def mistake() -> Iterator[Mistake]:
     made.is_on = False
 
 
-@pytest.fixture
-def apart() -> Iterator[ms.Strategy]:
-    """Each rank on a node of its own."""
-    made = OnNodes(range(SIZE), ms.MpiAllReduce())
-    yield made
-    made.close()
-
-
 def check_the_others_hear(mistake: Mistake, call: Callable[[], Any]) -> None:
     """Make the mistake in the third call: the other ranks have their results, and raise RemoteError in the next one."""
     right = call()

@@ -57,14 +57,6 @@ def memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[Memory]:
 
 
 @pytest.fixture
-def apart() -> Iterator[ms.Strategy]:
-    """Each rank on a node of its own."""
-    made = OnNodes(range(SIZE), ms.MpiAllReduce())
-    yield made
-    made.close()
-
-
-@pytest.fixture
 def on_two_nodes() -> Iterator[ms.Strategy]:
     made = OnNodes([2 * rank // SIZE for rank in range(SIZE)], ms.MpiAllReduce())
     yield made
