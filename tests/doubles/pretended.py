@@ -254,7 +254,7 @@ def calls_of(strategy: Any, calls: Counter[str], nbytes: int) -> dict[str, int]:
         assert context is not None
         context.all_reduce("SUM", value)
 
-    for _ in range(3):
+    for _ in range(6):
         calls.clear()
         strategy.run(step)
     return dict(calls)

@@ -14,8 +14,8 @@ from mpistrategy import errors
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.error_messages import is_of_one_rank, mark_after_messages
-from mpistrategy.mpi.contract.flight_recorder import LEFT
-from mpistrategy.mpi.contract.guard import CurrentCall, Guard
+from mpistrategy.mpi.contract.flight_recorder import LEFT, CurrentCall
+from mpistrategy.mpi.contract.guard import Guard
 
 
 class Call:

@@ -63,6 +63,7 @@ class Steps(NamedTuple):
         place, numbers: ``place[:] = numbers`` comes first.
         start, wait: are called next.
         told, expected: all ranks have the digest if ``told() == expected`` afterwards.
+        companions: are told where they have; where these expect a call, other steps come first.
     """
 
     place: memoryview
@@ -71,6 +72,7 @@ class Steps(NamedTuple):
     start: Callable[[], object]
     wait: Callable[[], object]
     told: Callable[[], bytes]
+    companions: Companions
 
 
 def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[], object] | None) -> bool:

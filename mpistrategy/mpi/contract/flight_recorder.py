@@ -9,11 +9,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
-from mpistrategy.mpi.contract.call_sites import without_columns
+from mpistrategy.mpi.contract.call_sites import Signature, without_columns
 
 #: How many collectives are remembered.
 LENGTH = 256
@@ -23,6 +23,21 @@ NUMBER, WHAT, ENTERED, LEFT = range(4)
 #: entered and when it was left, in seconds of time.monotonic().  The last is 0.0 while the collective runs, and None
 #: for a plan, which does not record it, for speed: it was left before the next entry.
 Entry = Sequence[Any]
+
+
+class CurrentCall(Protocol):
+    """The public call that a rank is in: a `mpistrategy.mpi.contract.call.Call`."""
+
+    where: str
+    structure: str
+    name: str
+    place: str
+    signature: Signature | None
+    timeout: float | None
+    is_leaf: bool
+
+    def set_agreed(self, agreed: bool) -> None: ...
+    def set_done(self) -> None: ...
 
 
 class FlightRecord:

@@ -9,7 +9,7 @@ anything, sizes included, meet in it, and all of them find out.
   knows that all ranks find the same.
 * The rest are values that are to be added up: see `MpiControlChannel.values`.  They may be anything, NaN included.
 
-More values may travel beside it: see `companions`.
+More values may travel beside it, or in place of it in a call that all ranks expect: see `companions`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.channel import Steps, all_equal_patiently, wait_patiently
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.contract.sums_by_mpi import Companions
+    from mpistrategy.mpi.contract.sums_by_mpi import Companion, Companions
 
 _DIGITS = 4
 _HEADER = _DIGITS + 1
@@ -75,6 +75,9 @@ class MpiControlChannel:
         #: The request for texts that this rank may have left: MPI could still write into its buffers.
         self._texts: Any = None
         self._companions: Companions | None = None
+        #: The digest that is compared, and the sum that takes the place of the first message, until it is known.
+        self._digest = 0
+        self._expected_sum: Companion | None = None
         try:
             self._request = self._sum_of(self._mine, self._totals)
         except NotImplementedError:  # an MPI before 4.0
@@ -86,7 +89,7 @@ class MpiControlChannel:
         if self._companions is None and self._persistent:
             from mpistrategy.mpi.contract.sums_by_mpi import Companions  # here, since one node does not need it
 
-            self._companions = Companions(self._sum_of, self._comm.rank, self.all_equal)
+            self._companions = Companions(self._sum_of, self._comm.rank, self._comm.size, self.all_equal)
         return self._companions
 
     def _sum_of(self, mine: Array, totals: Array) -> Any:
@@ -103,13 +106,21 @@ class MpiControlChannel:
 
     def steps_of(self, digest: int) -> Steps | None:
         """Return `all_equal` of a digest in its steps; None where each comparison has a request of its own."""
-        if not self._persistent:
+        companions = self.companions
+        if companions is None:
             return None
         request, told = self._request, self._told.tobytes
-        return Steps(self._header, *self._numbers_of(digest), request.Start, request.Wait, told)
+        return Steps(self._header, *self._numbers_of(digest), request.Start, request.Wait, told, companions)
 
     def start(self, digest: int) -> None:
         """Begin `all_equal` without waiting."""
+        self._digest = digest
+        if self._companions is not None:
+            self._expected_sum = self._companions.start_expected(digest)
+        if self._expected_sum is None:
+            self._start_first(digest)
+
+    def _start_first(self, digest: int) -> None:
         self._header[:], self._expected = self._numbers_of(digest)
         if self._persistent:
             self._request.Start()
@@ -118,15 +129,38 @@ class MpiControlChannel:
 
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""
-        return self._told == self._expected if self._request.Test() else None
+        expected = self._expected_sum
+        if expected is not None:
+            return True if expected.request.Test() and self._is_as_expected(expected) else None
+        return self._answer() if self._request.Test() else None
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal; see `ControlChannel.all_equal`."""
         if look is not None:
             return all_equal_patiently(self, digest, look)
         self.start(digest)
+        expected = self._expected_sum
+        if expected is not None:
+            expected.wait()
+            if self._is_as_expected(expected):
+                return True
         self._request.Wait()
-        return self._told == self._expected
+        return self._answer()
+
+    def _is_as_expected(self, expected: Companion) -> bool:
+        """Return, after its sum, whether all ranks make the call that was expected; else start the first message."""
+        companions, digest, self._expected_sum = self._companions, self._digest, None
+        assert companions is not None
+        if companions.were_expected(expected, digest):
+            return True
+        self._start_first(digest)
+        return False
+
+    def _answer(self) -> bool:
+        is_equal = self._told == self._expected
+        if is_equal and self._companions is not None:
+            self._companions.note(self._digest)
+        return is_equal
 
     def has_equal_sums(self) -> bool:
         """Return whether all ranks get the same bits in `sums`, which MPI does not promise; tried once.  Collective."""

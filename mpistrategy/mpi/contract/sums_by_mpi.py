@@ -5,6 +5,11 @@ message.  A persistent collective matches only itself, and ranks may start sever
 differ nothing is added up that does not belong together: what some ranks have started just waits.  All ranks learn from
 the texts of their reports which these are, start those that they lack with whatever is in their buffers, and wait for
 all of them.  The buffers are the companion's, not the program's.
+
+In a loop the same call follows a call each time.  All ranks have agreed on the same calls in the same order, so that
+all expect the same one next, without a message.  Where that one has a companion, its sum takes the place of the first
+message.  Its last element counts the ranks that make that very call.  If these are all, the sum is theirs, and nothing
+else is sent.  If not, the first message of any call follows.
 """
 
 from __future__ import annotations
@@ -16,12 +21,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.objects.successors import Successors
 
 #: A few elements, and so many that every MPI takes the algorithm of its large messages.
 COUNTS = (5, 2**15)
 _EXPONENTS = 20
 #: Larger data gain less from it than two copies cost.
-LARGEST_BYTES = 64 * 2**10
+LARGEST_BYTES = 256 * 2**10
 #: So many are made for a communicator, each with two buffers; other data travel after the first message.
 MOST = 32
 #: The numbers of float32 whose sums are tried.
@@ -33,35 +39,51 @@ class Companion:
 
     Args:
         number: equal on all ranks.
-        values: what this rank adds, flat.
-        sums: the sums over the ranks.
+        mine: what this rank adds, flat; the last element counts ranks.
+        totals: the sums over the ranks.
         request: the persistent Allreduce of both.
 
     Attributes:
-        number, values, sums, request: as above.
+        number, request: as above.
+        values: what this rank adds.
+        sums: the sums over the ranks.
         start: begins to add up; `values` must stay as they are until `wait` has returned.
         wait: waits for `sums`; returns at once where that was done already.
+        count: in its one element, how many ranks have made the call that was expected.
     """
 
-    def __init__(self, number: int, values: Array, sums: Array, request: Any) -> None:
+    def __init__(self, number: int, mine: Array, totals: Array, request: Any) -> None:
         self.number: int = number
-        self.values: Array = values
-        self.sums: Array = sums
+        self.values: Array = mine[:-1]
+        self.sums: Array = totals[:-1]
         self.request: Any = request
         self.start: Callable[[], None] = request.Start
         self.wait: Callable[[], object] = request.Wait
+        self.count: Array = totals[-1:]
+        self._mark = mine[-1:]
+        self._mark[0] = 1
+
+    def start_without(self) -> None:
+        """Begin to add up as the first message, on a rank that makes another call than all have expected."""
+        self._mark[0] = 0
+        self.start()
+
+    def is_of_all(self, size: int) -> bool:
+        """Return, after that, whether all ranks make the call."""
+        self._mark[0] = 1
+        return bool(self.count[0] == size)
 
 
 class Memory(NamedTuple):
     """What a companion is made of.
 
     Attributes:
-        values, sums: its own.
+        mine, totals: its own.
         tried: for the first one, arrays whose sums are tried, and memory for the sums.
     """
 
-    values: Array
-    sums: Array
+    mine: Array
+    totals: Array
     tried: list[tuple[Array, Array]]
 
 
@@ -71,17 +93,32 @@ class Companions:
     Args:
         new_request: returns the persistent Allreduce of two arrays.  Collective.
         rank: this rank's number.
+        size: how many ranks there are.
         all_equal: compares a digest over the ranks.
 
     Attributes:
-        started: the one of this rank's present call; whoever starts it writes it here first.
+        calls: those that all ranks have agreed on, with their companions, and the one that all expect next.
+        size: how many ranks there are.
+        has_any: whether one has been made; the same on all ranks.
+        started: the one of this rank's present call; None for none, and where its sums are known.
+        is_held: whether it waits for the comparison, which may make it needless to start it.
     """
 
-    def __init__(self, new_request: Callable[[Array, Array], Any], rank: int, all_equal: Callable[[int], bool]) -> None:
+    def __init__(
+        self,
+        new_request: Callable[[Array, Array], Any],
+        rank: int,
+        size: int,
+        all_equal: Callable[[int], bool],
+    ) -> None:
+        self.size: int = size
         self._new_request, self._rank, self._all_equal = new_request, rank, all_equal
         self._room = MOST
         self._made: dict[Hashable, Companion] = {}
         self.started: Companion | None = None
+        self.is_held: bool = False
+        self.has_any: bool = False
+        self.calls: Successors[Companion] = Successors()
 
     def find(self, dtype: np.dtype[Any], count: int) -> Companion | None:
         """Return the companion of so many elements; None where there is none yet."""
@@ -95,7 +132,7 @@ class Companions:
     def memory(self, dtype: np.dtype[Any], count: int) -> Memory:
         """Return what `make` needs; taken before the ranks agree on the call."""
         tried = [(mine, np.empty_like(mine)) for mine in values_to_try(self._rank, _TRIED)] if not self._made else []
-        return Memory(np.zeros(count, dtype), np.zeros(count, dtype), tried)
+        return Memory(np.zeros(count + 1, dtype), np.zeros(count + 1, dtype), tried)
 
     def make(self, memory: Memory) -> Companion | None:
         """Make it, on ranks that have agreed on the call; None where there is no more room.  Collective."""
@@ -103,9 +140,10 @@ class Companions:
             self._room = 0
         if self.is_full:
             return None
-        values, sums = memory.values, memory.sums
-        made = Companion(len(self._made), values, sums, self._new_request(values, sums))
-        self._made[values.dtype, values.size] = made
+        mine, totals = memory.mine, memory.totals
+        made = Companion(len(self._made), mine, totals, self._new_request(mine, totals))
+        self._made[made.values.dtype, made.values.size] = made
+        self.has_any = True
         return made
 
     def _has_equal_bits(self, memory: Memory) -> bool:
@@ -116,6 +154,66 @@ class Companions:
             request.Wait()
             request.Free()
         return self._all_equal(digest_of([sums for _, sums in memory.tried]))
+
+    def begin(self, companion: Companion) -> None:
+        """Begin with the sum of this rank's present call, before the ranks have compared it; `finish` comes after."""
+        self.started = companion
+        if self.calls.known is None:
+            companion.start()
+        else:
+            self.is_held = True
+
+    def finish(self) -> None:
+        """Wait for the sums of what was begun."""
+        started = self.started
+        if started is not None:  # else its sum was the first message
+            if self.is_held:  # no comparison was made
+                self.start_held()
+            started.wait()
+            self.started = None
+
+    def start_held(self) -> None:
+        """Begin with the sum that was held."""
+        self.is_held = False
+        if self.started is not None:
+            self.started.start()
+
+    def is_expected(self, digest: int) -> bool:
+        """Return whether this rank makes the call that all expect, and has begun with its sum."""
+        return self.is_held and self.started is self.calls.known and digest == self.calls.key
+
+    def start_expected(self, digest: int) -> Companion | None:
+        """Begin with the sum of the call that is expected, in place of the first message; None where none is.
+
+        Args:
+            digest: of the call that this rank makes.
+        """
+        expected = self.calls.known
+        if expected is not None:
+            (expected.start if self.is_expected(digest) else expected.start_without)()
+        return expected
+
+    def carries(self, expected: Companion, digest: int) -> bool:
+        """Compare this rank's call, which is the one that is expected, by its sum; return as `were_expected`."""
+        expected.start()
+        expected.wait()
+        return self.were_expected(expected, digest)
+
+    def were_expected(self, expected: Companion, digest: int) -> bool:
+        """Return, after its sum, whether all ranks make the call that was expected; else the first message follows."""
+        if expected.is_of_all(self.size):
+            self.calls.note(digest, expected)
+            self.is_held, self.started = False, None
+            return True
+        self.calls.expect_nothing()
+        if self.is_held:
+            self.start_held()
+        return False
+
+    def note(self, digest: int) -> None:
+        """Note that all ranks have agreed on a call by the first message; the same ones on all ranks."""
+        if self.has_any:
+            self.calls.note(digest, self.started)
 
     def number_started(self) -> int:
         """Return the number of the companion that this rank has started in its present call; -1 for none."""

@@ -1,7 +1,8 @@
-"""The route of a small pack between nodes: its sum travels beside the first message of the call.
+"""The route of a small pack between nodes: its sum travels beside the first message of the call, or is that message.
 
 It is started before the ranks have agreed on the call, in memory of its own (`mpistrategy.mpi.contract.sums_by_mpi`).
-The first call of a size makes that memory, after the agreement.
+The first call of a size makes that memory, after the agreement.  Where all ranks expect the call, its sum carries the
+comparison, too, and nothing else is sent.
 """
 
 from __future__ import annotations
@@ -80,8 +81,7 @@ class BesideRoute:
 
     def _begin(self, companion: Companion, arrays: Sequence[Array]) -> None:
         self._pack.fill(arrays, companion.values)
-        self._companions.started = companion
-        companion.start()
+        self._companions.begin(companion)
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the sums, in the memory that was taken."""
@@ -95,8 +95,7 @@ class BesideRoute:
                 self._otherwise.bring(arrays, targets)
                 return self._otherwise.run(arrays, targets)
             self._begin(companion, arrays)
-        companion.wait()
-        self._companions.started = None
+        self._companions.finish()
         try:
             return self._results(companion, memory, len(arrays))
         except BaseException as error:
@@ -125,11 +124,10 @@ class BesideRoute:
         divide, operand = self._division or (None, None)
         companion: Companion | None = None
         values = sums = empty(0, dtype)
-        start: Any = None
-        wait: Any = None
+        calls = companions.calls
 
         def run(value: Any, out: Any) -> Any:
-            nonlocal companion, values, sums, start, wait
+            nonlocal companion, values, sums
             if out is not None:
                 return otherwise(value, out)
             if companion is None:
@@ -137,18 +135,20 @@ class BesideRoute:
                 if companion is None:
                     return otherwise(value, out)
                 values, sums = companion.values.reshape(shape), companion.sums.reshape(shape)
-                start, wait = companion.start, companion.wait
             result = empty(shape, dtype)
             values[...] = value
-            companions.started = companion
-            start()
+            companions.started = companion  # what `begin` does, without a call
+            if calls.known is None:
+                companion.start()
+            else:
+                companions.is_held = True
             compare()
-            try:
-                wait()
-            except BaseException as error:
-                failed(error)
-                raise
-            companions.started = None
+            if companions.started is not None:
+                try:
+                    companions.finish()
+                except BaseException as error:
+                    failed(error)
+                    raise
             result[...] = sums
             if divides:
                 quiet(divide, result, operand, result)
