@@ -25,6 +25,8 @@ pytestmark = pytest.mark.mpi
 FLOAT = np.dtype(np.float64)
 LARGE = 2**17  # bytes, enough for the pool
 N = LARGE // 8
+#: Elements of blocks that the pool makes of huge pages, where the system has any.
+HUGE = 2**18 + 8
 WAYS: dict[str, Thresholds] = {
     "the defaults": DEFAULT,
     "everything in the window": Thresholds(64, 0, 4096, 64, 2**20),
@@ -74,25 +76,32 @@ PARTS: dict[str, Callable[[Array], Any]] = {
 }
 
 
+@pytest.mark.parametrize("count", [N, HUGE])
 @pytest.mark.parametrize("part", PARTS)
-def test_a_block_is_not_used_again_while_a_part_of_it_is_held(part: str) -> None:
+def test_a_block_is_not_used_again_while_a_part_of_it_is_held(part: str, count: int) -> None:
     pool = Pool()
-    array = pool.take(FLOAT, (N,))
+    array = pool.take(FLOAT, (count,))
     array[:] = 1.5
     where = address(array)
     kept = PARTS[part](array)
     del array
     gc.collect()
-    others = [pool.take(FLOAT, (N,)) for _ in range(3)]
+    others = [pool.take(FLOAT, (count,)) for _ in range(3)]
     for other in others:
-        assert not where <= address(other) < where + LARGE
+        assert not where <= address(other) < where + 8 * count
         other[:] = -1
     held = kept if isinstance(kept, np.ndarray) else np.array(kept)
     assert not np.any(np.asarray(held).view(np.ndarray) == -1)
     del others, other, held, kept
     gc.collect()
-    again = [pool.take(FLOAT, (N,)) for _ in range(4)]
+    again = [pool.take(FLOAT, (count,)) for _ in range(4)]
     assert where in map(address, again), "and is used again afterwards"
+
+
+def test_large_blocks_begin_with_a_page_of_their_own() -> None:
+    """The kernel makes huge pages of whole ones only."""
+    pool = Pool()
+    assert [address(pool.take(FLOAT, (HUGE,))) % 2**21 for _ in range(3)] == [0, 0, 0]
 
 
 @settings(max_examples=part_of(60))

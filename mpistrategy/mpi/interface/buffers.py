@@ -5,6 +5,8 @@ One MPI call gets at most 2^30 elements; dtypes that MPI does not know travel as
 
 from __future__ import annotations
 
+import contextlib
+import mmap
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from math import prod
@@ -83,7 +85,7 @@ class Pool:
                 return np.ndarray(shape, dtype, entry[0])
         if self._taken > self._tidy_at or self._bytes > _MOST_FREE_BYTES:
             self._tidy()
-        block = np.empty(nbytes, np.uint8)
+        block = _new_block(nbytes)
         self._bytes += nbytes
         self._blocks.setdefault(nbytes, []).append([block, self._taken])
         return np.ndarray(shape, dtype, block)
@@ -114,6 +116,25 @@ class Pool:
             if entry[1] > long_ago and not (is_free and free > _MOST_FREE_BYTES):
                 self._blocks.setdefault(nbytes, []).append(entry)
                 self._bytes += nbytes
+
+
+_HUGE_PAGE = 2**21
+
+
+def _new_block(nbytes: int) -> Array:
+    """Return new memory that is no view of another array; of huge pages where it fills any.
+
+    What a process has freed before is often of small pages.  8 nodes of one rank, wall time over a bare Allreduce, with
+    such memory and with huge pages: 4 MiB 1.15 and 0.85, 16 MiB 1.4 and 1.0.
+    """
+    huge = nbytes // _HUGE_PAGE * _HUGE_PAGE
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without huge pages, or no memory: NumPy says so
+            memory = mmap.mmap(-1, nbytes + _HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            start = -np.frombuffer(memory, np.uint8).ctypes.data % _HUGE_PAGE
+            memory.madvise(mmap.MADV_HUGEPAGE, start, huge)
+            return np.frombuffer(memoryview(memory)[start : start + nbytes], np.uint8)
+    return np.empty(nbytes, np.uint8)
 
 
 #: How many bytes may stay free when a new size is wanted: arrays of ever new sizes must not pile up.
