@@ -7,9 +7,9 @@ backward, where it is; on several nodes bucket by bucket, while backward compute
 from __future__ import annotations
 
 import weakref
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,14 +21,16 @@ from mpistrategy.arrays.foreign import as_kind_of
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.objects.shown import names_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.reduction.arena.repeated import RepeatedSum, repeated_sum
 from mpistrategy.strategy.current import ReplicaContext
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch.collectives import replica_context
 from mpistrategy.training.gradient_buckets import GradientBuckets
 
 WHERE = "DistributedOptimizer"
-_MOST_NAMED = 3
+_SUM = "sum gradients"
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +75,8 @@ class Gradients:
         self._views: dict[int, Any] = {}
         self._position: dict[int, int] = {}
         self._arena: Any = None
+        #: What sums the arena where it is, on one node.
+        self._repeated: RepeatedSum | None = None
         self._buckets: GradientBuckets | None = None
         #: Parameters whose gradients have changed since the last sum; and those that were summed in this step.
         self._fresh: set[int] = set()
@@ -97,9 +101,10 @@ class Gradients:
 
     def sum_rest(self, groups: Sequence[Mapping[str, Any]]) -> None:
         """Sum the gradients that have not been summed, those of parameters that are new included.  Collective."""
-        if sum(len(group["params"]) for group in groups) > len(self._parameters):
+        if sum([len(group["params"]) for group in groups]) > len(self._parameters):
             self.take_in(groups)
-        self.watch(sum_these=True)
+        if self._unhooked:
+            self.watch(sum_these=True)
         self.sum()
 
     def watch(self, *, sum_these: bool) -> None:
@@ -129,8 +134,8 @@ class Gradients:
     def _changed(self, number: int, tensor: Any) -> None:
         """Note that backward has written a gradient; move it into the arena."""
         view = self._views.get(number)
-        if view is not None and tensor.grad is not view and not tensor.grad.is_sparse:
-            view.copy_(tensor.grad.detach())
+        if view is not None and (grad := tensor.grad) is not view and not grad.is_sparse:
+            view.copy_(grad.detach() if grad.requires_grad else grad)
             tensor.grad = view
         elif number in self._summed and self._op is ReduceOp.SUM:
             raise OptionError.at(
@@ -154,6 +159,19 @@ class Gradients:
         """Sum the gradients that have changed over the ranks.  Collective."""
         if not self._fresh:
             return
+        words, repeated = self._in_words(), self._repeated
+        name = f"step {self._steps}, sum {self._sums}: {words}"
+        is_sparse = {getattr(self._parameters[number].tensor.grad, "is_sparse", None) for number in self._fresh}
+        if repeated and repeated.is_ready and is_sparse == {False} and self._views.keys() >= self._fresh:
+            repeated.run((self._steps, self._sums), name, words, partial(self._settle, self._fresh))
+        else:
+            self._sum_any(name)
+        self._summed |= self._fresh
+        self._fresh.clear()
+        self._sums, self._queued = self._sums + 1, -1
+
+    def _sum_any(self, name: str) -> None:
+        """Sum gradients of any kind on any ranks; make an arena for those that have none."""
         guard = self.strategy.extended.communicator.guard
         device = self._parameters[next(iter(self._fresh))].tensor.device
         with (
@@ -161,11 +179,11 @@ class Gradients:
             torch.no_grad(),
             Call(guard, WHERE, anywhere=True) as call,
         ):
-            call.name = self._in_words()
+            call.name = name
             sparse = [number for number in sorted(self._fresh) if self._parameters[number].tensor.grad.is_sparse]
             dense = self._fresh - set(sparse)
             self._settle(dense)
-            call.agree("sum gradients", op=self._op.name)
+            call.agree(_SUM, op=self._op.name)
             call.expect_more()
             if not self._views.keys() >= dense:
                 self._arrange(dense)
@@ -175,18 +193,14 @@ class Gradients:
                     context.all_reduce(self._op, self._arena, self._options)
             for number in sparse:
                 self._sum_rows(self._parameters[number], context)
-        self._summed |= self._fresh
-        self._fresh.clear()
-        self._sums, self._queued = self._sums + 1, -1
 
     def _in_words(self) -> str:
         """Return which gradients this rank sums, as the ranks compare it."""
-        missing = [each.name for number, each in enumerate(self._parameters) if number not in self._fresh]
-        count = f"step {self._steps}, sum {self._sums}: gradients of {len(self._fresh)} parameters"
-        if not missing:
+        count = f"gradients of {len(self._fresh)} parameters"
+        if len(self._fresh) == len(self._parameters):
             return count
-        more = f" and {len(missing) - _MOST_NAMED} more ({zlib.crc32(repr(missing).encode()):x})"
-        return f"{count}, none of {', '.join(missing[:_MOST_NAMED])}{more if len(missing) > _MOST_NAMED else ''}"
+        missing = [each.name for number, each in enumerate(self._parameters) if number not in self._fresh]
+        return f"{count}, none of {names_in_words(missing)}"
 
     def _arrange(self, dense: set[int]) -> None:
         """Make an arena for the gradients that there are, and move them there.  Collective."""
@@ -197,6 +211,7 @@ class Gradients:
         self._arena = arena = self.strategy.arena([each.tensor.detach() for each in chosen])
         memory = SimpleNamespace(arena=arena, variables=chosen)
         self._buckets = GradientBuckets(memory, self._op, self._bytes_per_bucket, options=self._options)
+        self._repeated = None if self._buckets.starts_early else repeated_sum(arena, self._op, _SUM, WHERE)
         self._position = {number: position for position, number in enumerate(members)}
         for number, array, each in zip(members, arena.values, chosen, strict=True):
             view, grad = as_kind_of(array, each.tensor), each.tensor.grad

@@ -279,11 +279,16 @@ def test_parameters_without_gradients(strategy: ms.Strategy) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_model_that_differs_by_rank_is_named(strategy: ms.Strategy) -> None:
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_model_that_differs_by_rank_is_named(strategy: ms.Strategy, steps: int) -> None:
     net = network()
     optimizer = mst.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), 0.1), net.named_parameters(), strategy=strategy
     )
+    for _ in range(steps):
+        optimizer.zero_grad()
+        net(ONES).sum().backward()
+        optimizer.step()
     if RANK == 1:
         net[0].weight.requires_grad_(False)
     with pytest.raises(errors.CollectiveMismatchError, match=r"none of 0\.weight"):
@@ -307,6 +312,20 @@ def test_a_step_that_one_rank_leaves_out(strategy: ms.Strategy) -> None:
         optimizer.step()
     with pytest.raises(errors.CollectiveMismatchError, match="step 2"):
         net(ONES).sum().backward()
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_gradient_that_is_sparse_on_one_rank(strategy: ms.Strategy) -> None:
+    table = torch.nn.Embedding(7, 3)
+    optimizer = mst.DistributedOptimizer(torch.optim.SGD(table.parameters(), 1.0), strategy=strategy)
+    for _ in range(2):
+        optimizer.zero_grad()
+        table(torch.tensor([RANK, 6])).sum().backward()
+        optimizer.step()
+    optimizer.zero_grad()
+    table.sparse = RANK == 1
+    with pytest.raises(errors.CollectiveMismatchError):
+        table(torch.tensor([RANK, 6])).sum().backward()
 
 
 def test_wrong_arguments(strategy: ms.Strategy) -> None:

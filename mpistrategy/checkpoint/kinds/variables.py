@@ -18,14 +18,13 @@ from mpistrategy.checkpoint.storage.manifest import COMBINED, ONE, Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, to_json
 from mpistrategy.checkpoint.storage.shards import dtype_of, dtype_text, is_numeric
 from mpistrategy.errors import AggregationError, OptionError
+from mpistrategy.objects.shown import names_in_words
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.training.gradients import GradientAccumulator
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
 _SUM = COMBINED[0]
-#: The most variables of an optimizer that are named; the others are counted.
-_MOST_NAMED = 3
 
 
 class OneVariable(Kind):
@@ -130,7 +129,7 @@ class AnyOptimizer(Kind):
         slotted = [var for var, _ in value._slots.by_id.values()]
         counter = [] if value.iterations is None else [value.iterations]
         keys = [var._key for var in (*slotted, *counter) if not var.strategy.extended._is_local]
-        return f"{type(value).__name__} {f'of {_several(keys)}' if keys else number}"
+        return f"{type(value).__name__} {f'of {names_in_words(keys)}' if keys else number}"
 
     def variables(self, value: Optimizer) -> Iterable[Variable]:
         if value.iterations is not None:
@@ -299,12 +298,3 @@ def store(var: Variable, array: Array) -> None:
 
 def _slot_path(path: str, number: int, name: str) -> str:
     return below(below(below(path, "slots"), number), name)
-
-
-def _several(words: list[str]) -> str:
-    if len(words) <= _MOST_NAMED:
-        return ", ".join(words)
-    import hashlib  # here, for the quick import
-
-    digest = hashlib.blake2b("\n".join(words).encode(errors="replace"), digest_size=8).hexdigest()
-    return f"{', '.join(words[:_MOST_NAMED])} and {len(words) - _MOST_NAMED} more ({digest})"
