@@ -8,6 +8,7 @@ comparison, too, and nothing else is sent.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -157,4 +158,9 @@ class BesideRoute:
         return run
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return self._otherwise.describe(ranks, arrays)
+        found = self._otherwise.describe(ranks, arrays)
+        if self._find() is None and self._companions.is_full:
+            return found
+        way = "by MPI's Allreduce, beside the first message of the call; of a call that repeats, in place of that message"
+        copies = (1, "all into memory of the message"), (1, "the sums out of it")
+        return [replace(each, way=way, copies=copies) for each in found]

@@ -121,6 +121,8 @@ def test_other_sizes_when_there_is_no_more_room(apart: ms.Strategy) -> None:
         for count in counts:
             assert np.array_equal(apart.run(summed, args=(count,)), want(count))
     assert made(apart) == [("float32", count) for count in counts[:MOST]]
+    beside = ["in place of" in str(apart.explain(np.ones(count, np.float32), "SUM")) for count in counts]
+    assert beside == [True] * MOST + [False] * 3
 
 
 def another_size(strategy: ms.Strategy) -> Any:
