@@ -161,6 +161,6 @@ class BesideRoute:
         found = self._otherwise.describe(ranks, arrays)
         if self._find() is None and self._companions.is_full:
             return found
-        way = "by MPI's Allreduce, beside the first message of the call; of a call that repeats, in place of that message"
+        way = "by MPI's Allreduce, beside the first message of the call; where the call is repeated, in its place"
         copies = (1, "all into memory of the message"), (1, "the sums out of it")
         return [replace(each, way=way, copies=copies) for each in found]

@@ -121,7 +121,7 @@ def test_other_sizes_when_there_is_no_more_room(apart: ms.Strategy) -> None:
         for count in counts:
             assert np.array_equal(apart.run(summed, args=(count,)), want(count))
     assert made(apart) == [("float32", count) for count in counts[:MOST]]
-    beside = ["in place of" in str(apart.explain(np.ones(count, np.float32), "SUM")) for count in counts]
+    beside = ["in its place" in str(apart.explain(np.ones(count, np.float32), "SUM")) for count in counts]
     assert beside == [True] * MOST + [False] * 3
 
 
