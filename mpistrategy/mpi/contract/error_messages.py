@@ -66,8 +66,9 @@ class TellsErrors(ABC):
         """
         if self.broken:
             return
-        if self.is_comparing or not isinstance(error, Exception):  # a signal, say, at any moment
-            self._break_off(where, error)
+        is_under_way = self._leaves_sum()
+        if self.is_comparing or (agreed and is_under_way) or not isinstance(error, Exception):  # a signal, say
+            self._break_off(where, error, is_cut_short=self.is_comparing or is_under_way)
         elif not agreed:
             self.report_failure(where, error)
         elif self.failures is not None and is_of_one_rank(error):
@@ -97,11 +98,24 @@ class TellsErrors(ABC):
         if self.give_up is not None and self._channel is not None:
             self.give_up(error)
 
-    def _break_off(self, where: str, error: BaseException) -> None:
-        """Tell the other ranks of an error between this rank's digest and their answer."""
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether messages of the call that this rank leaves with an error may be under way."""
+        return self._leaves_sum() or self.is_comparing
+
+    def _leaves_sum(self) -> bool:
+        """Return whether a sum that was begun before the comparison may be under way, in a call that this rank leaves.
+
+        One that was not started is forgotten.
+        """
+        leave_call: Callable[[], bool] | None = getattr(self._channel, "leave_call", None)
+        return leave_call is not None and leave_call()
+
+    def _break_off(self, where: str, error: BaseException, *, is_cut_short: bool) -> None:
+        """Tell the other ranks of an error between this rank's digest, or its data, and their answer."""
         if self.failures is not None:
             self.failures.break_off(where, error)
-        elif self.is_comparing:
+        elif is_cut_short:
             self.stop(Failure(in_words(error), self._rank, where))
             if isinstance(error, Exception) and self.give_up is not None:
                 self.give_up(error)
@@ -178,13 +192,24 @@ class TellsErrors(ABC):
         """
         if self._channel is None:
             return
+        try:
+            self._report_failure(self._channel, where, error, takes_no_more=takes_no_more)
+        except MpiStrategyError:
+            raise
+        except BaseException as interruption:  # a signal, say: the comparison is under way
+            self.stop(Failure(in_words(interruption), self._rank, where))
+            raise
+
+    def _report_failure(
+        self, channel: ControlChannel, where: str, error: BaseException, *, takes_no_more: bool
+    ) -> None:
         # No signature has a negative digest: only if all ranks fail alike does this look like an agreement.
         self.since = time.monotonic()
         self.comparisons += 1
-        self._channel.start(-1 - self._rank)
+        channel.start(-1 - self._rank)
         patience_ends = time.monotonic() + PATIENCE_SECONDS
         told, pauses = False, growing_pauses()
-        while (answer := self._channel.finished()) is None:
+        while (answer := channel.finished()) is None:
             if self.is_broken:
                 return  # some rank has failed and takes no part
             if not told and time.monotonic() > patience_ends:

@@ -245,11 +245,12 @@ class Guard(TellsErrors):
             if work is not None:
                 work()
             wait()
-            self.is_comparing = False
             if told() != totals:  # bytes: a memoryview is compared number by number
                 self.resolve(signature)
-            elif companions.has_any:
+                return
+            if companions.has_any:
                 calls.note(digest, companions.started)
+            self.is_comparing = False  # not before: a rank that leaves without the note would expect other calls
 
         return compare
 
@@ -308,9 +309,9 @@ class Guard(TellsErrors):
         except MpiStrategyError:  # an answer, too
             self.is_comparing = False
             raise
-        self.is_comparing = False
         if not equal:
-            return False
+            return False  # the reports come next
+        self.is_comparing = False
         self.unseen = 0
         if flag:
             self._see_flags()
@@ -353,7 +354,9 @@ class Guard(TellsErrors):
             raise self.mark_told(self.remote_error())
         import json  # here, for the quick import
 
+        self.is_comparing = True
         texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look)
+        self.is_comparing = False
         return [mismatch_report.Report(*json.loads(text)) for text in texts]
 
     def _see_flags(self) -> None:

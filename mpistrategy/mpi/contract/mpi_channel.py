@@ -192,6 +192,10 @@ class MpiControlChannel:
         texts, ends = together.tobytes(), np.cumsum(counts).tolist()
         return [texts[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
 
+    def leave_call(self) -> bool:
+        """Return whether data of a call that this rank leaves may be under way; forget those that are not."""
+        return self._companions is not None and self._companions.leave()
+
     def _gather(self, request: Any, look: Callable[[], object] | None) -> None:
         if look is None:
             request.Wait()

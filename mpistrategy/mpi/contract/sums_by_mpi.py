@@ -157,11 +157,9 @@ class Companions:
 
     def begin(self, companion: Companion) -> None:
         """Begin with the sum of this rank's present call, before the ranks have compared it; `finish` comes after."""
-        self.started = companion
+        self.is_held, self.started = True, companion
         if self.calls.known is None:
-            companion.start()
-        else:
-            self.is_held = True
+            self.start_held()
 
     def finish(self) -> None:
         """Wait for the sums of what was begun."""
@@ -214,6 +212,12 @@ class Companions:
         """Note that all ranks have agreed on a call by the first message; the same ones on all ranks."""
         if self.has_any:
             self.calls.note(digest, self.started)
+
+    def leave(self) -> bool:
+        """Forget a sum that is held; return whether another one may be under way: this rank leaves its call."""
+        if self.is_held:
+            self.is_held, self.started = False, None
+        return self.started is not None
 
     def number_started(self) -> int:
         """Return the number of the companion that this rank has started in its present call; -1 for none."""

@@ -132,17 +132,17 @@ class BesideRoute:
             if out is not None:
                 return otherwise(value, out)
             if companion is None:
-                companion = self._find()
-                if companion is None:
+                found = self._find()
+                if found is None:
                     return otherwise(value, out)
-                values, sums = companion.values.reshape(shape), companion.sums.reshape(shape)
+                values, sums = found.values.reshape(shape), found.sums.reshape(shape)
+                companion = found  # last: an error may come at any moment
             result = empty(shape, dtype)
             values[...] = value
-            companions.started = companion  # what `begin` does, without a call
+            companions.is_held, companions.started = True, companion  # what `begin` does, without a call
             if calls.known is None:
+                companions.is_held = False
                 companion.start()
-            else:
-                companions.is_held = True
             compare()
             if companions.started is not None:
                 try:

@@ -1,0 +1,190 @@
+"""An error at any moment of a sum between nodes: the rank goes on like the others, or takes no more calls."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import astuple
+from types import FrameType
+from typing import Any
+
+import numpy as np
+import pytest
+from replicas import RANK, SIZE, OnNodes, context
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.mpi.contract import mismatch_report
+
+several = pytest.mark.mpi(min_size=2)
+LAST = SIZE - 1
+COUNT = 1000
+#: So many calls come before one that all ranks expect; and before one that has a companion only.
+EXPECTED, KNOWN = 6, 1
+
+
+@pytest.fixture
+def strategy() -> Iterator[ms.Strategy]:
+    strategy = OnNodes(range(SIZE), ms.MpiAllReduce())
+    message = strategy.extended.communicator.first_message
+    if message is None or message.companions is None:
+        strategy.close()
+        pytest.skip("this MPI has no persistent collectives")
+    yield strategy
+    strategy.close()
+
+
+def summed() -> None:
+    assert np.array_equal(context().all_reduce("SUM", np.full(COUNT, RANK)), np.full(COUNT, SIZE * (SIZE - 1) / 2))
+
+
+def summed_in_a_nest() -> None:
+    result = context().all_reduce("SUM", {"a": np.full(COUNT, RANK)})
+    assert np.array_equal(result["a"], np.full(COUNT, SIZE * (SIZE - 1) / 2))
+
+
+def repeated(strategy: ms.Strategy, times: int, step: Callable[[], object] = summed) -> None:
+    for _ in range(times):
+        strategy.run(step)
+
+
+@contextmanager
+def raised(error: BaseException, event: str, name: str, after: str = "") -> Iterator[None]:
+    """Raise once on the last rank, where the function of this name is entered, or comes to a line after another one.
+
+    As the handler of a signal may.
+    """
+    before, is_due = sys.gettrace(), not after
+
+    def trace(frame: FrameType, what: str, _: object) -> Any:
+        nonlocal is_due
+        code = frame.f_code
+        if code.co_name == after and what == "return":
+            is_due = True
+        if is_due and (what, code.co_name) == (event, name) and "/mpistrategy/" in code.co_filename:
+            sys.settrace(before)
+            raise error
+        return trace
+
+    if RANK != LAST:
+        yield
+        return
+    sys.settrace(trace)
+    try:
+        with pytest.raises(type(error)):
+            yield
+        assert sys.gettrace() is before
+    finally:
+        sys.settrace(before)
+
+
+def release(strategy: ms.Strategy, *, has_agreed: bool = False, has_started: bool = False) -> None:
+    """Let the last rank, which takes no more calls, tell the other ones, which wait for it or will.
+
+    Args:
+        strategy: theirs.
+        has_agreed: whether the others have all data of the call that this rank has left.
+        has_started: whether this rank has begun to tell them.
+    """
+    guard: Any = strategy.extended.communicator.guard
+    channel: Any = strategy.extended.communicator.first_message
+    assert guard.closed
+    with pytest.raises(errors.ContextError, match="Ctrl-C"):
+        strategy.run(summed)
+    if has_agreed:
+        channel.companions.finish()
+    if not has_started:
+        channel.start(-1 - RANK)
+    while channel.finished() is None:
+        pass
+    report = mismatch_report.Report({mismatch_report.LEFT: "test"}, "its end", "KeyboardInterrupt", "Ctrl-C")
+    channel.allgather_text(json.dumps(astuple(report)))
+
+
+@several
+@pytest.mark.parametrize("step", [summed, summed_in_a_nest])
+def test_before_anything_is_sent(strategy: ms.Strategy, step: Callable[[], None]) -> None:
+    """The sum waits for the comparison of the call that is expected; no other call takes it for its own."""
+    companions: Any = strategy.extended.communicator.first_message.companions  # type: ignore[union-attr]
+    repeated(strategy, EXPECTED, step)
+    if RANK == LAST:
+        with raised(KeyboardInterrupt("Ctrl-C"), "call", "compare"):
+            strategy.run(step)
+        assert companions.started is None
+        assert not companions.is_held
+    repeated(strategy, EXPECTED, step)  # on the last rank, the first of them once more
+    for _ in range(EXPECTED):
+        strategy.barrier()
+        repeated(strategy, 1, step)
+
+
+@several
+@pytest.mark.parametrize("step", [summed, summed_in_a_nest])
+@pytest.mark.parametrize("where", ["compare", "finish"])
+def test_while_a_sum_is_under_way(strategy: ms.Strategy, step: Callable[[], None], where: str) -> None:
+    repeated(strategy, KNOWN + (step is summed), step)
+    with raised(KeyboardInterrupt("Ctrl-C"), "call", where):
+        if RANK == LAST or where == "finish":
+            strategy.run(step)
+    if RANK == LAST:
+        release(strategy, has_agreed=where == "finish")
+    else:
+        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
+            strategy.run(step)
+
+
+@several
+def test_before_an_agreement_is_noted(strategy: ms.Strategy) -> None:
+    """Without the note this rank would expect other calls than the others do."""
+    repeated(strategy, KNOWN)
+    with raised(KeyboardInterrupt("Ctrl-C"), "call", "note"):
+        strategy.run(summed)
+    if RANK == LAST:
+        release(strategy, has_agreed=True)
+    else:
+        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
+            strategy.run(summed)
+
+
+@several
+def test_an_error_of_this_library_on_one_rank(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a handler that makes a call of the strategy gets it: no other rank raises it."""
+    guard: Any = strategy.extended.communicator.guard
+    repeated(strategy, EXPECTED)
+    ended: list[BaseException] = []
+    monkeypatch.setattr(guard, "give_up", ended.append)  # it would end the job
+    error = errors.ContextError("Ctrl-C")
+    with raised(error, "call", "carries"):
+        if RANK == LAST:
+            strategy.run(summed)
+    if RANK == LAST:
+        assert ended == [error]
+        release(strategy)
+    else:
+        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
+            strategy.run(summed)
+
+
+@several
+@pytest.mark.parametrize("times", [KNOWN, EXPECTED])
+def test_while_a_rank_waits_to_tell_its_error(strategy: ms.Strategy, times: int) -> None:
+    repeated(strategy, times)
+    with raised(KeyboardInterrupt("Ctrl-C"), "call", "growing_pauses"):
+        if RANK == LAST:
+            strategy.run(lambda: context().all_reduce("SUM", np.array(["a"])))
+    if RANK == LAST:
+        release(strategy, has_started=True)
+    else:
+        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
+            strategy.run(summed)
+
+
+@several
+def test_while_the_shortest_way_is_prepared(strategy: ms.Strategy) -> None:
+    repeated(strategy, KNOWN)
+    if RANK == LAST:
+        with raised(KeyboardInterrupt("Ctrl-C"), "line", "run", after="_find"):
+            strategy.run(summed)
+    repeated(strategy, EXPECTED)
