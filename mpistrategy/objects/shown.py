@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import enum
 import inspect
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, get_type_hints
 
 _MOST_RANGES = 8
-_MOST_NAMED = 3
 _UNITS = ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
 
 
@@ -45,16 +44,6 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
     texts = [f"{run[0]}-{run[-1]}" if len(run) > 2 else ", ".join(map(str, run)) for run in ranges[:_MOST_RANGES]]
     more = f", ... ({len(ordered)} in all)" if len(ranges) > _MOST_RANGES else ""
     return f"rank{'' if len(ordered) == 1 else 's'} {', '.join(texts)}{more}"
-
-
-def names_in_words(names: Sequence[str]) -> str:
-    """Return names as text: of many the first, and a digest, so that other names are another text."""
-    if len(names) <= _MOST_NAMED:
-        return ", ".join(names)
-    import hashlib  # here, for the quick import
-
-    digest = hashlib.blake2b("\n".join(names).encode(errors="replace"), digest_size=8).hexdigest()
-    return f"{', '.join(names[:_MOST_NAMED])} and {len(names) - _MOST_NAMED} more ({digest})"
 
 
 def size_in_words(nbytes: float) -> str:

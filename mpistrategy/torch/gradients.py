@@ -21,7 +21,7 @@ from mpistrategy.arrays.foreign import as_kind_of
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.objects.shown import names_in_words
+from mpistrategy.mpi.contract.call_sites import names_in_words
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena.repeated import RepeatedSum, repeated_sum
 from mpistrategy.strategy.current import ReplicaContext

@@ -12,7 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from types import CodeType, FrameType
@@ -26,6 +26,7 @@ _PROGRAMS = os.path.join(_FOLDER, "cli", "bench", "")
 _REMEMBERED, _MOST_ALIKE = 4096, 64
 _CALLERS_IN_STEP, _CALLERS_OUTSIDE = 2, 1
 _DIGESTS, _LONG_FIELD = 4096, 64
+_MOST_NAMED = 3
 _MODULE = "<module>"
 _FROM = " from "
 
@@ -286,6 +287,14 @@ class Signature(NamedTuple):
         return {field: str(value) for field, value in words.items() if value}
 
 
+def names_in_words(names: Sequence[str]) -> str:
+    """Return names for a signature: of many the first, and a digest, so that other names are another text."""
+    if len(names) <= _MOST_NAMED:
+        return ", ".join(names)
+    digest = _hashed("\n".join(names)).hex()
+    return f"{', '.join(names[:_MOST_NAMED])} and {len(names) - _MOST_NAMED} more ({digest})"
+
+
 class Digests:
     """The digests of signatures, below 2**62; each is computed once."""
 
@@ -318,4 +327,4 @@ class Digests:
 def _hashed(text: str) -> bytes:
     import hashlib  # here, since it loads OpenSSL and would slow `import mpistrategy`
 
-    return hashlib.blake2b(text.encode(), digest_size=8).digest()
+    return hashlib.blake2b(text.encode(errors="surrogatepass"), digest_size=8).digest()

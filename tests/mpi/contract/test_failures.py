@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -45,6 +46,10 @@ def strategy() -> Iterator[ms.Strategy]:
 
 def no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError("there is none")
+
+
+def no_map(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.ENOMEM, "there is none")
 
 
 class Armed:
@@ -195,6 +200,7 @@ def test_memory_is_taken_before_the_agreement(monkeypatch: pytest.MonkeyPatch, n
             with monkeypatch.context() as patched:
                 if RANK == 0:
                     patched.setattr(buffers, "np", NoMemory())
+                    patched.setattr(buffers.mmap, "mmap", no_map)
                 ends = outcomes(make)
             assert [end.error for end in ends] == [Exception] + [RemoteError] * (SIZE - 1)
             assert all("MemoryError: there is none" in end.text for end in ends)
