@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import time
 import types
 from collections.abc import Callable, Iterator
@@ -83,6 +84,7 @@ def without_memory(memory: Memory, call: Callable[[], Any], told: str) -> None:
 def check_all_raise(strategy: ms.Strategy, memory: Memory, count: int, **options: Any) -> None:
     """Run out of memory in the third call: it raises on every rank, and the strategy goes on."""
     memory.limit(np, "empty", lambda shape, *_: shape in (count, (count,), 4 * count))
+    memory.limit(mmap, "mmap", lambda file, nbytes: nbytes > 4 * count)  # of huge pages
     kept = [strategy.run(summed, args=(count,), kwargs=options) for _ in range(2)]
     assert all((each == SIZE * (SIZE + 1) / 2).all() for each in kept)
     without_memory(memory, lambda: strategy.run(summed, args=(count,), kwargs=options), "could not make this call")
