@@ -38,6 +38,7 @@ class TellsErrors(ABC):
     _rank: int
     closed: bool
     broken: Failure | None
+    is_untold: bool
     is_comparing: bool
     is_in_background: bool
     late: tuple[MpiStrategyError, int] | None
@@ -68,6 +69,7 @@ class TellsErrors(ABC):
             return
         is_under_way = self._leaves_sum()
         if self.is_comparing or (agreed and is_under_way) or not isinstance(error, Exception):  # a signal, say
+            is_under_way = is_under_way or (agreed and not _is_after_messages(error))
             self._break_off(where, error, is_cut_short=self.is_comparing or is_under_way)
         elif not agreed:
             self.report_failure(where, error)
@@ -116,6 +118,7 @@ class TellsErrors(ABC):
         if self.failures is not None:
             self.failures.break_off(where, error)
         elif is_cut_short:
+            self.is_untold = True
             self.stop(Failure(in_words(error), self._rank, where))
             if isinstance(error, Exception) and self.give_up is not None:
                 self.give_up(error)
@@ -197,6 +200,7 @@ class TellsErrors(ABC):
         except MpiStrategyError:
             raise
         except BaseException as interruption:  # a signal, say: the comparison is under way
+            self.is_untold = True
             self.stop(Failure(in_words(interruption), self._rank, where))
             raise
 

@@ -77,6 +77,8 @@ class Guard(TellsErrors):
         self.contains_errors = contains_errors
         #: Why this guard takes no more calls after a failure; None before.
         self.broken: Failure | None = None
+        #: Whether the other ranks have not been told, and wait for this one.
+        self.is_untold = False
         #: The error that the watchdog makes this rank raise where it waits, and the number of that comparison.
         self.late: tuple[MpiStrategyError, int] | None = None
         #: Whether this rank has sent its digest and has no answer yet.

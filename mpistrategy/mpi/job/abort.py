@@ -198,7 +198,8 @@ def _say_goodbye(state: _Watch) -> None:
             elif status and (left is False or time.monotonic() > end):
                 state.end_with(status)
         time.sleep(next(pauses))
-    if status and not all_leave and not any(guard.size == state.size for guard in state.open):
+    is_untold = any(guard.is_untold for guard in state.open)
+    if status and not all_leave and (is_untold or not any(guard.size == state.size for guard in state.open)):
         # No strategy of ours reaches every rank of the job, and MPI_Finalize would wait for the others.
         time.sleep(PATIENCE_SECONDS)
         state.end_with(status)

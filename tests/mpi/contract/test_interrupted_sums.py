@@ -136,6 +136,23 @@ def test_while_a_sum_is_under_way(strategy: ms.Strategy, step: Callable[[], None
 
 
 @several
+def test_among_the_data(strategy: ms.Strategy) -> None:
+    """What this rank has sent of them is not known: another call could be added to what is under way."""
+
+    def step() -> None:
+        context().all_reduce("SUM", [np.ones(300_000)])
+
+    repeated(strategy, KNOWN, step)
+    with raised(KeyboardInterrupt("Ctrl-C"), "return", "allreduce"):
+        strategy.run(step)
+    if RANK == LAST:
+        release(strategy)
+    else:
+        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
+            strategy.run(step)
+
+
+@several
 def test_before_an_agreement_is_noted(strategy: ms.Strategy) -> None:
     """Without the note this rank would expect other calls than the others do."""
     repeated(strategy, KNOWN)

@@ -136,6 +136,34 @@ def test_a_normal_end_is_status_0_and_says_nothing(launch: Launch) -> None:
     assert job.stderr.strip() == ""
 
 
+INTERRUPTED = """
+import sys
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+guard = strategy.extended.communicator.guard
+if guard._rank == 1:
+    def interrupt(*given):
+        raise KeyboardInterrupt
+
+    guard._channel.all_equal = interrupt  # as a signal while it waits for the others
+    try:
+        strategy.barrier()
+    except KeyboardInterrupt:
+        sys.exit(3)
+strategy.barrier()
+"""
+
+
+@pytest.mark.each_mpi
+def test_a_rank_that_was_interrupted_exits(launch: Launch) -> None:
+    """Between nodes the others cannot be told, and wait for it: the job ends, soon."""
+    began = time.monotonic()
+    job = launch(2, INTERRUPTED, env={"MPIR_CVAR_NUM_CLIQUES": "2"})
+    assert job.returncode in (1, 3), job  # 1: of the other rank, on one node
+    assert time.monotonic() - began < 30
+
+
 @pytest.mark.each_mpi
 def test_all_ranks_exit_together_with_their_status(launch: Launch) -> None:
     job = run(launch, 'strategy.reduce("SUM", 1.0)\nsys.exit(7)')
