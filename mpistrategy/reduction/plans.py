@@ -199,7 +199,7 @@ class Plans:
         guard = self._guard
         if guard.was_told(error):
             guard.clear_told(error)  # they know: it came after the agreement
-        elif isinstance(error, MpiStrategyError) and not guard.is_cut_short:
+        elif isinstance(error, MpiStrategyError) and not guard.leaves_messages():
             pass  # it is raised on all of them
         elif "in_mailboxes" in known.__dict__ and guard.failures is not None:
             guard.failures.break_off(WHERE, error)  # data and agreement are one

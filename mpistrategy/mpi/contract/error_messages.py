@@ -100,9 +100,8 @@ class TellsErrors(ABC):
         if self.give_up is not None and self._channel is not None:
             self.give_up(error)
 
-    @property
-    def is_cut_short(self) -> bool:
-        """Whether messages of the call that this rank leaves with an error may be under way."""
+    def leaves_messages(self) -> bool:
+        """Return whether messages of a call that this rank leaves may be under way; see `_leaves_sum`."""
         return self._leaves_sum() or self.is_comparing
 
     def _leaves_sum(self) -> bool:

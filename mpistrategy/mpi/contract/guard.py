@@ -228,13 +228,12 @@ class Guard(TellsErrors):
         if steps is None:
             return partial(self.compare_digest, digest, signature)
         place, numbers, totals, start, wait, told, companions = steps
-        calls = companions.calls
+        calls, made = companions.calls, companions.made
 
         # All of it is in one function, since to call others takes a tenth of a small sum.
         def compare(work: Callable[[], object] | None = None) -> None:
             expected = calls.known
-            is_expected = companions.is_held and companions.started is expected and calls.key == digest
-            if self._flag or not (expected is None or is_expected):
+            if self._flag or not (expected is None or companions.is_expected(digest)):
                 self.compare_digest(digest, signature, work)
                 return
             self.comparisons += 1
@@ -250,7 +249,7 @@ class Guard(TellsErrors):
             if told() != totals:  # bytes: a memoryview is compared number by number
                 self.resolve(signature)
                 return
-            if companions.has_any:
+            if made:
                 calls.note(digest, companions.started)
             self.is_comparing = False  # not before: a rank that leaves without the note would expect other calls
 

@@ -99,7 +99,7 @@ class Companions:
     Attributes:
         calls: those that all ranks have agreed on, with their companions, and the one that all expect next.
         size: how many ranks there are.
-        has_any: whether one has been made; the same on all ranks.
+        made: all of them, by dtype and number of elements; the same ones on all ranks.
         started: the one of this rank's present call; None for none, and where its sums are known.
         is_held: whether it waits for the comparison, which may make it needless to start it.
     """
@@ -114,36 +114,34 @@ class Companions:
         self.size: int = size
         self._new_request, self._rank, self._all_equal = new_request, rank, all_equal
         self._room = MOST
-        self._made: dict[Hashable, Companion] = {}
+        self.made: dict[Hashable, Companion] = {}
         self.started: Companion | None = None
         self.is_held: bool = False
-        self.has_any: bool = False
         self.calls: Successors[Companion] = Successors()
 
     def find(self, dtype: np.dtype[Any], count: int) -> Companion | None:
         """Return the companion of so many elements; None where there is none yet."""
-        return self._made.get((dtype, count))
+        return self.made.get((dtype, count))
 
     @property
     def is_full(self) -> bool:
         """Whether no more can be made; the same on all ranks."""
-        return len(self._made) >= self._room
+        return len(self.made) >= self._room
 
     def memory(self, dtype: np.dtype[Any], count: int) -> Memory:
         """Return what `make` needs; taken before the ranks agree on the call."""
-        tried = [(mine, np.empty_like(mine)) for mine in values_to_try(self._rank, _TRIED)] if not self._made else []
+        tried = [(mine, np.empty_like(mine)) for mine in values_to_try(self._rank, _TRIED)] if not self.made else []
         return Memory(np.zeros(count + 1, dtype), np.zeros(count + 1, dtype), tried)
 
     def make(self, memory: Memory) -> Companion | None:
         """Make it, on ranks that have agreed on the call; None where there is no more room.  Collective."""
-        if not self._made and self._room and not self._has_equal_bits(memory):
+        if not self.made and self._room and not self._has_equal_bits(memory):
             self._room = 0
         if self.is_full:
             return None
         mine, totals = memory.mine, memory.totals
-        made = Companion(len(self._made), mine, totals, self._new_request(mine, totals))
-        self._made[made.values.dtype, made.values.size] = made
-        self.has_any = True
+        made = Companion(len(self.made), mine, totals, self._new_request(mine, totals))
+        self.made[made.values.dtype, made.values.size] = made
         return made
 
     def _has_equal_bits(self, memory: Memory) -> bool:
@@ -210,7 +208,7 @@ class Companions:
 
     def note(self, digest: int) -> None:
         """Note that all ranks have agreed on a call by the first message; the same ones on all ranks."""
-        if self.has_any:
+        if self.made:
             self.calls.note(digest, self.started)
 
     def leave(self) -> bool:
@@ -225,7 +223,7 @@ class Companions:
 
     def complete(self, numbers: set[int], wait: Callable[[Any], None]) -> None:
         """Complete the companions of these numbers, which some ranks have started.  Collective."""
-        found = [companion for companion in self._made.values() if companion.number in numbers]
+        found = [companion for companion in self.made.values() if companion.number in numbers]
         for companion in found:
             if companion is not self.started:
                 companion.start()
@@ -235,7 +233,7 @@ class Companions:
 
     def free(self) -> None:
         """Free the requests, on ranks that have waited for all of them."""
-        for companion in self._made.values():
+        for companion in self.made.values():
             companion.request.Free()
 
 

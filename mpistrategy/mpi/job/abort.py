@@ -200,7 +200,7 @@ def _say_goodbye(state: _Watch) -> None:
         time.sleep(next(pauses))
     is_untold = any(guard.is_untold for guard in state.open)
     if status and not all_leave and (is_untold or not any(guard.size == state.size for guard in state.open)):
-        # No strategy of ours reaches every rank of the job, and MPI_Finalize would wait for the others.
+        # Some rank cannot be told: no strategy reaches it, or it is in a call.  MPI_Finalize would wait for it.
         time.sleep(PATIENCE_SECONDS)
         state.end_with(status)
     for guard, free in list(state.open.items()):

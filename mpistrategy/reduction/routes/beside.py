@@ -125,7 +125,6 @@ class BesideRoute:
         divide, operand = self._division or (None, None)
         companion: Companion | None = None
         values = sums = empty(0, dtype)
-        calls = companions.calls
 
         def run(value: Any, out: Any) -> Any:
             nonlocal companion, values, sums
@@ -139,17 +138,13 @@ class BesideRoute:
                 companion = found  # last: an error may come at any moment
             result = empty(shape, dtype)
             values[...] = value
-            companions.is_held, companions.started = True, companion  # what `begin` does, without a call
-            if calls.known is None:
-                companions.is_held = False
-                companion.start()
+            companions.begin(companion)
             compare()
-            if companions.started is not None:
-                try:
-                    companions.finish()
-                except BaseException as error:
-                    failed(error)
-                    raise
+            try:
+                companions.finish()
+            except BaseException as error:
+                failed(error)
+                raise
             result[...] = sums
             if divides:
                 quiet(divide, result, operand, result)

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, OnNodes, context
+from replicas import RANK, SIZE, context, with_companions
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -22,12 +22,8 @@ COUNT = 1000
 @pytest.fixture
 def apart() -> Iterator[ms.Strategy]:
     """Each rank on a node of its own."""
-    strategy = OnNodes(range(SIZE), ms.MpiAllReduce())
-    if companions_of(strategy) is None:
-        strategy.close()
-        pytest.skip("this MPI has no persistent collectives")
-    yield strategy
-    strategy.close()
+    with with_companions() as strategy:
+        yield strategy
 
 
 def companions_of(strategy: ms.Strategy) -> Companions | None:
@@ -37,7 +33,7 @@ def companions_of(strategy: ms.Strategy) -> Companions | None:
 
 def made(strategy: ms.Strategy) -> list[tuple[str, int]]:
     companions: Any = companions_of(strategy)
-    return [(dtype.name, count) for dtype, count in companions._made]
+    return [(dtype.name, count) for dtype, count in companions.made]
 
 
 def summed(count: int = COUNT, factor: float = 1, dtype: Any = np.float32) -> Any:

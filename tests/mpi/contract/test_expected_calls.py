@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, OnNodes, context
+from replicas import RANK, SIZE, OnNodes, context, with_companions
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -24,13 +24,8 @@ TOTAL = SIZE * (SIZE - 1) / 2
 @pytest.fixture(params=["apart", *(["in pairs"] if SIZE > 2 else [])])
 def strategy(request: pytest.FixtureRequest) -> Iterator[ms.Strategy]:
     nodes = range(SIZE) if request.param == "apart" else [rank // 2 for rank in range(SIZE)]
-    strategy = OnNodes(nodes, ms.MpiAllReduce())
-    message = strategy.extended.communicator.first_message
-    if message is None or message.companions is None:
-        strategy.close()
-        pytest.skip("this MPI has no persistent collectives")
-    yield strategy
-    strategy.close()
+    with with_companions(nodes) as made:
+        yield made
 
 
 def summed(count: int, factor: float = 1) -> None:
@@ -54,7 +49,7 @@ def started(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> Counter[s
 
     start_first = channel._start_first
     monkeypatch.setattr(channel, "_start_first", lambda digest: (counts.update(["first message"]), start_first(digest)))
-    for companion in channel.companions._made.values():
+    for companion in channel.companions.made.values():
         counted(companion, "start", "sum")
     return counts
 

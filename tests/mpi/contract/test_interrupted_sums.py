@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, OnNodes, context
+from replicas import RANK, SIZE, context, with_companions
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -27,13 +27,8 @@ EXPECTED, KNOWN = 6, 1
 
 @pytest.fixture
 def strategy() -> Iterator[ms.Strategy]:
-    strategy = OnNodes(range(SIZE), ms.MpiAllReduce())
-    message = strategy.extended.communicator.first_message
-    if message is None or message.companions is None:
-        strategy.close()
-        pytest.skip("this MPI has no persistent collectives")
-    yield strategy
-    strategy.close()
+    with with_companions() as made:
+        yield made
 
 
 def summed() -> None:
@@ -103,6 +98,15 @@ def release(strategy: ms.Strategy, *, has_agreed: bool = False, has_started: boo
     channel.allgather_text(json.dumps(astuple(report)))
 
 
+def check_the_others_hear(strategy: ms.Strategy, step: Callable[[], object] = summed, **what: bool) -> None:
+    """Look at how the ranks go on: the last one takes no more calls, and the others raise RemoteError."""
+    if RANK == LAST:
+        release(strategy, **what)
+    else:
+        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
+            strategy.run(step)
+
+
 @several
 @pytest.mark.parametrize("step", [summed, summed_in_a_nest])
 def test_before_anything_is_sent(strategy: ms.Strategy, step: Callable[[], None]) -> None:
@@ -128,11 +132,7 @@ def test_while_a_sum_is_under_way(strategy: ms.Strategy, step: Callable[[], None
     with raised(KeyboardInterrupt("Ctrl-C"), "call", where):
         if RANK == LAST or where == "finish":
             strategy.run(step)
-    if RANK == LAST:
-        release(strategy, has_agreed=where == "finish")
-    else:
-        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
-            strategy.run(step)
+    check_the_others_hear(strategy, step, has_agreed=where == "finish")
 
 
 @several
@@ -145,11 +145,7 @@ def test_among_the_data(strategy: ms.Strategy) -> None:
     repeated(strategy, KNOWN, step)
     with raised(KeyboardInterrupt("Ctrl-C"), "return", "allreduce"):
         strategy.run(step)
-    if RANK == LAST:
-        release(strategy)
-    else:
-        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
-            strategy.run(step)
+    check_the_others_hear(strategy, step)
 
 
 @several
@@ -158,11 +154,7 @@ def test_before_an_agreement_is_noted(strategy: ms.Strategy) -> None:
     repeated(strategy, KNOWN)
     with raised(KeyboardInterrupt("Ctrl-C"), "call", "note"):
         strategy.run(summed)
-    if RANK == LAST:
-        release(strategy, has_agreed=True)
-    else:
-        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
-            strategy.run(summed)
+    check_the_others_hear(strategy, has_agreed=True)
 
 
 @several
@@ -176,12 +168,8 @@ def test_an_error_of_this_library_on_one_rank(strategy: ms.Strategy, monkeypatch
     with raised(error, "call", "carries"):
         if RANK == LAST:
             strategy.run(summed)
-    if RANK == LAST:
-        assert ended == [error]
-        release(strategy)
-    else:
-        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
-            strategy.run(summed)
+    assert ended == ([error] if RANK == LAST else [])
+    check_the_others_hear(strategy)
 
 
 @several
@@ -191,11 +179,7 @@ def test_while_a_rank_waits_to_tell_its_error(strategy: ms.Strategy, times: int)
     with raised(KeyboardInterrupt("Ctrl-C"), "call", "growing_pauses"):
         if RANK == LAST:
             strategy.run(lambda: context().all_reduce("SUM", np.array(["a"])))
-    if RANK == LAST:
-        release(strategy, has_started=True)
-    else:
-        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
-            strategy.run(summed)
+    check_the_others_hear(strategy, has_started=True)
 
 
 @several
