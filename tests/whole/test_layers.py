@@ -201,11 +201,6 @@ def check_names(path: Path) -> None:
             assert node.value.id in ("self", "cls"), f"{path}:{node.lineno}: {ast.unparse(node)}"
 
 
-def test_a_file_is_one_idea() -> None:
-    lines = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    assert {name: count for name, count in lines.items() if count > 400} == {}
-
-
 def test_public_names_exist_and_are_sorted() -> None:
     assert list(ms.__all__) == sorted(set(ms.__all__))
     for name in ms.__all__:

@@ -19,8 +19,6 @@ from mpistrategy.testing import run_replicas
 pytestmark = pytest.mark.one_rank
 
 NUMBERED = [pytest.param(number, id=f"{block.page}-{number}") for number, block in enumerate(EXAMPLES)]
-WORDS = {"README": 1500}
-MOST_WORDS = 1200
 
 
 def shown_in(example: str) -> list[str]:
@@ -116,11 +114,6 @@ def test_the_commands_of_a_page_print_what_is_shown(tmp_path: Path, page: str) -
             missing = block.missing(lines, said)
             assert missing is None, f"$ {command}\n{said}\n--- has not: {missing}"
             assert lines or done.returncode == 0, f"$ {command}\n{said}"
-
-
-@pytest.mark.parametrize("page", pages.TEXTS)
-def test_a_page_is_short(page: str) -> None:
-    assert len(pages.TEXTS[page].split()) <= WORDS.get(page, MOST_WORDS)
 
 
 def anchors(text: str) -> set[str]:
