@@ -25,7 +25,7 @@ from mpistrategy.arrays.dtypes import span
 from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.reduction.routes import copy_kernel
 
-_ARENA_BYTES = 192 * 2**20
+_ARENA_BYTES = 2**30
 _ALIGNMENT = 512
 _TO_DEVICE, _TO_HOST, _ON_DEVICE = 1, 2, 3
 
@@ -235,14 +235,15 @@ class MemoryPool:
         pass
 
 
-_arena = np.full(_ARENA_BYTES, 0xA5, np.uint8)
+_arena = np.empty(_ARENA_BYTES, np.uint8)  # the system gives pages when they are first written
 _used = [0]
 
 
 def _from_arena(size: int) -> np.ndarray:
     start, _used[0] = _used[0], _used[0] + size
     assert _used[0] <= _ARENA_BYTES, "the double's memory is full"
-    return _arena[start : start + size]
+    _arena[start : _used[0]] = 0xA5
+    return _arena[start : _used[0]]
 
 
 _default_pool = MemoryPool()

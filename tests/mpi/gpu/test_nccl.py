@@ -175,10 +175,12 @@ def test_a_wire_is_what_nccl_adds(cupy: Any, monkeypatch: pytest.MonkeyPatch, wi
 @several
 @pytest.mark.parametrize("dtype", ["float32", "float64", "float16"])
 def test_nccl_divides_where_that_has_the_bits_of_a_divided_sum(strategy: Any, cupy: Any, dtype: str) -> None:
-    given = [np.random.default_rng(rank).standard_normal(99).astype(dtype) for rank in range(SIZE)]
     widest = "float32" if dtype == "float16" else dtype
-    expected = (sum(each.astype(widest) for each in given) / np.dtype(widest).type(SIZE)).astype(dtype)  # type: ignore[union-attr,operator]
-    mine = cupy.asarray(given[RANK])
+    given = np.random.default_rng(RANK).standard_normal(99).astype(dtype)
+    # NCCL adds in an order of its own, so the divided sum is NCCL's sum.
+    total = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", cupy.asarray(given.astype(widest)))).get()
+    expected = (total / total.dtype.type(SIZE)).astype(dtype)
+    mine = cupy.asarray(given)
     for _ in range(2):  # the second call has a plan
         one, (packed, _) = in_step(strategy, lambda ctx: ctx.all_reduce("MEAN", [mine, [mine, mine]]))
         assert one.get().tobytes() == packed.get().tobytes() == expected.tobytes()
