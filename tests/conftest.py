@@ -163,6 +163,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run, on one rank, what no other session with this folder has taken",
     )
     parser.addoption(
+        "--count-in",
+        metavar="FILE",
+        type=Path,
+        help="add a byte to this file after each test, so that others can tell how far the session is",
+    )
+    parser.addoption(
         "--second-mpi",
         action="store_true",
         help="leave out what came out on another MPI: tests marked one_rank or that start jobs, and on 1 rank what is "
@@ -324,6 +330,15 @@ def _drop(config: pytest.Config, items: list[pytest.Item], which: Callable[[pyte
     dropped = {item for item in items if which(item)}
     config.hook.pytest_deselected(items=list(dropped))
     items[:] = [item for item in items if item not in dropped]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, bool, bool]:
+    done = yield
+    if item.config.option.count_in is not None and item.config.stash[RANKS].rank == 0:
+        with open(item.config.option.count_in, "ab") as file:
+            file.write(b".")
+    return done
 
 
 @pytest.hookimpl(tryfirst=True)
