@@ -27,7 +27,7 @@ _REMEMBERED = 64
 
 
 def all_reduce(tree: Any, op: Op = "MEAN", *, strategy: Strategy | None = None, name: str | None = None) -> Any:
-    """Reduce a pytree over the ranks.  Collective; outside of jit.
+    """Reduce a pytree over the ranks.  Collective; outside of traces.
 
     Args:
         tree: JAX arrays, arrays and numbers, alike on all ranks.
@@ -36,7 +36,8 @@ def all_reduce(tree: Any, op: Op = "MEAN", *, strategy: Strategy | None = None, 
         name: is compared between the ranks instead of the call site.
 
     Raises:
-        LeafError: inside jit, grad or vmap.
+        ContextError: in a function that JAX traces.
+        LeafError: for functions, random keys and donated arrays among the leaves.
         As `ReplicaContext.all_reduce`.
     """
     return _reduced(tree, op, strategy, "all_reduce", None, name)
@@ -45,7 +46,7 @@ def all_reduce(tree: Any, op: Op = "MEAN", *, strategy: Strategy | None = None, 
 def average_gradients(
     gradients: Any, *, strategy: Strategy | None = None, weight: Any = None, name: str | None = None
 ) -> Any:
-    """Return the mean of the ranks' gradients, a pytree.  Collective; outside of jit.
+    """Return the mean of the ranks' gradients, a pytree.  Collective; outside of traces.
 
     Args:
         gradients: what a function made by ``jax.grad`` returned.
@@ -69,7 +70,7 @@ def _reduced(tree: Any, op: Op, strategy: Strategy | None, method: str, weight: 
 
 
 def all_gather(tree: Any, axis: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
-    """Concatenate the ranks' arrays of a pytree along `axis`, in rank order.  Collective; outside of jit.
+    """Concatenate the ranks' arrays of a pytree along `axis`, in rank order.  Collective; outside of traces.
 
     Args:
         tree: arrays with axes; their lengths along `axis` may differ.
@@ -78,7 +79,8 @@ def all_gather(tree: Any, axis: int = 0, *, strategy: Strategy | None = None, na
         name: is compared between the ranks instead of the call site.
 
     Raises:
-        LeafError: inside jit, grad or vmap.
+        ContextError: in a function that JAX traces.
+        LeafError: for functions, random keys and donated arrays among the leaves.
         As `ReplicaContext.all_gather`.
     """
     of, flat = strategy_for(strategy, f"{_PACKAGE}.all_gather"), _flat(tree)
@@ -89,7 +91,7 @@ def all_gather(tree: Any, axis: int = 0, *, strategy: Strategy | None = None, na
 
 
 def broadcast(tree: Any, root: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
-    """Return rank `root`'s pytree on every rank.  Collective; outside of jit.
+    """Return rank `root`'s pytree on every rank.  Collective; outside of traces.
 
     Args:
         tree: arrays and numbers, alike on all ranks in structure, dtypes and shapes.
@@ -162,16 +164,16 @@ def _check(flat: _Flat, tree: Any, of: Strategy, where: str, name: str | None) -
         if callable(leaf) or is_without_data(leaf):
             path = _paths(tree)[number]
             with Call(of.extended.communicator.guard, where, flat.text, called=name):
-                raise (
-                    without_data(leaf, where, path)
-                    if not callable(leaf)
-                    else LeafError.at(
-                        where,
-                        found=f"a function{path and f' at leaf {path}'}",
-                        expected="arrays and numbers",
-                        fix="Make it static data of its class, or pass the arrays alone, as equinox.filter returns them.",
-                    )
-                )
+                raise _no_function(where, path) if callable(leaf) else without_data(leaf, where, path)
+
+
+def _no_function(where: str, path: str) -> LeafError:
+    return LeafError.at(
+        where,
+        found=f"a function at leaf {path or '*'}",
+        expected="arrays and numbers",
+        fix="Make it static data of its class, or pass the arrays alone: equinox.filter(tree, equinox.is_array).",
+    )
 
 
 class Tree:
