@@ -8,17 +8,26 @@ the host are read where they are, and results are JAX arrays of the memory that 
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import jax
 
 from mpistrategy.arrays.foreign import is_without_data, without_data
-from mpistrategy.errors import LeafError, OptionError
+from mpistrategy.errors import LeafError, OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import Op
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
+
+if not hasattr(sys.modules["jax._src.core"], "trace_state_clean"):  # see `mpistrategy.objects.jax_traces`
+    raise UnsupportedError.at(
+        "import mpistrategy.jax",
+        found=f"JAX {jax.__version__}, which does not say whether it traces a function",
+        expected="JAX from 0.4.30 to 0.10",
+        fix="Install one of these, or a later mpistrategy.",
+    )
 
 _PACKAGE = "mpistrategy.jax"
 #: Of objects in keys that have no words of their own; another one in each process.

@@ -21,13 +21,16 @@ _modules = sys.modules
 
 
 def in_jax_trace() -> bool:
-    """Return whether JAX traces in this thread; tens of nanoseconds before JAX is imported, and never imports it."""
+    """Return whether JAX traces in this thread; 30 ns before JAX is imported, a fourth of a microsecond after."""
     # No public name says it.  This one has been there since 2020, in every version.
     core = _modules.get("jax._src.core")
     if core is None:
         return False
-    is_outside = getattr(core, "trace_state_clean", None)  # None while another thread still imports JAX
-    return is_outside is not None and not is_outside()
+    try:
+        is_outside = core.trace_state_clean
+    except AttributeError:  # another thread still imports JAX
+        return False
+    return not is_outside()
 
 
 def refusal(where: str) -> ContextError:

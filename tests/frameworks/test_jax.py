@@ -122,7 +122,7 @@ def uses_of(strategy: ms.Strategy) -> dict[str, Callable[[Any], Any]]:
         checkpoint = ms.Checkpoint(v=v)
     streams, accumulator = strategy.rng(1), ms.gradients.GradientAccumulator(2)
     arena = strategy.arena({"a": np.ones(2)})
-    batches = iter(strategy.experimental_distribute_dataset(ms.Dataset.from_arrays(np.ones(8), 4)))
+    batches = iter(strategy.experimental_distribute_dataset(ms.Dataset.from_arrays(np.ones(6), 6)))
     here = ms.ReplicaContext(strategy, strategy.rank)
     ones = np.ones(3, np.float32)
 
@@ -154,6 +154,7 @@ def uses_of(strategy: ms.Strategy) -> dict[str, Callable[[Any], Any]]:
         "at": lambda x: streams.at(1).normal(),
         "rng": lambda x: strategy.rng(2),
         "next": lambda x: next(batches),
+        "learning_rate": lambda x: sgd.learning_rate,
     }
     writes: dict[str, Callable[[Any], Any]] = {
         "assign": lambda x: v.assign(ones),
@@ -198,6 +199,7 @@ def test_nothing_works_inside_a_trace(strategy: ms.Strategy, transformation: str
     variable = uses["read_value"](None)
     assert variable.tolist() == [1.0] * 3  # nothing was written
     assert uses["metric"](None) != uses["metric"](None)  # NaN: nothing was added
+    assert len(uses["next"](None)) == 6 // SIZE  # the first batch is still to come
     assert strategy.reduce("SUM", 1) == SIZE
 
 
@@ -350,14 +352,19 @@ def of_nnx(value: float) -> tuple[Any, Callable[[Any], Any]]:
 
 def of_equinox(value: float) -> tuple[Any, Callable[[Any], Any]]:
     equinox = pytest.importorskip("equinox")
-    mlp = equinox.nn.MLP(3, 1, 4, 1, key=jax.random.key(0))
-    arrays = equinox.filter(mlp, equinox.is_array)
-    return jax.tree.map(lambda x: jnp.full(3, value), arrays), lambda model: model.layers[0].bias
+
+    class Model(equinox.Module):  # type: ignore[misc, name-defined]
+        network: Any
+        how: Any = equinox.field(static=True)
+
+    mlp = equinox.filter(equinox.nn.MLP(3, 1, 4, 1, key=jax.random.key(0)), equinox.is_array)
+    model = Model(jax.tree.map(lambda x: jnp.full(3, value), mlp), lambda x: x)
+    return model, lambda model: model.network.layers[0].bias
 
 
 def of_a_class(value: float) -> tuple[Any, Callable[[Any], Any]]:
     class Static:
-        """Keyed by objects without words of their own, and with static data that cannot be compared."""
+        """Keyed by objects without words of their own, and with static data that have no hash."""
 
         def __init__(self, w: Any, how: Any) -> None:
             self.w, self.how = w, how
@@ -366,7 +373,7 @@ def of_a_class(value: float) -> tuple[Any, Callable[[Any], Any]]:
         return [(jax.tree_util.DictKey(object()), of.w), (jax.tree_util.GetAttrKey("none"), None)], of.how
 
     jax.tree_util.register_pytree_with_keys(Static, with_keys, lambda how, children: Static(children[0], how))
-    return Static(jnp.full(3, value), np.ones(2)), lambda static: static.w
+    return Static(jnp.full(3, value), [lambda: 0]), lambda static: static.w
 
 
 @pytest.mark.parametrize("make", [of_flax, of_struct, of_nnx, of_equinox, of_a_class])
