@@ -224,6 +224,14 @@ def test_a_trace_on_one_rank_is_told_to_all(strategy: ms.Strategy) -> None:
     assert mean(jnp.ones(3)) == 1 / SIZE
 
 
+def test_in_a_trace_objects_can_be_printed(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        objects = ms.Variable(1.0), ms.metrics.Mean(), ms.optimizers.SGD(0.1), strategy.rng(1)
+    seen: list[list[str]] = []
+    jax.eval_shape(lambda x: (seen.append([*map(repr, objects)]), x)[1], 1.0)
+    assert seen == [[*map(repr, objects)]]
+
+
 def test_outside_a_trace_everything_works(strategy: ms.Strategy) -> None:
     with strategy.scope():
         v = ms.Variable(np.arange(3, dtype=np.float32))

@@ -123,7 +123,7 @@ class Call:
             raise self._refused(
                 errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")
             )
-        if outer is None and jax_traces.in_jax_trace():
+        if jax_traces.in_jax_trace():  # also inside a call: in a function that the program gave it
             raise self._refused(jax_traces.refusal(self.where))
         if outer is None and guard.on_gpu is not None:  # a new thread has GPU 0 as its current one
             self._enter(guard.on_gpu)
