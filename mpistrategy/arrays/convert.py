@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         closed_to,
         is_foreign,
         is_in_gpu_memory,
+        is_without_data,
         library_of,
         on_host,
         unmarked,
@@ -35,6 +36,7 @@ else:
         "closed_to",
         "is_foreign",
         "is_in_gpu_memory",
+        "is_without_data",
         "library_of",
         "on_host",
         "unmarked",
@@ -77,7 +79,7 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
     if type(value).__module__ not in _NOT_FOREIGN:
         if is_on_device(value):
             value = to_host(as_device_array(value, where, path))
-        elif is_foreign(value):
+        elif is_foreign(value) or is_without_data(value):
             value = on_host(value, where, path)
     if isinstance(value, np.ma.MaskedArray):
         raise LeafError.at(
@@ -117,6 +119,8 @@ def to_reducible(value: Any, where: str, path: str = "") -> Array:
     if dtype.kind == "O":
         return to_array(value, where, path)
     fix = "Convert it first, e.g. x.astype(np.int64)." if dtype.kind == "b" else ""
+    if dtype.kind not in "bSUMm" and not numpys_own:
+        fix = "Convert it first, e.g. x.astype(np.float32); broadcast and all_gather take it as it is."
     raise DTypeError.at(
         where,
         found=f"dtype {dtype_name(dtype)} {f'at leaf {path}' if path else ''}".rstrip(),
@@ -259,13 +263,13 @@ def copy_of(array: Any) -> Any:
         return array.copy()
 
 
-def host_array(value: Any) -> Array:
-    """Return an array as an ndarray on the host; no copy when it is there already."""
+def host_array(value: Any, where: str = "a value", path: str = "") -> Array:
+    """Return an array as an ndarray on the host; no copy when it is there already.  Errors name `where` and `path`."""
     if type(value) is np.ndarray:
         return value
     if is_on_device(value):
         return to_host(as_device_array(value, "a value"))
-    return on_host(value, "a value") if is_foreign(value) else np.asarray(value)
+    return on_host(value, where, path) if is_foreign(value) or is_without_data(value) else np.asarray(value)
 
 
 def any_array(value: Any) -> Array:

@@ -14,8 +14,10 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, is_bfloat16
 from mpistrategy.errors import LeafError
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 
 _LIBRARIES = ("cupy", "torch", "jax", "jaxlib", "numba")
+_JAX = ("jax", "jaxlib")
 #: A method of variables and containers, by which they are known here.
 OURS = "_contribution"
 _IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
@@ -48,14 +50,8 @@ def is_in_gpu_memory(value: Any) -> bool:
             return True
         return is_foreign(value) and value.__dlpack_device__()[0] in _IN_GPU_MEMORY
     except Exception as error:  # libraries raise errors of many types
-        if any(base.__name__ == "Tracer" for base in type(value).__mro__):
-            raise LeafError.at(
-                "a collective inside a function that JAX traces",
-                found="a value that is not computed yet: the function runs once, while jit, grad or vmap looks at it",
-                expected="JAX arrays",
-                fix="Return the value, and call the collective between two compiled functions.  Inside jit only "
-                "mpi4jax communicates.",
-            ) from error
+        if library_of(value) in _JAX:
+            return False  # `on_host` raises the error
         raise LeafError.at(
             "an array of another library",
             found=f"{type(value).__module__}.{type(value).__name__} that does not say where it is ({error})",
@@ -78,6 +74,7 @@ def on_host(value: Any, where: str, path: str = "") -> Array:
 
     Raises:
         LeafError: for arrays that NumPy cannot read: sparse arrays, arrays without data or on several hosts.
+        ContextError: for JAX's values in a function that it traces.
     """
     try:
         value = unmarked(value)
@@ -85,9 +82,38 @@ def on_host(value: Any, where: str, path: str = "") -> Array:
             return _bits_of_bfloat16(value)
         array: Array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
     except Exception as error:  # libraries raise errors of many types
+        if library_of(value) in _JAX:
+            refuse_in_jax_trace(where)
+            raise without_data(value, where, path) from error
         found = closed_to("NumPy", value, path, error)
         raise LeafError.at(where, found=found, expected="a dense array") from error
     return array
+
+
+def is_without_data(value: object) -> bool:
+    """Return whether a value is JAX's and NumPy cannot read it: traced, random keys, or donated."""
+    if library_of(value) not in _JAX:
+        return False
+    if isinstance(value, sys.modules["jax"].core.Tracer) or not is_foreign(value):
+        return True
+    return bool(value.is_deleted()) if hasattr(value, "is_deleted") else False
+
+
+def without_data(value: Any, where: str, path: str = "") -> LeafError:
+    """Return the error for a value of JAX's that NumPy cannot read."""
+    jax: Any = sys.modules["jax"]
+    leaf, kind = f" at leaf {path}" if path else "", f"{type(value).__module__}.{type(value).__name__}"
+    found, fix = f"{kind}{leaf}, which NumPy cannot read", ""
+    if isinstance(value, jax.core.Tracer):
+        found = f"a value{leaf} of a function that JAX has traced, which stands for no numbers"
+        fix = "Return it from the function, and pass what the compiled function returns."
+    elif isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
+        found = f"random keys of JAX{leaf}, of dtype {value.dtype}"
+        fix = "Pass jax.random.key_data(keys), and give the result to jax.random.wrap_key_data."
+    elif isinstance(value, jax.Array) and value.is_deleted():
+        found = f"a JAX array{leaf} that was donated to a compiled function, or deleted"
+        fix = "Pass what the function returned in its place, or leave it out of donate_argnums."
+    return LeafError.at(where, found=found, expected="an array with its data on this rank", fix=fix)
 
 
 def closed_to(library: str, value: Any, path: str, error: Exception) -> str:
@@ -125,11 +151,12 @@ def as_tensor(result: Any) -> Any:
     return torch.from_numpy(result)
 
 
-def _jaxs(result: Any) -> Any:
-    jax = sys.modules["jax"]
-    if isinstance(result, np.ndarray) and (is_bfloat16(result.dtype) or not result.flags.writeable):
-        return jax.numpy.asarray(result)
-    return jax.dlpack.from_dlpack(result)  # of the same memory where it is aligned: nobody else has a result
+def in_jax(result: Any) -> Any:
+    """Return a NumPy or CuPy array as a JAX array; of the same memory where that is possible: nobody else has it."""
+    jax: Any = sys.modules["jax"]
+    if isinstance(result, np.ndarray) and (result.dtype.isbuiltin != 1 or not result.flags.writeable):
+        return jax.numpy.asarray(result)  # DLPack knows neither bfloat16 nor float8 nor int4
+    return jax.dlpack.from_dlpack(result)
 
 
 def _numbas(result: Any) -> Any:
@@ -140,4 +167,4 @@ def _numbas(result: Any) -> Any:
     return cuda.as_cuda_array(result)
 
 
-_KINDS = {"torch": as_tensor, "jax": _jaxs, "jaxlib": _jaxs, "numba": _numbas}
+_KINDS = {"torch": as_tensor, "jax": in_jax, "jaxlib": in_jax, "numba": _numbas}

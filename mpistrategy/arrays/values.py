@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpistrategy.arrays.convert import as_device_array, host_array, is_on_device, like_given
+from mpistrategy.arrays.convert import any_array, as_device_array, copy_of, host_array, is_on_device, like_given
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 from mpistrategy.objects.later import later
@@ -22,10 +22,10 @@ from mpistrategy.objects.later import later
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mpistrategy.arrays.foreign import is_in_gpu_memory, library_of
+    from mpistrategy.arrays.foreign import in_jax, is_in_gpu_memory, library_of
     from mpistrategy.arrays.gpu import cupy_for, is_cupy, on_device
 else:
-    later(globals(), "mpistrategy.arrays.foreign", "is_in_gpu_memory", "library_of")
+    later(globals(), "mpistrategy.arrays.foreign", "in_jax", "is_in_gpu_memory", "library_of")
     later(globals(), "mpistrategy.arrays.gpu", "cupy_for", "is_cupy", "on_device")
 
 
@@ -116,10 +116,12 @@ class ArrayLike(ArrayOperators):
         return value if hasattr(value, "__dlpack__") else np.asarray(value)
 
     def __jax_array__(self) -> Any:
-        """Return a copy for JAX, whose arrays never change."""
-        from jax import numpy as jax_numpy  # its caller has imported it
+        """Return a copy for JAX, whose arrays never change.
 
-        return jax_numpy.array(self._read(), copy=True)
+        NumPy or CuPy copies before JAX sees the memory: JAX itself may read it later, when it has been written again.
+        """
+        value = copy_of(any_array(self._read()))
+        return sys.modules["jax"].numpy.asarray(value) if isinstance(value, np.ndarray) else in_jax(value)
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         # ufunc.at would write through a read-only view.

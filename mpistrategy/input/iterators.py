@@ -9,6 +9,7 @@ from typing import Any, Generic, Self, TypeVar
 from mpistrategy.errors import CopyError, OptionError, OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import Created, NotPickled
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.shown import show_as
 
 #: An element: a batch, or this rank's part of one.
@@ -95,6 +96,7 @@ class DistributedIterator(Created, NotPickled, Iterator[E]):
 
     @collective("next")
     def __next__(self) -> E:
+        refuse_in_jax_trace("next(distributed dataset)")  # here: an error in the generator would end it
         return next(self._elements)
 
     def get_next(self) -> E:
@@ -108,6 +110,7 @@ class DistributedIterator(Created, NotPickled, Iterator[E]):
     @collective("next")
     def get_next_as_optional(self) -> OptionalElement[E]:
         """Return the next element as an OptionalElement, which is empty at the end of the dataset."""
+        refuse_in_jax_trace("DistributedIterator.get_next")
         return OptionalElement(next(self._elements, END))
 
 

@@ -9,8 +9,8 @@
     gradients = msj.average_gradients(compiled_gradients(parameters, rows), strategy=strategy)
     parameters, state = compiled_update(parameters, state, gradients)
 
-Call them between compiled functions: inside ``jax.jit`` there are no arrays yet, and they are refused.  Nothing of JAX
-is imported before this package is.
+Call them between compiled functions: in a function that JAX traces, everything of mpistrategy is refused.  Nothing of
+JAX is imported before this package is.
 """
 
 from mpistrategy.jax.trees import Tree, all_gather, all_reduce, average_gradients, broadcast

@@ -1,26 +1,42 @@
 """Pytrees in collectives, outside of jit; in any context.
 
-Every class that is registered with ``jax.tree_util`` is entered.  The ranks compare the structure of the trees with
-their calls.  Gradients of JAX on the host are read where they are, and results are JAX arrays of the memory that they
-were written to.
+Every class that is registered with ``jax.tree_util`` is entered.  With their calls the ranks compare the classes and
+the keys of the trees.  Static data, such as functions, are not compared: each rank keeps its own.  Gradients of JAX on
+the host are read where they are, and results are JAX arrays of the memory that they were written to.
 """
 
 from __future__ import annotations
 
-from typing import Any
+import re
+import sys
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import jax
 
-from mpistrategy.errors import OptionError
+from mpistrategy.arrays.foreign import is_without_data, without_data
+from mpistrategy.errors import LeafError, OptionError, UnsupportedError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import Op
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
 
+if not hasattr(sys.modules["jax._src.core"], "trace_state_clean"):  # see `mpistrategy.objects.jax_traces`
+    raise UnsupportedError.at(
+        "import mpistrategy.jax",
+        found=f"JAX {jax.__version__}, which does not say whether it traces a function",
+        expected="JAX from 0.4.30 to 0.10",
+        fix="Install one of these, or a later mpistrategy.",
+    )
+
 _PACKAGE = "mpistrategy.jax"
+#: Of objects in keys that have no words of their own; another one in each process.
+_ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
+_REMEMBERED = 64
 
 
 def all_reduce(tree: Any, op: Op = "MEAN", *, strategy: Strategy | None = None, name: str | None = None) -> Any:
-    """Reduce a pytree over the ranks.  Collective; outside of jit.
+    """Reduce a pytree over the ranks.  Collective; outside of traces.
 
     Args:
         tree: JAX arrays, arrays and numbers, alike on all ranks.
@@ -29,7 +45,8 @@ def all_reduce(tree: Any, op: Op = "MEAN", *, strategy: Strategy | None = None, 
         name: is compared between the ranks instead of the call site.
 
     Raises:
-        LeafError: inside jit, grad or vmap.
+        ContextError: in a function that JAX traces.
+        LeafError: for functions, random keys and donated arrays among the leaves.
         As `ReplicaContext.all_reduce`.
     """
     return _reduced(tree, op, strategy, "all_reduce", None, name)
@@ -38,7 +55,7 @@ def all_reduce(tree: Any, op: Op = "MEAN", *, strategy: Strategy | None = None, 
 def average_gradients(
     gradients: Any, *, strategy: Strategy | None = None, weight: Any = None, name: str | None = None
 ) -> Any:
-    """Return the mean of the ranks' gradients, a pytree.  Collective; outside of jit.
+    """Return the mean of the ranks' gradients, a pytree.  Collective; outside of traces.
 
     Args:
         gradients: what a function made by ``jax.grad`` returned.
@@ -53,18 +70,16 @@ def average_gradients(
 
 
 def _reduced(tree: Any, op: Op, strategy: Strategy | None, method: str, weight: Any, name: str | None) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    if not leaves:
-        return tree
-    of = strategy_for(strategy, f"{_PACKAGE}.{method}")
-    text = str(structure)
+    of, flat = strategy_for(strategy, f"{_PACKAGE}.{method}"), _flat(tree)
     with ReplicaContext(of, of.rank) as context:
-        found: Any = context.all_reduce(op, {text: leaves}, name=name, weight=weight)
-    return jax.tree.unflatten(structure, found[text])
+        _check(flat, tree, of, f"{_PACKAGE}.{method}", name)
+        # None for a tree without leaves: the ranks compare the call, and nothing is sent.
+        found: Any = context.all_reduce(op, {flat.text: flat.leaves or None}, name=name, weight=weight)
+    return jax.tree.unflatten(flat.structure, found[flat.text] or [])
 
 
 def all_gather(tree: Any, axis: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
-    """Concatenate the ranks' arrays of a pytree along `axis`, in rank order.  Collective; outside of jit.
+    """Concatenate the ranks' arrays of a pytree along `axis`, in rank order.  Collective; outside of traces.
 
     Args:
         tree: arrays with axes; their lengths along `axis` may differ.
@@ -73,18 +88,19 @@ def all_gather(tree: Any, axis: int = 0, *, strategy: Strategy | None = None, na
         name: is compared between the ranks instead of the call site.
 
     Raises:
-        LeafError: inside jit, grad or vmap.
+        ContextError: in a function that JAX traces.
+        LeafError: for functions, random keys and donated arrays among the leaves.
         As `ReplicaContext.all_gather`.
     """
-    leaves, structure = jax.tree.flatten(tree)
-    of = strategy_for(strategy, f"{_PACKAGE}.all_gather")
+    of, flat = strategy_for(strategy, f"{_PACKAGE}.all_gather"), _flat(tree)
     with ReplicaContext(of, of.rank) as context:
-        found: Any = context.all_gather({str(structure): leaves}, axis, name=name)
-    return jax.tree.unflatten(structure, found[str(structure)])
+        _check(flat, tree, of, f"{_PACKAGE}.all_gather", name)
+        found: Any = context.all_gather({flat.text: flat.leaves}, axis, name=name)
+    return jax.tree.unflatten(flat.structure, found[flat.text])
 
 
 def broadcast(tree: Any, root: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
-    """Return rank `root`'s pytree on every rank.  Collective; outside of jit.
+    """Return rank `root`'s pytree on every rank.  Collective; outside of traces.
 
     Args:
         tree: arrays and numbers, alike on all ranks in structure, dtypes and shapes.
@@ -95,10 +111,78 @@ def broadcast(tree: Any, root: int = 0, *, strategy: Strategy | None = None, nam
     Raises:
         As `Strategy.broadcast`.
     """
+    of, flat = strategy_for(strategy, f"{_PACKAGE}.broadcast"), _flat(tree)
+    _check(flat, tree, of, f"{_PACKAGE}.broadcast", name)
+    found: Any = of.broadcast({flat.text: flat.leaves}, root, name=name)
+    return jax.tree.unflatten(flat.structure, found[flat.text])
+
+
+class _Flat(NamedTuple):
+    """A pytree, taken apart.
+
+    Attributes:
+        leaves: its leaves.
+        structure: what JAX puts them together by.
+        text: the classes of its nodes and the keys of its leaves, alike in every process.
+    """
+
+    leaves: list[Any]
+    structure: Any
+    text: str
+
+
+def _flat(tree: Any) -> _Flat:
     leaves, structure = jax.tree.flatten(tree)
-    of = strategy_for(strategy, f"{_PACKAGE}.broadcast")
-    found: Any = of.broadcast({str(structure): leaves}, root, name=name)
-    return jax.tree.unflatten(structure, found[str(structure)])
+    try:
+        text = _texts.get(structure, "")
+    except Exception:  # static data that have no hash, or cannot be compared
+        return _Flat(leaves, structure, _in_words(tree, structure))
+    if not text:
+        if len(_texts) >= _REMEMBERED:
+            _texts.clear()
+        text = _texts[structure] = _in_words(tree, structure)
+    return _Flat(leaves, structure, text)
+
+
+#: The texts of structures: to make one takes ten times as long as to take a tree apart.
+_texts: dict[Any, str] = {}
+
+
+def _in_words(tree: Any, structure: Any) -> str:
+    return _words(structure, iter(_paths(tree)))
+
+
+def _words(node: Any, paths: Iterator[str]) -> str:
+    data = node.node_data()
+    if data is None:
+        return next(paths) or "*"
+    kind = data[0]
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{name}({', '.join(_words(child, paths) for child in node.children())})"
+
+
+def _paths(tree: Any) -> list[str]:
+    """Return how each leaf is reached."""
+    found = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [_ADDRESS.sub("", path) for path in found]
+
+
+def _check(flat: _Flat, tree: Any, of: Strategy, where: str, name: str | None) -> None:
+    """Raise, on every rank, for leaves that are functions, and for values of JAX's without data."""
+    for number, leaf in enumerate(flat.leaves):
+        if callable(leaf) or is_without_data(leaf):
+            path = _paths(tree)[number]
+            with Call(of.extended.communicator.guard, where, flat.text, called=name):
+                raise _no_function(where, path) if callable(leaf) else without_data(leaf, where, path)
+
+
+def _no_function(where: str, path: str) -> LeafError:
+    return LeafError.at(
+        where,
+        found=f"a function at leaf {path or '*'}",
+        expected="arrays and numbers",
+        fix="Make it static data of its class, or pass the arrays alone: equinox.filter(tree, equinox.is_array).",
+    )
 
 
 class Tree:
@@ -111,16 +195,16 @@ class Tree:
         value: the pytree; after a restore the one with the restored leaves.
 
     >>> Tree({"w": 1.0}).state_dict()
-    {'structure': "PyTreeDef({'w': *})", 'leaves': [1.0]}
+    {'structure': "dict(['w'])", 'leaves': [1.0]}
     """
 
     def __init__(self, value: Any) -> None:
         self.value: Any = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the structure as text, and the leaves."""
-        leaves, structure = jax.tree.flatten(self.value)
-        return {"structure": str(structure), "leaves": leaves}
+        """Return the classes and keys as text, and the leaves."""
+        flat = _flat(self.value)
+        return {"structure": flat.text, "leaves": flat.leaves}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Take over the leaves.
@@ -128,12 +212,12 @@ class Tree:
         Raises:
             OptionError: for those of another structure.
         """
-        structure = jax.tree.structure(self.value)
-        if state["structure"] != str(structure):
+        flat = _flat(self.value)
+        if state["structure"] != flat.text:
             raise OptionError.at(
-                "Tree.load_state_dict", found=f"leaves of {state['structure']:.200}", expected=f"of {structure!s:.200}"
+                "Tree.load_state_dict", found=f"leaves of {state['structure']:.200}", expected=f"of {flat.text:.200}"
             )
-        self.value = jax.tree.unflatten(structure, state["leaves"])
+        self.value = jax.tree.unflatten(flat.structure, state["leaves"])
 
     def __repr__(self) -> str:
         return f"Tree({self.value!r})"

@@ -14,10 +14,11 @@ _UNITS = ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
 def in_words(made: object) -> str:
     """Return ``SGD(learning_rate=0.1, momentum=0.9)``: the arguments of the constructor that are not its defaults."""
     kind, words = type(made), []
+    kept = getattr(made, "__dict__", {})  # first: a setting may refuse to be read where its object may be printed
     for name, parameter in inspect.signature(kind).parameters.items():
-        if not hasattr(made, name):
+        if name not in kept and not hasattr(made, name):
             continue
-        value = getattr(made, name)
+        value = kept[name] if name in kept else getattr(made, name)
         is_member = isinstance(value, enum.Enum)
         if (value.name if is_member else value) != parameter.default:
             words.append(f"{name}={value.name if is_member else repr(value)}")

@@ -19,6 +19,7 @@ from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.jax_traces import in_jax_trace
 from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena
@@ -75,7 +76,7 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
         engine, guard = self._engine, self._guard
         # A peer in another collective may never start its part; this comparison finds that out.  Once all ranks have
         # started equally many, each of these ends.
-        if self._number > engine.known_to_all and not guard.closed:
+        if (self._number > engine.known_to_all or in_jax_trace()) and not guard.closed:
             started = engine.submitted
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
@@ -103,6 +104,8 @@ def start_all_reduce(
         with Call(communicator.guard, _WHERE, called=name) as call:
             call.agree("the first all_reduce_async")
 
+    if in_jax_trace():
+        agree()  # the call refuses it, and tells the other ranks
     placed = _is_on_device(value)
     if placed:
         handle = _started_on_device(reducer, reduce_op, value, options, name, out, agree)

@@ -24,6 +24,7 @@ from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Signature, Si
 from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.objects.jax_traces import in_jax_trace
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
@@ -126,7 +127,7 @@ class Plans:
         record, append = guard.record, guard.record.entries.append
 
         def run(reduce_op: Any, value: Any, out: Any, frame: FrameType | None, step: Any) -> Any:
-            if guard.current is not None or guard.must_enter:
+            if guard.current is not None or guard.must_enter or in_jax_trace():
                 return MISFIT
             # What `place_of` finds is looked for here, frame by frame, since to call it takes longer than the rest.
             place: SitePlans | None = None

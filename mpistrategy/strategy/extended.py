@@ -22,6 +22,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import STEP, collective, own_mirrored
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.later import later
 from mpistrategy.objects.settings import Settable
 from mpistrategy.options import CommunicationOptions, Op
@@ -312,6 +313,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> T:
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; `Strategy.run` is this."""
+        refuse_in_jax_trace("Strategy.run")
         self._require_cross_replica("call_for_each_replica")
         context.check_call("StrategyExtended.call_for_each_replica", fn, args, kwargs)
         plain_args, plain_kwargs = unwrapped(args, kwargs)

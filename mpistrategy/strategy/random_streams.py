@@ -13,6 +13,7 @@ import numpy as np
 
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.objects.copies import Created
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.shown import show_as
 
 _SHARED, _REPLICA, _NUMBERED = range(3)
@@ -28,13 +29,9 @@ class Streams(Created):
         seed: an int from 0 on, equal on every replica.
         replica_id: this replica's number.
 
-    Attributes:
-        shared: a numpy.random.Generator that gives the same numbers on every replica, whatever their number, as long
-            as all draw alike from it: initial values, shuffling.
-        replica: a Generator with this replica's own numbers; replica 2's are the same whether there are 3 or 300.
-
     Raises:
         OptionTypeError, OptionError: for a seed that is not an int, or negative.
+        ContextError: for every use in a function that JAX traces, where numbers are drawn once for many calls.
 
     >>> import mpistrategy as ms
     >>> streams = ms.OneDeviceStrategy().rng(7)
@@ -44,8 +41,23 @@ class Streams(Created):
 
     def __init__(self, seed: SupportsIndex, replica_id: int) -> None:
         self._seed = _checked(seed, "seed")
-        self.shared: np.random.Generator = self._generator(_SHARED)
-        self.replica: np.random.Generator = self._generator(_REPLICA, replica_id)
+        self._shared = self._generator(_SHARED)
+        self._replica = self._generator(_REPLICA, replica_id)
+
+    @property
+    def shared(self) -> np.random.Generator:
+        """A numpy.random.Generator that gives the same numbers on every replica, whatever their number.
+
+        All replicas must draw alike from it: initial values, shuffling.
+        """
+        refuse_in_jax_trace("Streams.shared")
+        return self._shared
+
+    @property
+    def replica(self) -> np.random.Generator:
+        """A Generator with this replica's own numbers; replica 2's are the same whether there are 3 or 300."""
+        refuse_in_jax_trace("Streams.replica")
+        return self._replica
 
     @property
     def seed(self) -> int:
@@ -68,6 +80,7 @@ class Streams(Created):
         return self._generator(_NUMBERED, *(word for number in checked for word in divmod(number, _WORD)))
 
     def _generator(self, *key: int) -> np.random.Generator:
+        refuse_in_jax_trace("Strategy.rng")
         return np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=key))
 
 

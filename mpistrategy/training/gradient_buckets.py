@@ -15,6 +15,7 @@ from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed, checked_count
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
@@ -126,9 +127,10 @@ class GradientBuckets:
 
         Raises:
             OptionError: for a variable of no bucket, and for one that is ready already in this step.
-            ContextError: outside a step function of the variables' strategy.
+            ContextError: outside a step function of the variables' strategy; in a function that JAX traces.
         """
         where = "GradientBuckets.ready"
+        refuse_in_jax_trace(where)
         number = self._number(which, where)
         context: ReplicaContext | None = get_replica_context()
         if context is None or context.strategy is not self._gradients.arena.strategy:

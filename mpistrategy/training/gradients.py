@@ -12,6 +12,7 @@ from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.objects.copies import Created
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed, Settable, checked_count
 from mpistrategy.training.gpu.norm import norm_of
 
@@ -113,7 +114,9 @@ class GradientAccumulator(Created, Settable):
         Raises:
             ShapeError: when the number or the shapes of gradients differ from the step before.
             LeafError, DTypeError: for values that are no numeric arrays.
+            ContextError: in a function that JAX traces.
         """
+        refuse_in_jax_trace("GradientAccumulator.add")
         given = [reducible(gradient, "GradientAccumulator.add") for gradient in gradients]
         # 16-bit floats are added in 32 bits, as in a reduction.
         with on_device_of_any(given):
@@ -152,6 +155,7 @@ class GradientAccumulator(Created, Settable):
 
     def take(self) -> list[Array] | None:
         """Return the sums so far, and start at 0; None without any.  For a last group of fewer steps."""
+        refuse_in_jax_trace("GradientAccumulator.take")
         if not self._count:
             return None
         self._count = 0

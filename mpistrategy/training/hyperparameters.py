@@ -9,6 +9,7 @@ import numpy as np
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
 from mpistrategy.mpi.contract.call_sites import warn_of_old_name
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.settings import Setting, checked_number, not_negative, positive
 from mpistrategy.options import NonFinite, ReduceOp
@@ -49,6 +50,12 @@ class LearningRate(Setting[float]):
         super().__init__(
             lambda where, name, value: checked_number(where, name, value, "a positive number, or a schedule", positive)
         )
+
+    def __get__(self, instance: Any, owner: type | None = None) -> Any:
+        if instance is None:
+            return self
+        refuse_in_jax_trace(f"{type(instance).__name__}.learning_rate")
+        return instance.__dict__["learning_rate"]
 
     def __set__(self, instance: Any, value: Any) -> None:
         if callable(value):

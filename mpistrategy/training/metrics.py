@@ -9,6 +9,7 @@ import numpy as np
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.nearest import NamesOurs, not_in_module, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables.variable import Variable
@@ -184,6 +185,7 @@ class Accuracy(Mean):
 
 
 def _real(value: Any, where: str) -> Array:
+    refuse_in_jax_trace(where)
     try:
         array = host_array(value)
         if array.dtype.kind in "OSUc":
@@ -206,5 +208,5 @@ def _per_replica_sum(metric: str, part: str) -> Variable:
 
 def _in_words(metric: Sum | Mean) -> str:
     """Return the name, and this rank's part of the state: to ask for the result is collective."""
-    parts = ", ".join(f"{var.name.rpartition('/')[2]} {float(var.local_view):g}" for var in metric.variables)
+    parts = ", ".join(f"{var.name.rpartition('/')[2]} {float(var._storage):g}" for var in metric.variables)
     return f"<{type(metric).__name__} {metric.variables[0].name.rpartition('/')[0]!r}, on this rank {parts}>"

@@ -14,6 +14,7 @@ from mpistrategy.context import Mode
 from mpistrategy.errors import CopyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.objects.jax_traces import in_jax_trace, refusal
 from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, switch
 from mpistrategy.options import (
     Aggregation,
@@ -68,10 +69,9 @@ class Variable(ArrayLike, Settable):
         name, trainable, aggregation: as above.
         strategy: the strategy that keeps the copies together.
         synchronization: when the copies are combined; AUTO has become ON_WRITE where there are several copies.
-        local_view: a view of this replica's copy, which follows every write; not to be written to.  Reading it never
-            communicates.
 
     Raises:
+        ContextError: for every read and write in a function that JAX traces.
         OptionError: for an unknown synchronization or aggregation; NONE synchronization with several replicas; MEAN of
             a dtype that is not floating.
         DTypeError, LeafError: for initial values that are no arrays.
@@ -83,7 +83,6 @@ class Variable(ArrayLike, Settable):
     strategy: Fixed[Any] = Fixed(cannot_be_set)
     synchronization: Fixed[VariableSynchronization] = Fixed(_fixed)
     aggregation: Fixed[VariableAggregation] = Fixed(_fixed)
-    local_view: Fixed[Array] = Fixed(cannot_be_set)
 
     @collective("create")
     def __init__(
@@ -142,7 +141,7 @@ class Variable(ArrayLike, Settable):
         self._storage: Array = storage
         #: The position in memory that the ranks of a node share; None for memory that is not shared.
         self._memory_slot: VariableSlot | None = slot
-        self.local_view = view = storage.view()
+        self._view: Array = (view := storage.view())
         if not is_on_device(view):  # CuPy has no read-only arrays
             view.flags.writeable = False
         #: The part of the strategy that does the work.
@@ -166,6 +165,13 @@ class Variable(ArrayLike, Settable):
     def dtype(self) -> np.dtype[Any]:
         """The dtype; reading it never communicates."""
         return self._storage.dtype
+
+    @property
+    def local_view(self) -> Array:
+        """A view of this replica's copy, which follows every write; not to be written to.  Never communicates."""
+        if in_jax_trace():
+            raise refusal(f"reading {self.name!r}")
+        return self._view
 
     def _contribution(self) -> Array:
         """Return this replica's copy: its value in a reduction."""
@@ -206,7 +212,7 @@ class Variable(ArrayLike, Settable):
 
         Raises:
             AggregationError: for an ON_READ variable with aggregation NONE in cross-replica context.
-            ContextError: in the context of another strategy.
+            ContextError: in the context of another strategy; in a function that JAX traces.
         """
         value = self._read(name)
         if is_on_device(value):
@@ -220,7 +226,7 @@ class Variable(ArrayLike, Settable):
 
     def local_copy(self) -> Array:
         """Return a copy of this replica's copy; never communicates."""
-        return copy_of(self._storage)  # type: ignore[no-any-return]
+        return copy_of(self.local_view)  # type: ignore[no-any-return]
 
     def _read(self, name: str | None = None) -> Array:
         return self._policy("reading a variable").read(self, name)
@@ -251,7 +257,7 @@ class Variable(ArrayLike, Settable):
         Raises:
             AggregationError: in a step function, for an ON_WRITE variable with aggregation NONE.
             DTypeError, ShapeError, LeafError: when `value` does not fit; no replica that takes part has written then.
-            ContextError: in the context of another strategy.
+            ContextError: in the context of another strategy; in a function that JAX traces.
         """
         written = self._write("assign", value, name)
         return written if read_value else None

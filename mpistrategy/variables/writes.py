@@ -24,6 +24,7 @@ from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.values import ArrayLike, IndexedSlices, event_of_reads, local_component
 from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.variables import rows
 from mpistrategy.variables.protocols import Replica
 
@@ -90,7 +91,9 @@ class Write:
 
         Raises:
             DTypeError, ShapeError, LeafError, OptionTypeError: when it does not fit; nothing has changed then.
+            ContextError: in a function that JAX traces.
         """
+        refuse_in_jax_trace(self.where)
         variable, value = self.variable, self.value
         if variable.dtype.kind in _NOT_FOR_KINDS.get(self.method, ""):
             raise DTypeError.at(

@@ -13,12 +13,16 @@ from replicas import SIZE
 pytestmark = pytest.mark.skipif(SIZE > 1, reason="starts jobs of its own: runs in the session on 1 rank")
 
 
-@pytest.mark.parametrize("library", ["torch", "jax"])
+PROGRAMS = [block for block in pages.BLOCKS if block.page in ("torch", "jax") and block.file]
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=lambda block: f"{block.page}-{block.file}")
 def test_a_program_prints_what_is_shown(
-    launch: Callable[..., launching.Finished], tmp_path: Path, library: str
+    launch: Callable[..., launching.Finished], tmp_path: Path, program: pages.Block
 ) -> None:
-    pytest.importorskip(library)
-    program, shown = (block for block in pages.BLOCKS if block.page == library and (block.file or block.kind == "text"))
+    pytest.importorskip(program.page)
+    after = pages.BLOCKS[pages.BLOCKS.index(program) + 1 :]
+    shown = next(block for block in after if block.kind == "text")
     (tmp_path / program.file).write_text(program.source, encoding="utf-8")
     job = launch(2, tmp_path / program.file, timeout=100).check()
     assert job.stdout.strip() == shown.source.strip()

@@ -17,7 +17,7 @@ from mpistrategy.arrays.convert import (
     placed_as,
 )
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.foreign import as_tensor, is_foreign, library_of
+from mpistrategy.arrays.foreign import as_tensor, is_foreign, is_without_data, library_of
 from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State
 from mpistrategy.checkpoint.storage.manifest import Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, to_json
@@ -60,10 +60,10 @@ class AnyArray(Kind):
     is_replaceable = True
 
     def owns(self, value: Any) -> bool:
-        return super().owns(value) or is_on_device(value) or is_foreign(value)
+        return super().owns(value) or is_on_device(value) or is_foreign(value) or is_without_data(value)
 
     def add(self, entries: State, path: str, value: Any) -> None:
-        entries.add_array(path, self.name, UNDECIDED, host_array(value))
+        entries.add_array(path, self.name, UNDECIDED, host_array(value, "Checkpoint.save", path))
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         in_place = _is_array(value) and not fresh

@@ -16,6 +16,7 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.error_messages import is_of_one_rank, mark_after_messages
 from mpistrategy.mpi.contract.flight_recorder import LEFT, CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.objects import jax_traces
 
 
 class Call:
@@ -33,7 +34,7 @@ class Call:
         anywhere: whether ranks may make it at different call sites.
 
     Raises:
-        ContextError: when the strategy has been closed.
+        ContextError: when the strategy has been closed, and, on all ranks, while JAX traces on one.
         ForkedProcessError: in a forked child of a rank.
         CollectiveMismatchError: when calls that differed were found after their data had moved.
     """
@@ -122,6 +123,8 @@ class Call:
             raise self._refused(
                 errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")
             )
+        if jax_traces.in_jax_trace():  # also inside a call: in a function that the program gave it
+            raise self._refused(jax_traces.refusal(self.where))
         if outer is None and guard.on_gpu is not None:  # a new thread has GPU 0 as its current one
             self._enter(guard.on_gpu)
         return self

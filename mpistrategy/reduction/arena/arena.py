@@ -28,6 +28,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed
 from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
@@ -143,8 +144,9 @@ class Arena(Generic[T]):
         """The nest of this rank's arrays, to be written in place; zeros at first.
 
         Raises:
-            ContextError: after `close`.
+            ContextError: after `close`; in a function that JAX traces.
         """
+        refuse_in_jax_trace("Arena.values")
         self._require_open("Arena.values")
         values: T = self._values
         return values
