@@ -122,6 +122,17 @@ def test_who_came_last_on_several_nodes() -> None:
     assert "too few, or too quick" in "\n".join(last_calls.lines(last_calls.compare([calls_of([0], [(1,)])])[0], {}))
 
 
+def test_nobody_is_slow_from_one_collective() -> None:
+    first = calls_of([0, 1, 2, 3], [(0, 1, 2, 1500)])
+    second = calls_of([0, 1, 2, 3], [(0, 1, 2, 1500), (1600, 1601, 1602, 3000)])
+    for calls in (first, second):
+        (late,) = last_calls.compare([calls])
+        assert late.slow() is None
+        shown = "\n".join(lines(Told("job", "x", [seen(rank) for rank in range(4)]), [late]))
+        assert "keeps the others waiting" not in shown
+        assert "too few, or too quick, to compare" in shown
+
+
 def test_a_slow_node_and_waits_that_mean_nothing() -> None:
     here = calls_of([0, 1], [(100 * n, 100 * n + 4) for n in range(8)])
     there = calls_of([2, 3], [(100 * n + (50 if n % 2 else 3), 100 * n + (3 if n % 2 else 50)) for n in range(8)])

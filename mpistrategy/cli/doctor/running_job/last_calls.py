@@ -22,6 +22,8 @@ MOST_CALLS = 64
 #: A rank, or the ranks of a node, are called slow that came last in so many of the calls, where the others waited for
 #: so much of the time, and usually for so long; shorter waits come and go with the system's own work.
 _SLOW_CALLS, _SLOW_TIME, _SLOW_SECONDS = 2 / 3, 0.05, 1e-4
+#: Nobody is called slow from fewer calls.
+_FEWEST_CALLS = 5
 _MOST_ROWS = 8
 
 
@@ -104,7 +106,11 @@ class Lateness:
     def are_slow(self, ranks: Collection[int]) -> bool:
         """Return whether some of these ranks keep the others waiting, one or another of them at a time."""
         waits = [wait for rank in ranks for wait in self.waits.get(rank, ())]
-        if not waits or len(waits) < _SLOW_CALLS * self.calls or statistics.median(waits) < _SLOW_SECONDS:
+        if (
+            self.calls < _FEWEST_CALLS
+            or len(waits) < _SLOW_CALLS * self.calls
+            or statistics.median(waits) < _SLOW_SECONDS
+        ):
             return False
         return sum(waits) >= _SLOW_TIME * self.seconds
 
@@ -186,7 +192,7 @@ def lines(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
         hosts: the node of each rank, where it is known.
     """
     whose = f"strategy of {count(late.ranks, 'rank')}"
-    if not late.calls:
+    if late.calls < _FEWEST_CALLS:
         return [f"{whose}: {count(late.newest, 'collective')} so far; too few, or too quick, to compare who came last."]
     missing = f" (nothing is known of {late.missing})" if late.missing > 0 else ""
     told = [
