@@ -118,7 +118,11 @@ def test_who_came_last_on_several_nodes() -> None:
     assert "rank 3    last in 4 on node2; the others waited 38.0 ms for it (median), at most 40.0 ms; 35%" in shown
     assert "  Rank 3 keeps the others waiting.\n" in shown
     assert "srun --jobid=17 --overlap --nodes=1 --ntasks=1 -w node2 kill -QUIT 93" in shown
-    assert last_calls.compare([here])[0].missing == 2
+    (half,) = last_calls.compare([there])
+    assert (half.missing, half.slow()) == (2, None)
+    shown = last_calls.lines(half, {0: "node1", 1: "node1", 2: "node2", 3: "node2"})
+    assert shown[-1] == "  Whom they all wait for cannot be said without the other 2 ranks."
+    assert "by node" not in "".join(shown)
     assert "too few, or too quick" in "\n".join(last_calls.lines(last_calls.compare([calls_of([0], [(1,)])])[0], {}))
 
 

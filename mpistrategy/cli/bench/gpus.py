@@ -96,9 +96,7 @@ def measure(
     }
     growing.add(head(about))
     count = 4 * len(sizes) + 2 * len(lists) + 2 * len(options.networks)
-    tell(
-        f"{count} rows, each measured for about {seconds:g} s, and prepared: {count * seconds:.0f} s or more"
-    )
+    tell(f"{count} rows, each measured for about {seconds:g} s, and prepared: {count * seconds:.0f} s or more")
     found: list[dict[str, Any]] = []
 
     def add(row: dict[str, Any]) -> None:
