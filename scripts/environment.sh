@@ -55,12 +55,28 @@ prepare() {
     packages_stamp=$(sha256sum <"$ROOT/pyproject.toml")
     if [[ $(cat "$VENV/installed-$extras" 2>/dev/null) != "$packages_stamp" ]]; then
         say "installing mpistrategy[$extras] from PyPI into ${VENV##*/} (once; about a minute)"
-        (cd -- "$ROOT" && "$VENV/bin/python" -m pip install -qq --disable-pip-version-check --editable ".[$extras]") ||
-            die "pip could not install mpistrategy[$extras]; its message is above"
+        install_with_pip --editable ".[$extras]" || die "pip could not install mpistrategy[$extras]; its message is above"
         printf '%s\n' "$packages_stamp" >"$VENV/installed-$extras"
         say "installed in $((SECONDS - started)) s"
     fi
     export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV
+}
+
+# install_with_pip ARGUMENT...: pip install ARGUMENT... in $ROOT; says every ten seconds what pip is at.
+install_with_pip() {
+    local log=$VENV/pip.log started=$SECONDS status=0 clock
+    : >"$log"
+    # Sleep has no part in this script's output: who reads that would wait for it.
+    while sleep "${SAY_EVERY:-10}" >&- 2>&- && kill -0 $$ 2>/dev/null; do
+        say "still installing after $((SECONDS - started)) s: $(tail -n 1 "$log" | cut -c 1-100)"
+    done &
+    clock=$!
+    (cd -- "$ROOT" && "$VENV/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@") \
+        >"$log" 2>&1 || status=$?
+    kill "$clock" 2>/dev/null || true
+    wait "$clock" 2>/dev/null || true
+    ((status == 0)) || tail -n 20 "$log" >&2
+    return "$status"
 }
 
 # run_ranks RANKS SECONDS ARGUMENT...: python ARGUMENT... on RANKS ranks, ended after SECONDS (0: never).

@@ -14,7 +14,16 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
-from mpistrategy.arrays.convert import any_array, as_device_array, copy_of, host_array, is_on_device, like_given
+from mpistrategy.arrays.array_methods import ArrayMethods
+from mpistrategy.arrays.convert import (
+    any_array,
+    array_where_it_is,
+    as_device_array,
+    copy_of,
+    host_array,
+    is_on_device,
+    like_given,
+)
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 from mpistrategy.objects.later import later
@@ -75,11 +84,11 @@ class ArrayOperators(NDArrayOperatorsMixin):
         def __ne__(self, other: object) -> NDArray[Any]: ...  # type: ignore[override]
 
 
-class ArrayLike(ArrayOperators):
-    """Arithmetic, comparison, indexing and conversion for anything with a `_read` method."""
+class ArrayLike(ArrayOperators, ArrayMethods):
+    """Arithmetic, comparison, indexing, conversion and NumPy's methods for anything with a `_read` method."""
 
-    def _read(self) -> Any:
-        raise NotImplementedError
+    def _array(self, asked: str) -> Any:
+        return array_where_it_is(self._read(), f"{type(self).__name__}.{asked}")
 
     def _contribution(self) -> Any:
         """Return this replica's value in a reduction; never communicates."""
@@ -126,13 +135,12 @@ class ArrayLike(ArrayOperators):
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         # ufunc.at would write through a read-only view.
         written = (*kwargs.get("out", ()), *(inputs[:1] if method == "at" else ()))
-        if any(isinstance(target, ArrayLike) for target in written):
-            raise UnsupportedError.at(
-                f"{type(self).__name__}.__i{ufunc.__name__}__",
-                found=f"an in-place {ufunc.__name__}",
-                expected="an assignment that keeps the replicas together",
-                fix="Write v.assign_add(x), v.assign_sub(x) or v.assign(...).",
-            )
+        for target in written:
+            if isinstance(target, ArrayLike):
+                if method == "at":
+                    target._refuse_part(f" in np.{ufunc.__name__}.at", f"np.{ufunc.__name__}.at(x, ...)")
+                operator = ufunc.__name__ if inputs[0] is target else ""
+                target._refuse(f" as the result of np.{ufunc.__name__}", f"np.{ufunc.__name__}(...)", operator)
         plain = [value._read() if isinstance(value, ArrayLike) else value for value in inputs]
         # CuPy leaves a ufunc to the other operand's __array_ufunc__, unless that has __cuda_array_interface__ or
         # __cupy_get_ndarray__: then CuPy computes itself, and fails for matrix products.
@@ -143,14 +151,6 @@ class ArrayLike(ArrayOperators):
     def __getitem__(self, key: Any) -> Array:
         part: Array = self._read()[key]
         return part
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        raise UnsupportedError.at(
-            f"{type(self).__name__}[...] = value",
-            found="an assignment to a part",
-            expected="an assignment that keeps the replicas together",
-            fix="Write v.assign(...) with the whole new value.",
-        )
 
     def __len__(self) -> int:
         return len(self._read())
@@ -196,10 +196,14 @@ class ArrayLike(ArrayOperators):
         return int(np.prod(self.shape))
 
     @property
-    def T(self) -> Array:  # noqa: N802  # NumPy's name
-        """The array with its axes reversed."""
-        value = self._read()
-        return value.T if is_on_device(value) else np.asarray(value).T
+    def itemsize(self) -> int:
+        """The bytes of one element."""
+        return self.dtype.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of all elements."""
+        return self.size * self.itemsize
 
     def numpy(self) -> Array:
         """Return the value as an ndarray; a value in GPU memory is copied to the host."""

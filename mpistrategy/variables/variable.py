@@ -11,7 +11,7 @@ from mpistrategy.arrays.convert import array_where_it_is, copy_of, host_array, i
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.values import ArrayLike
 from mpistrategy.context import Mode
-from mpistrategy.errors import CopyError, OptionTypeError, UnsupportedError
+from mpistrategy.errors import ContextError, CopyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.jax_traces import in_jax_trace, refusal
@@ -24,7 +24,7 @@ from mpistrategy.options import (
     checked_member,
 )
 from mpistrategy.variables.creation import check_dtype, kept_as, parsed_dtype
-from mpistrategy.variables.policies import CREATION, Policy, policies_of
+from mpistrategy.variables.policies import CREATION, Policy, own, policies_of
 from mpistrategy.variables.protocols import Extended
 from mpistrategy.variables.writes import Write, converted, plain
 
@@ -235,7 +235,22 @@ class Variable(ArrayLike, Settable):
         # What an ON_READ variable reads as may be a sum that nothing holds.
         return None if self.synchronization is VariableSynchronization.ON_READ else self._read()
 
+    def _array(self, asked: str) -> Array:
+        # A method that communicated would hang a program that calls it on one rank, as it may with an array.
+        if self._policy(f"Variable.{asked}").read is not own:
+            raise ContextError.at(
+                f"Variable.{asked}",
+                found=f"the ON_READ variable {self.name!r} outside steps, where each rank has its own value",
+                expected="one value for all ranks, or this rank's own",
+                fix=f"Write v.read_value().{asked}: read_value is collective, so call it on all ranks; "
+                "or v.local_view for this rank's copy.",
+            )
+        return self.local_view
+
     # ---------------------------------------------------------------------------------------------- writing
+
+    def _assigned(self, new: str, operator: str = "") -> str:
+        return {"add": "v.assign_add(x)", "subtract": "v.assign_sub(x)"}.get(operator, f"v.assign({new})")
 
     @overload
     def assign(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -242,6 +244,44 @@ def test_figures_of_rounds() -> None:
     late = np.array([False, False, True])
     assert summary(own, reference, late, all_kept, fair=False)["ratio"] == 1  # of all rounds
     assert summary(own, reference, late, all_kept, fair=False)["median_us"] == 9
+
+
+def test_a_case_in_which_raw_mpi_is_far_above_its_least_time_is_marked() -> None:
+    variants = [
+        {"name": name, "median_us": time, "fastest_us": 90.0} for name, time in (("mpi4py", 271.0), ("x", 80.0))
+    ]
+    for row in variants:
+        row |= {"right": True, "disturbed_left_out": True, "ratio_disturbed": False}
+        row |= dict.fromkeys(("ratio", "ratio_quartile_1", "ratio_quartile_3"), 1.0)
+    case = {"suite": "all_reduce", "case": "4 B", "reference": "mpi4py", "variants": variants, "missing": {}}
+    text = report.markdown(
+        {"environment": _environment(), "cases": [case | {"least_us": 2.5}, case | {"least_us": 99.0}]}
+    )
+    assert "| 4 B | mpi4py | 271 us disturbed: at best 2.5 us | 1 |\n|  | x | 80 us disturbed | " in text
+    assert "| 4 B | mpi4py | 271 us | 1 |\n|  | x | 80 us | " in text
+    assert "1 of 2 cases were disturbed" in text
+
+
+def test_rows_are_printed_when_they_are_there_and_stay_after_a_kill(tmp_path: Path) -> None:
+    arguments = ["--quick", "--only", "all_reduce", "--sizes", "4,8,64MiB,256MiB", "--seconds", "2"]
+    with subprocess.Popen(
+        [*launching._mpiexec(), "-n", "2", sys.executable, *BENCH, *arguments],
+        cwd=tmp_path,
+        env=launching.environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as job:
+        assert job.stdout is not None
+        assert job.stderr is not None
+        try:
+            assert "4 cases, each measured for up to about 2 s" in job.stderr.readline()
+            seen = next(line for line in job.stdout if line.startswith("| 8 B | mpi4py | "))
+            assert job.poll() is None, "the row comes before the end"
+        finally:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert seen.endswith("| 1 |\n")
 
 
 def test_what_follows_from_figures() -> None:

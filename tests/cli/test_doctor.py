@@ -218,8 +218,8 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
         "MPI4PY_LIBMPI=", set(),
     ),
     "an Open MPI without room in /dev/shm": (
-        job(on(ALL, library="Open MPI v5.0.11", built_for="Open MPI", network="verbs", shm_free=8 * MIB)), "network",
-        NOTE, ["8.0 MiB free in /dev/shm on node1", "16 MiB for each rank"], "--shm-size", {0, 1},
+        job(on(ALL, library="Open MPI v5.0.11", built_for="Open MPI", network="verbs", shm_free=8 * MIB)),
+        "shared memory", BAD, ["8.0 MiB are free in /dev/shm on node1", "16 MiB for each rank"], "--shm-size", {0, 1},
     ),
     "ranks of a host that share no memory": (
         job(on({1}, leader=1, local_rank=0, local_size=1)), "nodes", BAD,

@@ -25,6 +25,7 @@ import mpistrategy
 from mpistrategy.cli import main
 from mpistrategy.cli.doctor.running_job import node_view, run_files, slurm_job
 from mpistrategy.cli.doctor.running_job.hung_job import Told, hangs, lines
+from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls
 from mpistrategy.cli.doctor.running_job.run_files import Seen
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.watchdog.status_board import BYTES, RankStatus, StatusBoard
@@ -272,15 +273,21 @@ for _ in range(5):
     strategy.run(step)
 if strategy.replica_id_in_sync_group == 1:
     shuffle()
+if strategy.replica_id_in_sync_group == 0:
+    open("waits", "w").write(str(os.getpid()))
 strategy.run(step)
 """
 
 
 @one_rank
-def test_a_job_of_one_node_that_hangs_is_read_from_outside(tmp_path: Path) -> None:
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_a_job_that_hangs_is_read_from_outside(tmp_path: Path, nodes: int) -> None:
+    """On one node, asked by the rank that hangs; on two, asked by a rank of the node where all wait."""
+    if nodes > 1 and launching.IS_OPEN_MPI:
+        pytest.skip("only MPICH pretends that there are nodes")
     program = launching.program(HANGING, tmp_path)
     command = [*launching._mpiexec(), "-n", "3", sys.executable, "-m", "mpistrategy", "run", str(program)]
-    environment = launching.environment() | {"MPISTRATEGY_TIMEOUT_SECONDS": "20"}
+    environment = launching.environment() | {"MPISTRATEGY_TIMEOUT_SECONDS": "20", "MPIR_CVAR_NUM_CLIQUES": str(nodes)}
     with subprocess.Popen(
         command,
         cwd=tmp_path,
@@ -290,7 +297,7 @@ def test_a_job_of_one_node_that_hangs_is_read_from_outside(tmp_path: Path) -> No
         start_new_session=True,
     ) as job:
         try:
-            done = _ask_until_it_hangs(tmp_path)
+            done = _ask_until_it_hangs(tmp_path, "stuck" if nodes == 1 else "waits", nodes)
         finally:
             stuck = tmp_path / "stuck"
             if stuck.exists():
@@ -300,6 +307,10 @@ def test_a_job_of_one_node_that_hangs_is_read_from_outside(tmp_path: Path) -> No
     if "cannot be read" in done.stderr:
         pytest.skip(f"not run: {done.stderr}")
     assert done.returncode == 1, done
+    if nodes > 1:
+        assert re.search(
+            r", in the memory that its ranks share, and of other nodes in \S+/mpistrategy-run-", done.stdout
+        )
     assert re.search(r"rank 1 +elsewhere +in no collective: at \S+ in shuffle; its last was #\d+ Rep", done.stdout), (
         done
     )
@@ -311,10 +322,10 @@ def test_a_job_of_one_node_that_hangs_is_read_from_outside(tmp_path: Path) -> No
     assert re.search(r"ends by itself, with a roll call, \d+ s from now \(timeout 20 s\)", done.stdout), done
 
 
-def _ask_until_it_hangs(folder: Path) -> subprocess.CompletedProcess[str]:
+def _ask_until_it_hangs(folder: Path, whom: str, nodes: int) -> subprocess.CompletedProcess[str]:
     end = time.monotonic() + 40
     while True:
-        stuck = folder / "stuck"
+        stuck = folder / whom
         if stuck.exists() and stuck.read_text():
             done = subprocess.run(
                 [sys.executable, *DOCTOR, "--pid", stuck.read_text()],
@@ -324,7 +335,8 @@ def _ask_until_it_hangs(folder: Path) -> subprocess.CompletedProcess[str]:
                 timeout=30,
                 check=False,
             )
-            if done.returncode == 1 or "cannot be read" in done.stderr or time.monotonic() > end:
+            is_told = done.returncode == 1 and (nodes == 1 or "not come: rank 1" in done.stdout)
+            if is_told or "cannot be read" in done.stderr or time.monotonic() > end:
                 return done
         assert time.monotonic() < end, "the job does not start"
         time.sleep(0.2)
@@ -357,6 +369,20 @@ def test_the_report_of_a_hung_job() -> None:
     silent = told([seen(0), seen(1, silent="its process 7 is stopped (SIGSTOP, SIGTSTP)")])
     assert "does not answer" in silent[2]
     assert "is stopped" in silent[2]
+    assert silent[3] == "1 of 2 ranks wait; no answer: rank 1."
+
+
+def test_what_one_node_shows_is_not_said_of_the_job() -> None:
+    calls = [NodeCalls(7, 3, 2, 7)]
+    shown = lines(Told("the job", "x", [seen(0), seen(2)], calls, one_node=True))
+    assert shown[3] == "2 of 2 ranks of this node wait: for ranks that are not known to have come."
+    assert shown[4].startswith("Nothing is known of 1 rank on other nodes: ")
+    earlier = seen(1, waited=0.0, age=50.0, text="in no collective: at data.py:3")
+    shown = lines(Told("the job", "x", [seen(0), earlier, seen(2)], calls))
+    assert shown[4:6] == [
+        "2 of 3 ranks wait: for ranks that are not known to have come.",
+        "Not heard of since this wait began: rank 1.",
+    ]
 
 
 def test_files_of_a_run_directory(tmp_path: Path) -> None:

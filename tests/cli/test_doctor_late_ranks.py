@@ -118,8 +118,23 @@ def test_who_came_last_on_several_nodes() -> None:
     assert "rank 3    last in 4 on node2; the others waited 38.0 ms for it (median), at most 40.0 ms; 35%" in shown
     assert "  Rank 3 keeps the others waiting.\n" in shown
     assert "srun --jobid=17 --overlap --nodes=1 --ntasks=1 -w node2 kill -QUIT 93" in shown
-    assert last_calls.compare([here])[0].missing == 2
+    (half,) = last_calls.compare([there])
+    assert (half.missing, half.slow()) == (2, None)
+    shown = last_calls.lines(half, {0: "node1", 1: "node1", 2: "node2", 3: "node2"})
+    assert shown[-1] == "  Whom they all wait for cannot be said without the other 2 ranks."
+    assert "by node" not in "".join(shown)
     assert "too few, or too quick" in "\n".join(last_calls.lines(last_calls.compare([calls_of([0], [(1,)])])[0], {}))
+
+
+def test_nobody_is_slow_from_one_collective() -> None:
+    first = calls_of([0, 1, 2, 3], [(0, 1, 2, 1500)])
+    second = calls_of([0, 1, 2, 3], [(0, 1, 2, 1500), (1600, 1601, 1602, 3000)])
+    for calls in (first, second):
+        (late,) = last_calls.compare([calls])
+        assert late.slow() is None
+        shown = "\n".join(lines(Told("job", "x", [seen(rank) for rank in range(4)]), [late]))
+        assert "keeps the others waiting" not in shown
+        assert "too few, or too quick, to compare" in shown
 
 
 def test_a_slow_node_and_waits_that_mean_nothing() -> None:

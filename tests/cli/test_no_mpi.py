@@ -49,6 +49,9 @@ def test_three_lines_say_what_is_missing_and_what_to_do(name: str, missing: str,
     if name == "mpistrategy doctor":
         assert any(f"BAD   mpi  {found}" in line for line in told), done.stdout
         assert len(told) <= 6
+        arrow = next(line for line in told if line.lstrip().startswith("->"))
+        assert ("Correct MPI4PY_LIBMPI=/opt/none" if missing == "libmpi" else CURES[0]) in arrow
+        assert CURES[0] in done.stdout
     else:
         where = name if "bench" not in name else "MirroredStrategy"
         first = f"{where}: found {found}; expected an MPI that mpi4py can load."

@@ -406,6 +406,7 @@ class ndarray(np.lib.mixins.NDArrayOperatorsMixin):  # noqa: N801  # CuPy's name
             "var",
             "round",
             "clip",
+            "dot",
         ):
             return lambda *args, **kwargs: _later(getattr(np, name), (self, *args), kwargs, kwargs.pop("out", None))
         if name in ("shape", "dtype", "ndim", "size", "nbytes", "itemsize", "strides", "flags"):

@@ -56,6 +56,27 @@ def test_a_variable_is_on_the_gpu_of_its_rank(gpus: ms.MirroredStrategy) -> None
     assert (v.shape, v.dtype, v.T.shape, len(v)) == ((4,), np.float64, (4,), 4)
 
 
+def test_the_methods_of_arrays_are_cupys(gpus: ms.MirroredStrategy) -> None:
+    with gpus.scope():
+        v = ms.Variable(np.arange(6.0).reshape(2, 3))
+        w = ms.Variable(np.ones(3))
+    for found, right in [
+        (v.sum(axis=0), [3, 5, 7]),
+        (v.mean(), 2.5),
+        (v.transpose(), [[0, 3], [1, 4], [2, 5]]),
+        (v.reshape(3, 2), [[0, 1], [2, 3], [4, 5]]),
+        (v.astype("float32"), [[0, 1, 2], [3, 4, 5]]),
+        (v.dot(w), [3, 12]),
+        (ms.Mirrored((v.copy(),)).max(axis=1), [2, 5]),
+        (np.sum(v, axis=1), [3, 12]),
+    ]:
+        assert type(found) is ndarray
+        assert found.get().tolist() == right
+    assert v.tolist() == [[0, 1, 2], [3, 4, 5]]
+    with pytest.raises(ms.errors.UnsupportedError, match=r"v.assign\(np.sort\(v\)\)"):
+        v.sort()
+
+
 def test_arithmetic_stays_on_the_gpu(gpus: ms.MirroredStrategy) -> None:
     with gpus.scope():
         v, rate = ms.Variable(np.arange(3.0)), ms.Variable(0.5)

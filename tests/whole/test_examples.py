@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,3 +63,24 @@ def test_the_ensemble_gives_the_numbers_of_one_process_and_of_mpi4py_alone(launc
     assert printed.startswith("5 members on 3 ranks in 2 groups\n")
     assert np.std(alone, axis=0).min() > 0.01
     assert lines_of_code("ensemble.py") <= 1.2 * lines_of_code("ensemble_mpi4py.py")
+
+
+def test_a_network_in_numpy_takes_variables_in_five_changed_lines(launch: Launch) -> None:
+    plain, ported = (code_of(EXAMPLES / program) for program in ("network_numpy.py", "network.py"))
+    changed = [line for line in difflib.ndiff(plain, ported) if line.startswith("+ ")]
+    assert 0 < len(changed) <= 5
+    right = numbers_of(launch(1, [EXAMPLES / "network_numpy.py"]).check().stdout)
+    assert right[-1, 1] > 0.8 * right[-1, 2]
+    for ranks in (1, 2, 3):
+        lines = launch(ranks, [EXAMPLES / "network.py"]).check().stdout.splitlines()
+        found = numbers_of("\n".join(sorted(lines, key=lambda line: int(line.split()[1][:-1]))))
+        np.testing.assert_allclose(found, right.repeat(ranks, axis=0), rtol=1e-9)
+
+
+def code_of(program: Path) -> list[str]:
+    """Return a program's lines without its docstring and empty lines."""
+    return [line for line in program.read_text(encoding="utf-8").split('"""', 2)[2].splitlines() if line]
+
+
+def numbers_of(printed: str) -> np.ndarray:
+    return np.array([re.findall(r"[\d.]+", line.replace(":", "")) for line in printed.splitlines()], float)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -91,6 +93,33 @@ def test_heat_conduction_agrees_with_the_exact_solution_on_any_number_of_ranks(l
 
 def test_heat_conduction_on_a_grid_too_coarse_is_a_failure(launch: Launch, tmp_path: Path) -> None:
     assert launch(2, [SCRIPTS / "heat_equation.py", "--cells", "4"], cwd=tmp_path).returncode == 1
+
+
+SLOW_PYTHON = """#!/bin/bash
+case "$*" in
+    -c*) exec %s "$@" ;;
+    *venv*--clear*) mkdir -p "${@: -1}/bin" && cp "$0" "${@: -1}/bin/python" && cp "$0" "${@: -1}/bin/mpiexec" ;;
+    *pip*) echo "Collecting numpy" && sleep 1.5 && [[ -z ${BROKEN-} ]] || { echo "ERROR: no network" && exit 1; } ;;
+    *) echo "trained" ;;
+esac
+"""
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_the_demo_says_what_it_installs_when_that_takes_long(tmp_path: Path, broken: bool) -> None:
+    (tmp_path / "scripts").mkdir()
+    for name in ("scripts/demo", "scripts/environment.sh", "pyproject.toml"):
+        shutil.copy(SCRIPTS.parent / name, tmp_path / name)
+    python = tmp_path / "slow_python"
+    python.write_text(SLOW_PYTHON % sys.executable)
+    python.chmod(0o755)
+    environment = {**os.environ, "PYTHON": str(python), "SAY_EVERY": "0.2", "BROKEN": "yes" if broken else ""}
+    command = [tmp_path / "scripts" / "demo"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert re.search(r"(?m)^== still installing after \d+ s: Collecting numpy$", done.stdout), done
+    assert done.returncode == (2 if broken else 0), done
+    assert ("ERROR: no network\nerror: pip could not install" in done.stderr) is broken, done
+    assert ("trained" in done.stdout) is not broken, done
 
 
 def test_import_cost_is_printed_in_one_line(launch: Launch) -> None:

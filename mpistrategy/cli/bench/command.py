@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, replace
@@ -16,8 +17,8 @@ import numpy as np
 from mpistrategy.cli.bench.cases.shapes import LISTS, NETWORKS
 from mpistrategy.cli.bench.forecast import picture, tables, units
 from mpistrategy.cli.bench.measuring import report as reports
-from mpistrategy.cli.bench.measuring.environment import describe
-from mpistrategy.cli.bench.measuring.timing import FULL, QUICK, measure
+from mpistrategy.cli.bench.measuring.environment import describe, in_words
+from mpistrategy.cli.bench.measuring.timing import FULL, PATIENCE, QUICK, measure
 from mpistrategy.cli.bench.peers import open_peers
 from mpistrategy.errors import DeviceError, UnsupportedError
 from mpistrategy.mpi.job.launcher import claim_in
@@ -47,7 +48,7 @@ UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g":
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `mpistrategy bench`."""
-    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds; takes less than a minute")
+    parser.add_argument("--quick", action="store_true", help="fewer sizes and rounds; it says how long it will take")
     parser.add_argument(
         "--only", type=_names(SUITES), default=list(SUITES[:-1]), metavar="SUITE,...", help=f"of {', '.join(SUITES)}"
     )
@@ -136,10 +137,13 @@ def run(options: argparse.Namespace) -> int:
     status = 0
     if options.save:
         status = _save(options, ranks, strategy, report)
+        if ranks.rank == 0:
+            reports.write(options.markdown, reports.markdown(report))
     else:
-        _run_suites(options, ranks, strategy, report)
+        growing = reports.Growing(options.markdown if ranks.rank == 0 else None)
+        growing.add(reports.head(report["environment"]))
+        _run_suites(options, ranks, strategy, report, growing)
     if ranks.rank == 0:
-        reports.write(options.markdown, reports.markdown(report))
         if options.json:
             reports.write(options.json, reports.as_json(report))
         if options.plot:
@@ -170,11 +174,11 @@ def _on_gpus(options: argparse.Namespace) -> int:
 
     ranks = RawRanks()
     environment = describe(ranks.job())
-    found = gpus.measure(strategy, ranks, options, _tell if ranks.rank == 0 else lambda line: None)
-    if ranks.rank == 0:
-        reports.write(options.markdown, gpus.markdown(environment, found))
-        if options.json:
-            reports.write(options.json, reports.as_json({"environment": environment, **found}))
+    growing = reports.Growing(options.markdown if ranks.rank == 0 else None)
+    growing.add([in_words(environment)])
+    found = gpus.measure(strategy, ranks, options, _tell if ranks.rank == 0 else lambda line: None, growing)
+    if ranks.rank == 0 and options.json:
+        reports.write(options.json, reports.as_json({"environment": environment, **found}))
     ranks.close()
     strategy.close()
     return 0 if all(row["right"] for row in found["rows"]) else 1
@@ -206,7 +210,9 @@ def _forecast(options: argparse.Namespace) -> int:
     return 0
 
 
-def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, report: dict[str, Any]) -> None:
+def _run_suites(
+    options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, report: dict[str, Any], growing: reports.Growing
+) -> None:
     from mpistrategy.cli.bench.cases import nodes, protection, steps, sums
 
     suites: dict[str, Callable[[Bench], Iterator[Case]]] = {
@@ -232,10 +238,26 @@ def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy
     effort = QUICK if options.quick else FULL
     if options.seconds:
         effort = replace(effort, seconds=options.seconds)
+    counts = {
+        "all_reduce": len(bench.sizes),
+        "small": 2,
+        "lists": len(bench.lists),
+        "steps": len(bench.networks),
+        "nodes": (len(nodes.SIZES) + 1) * (bench.nodes > 1),
+        "guard": len(protection.SIZES) * (1 + (bench.nodes == 1)),
+    }
+    number = sum(counts[suite] for suite in options.only)
+    tell = _tell if ranks.rank == 0 else lambda line: None
+    tell(
+        f"{number} cases, each measured for up to about {effort.seconds:g} s "
+        f"({PATIENCE * effort.seconds:g} s where other programs take the cores), and prepared and checked before that"
+    )
+    started = time.monotonic()
     for suite in options.only:
         for case in suites[suite](bench):
-            if ranks.rank == 0:
-                _tell(f"{suite}: {case.name} ...")
+            done, passed = len(report["cases"]), time.monotonic() - started
+            left = f"about {max(number - done, 0) * passed / done:.0f} s to go" if done else "the first one"
+            tell(f"{suite}: {case.name} ... (case {done + 1} of {number}, {left})")
             report["cases"].append(measure(case, ranks, effort))
             figures = report["cases"][-1]
             if suite == "steps":
@@ -250,6 +272,12 @@ def _run_suites(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy
                 if variant.close is not None:
                     variant.close()
             case.variants.clear()  # frees their memory for the next case
+            if report["cases"][-2:-1] == [] or report["cases"][-2]["suite"] != suite:
+                growing.add(reports.suite_head(suite))
+            growing.add(reports.rows(figures))
+        growing.add(reports.suite_tail([case for case in report["cases"] if case["suite"] == suite]))
+    growing.add(reports.tail(report["cases"]))
+    tell(f"{len(report['cases'])} cases took {time.monotonic() - started:.0f} s")
     for peer in peers:
         peer.close()
 

@@ -26,8 +26,7 @@ import numpy as np
 
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.cli.bench.cases.shapes import LISTS, NETWORKS
-from mpistrategy.cli.bench.measuring.environment import in_words
-from mpistrategy.cli.bench.measuring.report import time_in_words
+from mpistrategy.cli.bench.measuring.report import Growing, time_in_words
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.current import get_replica_context
@@ -71,7 +70,9 @@ class Work:
     is_right: Callable[[], bool] | None = None
 
 
-def measure(strategy: Strategy, ranks: RawRanks, options: Any, tell: Callable[[str], None]) -> dict[str, Any]:
+def measure(
+    strategy: Strategy, ranks: RawRanks, options: Any, tell: Callable[[str], None], growing: Growing
+) -> dict[str, Any]:
     """Measure on all ranks; return the figures, the same on every rank.  Collective.
 
     Args:
@@ -79,31 +80,46 @@ def measure(strategy: Strategy, ranks: RawRanks, options: Any, tell: Callable[[s
         ranks: the same ranks, outside the library.
         options: those of the command line.
         tell: says on one rank what is measured.
+        growing: where one rank writes each row when it has it.
     """
     cupy = cupy_for("mpistrategy bench --devices gpu")
     seconds = options.seconds or (_QUICK_SECONDS if options.quick else _SECONDS)
     sizes = options.sizes or (QUICK_SIZES if options.quick else SIZES)
     lists = options.lists or (["resnet50"] if options.quick else list(LISTS))
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    paths = device_paths(strategy.extended.communicator)
+    about = {
+        "device": properties["name"].decode(),
+        "gpus": ranks.size,
+        "cupy": cupy.__version__,
+        "paths": {word: f"{path.name}: {paths.reasons.get(word, '')}" for word, path in paths.known.items()},
+    }
+    growing.add(head(about))
+    count = 4 * len(sizes) + 2 * len(lists) + 2 * len(options.networks)
+    tell(f"{count} rows, each measured for about {seconds:g} s, and prepared: {count * seconds:.0f} s or more")
     found: list[dict[str, Any]] = []
+
+    def add(row: dict[str, Any]) -> None:
+        found.append(row)
+        growing.add([row_in_words(row)])
 
     def all_of_them() -> None:
         for works in (*(_collectives(cupy, ranks, nbytes) for nbytes in sizes), _lists(cupy, lists)):
             for work in works:
                 tell(f"{work.name}, {size_in_words(work.nbytes)} ...")
-                found.append(_measured(cupy, ranks, work, seconds))
+                add(_measured(cupy, ranks, work, seconds))
 
     strategy.run(all_of_them)
     for name in options.networks:
-        found += _steps(cupy, strategy, ranks, NETWORKS[name], name, seconds, tell)
-    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
-    paths = device_paths(strategy.extended.communicator)
-    return {
-        "device": properties["name"].decode(),
-        "gpus": ranks.size,
-        "cupy": cupy.__version__,
-        "paths": {word: f"{path.name}: {paths.reasons.get(word, '')}" for word, path in paths.known.items()},
-        "rows": found,
-    }
+        for row in _steps(cupy, strategy, ranks, NETWORKS[name], name, seconds, tell):
+            add(row)
+    growing.add(
+        line
+        for row in found
+        if "communication_us" in row
+        for line in ("", f"Communication adds {row['communication_us']:.1f} us to a {row['name']}.")
+    )
+    return {**about, "rows": found}
 
 
 def _collectives(cupy: Any, ranks: RawRanks, nbytes: int) -> Iterator[Work]:
@@ -233,13 +249,12 @@ def _timed(cupy: Any, ranks: RawRanks, call: Callable[[], Any], calls: int) -> t
     return float(slowest[0]) / calls, float(slowest[1]) / calls
 
 
-def markdown(environment: dict[str, Any], found: dict[str, Any]) -> str:
-    """Return the figures as a table."""
-    lines = [
-        in_words(environment),
+def head(about: dict[str, Any]) -> list[str]:
+    """Return the beginning of the table."""
+    return [
         "",
-        f"{found['gpus']} ranks, a GPU each unless they share one; {found['device']}, CuPy {found['cupy']}. "
-        + " ".join(f"Path: {path}." for path in found["paths"].values()),
+        f"{about['gpus']} ranks, a GPU each unless they share one; {about['device']}, CuPy {about['cupy']}. "
+        + " ".join(f"Path: {path}." for path in about["paths"].values()),
         "",
         "Algorithm bandwidth is bytes / time, bus bandwidth that times 2 (n - 1) / n for an all-reduce and (n - 1) / n "
         "for an all-gather of n ranks, as in nccl-tests. Host: until a call returns.",
@@ -247,13 +262,12 @@ def markdown(environment: dict[str, Any], found: dict[str, Any]) -> str:
         "| call | bytes | time | algorithm bandwidth | bus bandwidth | host |",
         "|---|---|---|---|---|---|",
     ]
-    for row in found["rows"]:
-        speeds = [f"{row[key]:.3g} GB/s" if key in row else "-" for key in ("algbw_gb_s", "busbw_gb_s")]
-        wrong = "" if row["right"] else " **WRONG RESULT**"
-        times = [time_in_words(row[key]) for key in ("us", "host_us")]
-        cells = (row["name"], size_in_words(row["bytes"]), times[0], *speeds, times[1] + wrong)
-        lines.append(f"| {' | '.join(cells)} |")
-    for row in found["rows"]:
-        if "communication_us" in row:
-            lines += ["", f"Communication adds {row['communication_us']:.1f} us to a {row['name']}."]
-    return "\n".join(lines) + "\n"
+
+
+def row_in_words(row: dict[str, Any]) -> str:
+    """Return a row of the table."""
+    speeds = [f"{row[key]:.3g} GB/s" if key in row else "-" for key in ("algbw_gb_s", "busbw_gb_s")]
+    wrong = "" if row["right"] else " **WRONG RESULT**"
+    times = [time_in_words(row[key]) for key in ("us", "host_us")]
+    cells = (row["name"], size_in_words(row["bytes"]), times[0], *speeds, times[1] + wrong)
+    return f"| {' | '.join(cells)} |"

@@ -197,7 +197,7 @@ def _without_mpi(options: argparse.Namespace, facts: Facts, error: BaseException
 
     found, fix = parts_of(no_mpi("mpistrategy doctor", error))
     if facts.wanted:
-        fix = f"MPI4PY_LIBMPI={facts.wanted}: is it there, with all that it needs (ldd)? {fix}"
+        fix = f"Correct MPI4PY_LIBMPI={facts.wanted}: is it there, with all that it needs (ldd)? Or unset it.\n{fix}"
     return _alone(options, facts, Finding("mpi", BAD, found, fix), cover)
 
 

@@ -50,12 +50,28 @@ def not_come(accounts: Sequence[Account], unknown: Sequence[int]) -> list[int]:
     return [each.status.rank for each in accounts if each.silent or not each.status.waited] + list(unknown)
 
 
+def _silent(accounts: Sequence[Account]) -> list[int]:
+    return [each.status.rank for each in accounts if each.silent]
+
+
+def absent_in_words(missing: Sequence[int], silent: Sequence[int]) -> str:
+    """Return ``; not come: rank 1; no answer: rank 2``.
+
+    Args:
+        missing: the ranks that do not wait, the silent ones among them.
+        silent: those that cannot say where they are, such as stopped ones: they may have come before that.
+    """
+    absent = [rank for rank in missing if rank not in silent]
+    parts = {"not come": absent, "no answer": [rank for rank in missing if rank in silent]}
+    return "".join(f"; {what}: {ranks_in_words(ranks)}" for what, ranks in parts.items() if ranks)
+
+
 def as_error(accounts: Sequence[Account], unknown: Sequence[int]) -> CollectiveTimeoutError:
     """Return the error of ranks that wait, for a job that goes on."""
     ordered = sorted(accounts, key=lambda account: account.status.rank)
     missing = sorted(not_come(ordered, unknown))
     error = CollectiveTimeoutError(
-        f"a collective is late, as the roll call says; not come: {ranks_in_words(missing)}. {NO_MORE_CALLS}"
+        f"a collective is late, as the roll call says{absent_in_words(missing, _silent(ordered))}. {NO_MORE_CALLS}"
         if missing
         else f"a collective is late, as the roll call says. {NO_MORE_CALLS}"
     )
@@ -112,7 +128,7 @@ def roll_call(
         reason = f"on this node {seen}" if seen else "no strategy connects it yet, or its node is silent"
         lines.append(f"  nothing is known of {ranks_in_words(unknown)}: {reason}")
     if missing:
-        lines.append(f"{len(waiting)} of {size} ranks wait; not come: {ranks_in_words(missing)}.")
+        lines.append(f"{len(waiting)} of {size} ranks wait{absent_in_words(missing, _silent(accounts))}.")
     else:
         lines.append(f"All {size} ranks wait: in calls that do not fit together, or for a network that has stopped.")
     lines.append(records)

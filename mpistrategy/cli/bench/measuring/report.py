@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,11 @@ METHOD = (
     "Median of all rounds; the variants of a case take turns within each round. Ratio: median over the median of the "
     "case's first row; in brackets the quartiles of the ratios round by round. Every rank rewrites its operand before "
     "each call and reads its result after it (not counted). A call's time is that of its slowest rank. Calls during "
-    "which a rank had to share its core with another program are left out, unless nearly all are (marked ~)."
+    "which a rank had to share its core with another program are left out, unless nearly all are (marked ~). Where raw "
+    "MPI's median is ten times its own least time or more, the case is marked as disturbed: measure it again."
 )
+#: From how many times its own least time on raw MPI was disturbed.
+DISTURBED = 10.0
 
 
 def time_in_words(microseconds: float) -> str:
@@ -24,28 +28,80 @@ def time_in_words(microseconds: float) -> str:
     return f"{microseconds:.3g} us"
 
 
+class Growing:
+    """A report that is written while the figures come: what is in it stays when the job is killed.
+
+    Args:
+        path: a file; ``-`` for the screen; None for nowhere.
+    """
+
+    def __init__(self, path: str | None) -> None:
+        self._path = path
+        if path not in (None, "-"):
+            write(path, "")
+
+    def add(self, lines: Iterable[str]) -> None:
+        """Write lines, at once."""
+        text = "".join(f"{line}\n" for line in lines)
+        if self._path == "-":
+            print(text, end="", flush=True)
+        elif self._path is not None:
+            with open(self._path, "a", encoding="utf-8") as file:
+                file.write(text)
+
+
 def markdown(report: dict[str, Any]) -> str:
-    """Return one table for each suite."""
-    lines = [in_words(report["environment"]), "", METHOD]
-    suites = list(dict.fromkeys(case["suite"] for case in report["cases"]))
-    for suite in suites:
-        lines += ["", f"**{suite}**", "", "| case | variant | time | ratio (quartiles) |", "|---|---|---|---|"]
-        for case in report["cases"]:
-            if case["suite"] == suite:
-                lines += [_row(case, number) for number in range(len(case["variants"]))]
-        lines += _more(report, suite)
-    missing = {name: why for case in report["cases"] for name, why in case["missing"].items()}
+    """Return the whole report: one table for each suite."""
+    cases = report["cases"]
+    lines = head(report["environment"])
+    for suite in dict.fromkeys(case["suite"] for case in cases):
+        lines += suite_head(suite)
+        own = [case for case in cases if case["suite"] == suite]
+        lines += [row for case in own for row in rows(case)]
+        lines += suite_tail(own)
+    return "".join(f"{line}\n" for line in lines + tail(cases))
+
+
+def head(environment: dict[str, Any]) -> list[str]:
+    """Return what the figures were measured on, and how."""
+    return [in_words(environment), "", METHOD]
+
+
+def suite_head(suite: str) -> list[str]:
+    """Return the beginning of a table."""
+    return ["", f"**{suite}**", "", "| case | variant | time | ratio (quartiles) |", "|---|---|---|---|"]
+
+
+def rows(case: dict[str, Any]) -> list[str]:
+    """Return the rows of one case."""
+    return [_row(case, number) for number in range(len(case["variants"]))]
+
+
+def tail(cases: Sequence[dict[str, Any]]) -> list[str]:
+    """Return the end of a report: what was not measured, and a word on disturbed cases."""
+    lines = []
+    missing = {name: why for case in cases for name, why in case["missing"].items()}
     if missing:
         lines += ["", "Not measured: " + "; ".join(f"{name} ({why})" for name, why in sorted(missing.items())) + "."]
-    return "\n".join(lines) + "\n"
+    disturbed = sum(map(is_disturbed, cases))
+    if disturbed:
+        lines += ["", f"{disturbed} of {len(cases)} cases were disturbed: measure them again on cores that are free."]
+    return lines
 
 
-def _more(report: dict[str, Any], suite: str) -> list[str]:
+def is_disturbed(case: dict[str, Any]) -> bool:
+    """Return whether raw MPI, the reference of a case, usually took ten times its own least time, or more."""
+    return _is_raw(case) and bool(case["variants"][0]["median_us"] >= DISTURBED * case["least_us"])
+
+
+def _is_raw(case: dict[str, Any]) -> bool:
+    return bool(case["reference"].startswith("mpi4py"))
+
+
+def suite_tail(cases: Sequence[dict[str, Any]]) -> list[str]:
     """Return what follows from the figures of a suite, in words."""
     lines = []
-    for case in report["cases"]:
-        if case["suite"] != suite:
-            continue
+    for case in cases:
         if "communication_us" in case:
             costs = ", ".join(f"{name} {_signed(cost)}" for name, cost in case["communication_us"].items())
             lines.append(f"Communication of {case['case']} (step less the same library's without it): {costs}.")
@@ -76,6 +132,8 @@ def _row(case: dict[str, Any], number: int) -> str:
     wrong = "" if row["right"] else " **WRONG RESULT**"
     busy = "" if row["disturbed_left_out"] else "~"
     time = time_in_words(row["median_us"])
+    if is_disturbed(case):
+        time += " disturbed" if number else f" disturbed: at best {time_in_words(case['least_us'])}"
     return f"| {'' if number else case['case']} | {row['name']} | {busy}{time} | {ratio}{wrong} |"
 
 

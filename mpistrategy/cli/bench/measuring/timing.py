@@ -28,6 +28,8 @@ ONE_BY_ONE = 40e-6
 BATCH_SECONDS = 0.5e-3
 #: How much longer than asked for a case may take when other programs disturb it.
 PATIENCE = 3.0
+#: How long single calls of the first variant are looked at for its least time, and how many at most.
+LEAST_SECONDS, MOST_LEAST_CALLS = 0.05, 200
 
 
 @dataclass(frozen=True)
@@ -69,6 +71,7 @@ def _measure(case: Case, ranks: Ranks, effort: Effort) -> dict[str, Any]:
     finally:
         if gc_was_on:
             gc.enable()
+    least = _least(case.variants[0], ranks, float(np.median(seconds[0])))
     right = [is_right(variant, ranks) and before for before, variant in zip(right, case.variants, strict=True)]
     enough = [bool((~own).sum() >= effort.least) for own in disturbed]
     kept = [~own if some else np.ones_like(own) for own, some in zip(disturbed, enough, strict=True)]
@@ -78,6 +81,7 @@ def _measure(case: Case, ranks: Ranks, effort: Effort) -> dict[str, Any]:
         "bytes": case.nbytes,
         "reference": case.variants[0].name,
         "rounds": seconds.shape[1],
+        "least_us": round(1e6 * min(least, float(seconds[0].min())), 4),
         "variants": [
             {
                 "name": variant.name,
@@ -177,6 +181,25 @@ def _probe(variant: Variant, ranks: Ranks) -> tuple[float, float]:
         result = variant.call()
     write, read = variant.writer(), variant.reader(result)
     return min(seconds), max(min(_touches(write, read, result, 1, 0) for _ in range(3)), 1e-7)
+
+
+def _least(variant: Variant, ranks: Ranks, usual: float) -> float:
+    """Return the least seconds of single calls one after the other, which hardly know of other programs.  Collective.
+
+    Args:
+        variant: what to call.
+        ranks: all of them.
+        usual: the seconds of a usual call, the same on all ranks.
+    """
+    took = np.zeros(int(min(max(LEAST_SECONDS / usual, 3), MOST_LEAST_CALLS)))
+    variant.writer()(0)
+    with variant.within:
+        ranks.barrier()
+        for number in range(took.size):
+            start = time.perf_counter()
+            variant.call()
+            took[number] = time.perf_counter() - start
+    return float(ranks.greatest(took).min())
 
 
 def _alone(variant: Variant, ranks: Ranks, value: float) -> float:

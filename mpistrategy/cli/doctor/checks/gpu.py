@@ -168,7 +168,4 @@ def network(job: Job) -> Iterator[Finding]:
 
 def parts_of(error: MpiStrategyError) -> tuple[str, str]:
     """Return what an error of this library found, and its fix."""
-    text = str(error).partition(": found ")[2] or str(error)
-    found, _, rest = text.partition("; expected ")
-    expected, _, fix = rest.partition(". ")
-    return found, fix or f"Expected {expected}"
+    return error.found or str(error), error.fix or (f"Expected {error.expected}" if error.expected else "")

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding
+from mpistrategy.cli.doctor.checks.node import node_without_room_for_mpi
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
 
-_OPEN_MPI_BYTES = 16 * 2**20
 _CLUSTERS_OWN = (
     "The cluster's own MPI knows its network: load its module and name it, export MPI4PY_LIBMPI=/path/to/its/libmpi.so "
     "(mpistrategy guide mpi)"
@@ -15,12 +15,12 @@ _CLUSTERS_OWN = (
 
 
 def network(job: Job) -> Iterator[Finding]:
-    """Find TCP where there is a faster network, an MPI that knows no other, and one that finds no shared memory."""
-    yield from _within_nodes(job)
+    """Find TCP where there is a faster network, and an MPI that knows no other."""
     first = job.facts[0]
     if len(job.nodes) == 1:
         if first.size > 1:
-            yield Finding("network", OK, f"none: one node; {_setting(first) or 'through its memory'}")
+            way = "by TCP within it (see shared memory)" if node_without_room_for_mpi(job) else "through its memory"
+            yield Finding("network", OK, f"none: one node; {_setting(first) or way}")
         return
     by = first.network or "a network that cannot be seen"
     how = ", ".join(filter(None, (first.carrier and f"by {first.carrier}", _setting(first))))
@@ -44,22 +44,6 @@ def network(job: Job) -> Iterator[Finding]:
         )
     else:
         yield Finding("network", OK, said)
-
-
-def _within_nodes(job: Job) -> Iterator[Finding]:
-    for ranks in job.nodes.values():
-        first = ranks[0]
-        if len(ranks) > 1 and first.library.startswith("Open MPI") and 0 <= first.shm_free < _OPEN_MPI_BYTES:
-            yield Finding(
-                "network",
-                NOTE,
-                f"{first.shm_free / 2**20:.1f} MiB free in /dev/shm on {first.host}: {first.library} wants 16 MiB for "
-                "each rank, and goes by TCP within the node without them",
-                "Give a container more: docker run --shm-size=1g, or --ipc=host; or another folder: export "
-                "OMPI_MCA_btl_sm_backing_directory=/tmp",
-                tuple(each.rank for each in ranks),
-            )
-            return
 
 
 def _setting(first: Facts) -> str:

@@ -66,6 +66,18 @@ def shared_memory(job: Job) -> Iterator[Finding]:
     if not needing:
         yield Finding("shared memory", OK, "one rank on each node: nothing to share")
         return
+    short = node_without_room_for_mpi(job)
+    if short:
+        first = short[0]
+        yield Finding(
+            "shared memory",
+            BAD,
+            f"{mebibytes(first.shm_free)} are free in /dev/shm on {first.host}, and {first.library} wants 16 MiB for "
+            "each rank: its own calls go by TCP within the node, far slower, or end the job",
+            "Give a container more: docker run --shm-size=1g, or --ipc=host; or another folder: export "
+            "OMPI_MCA_btl_sm_backing_directory=/tmp",
+            tuple(each.rank for each in short),
+        )
     tight: Finding | None = None
     later = _later_bytes(job)
     for ranks in needing:
@@ -98,9 +110,21 @@ def shared_memory(job: Job) -> Iterator[Finding]:
                 members,
             )
     least = min((ranks[0] for ranks in needing), key=lambda each: each.room_free)
-    yield tight or Finding("shared memory", OK, _room_in_words(least, later))
+    if tight or not short:
+        yield tight or Finding("shared memory", OK, _room_in_words(least, later))
 
 
+def node_without_room_for_mpi(job: Job) -> list[Facts]:
+    """Return the ranks of the first node whose /dev/shm is too small for Open MPI; none where there is room."""
+    for ranks in job.nodes.values():
+        first = ranks[0]
+        if len(ranks) > 1 and first.library.startswith("Open MPI") and 0 <= first.shm_free < _OPEN_MPI_BYTES:
+            return ranks
+    return []
+
+
+#: What each rank takes in /dev/shm.
+_OPEN_MPI_BYTES = 16 * 2**20
 _MORE_MEMORY = (
     "Ask for more: srun --mem=16G; docker run --memory=16g; if the message names /dev/shm: docker run --shm-size=8g"
 )

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from mpistrategy.cli.doctor.checks import layout
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding
 from mpistrategy.cli.doctor.checks.launch_lines import line
+from mpistrategy.cli.doctor.checks.node import node_without_room_for_mpi
 from mpistrategy.cli.doctor.facts.facts import Job, Speed
 
 #: The measurements are short, and other programs may disturb them: only large differences are reported.
@@ -43,11 +44,21 @@ def speed(job: Job) -> Iterator[Finding]:
                 "speed",
                 NOTE,
                 f"{_in_words(each)}: {each.seconds / each.expected:.0f} times as slow",
-                "Is something else running on these cores (top), or is it the wrong network (Open MPI: --mca "
-                "btl_tcp_if_include; UCX_NET_DEVICES)? If the machine is so: mpiexec -n N mpistrategy bench --save",
+                _cause(job),
             )
         elif not each.where.startswith(_LINK):
             yield Finding("speed", OK, _in_words(each))
+
+
+def _cause(job: Job) -> str:
+    """Return what to look at: a network only where there is one between the ranks."""
+    if node_without_room_for_mpi(job):
+        return "See shared memory above; and is something else running on these cores (top)?"
+    network = ", or is it the wrong network (Open MPI: --mca btl_tcp_if_include; UCX_NET_DEVICES)"
+    return (
+        f"Is something else running on these cores (top){network * (len(job.nodes) > 1)}? "
+        "If the machine is so: mpiexec -n N mpistrategy bench --save"
+    )
 
 
 def links(job: Job) -> Iterator[Finding]:

@@ -24,7 +24,9 @@ def as_text(job: Job, findings: Sequence[Finding]) -> str:
     for each in findings:
         lines.append(f"{_SHOWN.get(each.verdict, each.verdict):<4}  {each.check:<{width}}  {each.found}")
         if each.fix:
-            lines.append(f"      {'':<{width}}  -> {each.fix}")
+            first_line, *more = each.fix.splitlines()
+            lines.append(f"      {'':<{width}}  -> {first_line}")
+            lines += [f"      {'':<{width}}     {line}" for line in more]
     bad, notes = (sum(each.verdict == verdict for each in findings) for verdict in (BAD, NOTE))
     told = ", ".join(text for text in (f"{bad} BAD" * bool(bad), count(notes, "note") * bool(notes)) if text)
     lines.append(f"{told}. Fix what is BAD first." if bad else f"Nothing is bad{f'; {told}' * bool(notes)}.")

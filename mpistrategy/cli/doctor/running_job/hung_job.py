@@ -18,6 +18,7 @@ from mpistrategy.cli.doctor.running_job.last_calls import Lateness, NodeCalls
 from mpistrategy.cli.doctor.running_job.run_files import SILENT_SECONDS, Seen
 from mpistrategy.mpi.watchdog import run_directory
 from mpistrategy.mpi.watchdog.local_process import node_name
+from mpistrategy.mpi.watchdog.roll_call import absent_in_words
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.own_files import printable
 
@@ -45,6 +46,7 @@ class Told:
         trouble: why nothing more is known.
         left_out: what was not read, and why.
         job: its number for Slurm; "" for none.
+        one_node: whether other nodes than this one were not looked at.
     """
 
     title: str
@@ -55,6 +57,12 @@ class Told:
     trouble: str = ""
     left_out: Sequence[str] = ()
     job: str = ""
+    one_node: bool = False
+
+    @property
+    def unheard(self) -> int:
+        """How many ranks the job's largest strategy has of which nothing is known, as far as its collectives tell."""
+        return max(0, max((each.ranks for each in self.calls), default=0) - len(self.seen))
 
 
 def run(options: argparse.Namespace) -> int:
@@ -68,7 +76,8 @@ def run(options: argparse.Namespace) -> int:
     elif options.pid:
         view = node_view.of_process(options.pid)
         title = f"the job of process {options.pid}"
-        told = Told(title, _MEMORY, view.seen, view.calls, trouble=view.trouble)
+        told = Told(title, _MEMORY, view.seen, view.calls, trouble=view.trouble, one_node=True)
+        _add_other_nodes(told, node_view.place_of_run_directories(options.pid))
     else:
         if not slurm_job.is_id(options.job):
             return _fail(f"{options.job!r} is not the number of a job; expected 17, 17.0 or 17_2")
@@ -116,10 +125,22 @@ def _of(job: slurm_job.SlurmJob) -> Told:
         return Told("", written.folder, written.seen, (), written.roll_call, "", left_out, job.number)
     view = node_view.of_slurm_job(job.number)
     if view.seen:
-        return Told("", f"{_MEMORY} on this node", view.seen, view.calls, "", "", left_out, job.number)
+        return Told("", f"{_MEMORY} on this node", view.seen, view.calls, "", "", left_out, job.number, one_node=True)
     looked = " and ".join(dict.fromkeys(filter(None, places)))
     trouble = f"no mpistrategy-run-{job.number}-* in {looked} (--run-dir names another); {view.trouble}"
     return Told("", "", trouble=f"{job.trouble}; {trouble}" if job.trouble else trouble, left_out=left_out)
+
+
+def _add_other_nodes(told: Told, place: str) -> None:
+    """Add what the other nodes have written for each other, where this node can see it."""
+    if not (place and told.seen):
+        return
+    files = run_files.of_other_nodes(place, told.seen, time.time())
+    told.left_out = [*told.left_out, *files.left_out]
+    if files.seen:
+        told.seen = sorted((*told.seen, *files.seen), key=lambda each: each.rank)
+        told.source += f", and of other nodes in {files.folder}"
+        told.one_node = False
 
 
 def hangs(seen: Sequence[Seen]) -> bool:
@@ -156,15 +177,26 @@ def lines(told: Told, late: Sequence[Lateness] = ()) -> list[str]:
             shown += _cures([rank for rank in seen if rank.rank == slow], told.job)
     if not hangs(seen):
         return [*shown, "No rank has waited for long: nothing hangs."]
-    waiting = [each for each in seen if each not in missing]
     longest = max(seen, key=_waits)
-    if missing and waiting:
-        ranks = ranks_in_words([each.rank for each in missing])
-        shown.append(f"{len(waiting)} of {len(seen)} ranks wait; not come: {ranks}.")
-    elif not missing:
+    # A rank of another node that was heard of before this wait may have come since.
+    unclear = [each for each in missing if not each.silent and each.age > _waits(longest) > 0]
+    missing = [each for each in missing if each not in unclear]
+    waiting = [each for each in seen if each.waited and not each.silent]
+    here = " of this node" if told.one_node and (told.unheard or not told.calls) else ""
+    if missing:
+        absent = absent_in_words([each.rank for each in missing], [each.rank for each in missing if each.silent])
+        shown.append(f"{len(waiting)} of {len(seen)} ranks{here} wait{absent}.")
+    elif here or told.unheard or unclear:
+        shown.append(f"{len(waiting)} of {len(seen)} ranks{here} wait: for ranks that are not known to have come.")
+    else:
         shown.append(
             f"All {len(seen)} ranks wait: in calls that do not fit together, or for a network that has stopped."
         )
+    if unclear:
+        shown.append(f"Not heard of since this wait began: {ranks_in_words([each.rank for each in unclear])}.")
+    if told.unheard or here:
+        others = count(told.unheard, "rank") if told.unheard else "ranks"
+        shown.append(f"Nothing is known of {others} on other nodes: call `mpistrategy doctor --pid` there.")
     shown += _cures(missing or [longest], told.job)
     if longest.waited and longest.limit:
         left = longest.limit - _waits(longest)

@@ -22,6 +22,8 @@ MOST_CALLS = 64
 #: A rank, or the ranks of a node, are called slow that came last in so many of the calls, where the others waited for
 #: so much of the time, and usually for so long; shorter waits come and go with the system's own work.
 _SLOW_CALLS, _SLOW_TIME, _SLOW_SECONDS = 2 / 3, 0.05, 1e-4
+#: Nobody is called slow from fewer calls.
+_FEWEST_CALLS = 5
 _MOST_ROWS = 8
 
 
@@ -102,9 +104,14 @@ class Lateness:
         return first if first is not None and self.are_slow([first]) else None
 
     def are_slow(self, ranks: Collection[int]) -> bool:
-        """Return whether some of these ranks keep the others waiting, one or another of them at a time."""
+        """Return whether some of these ranks keep the others waiting, one or another of them at a time.
+
+        Where some ranks are not known, nobody is: one of those may have come later still.
+        """
         waits = [wait for rank in ranks for wait in self.waits.get(rank, ())]
-        if not waits or len(waits) < _SLOW_CALLS * self.calls or statistics.median(waits) < _SLOW_SECONDS:
+        if self.missing > 0 or self.calls < _FEWEST_CALLS or len(waits) < _SLOW_CALLS * self.calls:
+            return False
+        if statistics.median(waits) < _SLOW_SECONDS:
             return False
         return sum(waits) >= _SLOW_TIME * self.seconds
 
@@ -186,7 +193,7 @@ def lines(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
         hosts: the node of each rank, where it is known.
     """
     whose = f"strategy of {count(late.ranks, 'rank')}"
-    if not late.calls:
+    if late.calls < _FEWEST_CALLS:
         return [f"{whose}: {count(late.newest, 'collective')} so far; too few, or too quick, to compare who came last."]
     missing = f" (nothing is known of {late.missing})" if late.missing > 0 else ""
     told = [
@@ -205,12 +212,14 @@ def lines(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
         told.append(f"  and {len(ranked) - _MOST_ROWS} more, less often")
     nodes = dict.fromkeys(hosts.values())
     by_node = {node: [rank for rank in ranked if hosts.get(rank) == node] for node in nodes if node}
-    if len(nodes) > 1:
+    if len(nodes) > 1 and late.missing <= 0:
         times = {node: sum(len(late.waits[rank]) for rank in ranks) for node, ranks in by_node.items()}
         most = sorted(times.items(), key=lambda pair: -pair[1])[:_MOST_ROWS]
         told.append(f"  by node: {', '.join(f'{node} {number}' for node, number in most)}")
     slow_node = next((node for node, ranks in by_node.items() if late.are_slow(ranks)), "")
-    if late.slow() is not None:
+    if late.missing > 0:
+        told.append(f"  Whom they all wait for cannot be said without the other {count(late.missing, 'rank')}.")
+    elif late.slow() is not None:
         told.append(f"  Rank {late.slow()} keeps the others waiting.")
     elif slow_node and len(nodes) > 1:
         told.append(f"  The ranks of {slow_node} keep the others waiting.")

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -76,17 +76,37 @@ class RunFiles:
 
 
 def folders_of(number: str, places: Iterable[str]) -> list[str]:
-    """Return the run directories of a Slurm job in these places: first the user's own, the newest first."""
+    """Return the run directories of a Slurm job in these places: first the user's own, the newest first.
+
+    Without a number: those of all jobs.
+    """
     found: dict[str, tuple[bool, float]] = {}
     for place in dict.fromkeys(os.path.realpath(place) for place in places if place):
         try:
             with os.scandir(place) as entries:
                 for entry in entries:
-                    if entry.name.startswith(f"{run_directory.PREFIX}{number}-"):
+                    if entry.name.startswith(f"{run_directory.PREFIX}{number}-" if number else run_directory.PREFIX):
                         found[entry.path] = _newest(entry)
         except OSError:
             continue
     return sorted(found, key=lambda path: found[path], reverse=True)[:_MOST_FOLDERS]
+
+
+def of_other_nodes(place: str, seen: Collection[Seen], now: float) -> RunFiles:
+    """Return the ranks of other nodes of a job, from its run directory; nothing where it has none.
+
+    Args:
+        place: the folder of run directories.
+        seen: the ranks of this node.
+        now: time.time().
+    """
+    processes, here = {(each.rank, each.process) for each in seen}, {each.rank for each in seen}
+    for folder in folders_of("", [place]):
+        files = read(folder, now)
+        if any((each.rank, each.process) in processes for each in files.seen):
+            others = tuple(each for each in files.seen if each.rank not in here)
+            return RunFiles(folder, others, files.roll_call, files.left_out)
+    return RunFiles("", (), "")
 
 
 def _newest(entry: os.DirEntry[str]) -> tuple[bool, float]:
