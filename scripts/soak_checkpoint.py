@@ -4,11 +4,15 @@
 scripts/soak_checkpoint.py [--kills 1000] [--seed 0]        in one process: its children are killed
 scripts/mpirun -n 3 scripts/soak_checkpoint.py --job FOLDER --seed N        a job that kills a rank of its own; again
 scripts/soak_checkpoint.py --look FOLDER        what is left after such jobs
+scripts/soak_checkpoint.py --whole-jobs 200        jobs of 3 ranks that save with wait=False; all ranks are killed
 
 A child, of 1 to 3 simulated ranks, is killed before a change to the file system (each of them in turn: mkdir, create,
 write, fsync, rename, unlink, rmdir), in the middle of a write, or at a random time. Or the power fails: what was not
 seen on the disk is then cut or gone, and what was renamed may have its old name. After each kill the checkpoint is
 restored on 1 to 3 ranks.
+
+Of a whole job that is killed, what was on the disk 2 seconds before must be restored: a step of which all ranks that
+write had synced their shards. The next job restores it, and goes on.
 """
 
 from __future__ import annotations
@@ -19,17 +23,21 @@ import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import mpistrategy as ms
 from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint.saving import Saving
 from mpistrategy.checkpoint.storage import files
 from mpistrategy.testing import run_replicas
 
@@ -311,6 +319,82 @@ def look(folder: Path) -> int:
     return int(bool(bad))
 
 
+# ------------------------------------------------------------------------------------------------ whole jobs
+
+
+def job_in_background(folder: Path, seed: int) -> int:
+    """Restore, and save without waiting until the job is killed; note when this rank's part is on the disk."""
+    dice, write = random.Random(seed), Saving._write
+    if seed % 2:
+        collecting.BYTES_A_WRITER = collecting.LEAST_CUT_BYTES = 1
+    program = Program("manager", folder, 0)
+    assert program.strategy.size == 3
+    notes = os.open(folder / f"notes-{seed}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+
+    def noted(saving: Saving, collected: Any) -> Any:
+        report = write(saving, collected)
+        os.write(notes, f"{int(saving.path[-12:])} {len(collected.writers)} {time.monotonic()}\n".encode())
+        return report
+
+    Saving._write = noted  # type: ignore[method-assign]
+    for value in itertools.count(max(program.restore(), 0) + 1):
+        program.array.assign(np.full(2000, float(value)))
+        program.strategy.run(lambda value=value: program.count.assign(value if program.strategy.rank == 0 else 0))
+        program.checkpoint.objects["number"] = value
+        program.manager.save(value, wait=False)
+        time.sleep(dice.random() * 0.5)  # the program computes
+    return 1
+
+
+def kill_whole_jobs(kills: int, seed: int) -> int:
+    """Kill jobs, all ranks at once; return the exit status."""
+    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "jobs"))
+    import launching
+
+    dice, began, bad, torn = random.Random(seed), time.monotonic(), list[str](), 0
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        folder, newest = Path(name), NOTHING
+        for number in range(seed * kills, (seed + 1) * kills):
+            notes, mark = folder / f"notes-{number}", f"whole-jobs-{os.getpid()}-{number}"
+            job = subprocess.Popen(
+                [*launching._mpiexec(), "-n", "3", sys.executable, __file__, "--in-background", folder, "--seed",
+                 str(number)],
+                env={**launching.environment(), "MPISTRATEGY_ALONE": "", launching.JOB_MARK: mark},
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+            while not (notes.exists() and notes.read_text()) and job.poll() is None:
+                time.sleep(0.01)
+            time.sleep(2 + dice.random() * 1.5)
+            killed_at = time.monotonic()
+            for victim in launching._marked(mark):
+                with suppress(ProcessLookupError):
+                    os.kill(victim, signal.SIGKILL)
+            launching._kill(job, mark)
+            job.wait()
+            written: dict[int, list[float]] = {}
+            writers = 0
+            for step, count, at in map(str.split, notes.read_text().splitlines()):
+                written.setdefault(int(step), []).append(float(at))
+                writers = int(count)
+            whole = {step: max(times) for step, times in written.items() if len(times) == writers}
+            on_disk = max((step for step, at in whole.items() if at < killed_at - 2), default=newest)
+            try:
+                found = restored("manager", folder, 1)[0]
+            except Exception as error:
+                torn += 1
+                bad.append(f"job {number}: {type(error).__name__}: {error}")
+                continue
+            if found < on_disk:
+                bad.append(f"job {number}: step {found} was restored, {on_disk} was on the disk")
+            newest = found
+    print(
+        f"{kills} kills of whole jobs in {time.monotonic() - began:.0f} s: {torn} torn, {len(bad) - torn} times what "
+        f"was on the disk 2 s before was lost; {newest} was restored last"
+    )
+    print("\n".join(bad), end="\n" if bad else "")
+    return int(bool(bad))
+
+
 def main() -> int:
     """Do what the options say; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -318,7 +402,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
     parser.add_argument("--job", type=Path, metavar="FOLDER")
     parser.add_argument("--look", type=Path, metavar="FOLDER")
+    parser.add_argument("--whole-jobs", type=int, metavar="KILLS")
+    parser.add_argument("--in-background", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.whole_jobs:
+        return kill_whole_jobs(options.whole_jobs, options.seed)
+    if options.in_background:
+        return job_in_background(options.in_background, options.seed)
     if options.look:
         return look(options.look)
     if options.job:

@@ -47,8 +47,9 @@ class Stateful(Protocol):
 class Checkpoint(NamesOurs):
     """The state of some objects: saved whole or not at all, restored on any number of ranks.
 
-    Make it on all ranks with the same names for the same objects.  Make it in `strategy.scope()`, unless variables
-    among the objects belong to the strategy.  A checkpoint is a folder of plain files; nothing in them is executed.
+    Make it on all ranks with the same names for the same objects.  It belongs to the strategy in whose scope it is
+    made; outside, to that of the variables among the objects, or else to the only strategy of several ranks that is
+    open.  A checkpoint is a folder of plain files; nothing in them is executed.
     Only the user can read it; in a setgid folder, the group can, too.
 
     It saves:
@@ -73,6 +74,7 @@ class Checkpoint(NamesOurs):
 
     Raises:
         OptionError: for a name that begins with ``_`` or contains ``/``.
+        ContextError: outside scope(), where several strategies of several ranks are open, or none any more.
 
     >>> import os, tempfile, mpistrategy as ms
     >>> with ms.OneDeviceStrategy("CPU:0").scope():
@@ -94,10 +96,12 @@ class Checkpoint(NamesOurs):
         self._made_in: Strategy = context.current_strategy()
         self._pending: Saving | None = None
         self._layout: tuple[Any, dict[str, Any]] = (None, {})
+        if self.objects:
+            _ = self.strategy  # raises here, not at the first save
 
     @property
     def strategy(self) -> Strategy:
-        """The strategy whose ranks save together: the one in whose scope this was made, else that of the variables."""
+        """The strategy whose ranks save together."""
         return strategy_of(self.objects, self._made_in, KINDS)
 
     def save(
@@ -114,8 +118,10 @@ class Checkpoint(NamesOurs):
 
         Args:
             directory: the folder, equal on all ranks, on a file system that they share.
-            wait: False copies the state and returns while a thread writes.  The checkpoint is there after `wait()` of
-                the returned Saving, or after the next save or restore of this Checkpoint.
+            wait: False copies the state and returns while threads write.  The checkpoint comes into place when the
+                threads of all ranks have finished; no further call is needed.  The end of the program waits for them.
+                What fails in a thread is raised on every rank by the next `save` or `wait` of this Checkpoint, before
+                that call does anything else.
             overwrite: replace an existing checkpoint; without it, that is an error.
             name: is compared between the ranks instead of the call site.
 
@@ -152,12 +158,10 @@ class Checkpoint(NamesOurs):
         communicator = strategy.extended.communicator
         # Clean up after leaving the call: then no rank writes any more.
         with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.save", called=name) as call:
-            path, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call, cleaning)
+            path, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call)
             saving = Saving(communicator, path, bool(overwrite), self._layout_of(strategy))
             cleaning.enter_context(saving._cleaned_up())
             saving._begin(state, call, prepare, wait=bool(wait))
-            if wait:
-                saving._commit(call)
         if not wait:
             self._pending = saving
         return saving
@@ -188,21 +192,33 @@ class Checkpoint(NamesOurs):
         """
         strategy = self.strategy
         context.require_cross_replica(strategy, "Checkpoint.restore")
-        guard = strategy.extended.communicator.guard
-        with contextlib.ExitStack() as cleaning, Call(guard, "Checkpoint.restore", called=name) as call:
-            path, state = self._agreed("restore", directory, f"{partial=}", strategy, call, cleaning)
+        with Call(strategy.extended.communicator.guard, "Checkpoint.restore", called=name) as call:
+            path, state = self._agreed("restore", directory, f"{partial=}", strategy, call)
             return restore(self.objects, state, self._layout_of(strategy), path, bool(partial), call)
 
     def wait(self, *, name: str | None = None) -> None:
-        """Finish a save with ``wait=False``, if there is one.  Collective.
+        """Wait until a save with ``wait=False`` is in place, if there is one.  Collective.
 
         Args:
             name: is compared between the ranks instead of the call site.
+
+        Raises:
+            CheckpointWriteError, CheckpointExistsError: on every rank, if it has failed.
         """
-        if self._pending is not None:
-            pending, self._pending = self._pending, None
-            if not pending.has_failed:
-                pending.wait(name=name)
+        self._wait("Checkpoint.wait", name)
+
+    def _wait(self, where: str, name: str | None = None) -> None:
+        """Do `wait`, for the public call `where`."""
+        self._settle(where, name)
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending._raise_failure(where)
+
+    def _settle(self, where: str, name: str | None = None) -> None:
+        """Do `_wait`, and leave what has failed to be raised by the next save or wait."""
+        pending = self._pending
+        if pending is not None:
+            pending._settle(where, name)
 
     def _layout_of(self, strategy: Strategy) -> dict[str, Any]:
         """Return `strategy.layout()`; ask for it again only when something in it has changed."""
@@ -212,15 +228,13 @@ class Checkpoint(NamesOurs):
             self._layout = (strategy, changes), strategy.layout()
         return self._layout[1]
 
-    def _agreed(
-        self, what: str, directory: Any, options: str, strategy: Strategy, call: Call, cleaning: contextlib.ExitStack
-    ) -> tuple[str, State]:
-        """Finish the previous save; return the path and this rank's state, once all ranks agree on the call."""
+    def _agreed(self, what: str, directory: Any, options: str, strategy: Strategy, call: Call) -> tuple[str, State]:
+        """Wait for the previous save; return the path and this rank's state, once all ranks agree on the call."""
         path = checked_path(directory, call.where)
-        pending, self._pending = self._pending, None
-        if pending is not None and not pending.is_committed and not pending.has_failed:
-            cleaning.enter_context(pending._cleaned_up())
-            pending._commit(call)
+        if what == "save":
+            self._wait(call.where)
+        else:
+            self._settle(call.where)
         call.expect_more()
         state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
         call.structure = state.structure()

@@ -45,7 +45,6 @@ class CheckpointManager(NamesOurs, Settable):
     Attributes:
         skipped: the checkpoints that the last `restore` skipped, and why.
         restored: what the last `restore` restored, or None.
-        latest: the step that was saved or restored last, or None.
 
     Raises:
         OptionTypeError, OptionError: for another object than a Checkpoint, an invalid path, and `keep` below 1.
@@ -66,7 +65,6 @@ class CheckpointManager(NamesOurs, Settable):
     keep: Setting[int | None] = count_or_none()
     skipped: Mapping[str, str]
     restored: Restored | None
-    latest: int | None
 
     _words_of = "CheckpointManager"
 
@@ -85,12 +83,25 @@ class CheckpointManager(NamesOurs, Settable):
         self.checkpoint = checkpoint
         self.directory = checked_path(directory, where)
         self.keep = keep
-        self.skipped, self.restored, self.latest = {}, None, None
+        self.skipped, self.restored = {}, None
         self._lock: Folder | None = None
         self._unlock: Any = None
         self._is_ready = False
         self._damaged: set[int] = set()
         self._saved: int | None = None
+        #: The step that was saved or restored last, as all ranks know; and a save with wait=False that came after it.
+        self._latest: int | None = None
+        self._begun: tuple[int, Saving] | None = None
+
+    @property
+    def latest(self) -> int | None:
+        """The step that was saved or restored last, or None.  Rank-local.
+
+        A save with ``wait=False`` counts once its checkpoint is in the folder, as this rank sees it.
+        """
+        if self._begun is not None and os.path.lexists(self.path_of(self._begun[0])):
+            return self._begun[0]
+        return self._latest
 
     def path_of(self, step: int) -> str:
         """Return where the checkpoint of a step is, or would be."""
@@ -112,7 +123,8 @@ class CheckpointManager(NamesOurs, Settable):
         Args:
             step: an int from 0 on without a checkpoint, or with one that `restore` found damaged.  The greatest step is
                 the newest.
-            wait: as for `Checkpoint.save`.
+            wait: as for `Checkpoint.save`; False: what fails in a thread is raised on every rank by the next `save`,
+                `wait` or `close`, before that call does anything else.
             name: is compared between the ranks instead of the call site.
 
         Raises:
@@ -125,7 +137,7 @@ class CheckpointManager(NamesOurs, Settable):
         communicator = strategy.extended.communicator
         with Call(communicator.guard, "CheckpointManager.save", called=name) as call:
             path = self.path_of(step)
-            self.checkpoint.wait()
+            self._wait(call.where)
             call.expect_more()
             call.agree("begin", destination=path)
 
@@ -135,7 +147,11 @@ class CheckpointManager(NamesOurs, Settable):
                     self._remove_damaged(_checked(step))
 
             saving = self.checkpoint._save_after(prepare, path, wait=wait)
-            self._saved = self.latest = _checked(step)
+            self._saved = _checked(step)
+            if wait:
+                self._latest, self._begun = self._saved, None
+            else:
+                self._begun = self._saved, saving
             self._remove_old()
         return saving
 
@@ -157,7 +173,7 @@ class CheckpointManager(NamesOurs, Settable):
         context.require_cross_replica(strategy, "CheckpointManager.restore")
         communicator = strategy.extended.communicator
         with Call(communicator.guard, "CheckpointManager.restore", called=name) as call:
-            self.checkpoint.wait()
+            self.checkpoint._settle(call.where)  # what has failed is raised by the next save, wait or close
             call.expect_more()
             found = self._there() if communicator.rank == 0 else ""
             call.agree("look for checkpoints", destination=self.directory, options=f"{partial=}")
@@ -171,23 +187,36 @@ class CheckpointManager(NamesOurs, Settable):
                     self.skipped[os.path.basename(path)] = str(error)
                     self._damaged |= {step} if isinstance(error, CheckpointDamagedError) else set()
                     continue
-                self.latest = int(step)
-                return self.latest
+                self._latest, self._begun = int(step), None
+                return self._latest
         return None
 
     def wait(self, *, name: str | None = None) -> None:
-        """Finish a save with ``wait=False``, and remove the oldest checkpoints beyond `keep`.  Collective.
+        """Wait until a save with ``wait=False`` is in place; remove the oldest checkpoints beyond `keep`.  Collective.
 
         Args:
             name: is compared between the ranks instead of the call site.
+
+        Raises:
+            CheckpointWriteError, CheckpointExistsError: on every rank, if that save has failed.
         """
-        self.checkpoint.wait(name=name)
+        self._wait("CheckpointManager.wait", name)
         self._remove_old()
 
     def close(self, *, name: str | None = None) -> None:
-        """Do `wait`, and let other jobs save here.  Collective."""
-        self.wait(name=name)
-        self._release()
+        """Do `wait`, and let other jobs save here, also if a save has failed.  Collective."""
+        try:
+            self._wait("CheckpointManager.close", name)
+            self._remove_old()
+        finally:
+            self._release()
+
+    def _wait(self, where: str, name: str | None = None) -> None:
+        """Wait for a save with ``wait=False``, for the public call `where`; raise what has failed."""
+        self.checkpoint._wait(where, name)
+        if self._begun is not None and self._begun[1].is_committed:
+            self._latest = self._begun[0]
+        self._begun = None
 
     def __enter__(self) -> Self:
         return self

@@ -21,7 +21,7 @@ from typing import Any, Self, TypeVar
 from mpistrategy import context
 from mpistrategy.checkpoint.checkpoint import Checkpoint, checked_path
 from mpistrategy.checkpoint.manager import CheckpointManager
-from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.errors import CheckpointError, ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.mpi.contract.guard import Guard
@@ -302,9 +302,12 @@ class PreemptionCheckpointHandler(Settable):
             now = time.monotonic()
             mine = f"{self._told[0]} {now - self._told[1]}" if self._told else ""
             told = self._communicator.allgather_text(mine)
-        if manager.latest == step:
+        try:
             manager.wait(name=name)
-        else:
+        except CheckpointError as error:  # this state is saved all the same
+            if self._communicator.rank == 0:
+                sys.stderr.write(f"{error}\n")
+        if manager.latest != step:
             manager.save(step, name=name)
         if self._communicator.rank == 0:
             path, took = manager.path_of(step), time.monotonic() - now

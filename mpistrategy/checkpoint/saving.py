@@ -2,15 +2,21 @@
 
 1. Rank 0 makes a folder with a unique name beside the final one.
 2. What each rank has for itself goes to the writers (`collecting`).  Each of them writes one shard there and
-   syncs it to the disk.  This may run in a thread, from copies.
+   syncs it to the disk.
 3. Rank 0 gets the sizes and checksums from the writers.  It writes the manifest, last, syncs it, and renames the
    folder.  Before the rename there is no new checkpoint, after it there is a complete one.
 
 An error on one rank raises on all, and the folder is removed; an older checkpoint is not touched before step 3.
+
+With ``wait=False`` threads do steps 2 and 3 from copies, and the ranks exchange no messages: a writer that has finished
+makes an empty file in the folder, whose name says the size and the checksum of its shard.  The thread of rank 0 looks
+for these files and completes the checkpoint, so the program need not make another call.  An error is raised on all
+ranks by the next call that waits for the save.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import errno
@@ -18,8 +24,8 @@ import os
 import re
 import sys
 import threading
-import weakref
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -30,10 +36,11 @@ from mpistrategy.checkpoint.state import State
 from mpistrategy.checkpoint.storage.files import CHECKSUM_BYTES, TOKEN_LETTERS, Folder, make_folders, writing
 from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Manifest, Shard
 from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of, shard_name
-from mpistrategy.errors import CheckpointExistsError, CheckpointWriteError
+from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import WRITING, collective
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.job.abort import before_abort
 from mpistrategy.mpi.job.launcher import version
 from mpistrategy.objects.copies import NotPickled
 
@@ -41,6 +48,13 @@ from mpistrategy.objects.copies import NotPickled
 SAVING, REPLACED = ".{}.saving-", ".{}.replaced-"
 #: What a writer tells rank 0: a size and a checksum.
 REPORT = np.dtype([("nbytes", np.int64), ("checksum", np.uint8, CHECKSUM_BYTES)])
+#: The empty files of threads that have written their shard, with its number, size and checksum; or have failed.
+_DONE, _FAILED = "done-{}-{}-{}", "failed-{}"
+_MARK = re.compile(r"done-([0-9]{1,9})-([0-9]{1,19})-([0-9a-f]{32})|failed-[0-9]{1,9}")
+#: The seconds between two looks of rank 0 at the marks; a metadata server has other things to do.
+_SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-3, 0.1
+#: At the end of the program, how long nothing may move in the folder of a save before it is given up.
+_STALLED_SECONDS = 60.0
 
 
 class Saving(NotPickled):
@@ -54,8 +68,9 @@ class Saving(NotPickled):
 
     Attributes:
         path: the folder.
-        is_committed: whether the checkpoint is complete, as far as this rank knows.
-        has_failed: whether it has failed.
+        is_committed: whether the checkpoint is in place, as far as this rank knows: rank 0 sees it at once, the others
+            in the next call that waits for it.
+        has_failed: whether it has failed, as all ranks know after such a call.
     """
 
     _instead_of_pickling = "Send its path."
@@ -69,17 +84,22 @@ class Saving(NotPickled):
         self._parent: Folder | None = None
         self._folder: Folder | None = None
         self._temporary = ""
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._report = np.zeros(1, REPORT)
         self._values: dict[str, Any] = {}
         self._collected: Collected | None = None
         self._layout = layout
+        #: The thread, where there is one; whether this rank has written its shard, and whether another rank has failed.
+        self._thread: threading.Thread | None = None
+        self._written, self._cancelled = threading.Event(), threading.Event()
+        #: What has failed in the thread of this rank; and what all ranks know of it and no call has raised.
+        self._error: BaseException | None = None
+        self._failure: CheckpointError | None = None
+        #: Whether all ranks know the outcome.
+        self._is_known = False
 
     # ------------------------------------------------------------------------------------------- the steps
 
     def _begin(self, state: State, call: Call, prepare: Callable[[], object], *, wait: bool) -> None:
-        """Do steps 1 and 2; without `wait`, start step 2 in a thread.  Collective; the caller cleans up after errors.
+        """Do all steps; without `wait`, start steps 2 and 3 in threads.  Collective; the caller cleans up after errors.
 
         Rank 0 calls `prepare` first.
         """
@@ -100,18 +120,31 @@ class Saving(NotPickled):
             with writing(call.where, self.path):
                 self._open(call.where)
         if wait:
-            if collected.shard is not None:
-                self._write(collected, collected.shard)
+            report = self._write(collected) if collected.shard is not None else np.zeros(0, REPORT)
+            call.agree("write a checkpoint", destination=self.path, patiently=True)
+            reports = self._gather_reports(report)
+            call.expect_more()
+            if self._communicator.rank == 0:
+                with writing(call.where, self.path):
+                    self._finish(call.where, reports)
+            call.agree("commit a checkpoint", patiently=True)
+            self._end(committed=True)
             return
         collected.arrays = {name: np.array(array, copy=True) for name, array in collected.arrays.items()}
-        call.agree("begin to write")  # no rank starts to write if another cannot
-        if collected.shard is not None:
-            self._thread = threading.Thread(
-                target=self._write, args=(collected, collected.shard), name=f"checkpoint {self.path}"
-            )
-            self._thread.start()
         if self._communicator.rank == 0:
-            self._reminder: Any = weakref.finalize(self, _remind, self.path, os.getpid())
+            self._text(call.where, np.zeros(len(collected.writers), REPORT))  # too much of it is refused here
+        call.agree("begin to write")  # no rank starts to write if another cannot
+        _note(self)
+        if collected.shard is None:
+            self._written.set()
+            return
+        thread = threading.Thread(target=self._work, name=f"checkpoint {self.path}")
+        try:
+            thread.start()
+        except (RuntimeError, MemoryError):  # no more threads for this user, or no memory for one
+            self._work()
+        else:
+            self._thread = thread
 
     def _make_folder(self, where: str) -> None:
         parent, name = os.path.split(self.path)
@@ -165,27 +198,138 @@ class Saving(NotPickled):
             ) from error
 
     @collective(WRITING)
-    def _write(self, collected: Collected, shard: int) -> None:
-        """Write this rank's shard; keep an error for `commit`."""
+    def _write(self, collected: Collected) -> Array:
+        """Write this rank's shard; return the report."""
         assert self._folder is not None
-        name = shard_name(shard)
-        try:
-            with writing("Checkpoint.save", os.path.join(self._folder.path, name)):
-                nbytes, checksum = self._folder.write(name, pieces_of(collected.arrays))
-            self._report[0] = nbytes, np.frombuffer(bytes.fromhex(checksum), np.uint8)
-        except BaseException as error:
-            self._error = error
+        assert collected.shard is not None
+        name = shard_name(collected.shard)
+        with writing("Checkpoint.save", os.path.join(self._folder.path, name)):
+            nbytes, checksum = self._folder.write(name, pieces_of(collected.arrays))
         collected.arrays = {}
+        report = np.zeros(1, REPORT)
+        report[0] = nbytes, np.frombuffer(bytes.fromhex(checksum), np.uint8)
+        return report
+
+    # ------------------------------------------------------------------------------------------- in a thread
+
+    def _work(self) -> None:
+        """Write this rank's shard; on rank 0, complete the checkpoint when all are written.  Keep errors for `wait`."""
+        collected, folder = self._collected, self._folder
+        assert collected is not None
+        assert folder is not None
+        try:
+            report = self._write(collected)
+            if self._communicator.rank:
+                with writing("Checkpoint.save", self.path):
+                    ((nbytes, checksum),) = report
+                    folder.mark(_DONE.format(collected.shard, nbytes, checksum.tobytes().hex()))
+                return
+            self._written.set()
+            with writing("Checkpoint.save", self.path):
+                reports = self._marked_reports(report)
+                if reports is None:
+                    self._remove()
+                    return
+                self._finish("Checkpoint.save", reports)
+            self.is_committed = True
+        except BaseException as error:
+            if self._communicator.rank == 0:
+                self._error = error
+                self._remove()
+            elif os.path.lexists(self._temporary_path):  # else rank 0 has removed it, because another rank has failed
+                self._error = error
+                with contextlib.suppress(OSError):
+                    folder.mark(_FAILED.format(collected.shard))
+        finally:
+            collected.arrays = {}
+            self._written.set()
+            self._close()
+
+    def _marked_reports(self, mine: Array) -> Array | None:
+        """Wait until all writers have made their marks, and remove them; return the reports, None after a failure.
+
+        The folder is opened anew for each look: network file systems then ask the server what is in it.
+
+        Raises:
+            CheckpointWriteError: when nothing has moved in the folder for as long as a collective may wait.
+        """
+        assert self._parent is not None
+        assert self._collected is not None
+        reports = np.zeros(len(self._collected.writers), REPORT)
+        reports[0] = mine[0]
+        if len(reports) == 1:
+            return reports
+        is_alive = _Progress(self._communicator.guard.timeout)
+        marks: list[re.Match[str]] = []
+        for pause in _pauses():
+            with self._parent.folder(self._temporary) as folder:
+                marks = [mark for mark in map(_MARK.fullmatch, folder.names()) if mark is not None]
+                if self._cancelled.is_set() or any(mark[1] is None for mark in marks):
+                    return None
+                if len(marks) == len(reports) - 1:
+                    break
+                if not is_alive.look(folder):
+                    raise CheckpointWriteError.at(
+                        "Checkpoint.save",
+                        found=f"{len(marks) + 1} of {len(reports)} shards, and nothing that moves in {folder.path!r}",
+                        expected="ranks that write their shards",
+                    )
+            self._cancelled.wait(pause)
+        assert self._folder is not None
+        for mark in marks:
+            number, nbytes, checksum = int(mark[1]), int(mark[2]), bytes.fromhex(mark[3])
+            reports[number] = nbytes, np.frombuffer(checksum, np.uint8)
+            self._folder.unlink(mark[0])
+        return reports
+
+    @property
+    def _temporary_path(self) -> str:
+        return os.path.join(os.path.dirname(self.path), self._temporary)
+
+    def _is_over(self) -> bool:
+        """Return whether the threads of all ranks have ended: then the folder has its final name, or is gone."""
+        if self._thread is not None and self._thread.is_alive():
+            return False
+        if self._is_known or self._communicator.rank == 0:  # whose thread ends last
+            return True
+        return not os.path.lexists(self._temporary_path)
+
+    def _wait_until_over(self) -> None:
+        """At the end of the program, which no other rank is told of: wait for the threads of all ranks."""
+        is_alive = _Progress(_STALLED_SECONDS)
+        for pause in _pauses():
+            if self._is_over():
+                return
+            with contextlib.suppress(OSError), Folder.at(self._temporary_path) as folder:
+                if not is_alive.look(folder):
+                    return
+            time.sleep(pause)
+
+    def _is_left(self) -> bool:
+        """Return whether the end of the program must look at it."""
+        return not self._is_known and (self._error is not None or not self._is_over())
+
+    def _end_of_program(self) -> None:
+        """Wait for the threads, and tell of what has failed and no call has raised."""
+        if self._is_known:
+            return
+        with contextlib.suppress(KeyboardInterrupt):  # the user does not want to wait
+            self._wait_until_over()
+        if self._error is not None:
+            rank, reason = self._communicator.rank, _reason(self._error)
+            sys.stderr.write(f"[rank {rank}] the checkpoint {self.path!r} was not saved: {reason}\n")
+
+    # ------------------------------------------------------------------------------------------- what ranks wait for
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's shard is on the disk; `wait` is still needed."""
-        return self.is_committed or self._thread is None or not self._thread.is_alive()
+        """Whether this rank's shard is on the disk; the checkpoint is in place when those of all ranks are."""
+        return self.is_committed or self._written.is_set()
 
     def wait(self, *, name: str | None = None) -> str:
-        """Wait for all ranks' shards and complete the checkpoint; return its path.  Collective.
+        """Wait until the checkpoint is in place; return its path.  Collective.
 
-        Needed after ``save(wait=False)``; the next save or restore of that Checkpoint does it, too.
+        The checkpoint comes into place without it: this call says when, and raises what has failed.
 
         Args:
             name: is compared between the ranks instead of the call site.
@@ -193,30 +337,58 @@ class Saving(NotPickled):
         Raises:
             CheckpointWriteError, CheckpointExistsError: on every rank; there is no new checkpoint then.
         """
+        self._settle("Saving.wait", name)
+        self._raise_failure("Saving.wait")
         if self.has_failed:
             raise CheckpointWriteError.at("Saving.wait", found="a checkpoint that failed before", expected="a new save")
-        if not self.is_committed:
-            with self._cleaned_up(), Call(self._communicator.guard, "Saving.wait", called=name) as call:
-                self._commit(call)
         return self.path
 
-    def _commit(self, call: Call) -> None:
-        """Do step 3.  Collective; the caller cleans up after errors."""
-        call.expect_more()
-        if self._thread is not None:
-            self._thread.join()
-        if self._error is not None:
-            raise self._error
-        call.agree("write a checkpoint", destination=self.path, patiently=True)
-        reports = self._gather_reports()
-        call.expect_more()
-        if self._communicator.rank == 0:
-            with writing(call.where, self.path):
-                self._finish(call.where, reports)
-        call.agree("commit a checkpoint", patiently=True)
-        self._end(committed=True)
+    def _settle(self, where: str, name: str | None = None) -> None:
+        """Wait for the threads of all ranks, for the public call `where`.  Collective; keeps what has failed."""
+        if self._is_known:
+            return
+        try:
+            with Call(self._communicator.guard, where, called=name) as call:
+                call.expect_more()
+                self._written.wait()
+                self._tell_error()
+                call.agree("write a checkpoint", destination=self.path, patiently=True)
+                call.expect_more()
+                if self._thread is not None:
+                    self._thread.join()
+                self._tell_error()
+                call.agree("commit a checkpoint", patiently=True)
+                self._end(committed=True)
+        except CheckpointError as error:  # on all ranks; after other errors the threads go on
+            self._failure = error
+            self._abandon()
 
-    def _gather_reports(self) -> Array:
+    def _tell_error(self) -> None:
+        """Raise what has failed in the thread of this rank, for the other ranks to hear."""
+        error = self._error
+        if error is not None:
+            kind = type(error) if isinstance(error, CheckpointError) else CheckpointWriteError
+            raise kind(_reason(error)) from error
+
+    def _raise_failure(self, where: str) -> None:
+        """Raise what has failed, once, on every rank: the same error, in the public call `where`."""
+        if self._failure is None:
+            return
+        failure, self._failure = self._failure, None
+        text = str(failure)
+        if failure.rank is not None:  # its text says first which call that rank could not make
+            text = text.partition(f": {type(failure).__name__}: ")[2] or text
+        rank = self._communicator.rank if failure.rank is None else failure.rank
+        raise type(failure).at(
+            where,
+            found=f"that the save of {os.path.basename(self.path)!r} with wait=False has failed on rank {rank}: {text}",
+            expected="a folder that every rank can write to, with room in it",
+            fix="Nothing is left of that save. This call has done nothing else; another one will.",
+        ) from failure
+
+    # ------------------------------------------------------------------------------------------- completing it
+
+    def _gather_reports(self, report: Array) -> Array:
         """Return the reports of the writers, on rank 0."""
         assert self._collected is not None
         rank, writers = self._communicator.rank, self._collected.writers
@@ -226,12 +398,11 @@ class Saving(NotPickled):
             blocks = [reports[:0]] * self._communicator.size
             for number, writer in enumerate(writers):
                 blocks[writer] = reports[number : number + 1]
-        self._communicator.gather_blocks(self._report if rank in writers else self._report[:0], blocks, 0)
+        self._communicator.gather_blocks(report, blocks, 0)
         return reports
 
-    def _finish(self, where: str, reports: Array) -> None:
-        assert self._parent is not None
-        assert self._folder is not None
+    def _text(self, where: str, reports: Array) -> bytes:
+        """Return the manifest; raise OptionError for one that `restore` would refuse."""
         assert self._collected is not None
         values = self._values
         items = {
@@ -245,7 +416,12 @@ class Saving(NotPickled):
         names = tuple(path for path in items if "/" not in path)
         text = Manifest(self._communicator.size, shards, items, names, self._layout, version()).text()
         check_can_be_read(text, where)
-        self._folder.write(NAME, [text])
+        return text
+
+    def _finish(self, where: str, reports: Array) -> None:
+        assert self._parent is not None
+        assert self._folder is not None
+        self._folder.write(NAME, [self._text(where, reports)])
         self._folder.let_group_in(NAME)
         self._folder.sync()
         self._put_in_place(where, self._parent, os.path.basename(self.path))
@@ -295,20 +471,26 @@ class Saving(NotPickled):
 
     def _abandon(self) -> None:
         """Remove the folder on the rank that made it; never raises."""
+        self._cancelled.set()
         if self._thread is not None:
             self._thread.join()
-        if self._communicator.rank == 0 and self._parent is not None and self._temporary and not self.is_committed:
-            with contextlib.suppress(OSError):
-                self._parent.remove(self._temporary, first=NAME)
-        if not self.is_committed:
-            self._end(committed=False)
+        self._remove()
+        self._end(committed=False)
+
+    def _remove(self) -> None:
+        """Remove the folder on the rank that made it; never raises."""
+        if self._communicator.rank == 0 and self._temporary:
+            with contextlib.suppress(OSError), Folder.parent_of(self.path) as parent:
+                parent.remove(self._temporary, first=NAME)
 
     def _end(self, *, committed: bool) -> None:
+        """Note the outcome, which all ranks know now."""
+        self._is_known = True
         self.is_committed, self.has_failed = committed, not committed
         self._collected, self._values = None, {}
-        reminder = getattr(self, "_reminder", None)
-        if reminder is not None:
-            reminder.detach()
+        self._close()
+
+    def _close(self) -> None:
         for folder in (self._folder, self._parent):
             if folder is not None:
                 folder.close()
@@ -335,8 +517,59 @@ def saving_names(name: str) -> re.Pattern[str]:
     return re.compile(re.escape(SAVING.format(name)) + "[0-9a-f]+")
 
 
-def _remind(path: str, process: int) -> None:
-    if os.getpid() == process:  # not in a forked child
-        sys.stderr.write(
-            f"[rank 0] the checkpoint {path!r} is incomplete: wait() was not called after save(..., wait=False)\n"
-        )
+def _pauses() -> Iterator[float]:
+    """Yield the seconds between two looks into a folder."""
+    pause = _SHORTEST_PAUSE
+    while True:
+        yield pause
+        pause = min(2 * pause, _LONGEST_PAUSE)
+
+
+def _reason(error: BaseException) -> str:
+    found = error.found if isinstance(error, CheckpointError) else ""
+    return found or f"{type(error).__name__}: {error}"
+
+
+class _Progress:
+    """Whether something moves in a folder: the names and sizes in it are compared once in a while.
+
+    Args:
+        seconds: how long nothing may move.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._next = time.monotonic() + seconds
+        self._seen: dict[str, int] = {}
+
+    def look(self, folder: Folder) -> bool:
+        """Return False if nothing has moved for so long."""
+        if time.monotonic() < self._next:
+            return True
+        before, self._seen = self._seen, folder.sizes()
+        self._next = time.monotonic() + self._seconds
+        return self._seen != before
+
+
+# ------------------------------------------------------------------------------------------- the end of the program
+
+#: The saves with ``wait=False`` of which the outcome is not known to all ranks.
+_open: list[Saving] = []
+_watches_the_end = False
+
+
+def _note(saving: Saving) -> None:
+    """Have the end of the program wait for a save."""
+    global _watches_the_end
+    _open[:] = [other for other in _open if other._is_left()]
+    _open.append(saving)
+    if not _watches_the_end:
+        _watches_the_end = True
+        before_abort.append(_at_the_end)
+        atexit.register(_at_the_end)
+        os.register_at_fork(after_in_child=_open.clear)  # they are the parent's
+
+
+def _at_the_end() -> None:
+    while _open:
+        _open.pop()._end_of_program()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import launching
 import pytest
-from checkpoints import Counting, many_writers, shared_folder, watched
+from checkpoints import Counting, held, many_writers, shared_folder, watched
 from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
@@ -225,30 +225,17 @@ def test_folders_without_permission(launch: Launch, tmp_path: Path) -> None:
     assert list((tmp_path / "m").iterdir()) == []
 
 
-def test_a_save_that_nobody_waited_for_is_told(launch: Launch, tmp_path: Path) -> None:
-    program = """
-        import sys
-        import mpistrategy as ms
-        strategy = ms.MirroredStrategy()
-        with strategy.scope():
-            checkpoint = ms.Checkpoint(x=1)
-        checkpoint.save(sys.argv[1], wait=False)
-    """
-    job = launch(2, [launching.program(program, tmp_path), tmp_path / "c"]).check()
-    assert "is incomplete: wait() was not called" in job.stderr
-    assert not (tmp_path / "c").exists()
-
-
 def test_two_saves_to_one_place(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
     folder = shared_folder(tmp_path)
     with strategy.scope():
         first, second = ms.Checkpoint(x=1), ms.Checkpoint(x=2)
-    slow = first.save(folder / "c", wait=False)
-    before = gather_texts(str(sorted(os.listdir(folder))))
-    found = outcomes(second.save, folder / "c")
-    assert {outcome.error for outcome in found} == {errors.CheckpointExistsError}
-    assert "has begun and not ended" in found[0].text
-    assert gather_texts(str(sorted(os.listdir(folder)))) == before
+    with held():
+        slow = first.save(folder / "c", wait=False)
+        before = gather_texts(str(sorted(os.listdir(folder))))
+        found = outcomes(second.save, folder / "c")
+        assert {outcome.error for outcome in found} == {errors.CheckpointExistsError}
+        assert "has begun and not ended" in found[0].text
+        assert gather_texts(str(sorted(os.listdir(folder)))) == before
     slow.wait()
     second.restore(folder / "c")
     assert second.objects["x"] == 1
@@ -268,8 +255,10 @@ def test_two_saves_to_one_place_without_locks(
     folder = shared_folder(tmp_path)
     with strategy.scope():
         first, second = ms.Checkpoint(x=1), ms.Checkpoint(x=2)
-    slow, quick = first.save(folder / "c", wait=False), second.save(folder / "c", wait=False)
-    quick.wait()
+    with held("rename"):
+        slow = first.save(folder / "c", wait=False)
+        second.save(folder / "c")
+        strategy.barrier("it is there")
     assert {outcome.error for outcome in outcomes(slow.wait)} == {errors.CheckpointExistsError}
     assert {outcome.error for outcome in outcomes(slow.wait)} == {errors.CheckpointWriteError}
     first.restore(folder / "c")
@@ -280,19 +269,25 @@ def test_two_saves_to_one_place_without_locks(
 
 # Another job that saves here, and waits until it is told to go on, or is killed.
 OTHER = """
-import os, sys, time
+import os, sys
 import mpistrategy as ms
+from mpistrategy.checkpoint.storage import files as checkpoint_files
 
 folder = sys.argv[1]
 with ms.OneDeviceStrategy("CPU:0").scope():
     x = ms.Variable(7.0)
 manager = ms.CheckpointManager(ms.Checkpoint(x=x), os.path.join(folder, "m"))
 manager.save(1)
-saving = ms.Checkpoint(x=x).save(os.path.join(folder, "c"), wait=False)
-while not saving.is_written:  # its thread would change the folder while the test looks
-    time.sleep(0.001)
-print("at work", flush=True)
-sys.stdin.read()
+
+
+def watcher(what, name):
+    if what == "rename":  # in the thread, which changes nothing while the test looks
+        print("at work", flush=True)
+        sys.stdin.read()
+
+
+checkpoint_files.watcher = watcher
+ms.Checkpoint(x=x).save(os.path.join(folder, "c"), wait=False)
 """
 
 

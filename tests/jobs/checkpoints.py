@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,6 +29,29 @@ def watched(watcher: Callable[[str, str], None]) -> Iterator[None]:
         yield
     finally:
         files.watcher = None
+
+
+@contextmanager
+def in_threads(change: str, do: Callable[[], object]) -> Iterator[None]:
+    """Call `do` in threads that write, before each change to the file system of a kind: "create", "fsync", "rename"."""
+
+    def watcher(what: str, name: str) -> None:
+        if what == change and threading.current_thread() is not threading.main_thread():
+            do()
+
+    with watched(watcher):
+        yield
+
+
+@contextmanager
+def held(change: str = "fsync") -> Iterator[threading.Event]:
+    """Stop threads that write before a change of a kind, until the event is set or the block is left."""
+    go = threading.Event()
+    with in_threads(change, lambda: go.wait(60)):
+        try:
+            yield go
+        finally:
+            go.set()
 
 
 @contextmanager

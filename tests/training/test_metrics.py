@@ -113,6 +113,7 @@ def test_adding_outside_a_step_is_refused_with_the_cure(strategy: ms.Strategy, m
         mean.update_state(1.0)
 
 
+@pytest.mark.one_rank
 def test_without_a_strategy_a_metric_just_counts() -> None:
     mean = metrics.Mean()
     mean.update_state([1.0, 2.0, 6.0])

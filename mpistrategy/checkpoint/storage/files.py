@@ -215,6 +215,24 @@ class Folder:
             os.close(descriptor)
         return size, checksum.hexdigest()
 
+    def mark(self, name: str) -> None:
+        """Make an empty file."""
+        _before("create", name)
+        os.close(os.open(name, own_files.NEW, own_files.file_mode(self.state), dir_fd=self.descriptor))
+
+    def unlink(self, name: str) -> None:
+        """Remove a file."""
+        _before("unlink", name)
+        os.unlink(name, dir_fd=self.descriptor)
+
+    def sizes(self) -> dict[str, int]:
+        """Return the sizes of the files in it, in bytes, by name."""
+        found = {}
+        for name in self.names():
+            with contextlib.suppress(OSError):
+                found[name] = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False).st_size
+        return found
+
     def sync(self) -> None:
         """Sync the names in it to the disk."""
         _before("fsync", self.path)

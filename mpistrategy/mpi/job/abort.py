@@ -37,6 +37,8 @@ else:
 _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
 _FORWARDING_SECONDS = 0.2
 _ENDS = "the whole job ends here."
+#: Called before this rank ends the job: what other threads have begun must not be lost.
+before_abort: list[Callable[[], object]] = []
 
 
 class _Watch:
@@ -66,6 +68,8 @@ class _Watch:
         reports.write("".join(prefix + line + "\n" for line in text.splitlines()))
 
     def abort(self, status: int) -> NoReturn:
+        for each in before_abort:
+            each()
         if failed := reports.failed_tests():
             self.say(failed)
         # MPI_Abort kills the launcher's helpers: output that they have not yet read from our pipes is lost.

@@ -1,0 +1,201 @@
+"""save(wait=False): the checkpoint comes into place without a further call; the next call raises what has failed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import launching
+import numpy as np
+import pytest
+from checkpoints import held, in_threads, many_writers, shared_folder
+from replicas import RANK, SIZE, gather_texts, outcomes
+
+import mpistrategy as ms
+from mpistrategy import errors
+
+Launch = Callable[..., launching.Finished]
+
+
+def made(strategy: ms.Strategy, folder: Path) -> tuple[ms.Variable, ms.CheckpointManager]:
+    """Return a manager of a variable and of an array that each rank has for itself."""
+    with strategy.scope():
+        x = ms.Variable(np.zeros(5))
+        return x, ms.CheckpointManager(ms.Checkpoint(x=x, own=np.full(3, RANK)), folder)
+
+
+# Each rank writes a shard.  From the save on, no rank calls the library.
+GOES_ON = """
+import os, signal, subprocess, sys
+import numpy as np
+import mpistrategy as ms
+from mpistrategy.checkpoint import collecting
+
+folder, look = sys.argv[1:]
+collecting.BYTES_A_WRITER = 1
+strategy = ms.MirroredStrategy()
+with strategy.scope():
+    x = ms.Variable(np.ones(1000))
+    manager = ms.CheckpointManager(ms.Checkpoint(x=x, own=np.full(9, strategy.rank)), folder)
+print("restored", manager.restore(), flush=True)
+if manager.latest is None:
+    manager.save(1, wait=False)
+    other = subprocess.run([sys.executable, look, folder], env={**os.environ, "MPISTRATEGY_ALONE": "1"})
+    print("seen", other.returncode, flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+LOOK = """
+import sys, time
+import mpistrategy as ms
+
+manager = ms.CheckpointManager(ms.Checkpoint(), sys.argv[1])
+end = time.monotonic() + 30
+while manager.steps() != [1]:
+    if time.monotonic() > end:
+        sys.exit("the checkpoint does not come into place")
+    time.sleep(0.01)
+"""
+
+
+def test_it_comes_into_place_while_the_program_computes(launch: Launch, tmp_path: Path) -> None:
+    program, look = launching.program(GOES_ON, tmp_path), launching.program(LOOK, tmp_path)
+    job = launch(2, [program, tmp_path / "m", look])
+    assert "seen 0" in job.stdout, job
+    assert "restored None" in job.stdout
+    assert launch(2, [program, tmp_path / "m", look]).check().stdout.count("restored 1") == 2
+
+
+# The disk of rank 0, which is in a collective, is slow when rank 1 comes to its end.
+ENDS = """
+import os, signal, sys, threading, time
+import numpy as np
+import mpistrategy as ms
+from mpistrategy.checkpoint import collecting
+from mpistrategy.checkpoint.storage import files as checkpoint_files
+
+folder, end = sys.argv[1:]
+collecting.BYTES_A_WRITER = 1
+strategy = ms.MirroredStrategy()
+
+
+def slow(what, name):
+    if what == "fsync" and strategy.rank == 0:
+        time.sleep(0.3)
+
+
+with strategy.scope():
+    checkpoint = ms.Checkpoint(x=ms.Variable(np.ones(1000)), own=np.full(9, strategy.rank))
+checkpoint_files.watcher = slow
+checkpoint.save(folder, wait=False)
+if end == "plain":
+    pass
+elif strategy.rank == 0:
+    strategy.barrier("later") if end != "exit" else sys.exit(0)
+elif end == "error":
+    raise ZeroDivisionError
+elif end == "exit":
+    sys.exit(0)
+elif end == "interrupt":
+    os.kill(os.getpid(), signal.SIGINT)
+    threading.Event().wait(10)
+"""
+
+
+@pytest.mark.parametrize("end", ["plain", "error", "exit", "interrupt"])
+def test_the_end_of_the_program_waits(launch: Launch, tmp_path: Path, end: str) -> None:
+    job = launch(2, [launching.program(ENDS, tmp_path), tmp_path / "c", end])
+    assert (job.returncode == 0) == (end in ("plain", "exit")), job
+    found = ms.Checkpoint.arrays(tmp_path / "c")
+    assert found["x"].tolist() == [1.0] * 1000
+    assert [found[f"own@{rank}"].tolist() for rank in range(2)] == [[0] * 9, [1] * 9]
+    assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", *(f"shard-0000{n}.safetensors" for n in range(2))]
+
+
+def test_a_step_is_the_latest_when_it_is_in_place(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
+    _, manager = made(strategy, shared_folder(tmp_path) / "m")
+    manager.save(1)
+    with many_writers(), held() as go:
+        saving = manager.save(2, wait=False)
+        assert (manager.latest, manager.steps(), saving.is_committed) == (1, [1], False)
+        strategy.barrier("all have looked")
+        go.set()
+        manager.wait()
+    assert (manager.latest, manager.steps(), saving.is_committed) == (2, [1, 2], True)
+    manager.close()
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["for good", "once"])
+@pytest.mark.parametrize("rank", sorted({0, SIZE - 1}))
+def test_what_fails_in_a_thread_is_raised_by_the_next_call(
+    strategy: ms.MirroredStrategy, tmp_path: Path, rank: int, again: bool
+) -> None:
+    x, manager = made(strategy, shared_folder(tmp_path) / "m")
+    failures: list[int] = []
+
+    def fail() -> None:
+        failures.append(1)
+        if rank == RANK and (again or len(failures) == 1):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def save_and_fail(step: int) -> None:
+        failures.clear()
+        with many_writers(), in_threads("create", fail):
+            saving = manager.save(step, wait=False)
+            saving._written.wait()
+
+    def check(found: list[Any], where: str, step: int) -> None:
+        assert {outcome.error for outcome in found} == {errors.CheckpointWriteError}
+        for words in (f"{where}: ", f"'step-{step:012}' with wait=False has failed on rank {rank}", "ENOSPC"):
+            assert all(words in text for text in gather_texts(found[RANK].text)), found[RANK].text
+
+    manager.save(3)
+    save_and_fail(4)
+    assert manager.latest == 3
+    check(outcomes(manager.save, 5), "CheckpointManager.save", 4)
+    assert manager.steps() == [3]
+    x.assign(np.full(5, 5.0))
+    manager.save(5)
+    assert (manager.latest, manager.steps()) == (5, [3, 5])
+    save_and_fail(6)
+    x.assign(np.zeros(5))
+    assert manager.restore() == manager.latest == 5  # the way back is open
+    assert x.numpy().tolist() == [5.0] * 5
+    check(outcomes(manager.wait), "CheckpointManager.wait", 6)
+    manager.wait()  # it was raised
+    save_and_fail(7)
+    check(outcomes(manager.close), "CheckpointManager.close", 7)
+    strategy.barrier("cleaned up")
+    assert sorted(os.listdir(manager.directory)) == [".lock", "step-000000000003", "step-000000000005"]
+    _, other = made(strategy, Path(manager.directory))
+    other.save(8)  # the folder is free
+    other.close()
+
+
+@pytest.mark.parametrize("rank", sorted({0, SIZE - 1}))
+def test_where_no_thread_can_be_started(
+    strategy: ms.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+) -> None:
+    """The rank writes at once."""
+    x, manager = made(strategy, shared_folder(tmp_path) / "m")
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name.startswith("checkpoint "):
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with many_writers() if SIZE > 1 else nullcontext():
+        if rank == RANK:
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+        x.assign(np.ones(5))
+        assert {outcome.error for outcome in outcomes(lambda: manager.save(1, wait=False))} == {None}
+        monkeypatch.undo()
+    manager.close()
+    x.assign(np.zeros(5))
+    assert manager.restore() == 1
+    assert x.numpy().tolist() == [1.0] * 5
