@@ -126,7 +126,7 @@ class Checkpoint(NamesOurs):
             CheckpointWriteError: on every rank, if any rank cannot write (a full disk, a missing permission); no
                 partial checkpoint is left, and an older one is still there.
             CheckpointExistsError: on every rank, if the name is taken.
-            OptionTypeError, AggregationError, DTypeError: on every rank, for objects that cannot be saved.
+            OptionTypeError, DTypeError: on every rank, for objects that cannot be saved.
             OptionError: on every rank, for more names and plain values than `restore` accepts: 64 MiB of text, 2**21
                 lists and dicts (each float counts as one), 2**22 numbers and words, and 64 MiB of memory plus 8 times
                 the text.

@@ -11,6 +11,7 @@ To keep something new in checkpoints, write one Kind and enter it in the table i
 from __future__ import annotations
 
 import dataclasses
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -20,7 +21,7 @@ import numpy as np
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item, Manifest
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manifest
 from mpistrategy.checkpoint.storage.shards import dtype_text
 from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
@@ -34,7 +35,7 @@ _DEEPEST = 100
 #: The most generators that an error names.
 _MOST_NAMED = 3
 _ACCEPTED = (
-    "Variables, optimizers, gradient accumulators, metrics, arrays, numbers, strings, random generators, "
+    "Variables, optimizers, gradient accumulators, metrics, arrays, ms.Rows, numbers, strings, random generators, "
     "strategy.rng(seed), iterators of distributed datasets, torch's modules, tensors, JAX's arrays, dicts, lists and "
     "tuples of these, and objects with state_dict() and load_state_dict()"
 )
@@ -156,7 +157,6 @@ class State:
 
     Raises:
         OptionTypeError: for an object of unknown kind; names the path.
-        AggregationError: for ON_READ variables whose aggregation is NONE.
         DTypeError: for arrays of objects.
     """
 
@@ -209,23 +209,42 @@ class State:
 
     # ------------------------------------------------------------------------------------------- what is kept once
 
-    def digests(self) -> dict[str, int]:
-        """Return a digest of each item that may be equal on all ranks."""
-        return {path: self._digest(path) for path, item in self.items.items() if item.copies == UNDECIDED}
+    def digests(self) -> dict[str, tuple[int, int]]:
+        """Return a digest of each item that may be equal on all ranks, and one of its shape."""
+        undecided = [path for path, item in self.items.items() if item.copies == UNDECIDED]
+        return {path: (self._digest(path), _summary(self.items[path].shape)) for path in undecided}
 
-    def decide(self, mine: Mapping[str, int], communicator: Communicator) -> None:
-        """Decide which items are saved once.  Collective.
+    def decide(self, mine: Mapping[str, tuple[int, int]], communicator: Communicator) -> None:
+        """Decide which items are saved once, and tell the ranks the shapes that differ.  Collective.
 
         Args:
             mine: this rank's `digests`.
             communicator: the ranks.
         """
-        digests = list(mine.values())
+        digests = [digest for pair in mine.values() for digest in pair]
         equal = np.ones(len(digests), bool)
         if not _are_equal([_summary(digests)], communicator).all():
             equal = _are_equal(digests, communicator)
-        for path, one in zip(mine, equal.tolist(), strict=True):
-            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if one else OWN)
+        differing = []
+        for path, (has_value, has_shape) in zip(mine, equal.reshape(-1, 2).tolist(), strict=True):
+            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if has_value and has_shape else OWN)
+            if not has_shape:
+                differing.append(path)
+        self._tell_shapes(differing, communicator)
+
+    def _tell_shapes(self, differing: Sequence[str], communicator: Communicator) -> None:
+        """Enter the shapes of all ranks' rows, and of all ranks' arrays at some paths.  Collective."""
+        paths = [*differing, *(path for path, item in self.items.items() if item.copies == ROWS)]
+        if not paths:
+            return
+        mine = json.dumps([self.items[path].shape for path in paths])
+        of_ranks = [json.loads(text) for text in communicator.allgather_text(mine)]
+        for number, path in enumerate(paths):
+            shapes = tuple(tuple(shapes[number]) for shapes in of_ranks)
+            item, shape = self.items[path], ()
+            if item.copies == ROWS:
+                shape = (sum(each[0] for each in shapes), *item.shape[1:])
+            self.items[path] = dataclasses.replace(item, shape=shape, shapes=shapes)
 
     def _digest(self, path: str) -> int:
         array = self.arrays.get(path)
@@ -243,7 +262,7 @@ class State:
         who = self._identities()
         return "; ".join(
             f"{path}{f' is {who[path]}' if path in who else ''}: {item.kind} {item.copies} {item.dtype}"
-            f"{list(item.shape)} {item.more or ''}"
+            f"{_comparable(item)} {item.more or ''}"
             for path, item in self.items.items()
         )
 
@@ -302,9 +321,16 @@ class State:
         call.agree("compare random generators")
 
 
-def _summary(digests: Sequence[int]) -> int:
-    """Return a digest of digests."""
-    return int.from_bytes(checksum_of(np.array(digests, np.uint64).tobytes()).digest()[:8], "little")
+def _comparable(item: Item) -> list[Any]:
+    """Return what must be equal on all ranks of a shape: nothing of per-rank data, and not how many rows there are."""
+    if item.copies == UNDECIDED:
+        return ["any"]
+    return ["any", *item.shape[1:]] if item.copies == ROWS else list(item.shape)
+
+
+def _summary(numbers: Sequence[int]) -> int:
+    """Return a digest of numbers."""
+    return int.from_bytes(checksum_of(np.array(numbers, np.uint64).tobytes()).digest()[:8], "little")
 
 
 def _are_equal(digests: Sequence[int], communicator: Communicator) -> Array:
