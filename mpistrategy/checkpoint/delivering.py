@@ -173,24 +173,19 @@ def _parts(source: Reading, paths: Sequence[str]) -> Iterator[tuple[str, Array]]
     for shard in np.unique(source.shard_of).tolist() if paths else ():
         members, root = source.members_of(shard), int(source.readers[shard])
         pieces = [(path, piece) for path, whole in wholes.items() for piece in whole.pieces(members, me)]
+        arrays = source.arrays.get(shard, {})
         if root == me:
-            arrays = source.arrays[shard]
             for path, (at, to, count) in pieces:
                 found[path].reshape(-1)[to : to + count] = arrays[path][at : at + count]
         if all(whole.stay(members, root) for whole in wholes.values()):
             continue
         blocks, nbytes = None, 0
         if root == me:
-            blocks = [
-                _joined(
-                    arrays[path][at : at + count]
-                    for path in paths
-                    for at, _, count in wholes[path].pieces(members, rank)
-                )
-                if rank != me
-                else _NOTHING
-                for rank in range(communicator.size)
-            ]
+            blocks = [_NOTHING] * communicator.size
+            for rank in range(communicator.size):
+                if rank != me:
+                    theirs = [(path, piece) for path, whole in wholes.items() for piece in whole.pieces(members, rank)]
+                    blocks[rank] = _joined(arrays[path][at : at + count] for path, (at, _, count) in theirs)
         else:
             nbytes = sum(count * found[path].itemsize for path, (_, _, count) in pieces)
         block = np.empty(nbytes, np.uint8)

@@ -283,9 +283,9 @@ class Fit:
         """Return why per-rank data cannot be restored here."""
         now = self.strategy.num_replicas_in_sync
         return (
-            f"each of the {self.manifest.ranks} ranks that saved had a {item.kind} of its own; now there are {now}; save "
-            "rows of a global array as ms.Rows(array), sums and means in an ON_READ Variable with that aggregation, or "
-            "make it equal on all ranks"
+            f"each of the {self.manifest.ranks} ranks that saved had a {item.kind} of its own; now there are {now}; "
+            "save rows of a global array as ms.Rows(array), sums and means in an ON_READ Variable with that "
+            "aggregation, or make it equal on all ranks"
         )
 
     def is_replaceable(self, path: str, value: Any) -> bool:

@@ -321,11 +321,11 @@ class State:
         call.agree("compare random generators")
 
 
-def _comparable(item: Item) -> list[Any]:
+def _comparable(item: Item) -> str:
     """Return what must be equal on all ranks of a shape: nothing of per-rank data, and not how many rows there are."""
     if item.copies == UNDECIDED:
-        return ["any"]
-    return ["any", *item.shape[1:]] if item.copies == ROWS else list(item.shape)
+        return "[any shape]" if item.is_array else "[]"
+    return f"[any, {str(list(item.shape[1:]))[1:]}" if item.copies == ROWS else f"{list(item.shape)}"
 
 
 def _summary(numbers: Sequence[int]) -> int:

@@ -343,13 +343,6 @@ def test_a_list_that_contains_itself(strategy: ms.MirroredStrategy, folder: Path
     assert {outcome.error for outcome in found} == {errors.OptionError}
 
 
-def test_on_read_without_an_aggregation(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    if SIZE == 1 and strategy.extended._is_local:
-        pytest.skip("one replica has one copy")
-    checkpoint = checkpoint_of(strategy, v=variable(strategy, 0.0, synchronization="ON_READ"))
-    assert {o.error for o in outcomes(checkpoint.save, folder / "c")} == {errors.AggregationError}
-
-
 @pytest.mark.parametrize("name", ["", "_x", "a/b"])
 def test_names_that_are_none(name: str) -> None:
     with pytest.raises(errors.OptionError):

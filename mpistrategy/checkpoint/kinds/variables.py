@@ -43,9 +43,7 @@ class OneVariable(Kind):
         if not fit.knows_own(path, item) or not fit.expect(fits, path, item, value):
             return lambda: value
         if item.copies in COMBINED and _has_own_copies(value):
-            return fit.problem(
-                path, f"copies with aggregation {item.copies} in the checkpoint, a variable with NONE here"
-            )
+            return fit.problem(path, f"aggregation {item.copies} in the checkpoint, NONE here")
         fit.fetched[path] = lambda: value
         return lambda: value
 

@@ -4,10 +4,10 @@ It is one JSON object on two lines.  The first line has the format and the check
 rest.  Everything is checked before it is used.  Names of files are made from numbers, so that a forged manifest cannot
 name other files.
 
-Of each rank it has the number of its node, in `layout`, and of arrays whose shapes differ between the ranks the shape.
-What each rank has for itself is in the shards: of arrays of one shape, a row for each rank; of arrays whose shapes differ,
-the elements, rank after rank; of plain values, a line of JSON for each rank.  A large array that was saved once may have
-parts in several shards.
+Of each rank it has the number of its node, in `layout`, and the shapes of arrays whose shapes differ between ranks.
+What each rank has for itself is in the shards: of arrays of one shape, a row for each rank; of arrays whose shapes
+differ, and of rows of a global array, the elements, rank after rank; of plain values, a line of JSON for each rank.  A
+large array that was saved once may have parts in several shards.
 """
 
 from __future__ import annotations
@@ -232,14 +232,25 @@ class Manifest:
         }
 
 
+def _unpacked(
+    kind: str,
+    copies: str,
+    dtype: str,
+    shape: list[int],
+    shard: int,
+    more: Any,
+    values: list[Any],
+    parts: list[int],
+    shapes: list[list[int]],
+) -> Item:
+    """Return the item of which this is `Item.packed`."""
+    of_ranks = tuple(map(tuple, shapes))
+    return Item(kind, copies, dtype, tuple(shape), shard, more, tuple(values), tuple(parts), of_ranks)
+
+
 def of_contents(contents: dict[str, Any]) -> Manifest:
     """Return a manifest from `Manifest.contents` of one that was checked."""
-    items = {
-        path: Item(
-            kind, copies, dtype, tuple(shape), shard, more, tuple(values), tuple(parts), tuple(map(tuple, shapes))
-        )
-        for path, (kind, copies, dtype, shape, shard, more, values, parts, shapes) in contents["items"].items()
-    }
+    items = {path: _unpacked(*packed) for path, packed in contents["items"].items()}
     names, layout = tuple(contents["names"]), contents["layout"]
     return Manifest(contents["ranks"], (), items, names, layout, contents["written_by"])
 
@@ -351,7 +362,7 @@ def _item(
     _require(all(type(each) is list for each in (shape, values, parts, shapes, *shapes)), "lists")
     _require(len(shapes) in (0, ranks) and len(values) <= 1, "lists")
     _require(_is_count(shard) and shard < shards, "numbers")
-    item = Item(kind, copies, dtype, tuple(shape), shard, more, tuple(values), tuple(parts), tuple(map(tuple, shapes)))
+    item = _unpacked(kind, copies, dtype, shape, shard, more, values, parts, shapes)
     _require((kind == ROWS) == (copies == ROWS), "rows")
     if dtype:
         elements = dtype_of(dtype)
