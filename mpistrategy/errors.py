@@ -274,7 +274,7 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """Writing failed on some rank (a full disk, no permission).  No partial files are left; old files are unchanged."""
+    """Writing failed on some rank (a full disk, no permission).  Old files are unchanged; a note names what is left."""
 
 
 class CheckpointReadError(CheckpointError, OSError):

@@ -116,15 +116,16 @@ class Checkpoint(NamesOurs):
             directory: the folder, equal on all ranks, on a file system that they share.
             wait: False copies the state and returns while a thread writes.  The checkpoint is there after `wait()` of
                 the returned Saving, or after the next save or restore of this Checkpoint.
-            overwrite: replace an existing checkpoint; without it, that is an error.
+            overwrite: replace an existing checkpoint; without it, that is an error.  A folder with anything else than
+                a checkpoint in it is never replaced.
             name: is compared between the ranks instead of the call site.
 
         Returns:
             The `Saving`.
 
         Raises:
-            CheckpointWriteError: on every rank, if any rank cannot write (a full disk, a missing permission); no
-                partial checkpoint is left, and an older one is still there.
+            CheckpointWriteError: on every rank, if any rank cannot write (a full disk, a missing permission).  An
+                older checkpoint is still there.  What was written is removed; a note says where it is if it cannot be.
             CheckpointExistsError: on every rank, if the name is taken.
             OptionTypeError, DTypeError: on every rank, for objects that cannot be saved.
             OptionError: on every rank, for more names and plain values than `restore` accepts: 64 MiB of text, 2**21

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.saving import REPLACED, REPORT
+from mpistrategy.checkpoint.saving import REPORT, replaced_names
 from mpistrategy.checkpoint.storage.files import Folder
 from mpistrategy.checkpoint.storage.manifest import NAME, Manifest, bad, of_contents, parse, read_text
 from mpistrategy.checkpoint.storage.shards import VALUES, loads, open_shard
@@ -200,7 +200,7 @@ def _name_of(parent: Folder, name: str) -> str:
     if parent.kind_of(name):
         return name
     for other in parent.names():
-        if other.startswith(REPLACED.format(name)) and parent.kind_of(other) == "folder":
+        if replaced_names(name).fullmatch(other) and parent.kind_of(other) == "folder":
             with parent.folder(other) as folder:
                 if folder.kind_of(NAME) == "file" and is_trusted(folder.state, parent.state):
                     return other

@@ -39,7 +39,7 @@ from mpistrategy.checkpoint.storage.shards import (
     loads,
     part_name,
 )
-from mpistrategy.errors import CheckpointDamagedError
+from mpistrategy.errors import CheckpointDamagedError, CheckpointError
 from mpistrategy.own_files import printable
 
 NAME = "manifest.json"
@@ -51,6 +51,7 @@ COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 MOST_RANKS = 1_000_000
 _LONGEST_VERSION = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
+_LONGEST_HEAD = 200
 _BODY, _END = b'"body":', b"}\n"
 
 
@@ -267,6 +268,17 @@ def runs_of(ranks: Iterable[int]) -> tuple[Run, ...]:
         else:
             runs.append(Run(rank, 1, 1))
     return tuple(runs)
+
+
+def is_checkpoint(folder: Folder) -> bool:
+    """Return whether a folder has a manifest of this package's, of any version, and no files but a checkpoint's."""
+    if folder.foreign() or folder.kind_of(NAME) != "file":
+        return False
+    try:
+        with folder.file(NAME, None, LONGEST_TEXT) as file:
+            return _HEAD.match(file.read(0, min(file.size, _LONGEST_HEAD))) is not None
+    except (CheckpointError, OSError):
+        return False
 
 
 def read_text(folder: Folder) -> bytes:
