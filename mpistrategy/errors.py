@@ -50,6 +50,7 @@ __all__ = [
     "RemoteError",
     "ReplicasDivergedError",
     "ShapeError",
+    "StaleStateWarning",
     "StructureError",
     "TraceError",
     "UnsupportedError",
@@ -290,6 +291,10 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
     The text lists the differences.
     """
+
+
+class StaleStateWarning(UserWarning):
+    """A checkpoint saved an object again that has not changed, and that the program may have replaced by a new one."""
 
 
 class TraceError(MpiStrategyError, ValueError):

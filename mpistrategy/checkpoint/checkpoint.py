@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,8 +16,9 @@ from mpistrategy.checkpoint.kinds import KINDS
 from mpistrategy.checkpoint.restoring import Restored, restore
 from mpistrategy.checkpoint.saving import Saving
 from mpistrategy.checkpoint.state import State, strategy_of
-from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.errors import OptionError, OptionTypeError, StaleStateWarning
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Setting
@@ -63,10 +66,16 @@ class Checkpoint(NamesOurs):
     * Arrays, numbers, strings, None; dicts, lists and tuples of all of these.  Data that are equal on all ranks are
       saved once; per-rank data restore only on the same number of ranks.
     * torch's modules, restored in place, and tensors; JAX arrays, which a restore replaces in `objects`.
+    * `Rows`: rows of a global array, restored on any number of ranks.
     * `Stateful` objects, which have `state_dict()` and `load_state_dict(state)`, if the state consists of the above.
+
+    A checkpoint has the objects themselves.  Where the program makes a new object at each step (numbers, tuples, JAX
+    arrays), give a function without arguments that returns the one of today: ``ms.Checkpoint(state=lambda: state)``.
+    Take the restored one from what `restore` returns: ``state = checkpoint.restore(path).objects["state"]``.
 
     Args:
         objects: by name.  Arrays, dicts and lists are restored in place; read a restored number from `objects`.
+            A function is called by each save, and by each restore, which needs the structure.
 
     Attributes:
         objects: the objects by name; may be changed, in the same way on all ranks.
@@ -94,6 +103,8 @@ class Checkpoint(NamesOurs):
         self._made_in: Strategy = context.current_strategy()
         self._pending: Saving | None = None
         self._layout: tuple[Any, dict[str, Any]] = (None, {})
+        self._last: dict[str, int] = {}
+        self._has_warned = False
 
     @property
     def strategy(self) -> Strategy:
@@ -122,6 +133,10 @@ class Checkpoint(NamesOurs):
 
         Returns:
             The `Saving`.
+
+        Warns:
+            StaleStateWarning: once, on rank 0, if an array, a number, or a nest of these has not changed since the last
+                save, on no rank: the program may have a new one, of which this Checkpoint does not know.
 
         Raises:
             CheckpointWriteError: on every rank, if any rank cannot write (a full disk, a missing permission).  An
@@ -153,7 +168,8 @@ class Checkpoint(NamesOurs):
         communicator = strategy.extended.communicator
         # Clean up after leaving the call: then no rank writes any more.
         with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.save", called=name) as call:
-            path, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call, cleaning)
+            path, _, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call, cleaning)
+            state.last = self._last
             saving = Saving(communicator, path, bool(overwrite), self._layout_of(strategy))
             cleaning.enter_context(saving._cleaned_up())
             saving._begin(state, call, prepare, wait=bool(wait))
@@ -161,7 +177,23 @@ class Checkpoint(NamesOurs):
                 saving._commit(call)
         if not wait:
             self._pending = saving
+        self._look_for_stale(state)
         return saving
+
+    def _look_for_stale(self, state: State) -> None:
+        """Warn once, on rank 0, of objects that are as they were in the last save, unless functions return them."""
+        self._last = state.of_names
+        unchanged = [name for name in state.unchanged if not _is_function(self.objects.get(name))]
+        if unchanged and not self._has_warned:
+            self._has_warned = True
+            if state.strategy.extended.communicator.rank == 0:
+                name, names = unchanged[0], ", ".join(map(repr, unchanged))
+                warn(
+                    f"Checkpoint.save: {names} unchanged since the last save. If the program has made a new object "
+                    "under this name, the checkpoint still has the old one. Give a function: "
+                    f"ms.Checkpoint({name}=lambda: {name}). For a constant, a function ends this warning, too.",
+                    StaleStateWarning,
+                )
 
     @collective("restore")
     def restore(self, directory: str | os.PathLike[str], *, partial: bool = False, name: str | None = None) -> Restored:
@@ -191,8 +223,11 @@ class Checkpoint(NamesOurs):
         context.require_cross_replica(strategy, "Checkpoint.restore")
         guard = strategy.extended.communicator.guard
         with contextlib.ExitStack() as cleaning, Call(guard, "Checkpoint.restore", called=name) as call:
-            path, state = self._agreed("restore", directory, f"{partial=}", strategy, call, cleaning)
-            return restore(self.objects, state, self._layout_of(strategy), path, bool(partial), call)
+            path, objects, state = self._agreed("restore", directory, f"{partial=}", strategy, call, cleaning)
+            restored = restore(objects, state, self._layout_of(strategy), path, bool(partial), call)
+            self.objects.update({name: objects[name] for name in objects if not _is_function(self.objects.get(name))})
+        self._last = {}
+        return restored
 
     def wait(self, *, name: str | None = None) -> None:
         """Finish a save with ``wait=False``, if there is one.  Collective.
@@ -215,19 +250,21 @@ class Checkpoint(NamesOurs):
 
     def _agreed(
         self, what: str, directory: Any, options: str, strategy: Strategy, call: Call, cleaning: contextlib.ExitStack
-    ) -> tuple[str, State]:
-        """Finish the previous save; return the path and this rank's state, once all ranks agree on the call."""
+    ) -> tuple[str, dict[str, Any], State]:
+        """Finish the previous save; return the path, the objects and their state, once all ranks agree on the call."""
         path = checked_path(directory, call.where)
         pending, self._pending = self._pending, None
         if pending is not None and not pending.is_committed and not pending.has_failed:
             cleaning.enter_context(pending._cleaned_up())
             pending._commit(call)
         call.expect_more()
-        state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
+        objects = checked_objects(call.where, "objects", self.objects)
+        objects = {name: value() if _is_function(value) else value for name, value in objects.items()}
+        state = State(objects, strategy, call.where, KINDS)
         call.structure = state.structure()
         call.agree(what, destination=path, options=options)
         state.check_generators(strategy.extended.communicator, call)
-        return path, state
+        return path, objects, state
 
     @staticmethod
     def arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
@@ -249,6 +286,11 @@ class Checkpoint(NamesOurs):
 
     def __repr__(self) -> str:
         return f"<Checkpoint of {', '.join(self.objects) or 'nothing'}>"
+
+
+def _is_function(value: Any) -> bool:
+    """Return whether an object of a checkpoint is a function that returns what is saved."""
+    return isinstance(value, functools.partial) or inspect.isroutine(value)
 
 
 def checked_path(directory: Any, where: str, name: str = "directory") -> str:

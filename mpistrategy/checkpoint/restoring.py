@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,8 @@ class Restored:
         layout: `Strategy.layout()` of that job.
         notes: differences between that layout and the present one; they may change the last bits of later sums.
         left_out: with partial=True, the paths that are on one side only.
+        objects: the restored objects by name: those that were given, changed in place where that can be, and new ones
+            for numbers, strings, tuples and JAX arrays, and for what a function returned.
     """
 
     path: str
@@ -63,12 +65,16 @@ class Restored:
     layout: dict[str, Any]
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    objects: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def restore(
     objects: dict[str, Any], state: State, layout: dict[str, Any], path: str, partial: bool, call: Call
 ) -> Restored:
-    """Restore `objects` from the checkpoint at `path`; `layout` is `Strategy.layout()` now.  Collective."""
+    """Restore `objects`, and put new objects into it, from the checkpoint at `path`.  Collective.
+
+    `layout` is `Strategy.layout()` now.
+    """
     communicator = state.strategy.extended.communicator
     source = Reading(communicator, path)
     call.expect_more()
@@ -103,7 +109,7 @@ def restore(
     objects.update(restored)
     call.agree("restore a checkpoint")
     left_out = tuple(printable(each, "") for each in fit.left_out)
-    return Restored(path, manifest.ranks, manifest.written_by, saved_layout, notes, left_out)
+    return Restored(path, manifest.ranks, manifest.written_by, saved_layout, notes, left_out, dict(objects))
 
 
 @contextlib.contextmanager

@@ -37,11 +37,14 @@ _MOST_NAMED = 3
 _ACCEPTED = (
     "Variables, optimizers, gradient accumulators, metrics, arrays, ms.Rows, numbers, strings, random generators, "
     "strategy.rng(seed), iterators of distributed datasets, torch's modules, tensors, JAX's arrays, dicts, lists and "
-    "tuples of these, and objects with state_dict() and load_state_dict()"
+    "tuples of these, objects with state_dict() and load_state_dict(), and functions that return one of these"
 )
 
 #: Copies of an item before the ranks have compared them: kept once if they are equal, else one for each rank.
 UNDECIDED = "?"
+
+#: None and empty containers, as JSON.
+_EMPTY: tuple[Any, ...] = (None, "", [], {"tuple": []}, {"dict": []})
 
 #: Returns the value of an object after restoring: the object, changed in place, or another one.
 Restore = Callable[[], Any]
@@ -154,6 +157,9 @@ class State:
         variables: the variable at each path, slots of optimizers included.
         arrays: this rank's arrays, not copied.
         values: this rank's values, as JSON.
+        of_names: by name, a digest of each object that consists of arrays and values; made by `digests`.
+        last: `of_names` of the save before this one, if there was one.
+        unchanged: the names of these objects that are on all ranks as they were then; known after `decide`.
 
     Raises:
         OptionTypeError: for an object of unknown kind; names the path.
@@ -169,6 +175,9 @@ class State:
         self.variables: dict[str, Variable] = {}
         self.arrays: dict[str, Array] = {}
         self.values: dict[str, Any] = {}
+        self.of_names: dict[str, int] = {}
+        self.last: Mapping[str, int] = {}
+        self.unchanged: list[str] = []
         self._paths: dict[int, str] = {}
         self._last: list[Callable[[], None]] = []
         for name, value in objects.items():
@@ -210,12 +219,22 @@ class State:
     # ------------------------------------------------------------------------------------------- what is kept once
 
     def digests(self) -> dict[str, tuple[int, int]]:
-        """Return a digest of each item that may be equal on all ranks, and one of its shape."""
-        undecided = [path for path, item in self.items.items() if item.copies == UNDECIDED]
-        return {path: (self._digest(path), _summary(self.items[path].shape)) for path in undecided}
+        """Return a digest of each item that may be equal on all ranks, and one of its shape; make `of_names`."""
+        compared = [path for path, item in self.items.items() if item.copies in (UNDECIDED, ROWS)]
+        found = {path: (self._digest(path), _summary(self.items[path].shape)) for path in compared}
+        by_value = {kind.name for kind in self._kinds if kind.is_replaceable} | {ROWS}
+        names: dict[str, list[int]] = {}
+        for path in self.items:
+            if path in found and self._has_data(path):
+                names.setdefault(path.partition("/")[0], []).extend(found[path])
+        for path, item in self.items.items():
+            if item.kind not in by_value:  # changed in place, or asked for its state
+                names.pop(path.partition("/")[0], None)
+        self.of_names = {name: _summary(numbers) for name, numbers in names.items()}
+        return {path: pair for path, pair in found.items() if self.items[path].copies == UNDECIDED}
 
     def decide(self, mine: Mapping[str, tuple[int, int]], communicator: Communicator) -> None:
-        """Decide which items are saved once, and tell the ranks the shapes that differ.  Collective.
+        """Decide which items are saved once, tell the ranks the shapes that differ, make `unchanged`.  Collective.
 
         Args:
             mine: this rank's `digests`.
@@ -223,8 +242,13 @@ class State:
         """
         digests = [digest for pair in mine.values() for digest in pair]
         equal = np.ones(len(digests), bool)
-        if not _are_equal([_summary(digests)], communicator).all():
-            equal = _are_equal(digests, communicator)
+        names = [path for path in self.items if "/" not in path]
+        # A rank without data of a name neither says that they have changed nor that they have not.
+        told = [0 if name not in self.of_names else 1 + (self.of_names[name] != self.last.get(name)) for name in names]
+        are_equal, most = _compared([_summary(digests)], communicator, told)
+        self.unchanged = [name for name, number in zip(names, most, strict=True) if number == 1]
+        if not are_equal.all():
+            equal, _ = _compared(digests, communicator)
         differing = []
         for path, (has_value, has_shape) in zip(mine, equal.reshape(-1, 2).tolist(), strict=True):
             self.items[path] = dataclasses.replace(self.items[path], copies=ONE if has_value and has_shape else OWN)
@@ -245,6 +269,10 @@ class State:
             if item.copies == ROWS:
                 shape = (sum(each[0] for each in shapes), *item.shape[1:])
             self.items[path] = dataclasses.replace(item, shape=shape, shapes=shapes)
+
+    def _has_data(self, path: str) -> bool:
+        """Return whether there is anything at a path that could change: a rank may never have rows, a list no items."""
+        return bool(self.arrays[path].size) if path in self.arrays else self.values[path] not in _EMPTY
 
     def _digest(self, path: str) -> int:
         array = self.arrays.get(path)
@@ -333,13 +361,13 @@ def _summary(numbers: Sequence[int]) -> int:
     return int.from_bytes(checksum_of(np.array(numbers, np.uint64).tobytes()).digest()[:8], "little")
 
 
-def _are_equal(digests: Sequence[int], communicator: Communicator) -> Array:
-    """Return which of the digests are equal on all ranks.  Collective."""
+def _compared(digests: Sequence[int], communicator: Communicator, more: Sequence[int] = ()) -> tuple[Array, list[int]]:
+    """Return which digests are equal on all ranks, and of each of some other numbers the greatest.  Collective."""
     numbers = np.array(digests, np.uint64)
-    greatest = np.concatenate([numbers, ~numbers])
+    greatest = np.concatenate([numbers, ~numbers, np.array(more, np.uint64)])
     communicator.allreduce(greatest, "MAX")
-    first, second = greatest.reshape(2, -1)
-    return np.asarray(first == ~second)  # max(d) == ~max(~d) means max(d) == min(d)
+    first, second, others = np.split(greatest, [numbers.size, 2 * numbers.size])
+    return np.asarray(first == ~second), others.tolist()  # max(d) == ~max(~d) means max(d) == min(d)
 
 
 def kind_of(value: Any, kinds: Sequence[Kind]) -> Kind | None:
