@@ -18,8 +18,9 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from mpistrategy.arrays.convert import host_array
+from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.foreign import library_of
 from mpistrategy.checkpoint.storage.files import checksum_of
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manifest
 from mpistrategy.checkpoint.storage.shards import dtype_text
@@ -157,7 +158,8 @@ class State:
         variables: the variable at each path, slots of optimizers included.
         arrays: this rank's arrays, not copied.
         values: this rank's values, as JSON.
-        of_names: by name, a digest of each object that consists of arrays and values; made by `digests`.
+        of_names: by name, a digest of each object that consists of arrays and values, or that returns JAX arrays as its
+            state; made by `digests`.
         last: `of_names` of the save before this one, if there was one.
         unchanged: the names of these objects that are on all ranks as they were then; known after `decide`.
 
@@ -227,9 +229,13 @@ class State:
         for path in self.items:
             if path in found and self._has_data(path):
                 names.setdefault(path.partition("/")[0], []).extend(found[path])
+        never_change = {
+            path.partition("/")[0] for path, value in self.live.items() if library_of(value) in NEVER_WRITTEN
+        }
         for path, item in self.items.items():
-            if item.kind not in by_value:  # changed in place, or asked for its state
-                names.pop(path.partition("/")[0], None)
+            name = path.partition("/")[0]
+            if item.kind not in by_value and not (item.kind == "object" and name in never_change):
+                names.pop(name, None)  # changed in place, or asked for its state
         self.of_names = {name: _summary(numbers) for name, numbers in names.items()}
         return {path: pair for path, pair in found.items() if self.items[path].copies == UNDECIDED}
 

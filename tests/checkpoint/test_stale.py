@@ -29,6 +29,13 @@ def with_jax(number: float) -> Any:
     return AdamState(jax_numpy.int32(number), {"w": jax_numpy.full(3, number, "float32")})
 
 
+def a_tree(number: float) -> Any:
+    jax_numpy = pytest.importorskip("jax.numpy")
+    import mpistrategy.jax as msj
+
+    return msj.Tree({"w": jax_numpy.full(3, number, "float32")})
+
+
 #: What a loop makes anew, by a number.
 MADE: dict[str, Callable[[float], Any]] = {
     "a number": lambda number: number,
@@ -40,6 +47,7 @@ MADE: dict[str, Callable[[float], Any]] = {
     "rows": lambda number: ms.Rows(np.full(RANK, number)) if SIZE > 1 else ms.Rows(np.full(1, number)),
     "a component": lambda number: ms.PerReplica((np.full(3, number),)),
     "JAX's arrays": with_jax,
+    "a tree of JAX's": a_tree,
 }
 
 
