@@ -80,7 +80,7 @@ def test_a_snapshot_is_taken_before_save_returns(strategy: ms.MirroredStrategy, 
 
 
 def test_the_next_save_commits_the_one_before(strategy: ms.MirroredStrategy, folder: Path) -> None:
-    checkpoint = checkpoint_of(strategy, x=1)
+    checkpoint = checkpoint_of(strategy, x=lambda: 1)
     first = checkpoint.save(folder / "1", wait=False)
     second = checkpoint.save(folder / "2", wait=False)
     assert first.is_committed
@@ -439,7 +439,7 @@ def test_who_may_read_a_checkpoint(strategy: ms.MirroredStrategy, folder: Path, 
     strategy.barrier("made")
     before = os.umask(umask)
     try:
-        checkpoint = checkpoint_of(strategy, x=np.arange(3))
+        checkpoint = checkpoint_of(strategy, x=lambda: np.arange(3))
         for path in (folder / "deep" / "c", folder / "asynchronous"):
             checkpoint.save(path, wait=path.name == "c")
         checkpoint.wait()

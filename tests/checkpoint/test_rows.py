@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import hostile
 import numpy as np
 import pytest
 from checkpoints import many_writers, shared_folder
@@ -235,3 +237,32 @@ def test_a_thousand_ranks_add_little_to_the_manifest() -> None:
     text = Manifest(ranks, (Shard(2**20, "0" * 32, runs_of(range(ranks))),), {"x": item}, ("x",), {}, "x").text()
     assert parse(text, "x").items["x"] == item
     assert len(text) < 10 * ranks
+
+
+#: What a manifest may say of the shapes [[3, 2]] of rows, and of those of an array of one rank's own, and be wrong.
+FORGED: list[Any] = [
+    [], [[3, 2], [0, 2]], [[2, 2]], [[4, 2]], [[3, 3]], [[3]], [[]], [3], [["3", 2]], [[-3, -2]], [[2**62, 2]],
+    [[3, 2, 2**62]], [[3.0, 2]], [None], [[True, 2]], {"0": [3, 2]},
+]  # fmt: skip
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("path", ["rows", "own"])
+def test_shapes_that_lie(tmp_path: Path, path: str) -> None:
+    own, rows = np.ones((3, 2)), ms.Rows(np.ones((3, 2)))
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        checkpoint = ms.Checkpoint(own=own, rows=rows)
+        checkpoint.save(tmp_path / "c")
+    own[...] = rows.value[...] = 0
+    for number, shapes in enumerate(FORGED[path == "own" :]):
+        body = hostile.body_of(tmp_path / "c")
+        body["items"]["own"][1] = "own"
+        body["shards"][0][2] = [[0, 1, 1]]
+        body["items"][path][8] = shapes
+        shutil.copytree(tmp_path / "c", tmp_path / str(number))
+        hostile.write_body(tmp_path / str(number), body)
+        for read in (checkpoint.restore, ms.Checkpoint.arrays):
+            with pytest.raises((errors.CheckpointDamagedError, errors.CheckpointMismatchError)):
+                read(tmp_path / str(number))
+        assert not own.any()
+        assert not np.asarray(rows).any()

@@ -118,6 +118,17 @@ def test_a_manager_has_what_a_function_needs(strategy: ms.MirroredStrategy, tmp_
     manager.close()
 
 
+def test_a_donated_array(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
+    x = pytest.importorskip("jax.numpy").ones(3)
+    with strategy.scope():
+        checkpoint = ms.Checkpoint(nest={"x": x})
+    x.delete()  # as a jitted function does with what is donated to it
+    found = outcomes(checkpoint.save, shared_folder(tmp_path) / "c")
+    assert {each.error for each in found} == {errors.LeafError}
+    assert "'nest/x'" in found[0].text
+    assert "lambda: x" in found[0].text
+
+
 def test_functions_that_fail(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
     folder = shared_folder(tmp_path)
 
