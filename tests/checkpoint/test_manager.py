@@ -130,9 +130,10 @@ def test_what_is_somebodys_own_stays(folder: Path, what: str) -> None:
     for step in (8, 9):
         manager.save(step)
     assert manager.steps() == [9]
-    for call in (lambda: manager.save(2), lambda: manager.checkpoint.save(folder / "c", overwrite=True)):
-        with pytest.raises(errors.CheckpointExistsError):
-            call()
+    with pytest.raises(errors.CheckpointExistsError):
+        manager.save(2)
+    with pytest.raises(errors.CheckpointExistsError):
+        manager.checkpoint.save(folder / "c", overwrite=True)
     manager.close()
     assert {path: sorted(os.listdir(path)) for path in theirs} == before
 
