@@ -40,6 +40,7 @@ from mpistrategy.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from mpistrategy import telemetry, testing
     from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, Stateful
+    from mpistrategy.checkpoint.kinds.rows import Rows
     from mpistrategy.checkpoint.manager import CheckpointManager
     from mpistrategy.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
     from mpistrategy.cross_device_ops.all_reduce import HierarchicalCopyAllReduce, NcclAllReduce
@@ -78,6 +79,7 @@ _LATER = {
     "PreemptionCheckpointHandler": "checkpoint.preemption",
     "ReductionToOneDevice": "cross_device_ops.reduction_to_one_device",
     "Restored": "checkpoint.checkpoint",
+    "Rows": "checkpoint.kinds.rows",
     "Saving": "checkpoint.checkpoint",
     "Stateful": "checkpoint.checkpoint",
     "Streams": "strategy.random_streams",
@@ -168,6 +170,7 @@ __all__ = [
     "ReductionToOneDevice",
     "ReplicaContext",
     "Restored",
+    "Rows",
     "Saving",
     "Stateful",
     "Strategy",

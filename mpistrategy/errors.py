@@ -50,6 +50,7 @@ __all__ = [
     "RemoteError",
     "ReplicasDivergedError",
     "ShapeError",
+    "StaleStateWarning",
     "StructureError",
     "TraceError",
     "UnsupportedError",
@@ -277,7 +278,7 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """Writing failed on some rank (a full disk, no permission).  No partial files are left; old files are unchanged."""
+    """Writing failed on some rank (a full disk, no permission).  Old files are unchanged; a note names what is left."""
 
 
 class CheckpointReadError(CheckpointError, OSError):
@@ -293,6 +294,10 @@ class CheckpointMismatchError(CheckpointError, ValueError):
 
     The text lists the differences.
     """
+
+
+class StaleStateWarning(UserWarning):
+    """A checkpoint saved an object again that has not changed, and that the program may have replaced by a new one."""
 
 
 class TraceError(MpiStrategyError, ValueError):

@@ -21,7 +21,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.checkpoint.storage.files import Folder, OpenFile, check_is_trusted, reading
-from mpistrategy.checkpoint.storage.manifest import OWN, Item, Manifest, parse, read_text
+from mpistrategy.checkpoint.storage.manifest import OWN, ROWS, Item, Manifest, parse, read_text
 from mpistrategy.checkpoint.storage.shards import (
     MOST_AXES,
     MOST_BYTES,
@@ -66,7 +66,7 @@ _FAILED = ctypes.c_void_p(-1).value
 def arrays_of(path: str) -> dict[str, Array]:
     """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined.
 
-    An array that is split among shards is copied into memory.
+    Arrays that are split among shards, and rows, are copied into memory.
     """
     name = os.path.basename(path)
     with (
@@ -77,9 +77,8 @@ def arrays_of(path: str) -> dict[str, Array]:
     ):
         manifest, shards = parse(read_text(folder), path), {}
         for number, each in enumerate(manifest.shards):
-            lines = 0 if manifest.is_old else each.members
-            entries = manifest.entries_of(number, each.members)
-            with open_shard(folder, number, each.nbytes, each.checksum, entries, lines) as shard:
+            entries = manifest.entries_of(number, manifest.members_of(number))
+            with open_shard(folder, number, each.nbytes, each.checksum, entries, each.members) as shard:
                 shard.check()
                 if shard.entries:
                     shards[number] = Map(shard.file), shard.stored
@@ -97,27 +96,29 @@ def _arrays_in(manifest: Manifest, shards: dict[int, tuple[Map, dict[str, Stored
         parts = [found(part_name(path, start), number, item, (count,)) for number, start, count in item.places]
         return np.concatenate(parts).reshape(item.shape)
 
-    def rows(path: str, item: Item) -> Iterator[Array]:
-        """Yield the rows in the order of the ranks."""
-        stacks = {
-            number: iter(found(path, number, item, (shard.members, item.elements)))
-            for number, shard in enumerate(manifest.shards)
-            if shard.members
-        }
-        for number in manifest.shard_of.tolist():
-            yield next(stacks[number]).reshape(item.shape)
+    def of_ranks(path: str, item: Item) -> Iterator[Array]:
+        """Yield the arrays of the ranks, in their order."""
+        parts = {}
+        for number in np.unique(manifest.shard_of).tolist():
+            counts = item.counts(manifest.members_of(number))
+            flat = found(path, number, item, (int(counts.sum()),))
+            parts[number] = iter(np.split(flat, np.cumsum(counts)[:-1]))
+        for rank, number in enumerate(manifest.shard_of.tolist()):
+            yield next(parts[number]).reshape(item.shape_of(rank))
 
     for path, item in manifest.items.items():
         if not item.is_array:
             continue
-        if not item.has_rows:
+        if not item.is_of_each_rank:
             yield path, only(path, item)
         elif item.copies == OWN:
-            yield from ((f"{path}@{rank}", array) for rank, array in enumerate(rows(path, item)))
+            yield from ((f"{path}@{rank}", array) for rank, array in enumerate(of_ranks(path, item)))
+        elif item.copies == ROWS:
+            yield path, np.concatenate(list(of_ranks(path, item)))
         elif item.copies == "ONLY_FIRST_REPLICA":
-            yield path, next(rows(path, item))
+            yield path, next(of_ranks(path, item))
         else:
-            yield path, _combined(list(rows(path, item)), item.copies)
+            yield path, _combined(list(of_ranks(path, item)), item.copies)
 
 
 def _combined(copies: list[Array], how: str) -> Array:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import inspect
 import os
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -14,8 +16,9 @@ from mpistrategy.checkpoint.kinds import KINDS
 from mpistrategy.checkpoint.restoring import Restored, restore
 from mpistrategy.checkpoint.saving import Saving
 from mpistrategy.checkpoint.state import State, strategy_of
-from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.errors import OptionError, OptionTypeError, StaleStateWarning
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Setting
@@ -64,10 +67,16 @@ class Checkpoint(NamesOurs):
     * Arrays, numbers, strings, None; dicts, lists and tuples of all of these.  Data that are equal on all ranks are
       saved once; per-rank data restore only on the same number of ranks.
     * torch's modules, restored in place, and tensors; JAX arrays, which a restore replaces in `objects`.
+    * `Rows`: rows of a global array, restored on any number of ranks.
     * `Stateful` objects, which have `state_dict()` and `load_state_dict(state)`, if the state consists of the above.
+
+    A checkpoint has the objects themselves.  Where the program makes a new object at each step (numbers, tuples, JAX
+    arrays), give a function without arguments that returns the one of today: ``ms.Checkpoint(state=lambda: state)``.
+    Take the restored one from what `restore` returns: ``state = checkpoint.restore(path).objects["state"]``.
 
     Args:
         objects: by name.  Arrays, dicts and lists are restored in place; read a restored number from `objects`.
+            A function is called by each save, and by each restore, which needs the structure.
 
     Attributes:
         objects: the objects by name; may be changed, in the same way on all ranks.
@@ -96,6 +105,8 @@ class Checkpoint(NamesOurs):
         self._made_in: Strategy = context.current_strategy()
         self._pending: Saving | None = None
         self._layout: tuple[Any, dict[str, Any]] = (None, {})
+        self._last: dict[str, int] = {}
+        self._has_warned = False
         if self.objects:
             _ = self.strategy  # raises here, not at the first save
 
@@ -122,17 +133,22 @@ class Checkpoint(NamesOurs):
                 threads of all ranks have finished; no further call is needed.  The end of the program waits for them.
                 What fails in a thread is raised on every rank by the next `save` or `wait` of this Checkpoint, before
                 that call does anything else.
-            overwrite: replace an existing checkpoint; without it, that is an error.
+            overwrite: replace an existing checkpoint; without it, that is an error.  A folder with anything else than
+                a checkpoint in it is never replaced.
             name: is compared between the ranks instead of the call site.
 
         Returns:
             The `Saving`.
 
+        Warns:
+            StaleStateWarning: once, on rank 0, if an array, a number, or a nest of these has not changed since the last
+                save, on no rank: the program may have a new one, of which this Checkpoint does not know.
+
         Raises:
-            CheckpointWriteError: on every rank, if any rank cannot write (a full disk, a missing permission); no
-                partial checkpoint is left, and an older one is still there.
+            CheckpointWriteError: on every rank, if any rank cannot write (a full disk, a missing permission).  An
+                older checkpoint is still there.  What was written is removed; a note says where it is if it cannot be.
             CheckpointExistsError: on every rank, if the name is taken.
-            OptionTypeError, AggregationError, DTypeError: on every rank, for objects that cannot be saved.
+            OptionTypeError, DTypeError: on every rank, for objects that cannot be saved.
             OptionError: on every rank, for more names and plain values than `restore` accepts: 64 MiB of text, 2**21
                 lists and dicts (each float counts as one), 2**22 numbers and words, and 64 MiB of memory plus 8 times
                 the text.
@@ -158,13 +174,30 @@ class Checkpoint(NamesOurs):
         communicator = strategy.extended.communicator
         # Clean up after leaving the call: then no rank writes any more.
         with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.save", called=name) as call:
-            path, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call)
+            path, _, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call)
+            state.last = self._last
             saving = Saving(communicator, path, bool(overwrite), self._layout_of(strategy))
             cleaning.enter_context(saving._cleaned_up())
             saving._begin(state, call, prepare, wait=bool(wait))
         if not wait:
             self._pending = saving
+        self._look_for_stale(state)
         return saving
+
+    def _look_for_stale(self, state: State) -> None:
+        """Warn once, on rank 0, of objects that are as they were in the last save, unless functions return them."""
+        self._last = state.of_names
+        unchanged = [name for name in state.unchanged if not _is_function(self.objects.get(name))]
+        if unchanged and not self._has_warned:
+            self._has_warned = True
+            if state.strategy.extended.communicator.rank == 0:
+                name, names = unchanged[0], ", ".join(map(repr, unchanged))
+                warn(
+                    f"Checkpoint.save: {names} unchanged since the last save. If the program has made a new object "
+                    "under this name, the checkpoint still has the old one. Give a function: "
+                    f"ms.Checkpoint({name}=lambda: {name}). For a constant, a function ends this warning, too.",
+                    StaleStateWarning,
+                )
 
     @collective("restore")
     def restore(self, directory: str | os.PathLike[str], *, partial: bool = False, name: str | None = None) -> Restored:
@@ -193,8 +226,11 @@ class Checkpoint(NamesOurs):
         strategy = self.strategy
         context.require_cross_replica(strategy, "Checkpoint.restore")
         with Call(strategy.extended.communicator.guard, "Checkpoint.restore", called=name) as call:
-            path, state = self._agreed("restore", directory, f"{partial=}", strategy, call)
-            return restore(self.objects, state, self._layout_of(strategy), path, bool(partial), call)
+            path, objects, state = self._agreed("restore", directory, f"{partial=}", strategy, call)
+            restored = restore(objects, state, self._layout_of(strategy), path, bool(partial), call)
+            self.objects.update({name: objects[name] for name in objects if not _is_function(self.objects.get(name))})
+        self._last = {}
+        return restored
 
     def wait(self, *, name: str | None = None) -> None:
         """Wait until a save with ``wait=False`` is in place, if there is one.  Collective.
@@ -228,19 +264,23 @@ class Checkpoint(NamesOurs):
             self._layout = (strategy, changes), strategy.layout()
         return self._layout[1]
 
-    def _agreed(self, what: str, directory: Any, options: str, strategy: Strategy, call: Call) -> tuple[str, State]:
-        """Wait for the previous save; return the path and this rank's state, once all ranks agree on the call."""
+    def _agreed(
+        self, what: str, directory: Any, options: str, strategy: Strategy, call: Call
+    ) -> tuple[str, dict[str, Any], State]:
+        """Wait for the previous save; return path, objects and their state, once all ranks agree on the call."""
         path = checked_path(directory, call.where)
         if what == "save":
             self._wait(call.where)
         else:
             self._settle(call.where)
         call.expect_more()
-        state = State(checked_objects(call.where, "objects", self.objects), strategy, call.where, KINDS)
+        objects = checked_objects(call.where, "objects", self.objects)
+        objects = {name: value() if _is_function(value) else value for name, value in objects.items()}
+        state = State(objects, strategy, call.where, KINDS)
         call.structure = state.structure()
         call.agree(what, destination=path, options=options)
         state.check_generators(strategy.extended.communicator, call)
-        return path, state
+        return path, objects, state
 
     @staticmethod
     def arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
@@ -262,6 +302,11 @@ class Checkpoint(NamesOurs):
 
     def __repr__(self) -> str:
         return f"<Checkpoint of {', '.join(self.objects) or 'nothing'}>"
+
+
+def _is_function(value: Any) -> bool:
+    """Return whether an object of a checkpoint is a function that returns what is saved."""
+    return isinstance(value, functools.partial) or inspect.isroutine(value)
 
 
 def checked_path(directory: Any, where: str, name: str = "directory") -> str:

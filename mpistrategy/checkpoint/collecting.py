@@ -5,7 +5,8 @@ saved once, and what a group of ranks has for itself.  A group is one or several
 make the same plan, without communication.
 
 What is equal on all ranks is on the writers already.  What each rank has for itself goes to the writer of its group:
-arrays as rows, one for each rank; plain values as lines of JSON.
+arrays of one shape as rows, one for each rank; arrays whose shapes differ, and rows of global arrays, as elements, rank
+after rank; plain values as lines of JSON.
 """
 
 from __future__ import annotations
@@ -153,7 +154,8 @@ class Collected:
         once = {path: array for path, array in arrays.items() if self.items[path].copies == ONE}
         own = {path: host_array(array) for path, array in arrays.items() if path not in once}
         line = self._line_of(state)
-        self._plan: Plan = plan(communicator.node_of, once, self._own_bytes(own, line))
+        own_bytes = self._own_bytes(own, line)
+        self._plan: Plan = plan(communicator.node_of, once, own_bytes)
         self.writers: list[int] = self._plan.writers
         self._has_own = bool(own or line)
         self.shard: int | None = None
@@ -161,7 +163,7 @@ class Collected:
             self.shard = self.writers.index(communicator.rank)
         for path, (shard, parts) in self._plan.places.items():
             self.items[path] = dataclasses.replace(self.items[path], shard=shard, parts=parts)
-        self.arrays: dict[str, Array] = self._gathered(own, line) if self._has_own else {}
+        self.arrays: dict[str, Array] = self._gathered(own, line, own_bytes) if self._has_own else {}
         call.expect_more()  # parts of arrays that are not contiguous take memory
         if self.shard is not None:
             self.arrays = self._parts(once, self.shard) | self.arrays
@@ -183,7 +185,8 @@ class Collected:
 
     def _own_bytes(self, own: dict[str, Array], line: bytes) -> int:
         """Return how many bytes all ranks have for themselves."""
-        found = self._communicator.size * sum(array.nbytes for array in own.values())
+        ranks = np.arange(self._communicator.size)
+        found = sum(int(self.items[path].counts(ranks).sum()) * array.itemsize for path, array in own.items())
         if line:
             lengths = np.array([len(line)], np.int64)
             self._communicator.allreduce(lengths)
@@ -203,32 +206,46 @@ class Collected:
                     found[part_name(path, start)] = host_array(array.reshape(-1)[start : start + count])
         return found
 
-    def _gathered(self, own: dict[str, Array], line: bytes) -> dict[str, Array]:
+    def _gathered(self, own: dict[str, Array], line: bytes, own_bytes: int) -> dict[str, Array]:
         """Return what each rank of a group has for itself, on the writer of the group; nothing on the other ranks."""
         if len(self.writers) == self._communicator.size:
             self._call.expect_more()
-            arrays = {path: _little(array).reshape(_shape(1, array)) for path, array in own.items()}
+            arrays = {path: _little(array).reshape(self._shape(path, array, 1)) for path, array in own.items()}
             return arrays | {VALUES: np.frombuffer(line or _NO_LINE, np.uint8)}
-        members = [] if self.shard is None else self._plan.groups[self.shard].tolist()
+        group = np.empty(0, np.int64) if self.shard is None else self._plan.groups[self.shard]
+        members = group.tolist()
         lengths = np.zeros((len(members), 1), np.int64)
         if line:
             self._send(np.array([len(line)], np.int64), lengths, members)
         self._call.expect_more()
         sent = np.concatenate([_NOTHING, *(_bytes(_little(array)) for array in own.values())])
-        rows = np.empty((len(members), sent.size), np.uint8)
+        sizes = {path: self.items[path].counts(group) * array.itemsize for path, array in own.items()}
+        received = [np.empty(int(nbytes), np.uint8) for nbytes in sum(sizes.values(), np.zeros(len(members), np.int64))]
         lines = np.empty(int(lengths.sum()), np.uint8) if line else np.frombuffer(_NO_LINE * len(members), np.uint8)
-        arrays = {path: np.empty(_shape(len(members), a), _little_dtype(a)) for path, a in own.items() if members}
+        arrays = {
+            path: np.empty(self._shape(path, array, len(members), int(sizes[path].sum())), _little_dtype(array))
+            for path, array in own.items()
+            if members
+        }
         self._call.agree("gather what each rank has")
-        if sent.size:
-            self._send(sent, rows, members)
+        if own_bytes > 0 and own:
+            self._send(sent, received, members)
         if line:
             self._send(np.frombuffer(line, np.uint8), np.split(lines, np.cumsum(lengths)[:-1]), members)
-        start = 0
-        for array in arrays.values():
-            columns = _bytes(array).reshape(len(rows), -1)
-            columns[...] = rows[:, start : start + columns.shape[1]]
-            start += columns.shape[1]
+        begins = np.zeros(len(members), np.int64)
+        for path, array in arrays.items():
+            ends = begins + sizes[path]
+            parts = zip(received, begins.tolist(), ends.tolist(), strict=True)
+            if array.nbytes:
+                np.concatenate([data[begin:end] for data, begin, end in parts], out=_bytes(array))
+            begins = ends
         return arrays | ({VALUES: lines} if members else {})
+
+    def _shape(self, path: str, array: Array, count: int, nbytes: int | None = None) -> tuple[int, ...]:
+        """Return the shape of the arrays of `count` ranks together, of `nbytes`: a row for each, or the elements."""
+        if self.items[path].shapes:
+            return ((array.nbytes if nbytes is None else nbytes) // array.itemsize,)
+        return (count, *array.shape) if array.ndim < MOST_AXES else (count, array.size)
 
     def _send(self, mine: Array, theirs: Array | list[Array], members: list[int]) -> None:
         """Copy `mine` of each rank of a group to the writer of the group, into ``theirs[i]`` of the i-th rank."""
@@ -254,8 +271,3 @@ def _little_dtype(array: Array) -> np.dtype[Any]:
 
 def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8) if array.nbytes else _NOTHING
-
-
-def _shape(count: int, array: Array) -> tuple[int, ...]:
-    """Return the shape of `count` arrays like this one; flat where NumPy has no further axis."""
-    return (count, *array.shape) if array.ndim < MOST_AXES else (count, array.size)

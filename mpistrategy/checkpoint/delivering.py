@@ -2,12 +2,13 @@
 
 An array that was saved once goes to all ranks; small ones travel together.  Of an array of which each rank had a copy,
 each rank gets its own back; on another number of ranks all get the combined copies, the total by one collective for all
-of one dtype, and each keeps its share of a sum.
+of one dtype, and each keeps its share of a sum.  Of rows of a global array each rank gets the next ones, equally many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +18,7 @@ from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.checkpoint.kinds.variables import store
 from mpistrategy.checkpoint.reading import Reading
 from mpistrategy.checkpoint.state import Fitting
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item
 from mpistrategy.checkpoint.storage.shards import dtype_of, part_name
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.reduction.routes.on_device import write_from_host_of
@@ -29,7 +30,7 @@ _TOGETHER_BYTES = 2**20
 #: Arrays that travel together begin at multiples of this.
 _ALIGNMENT = 16
 _NOTHING = np.empty(0, np.uint8)
-_ROWS, _TOTALS, _COPIES = "rows", "totals", "copies"
+_OWN, _PARTS, _TOTALS, _COPIES = "own", "parts", "totals", "copies"
 
 
 def deliver(source: Reading, fit: Fitting) -> None:
@@ -41,7 +42,7 @@ def deliver(source: Reading, fit: Fitting) -> None:
         if _goes_to_gpu(source, path, variables[path]):
             _send_to_gpus(source, path, variables[path])
             del ways[path]
-    for way, arrays_of in ((_ROWS, _rows), (_TOTALS, _totals), (_COPIES, _copies)):
+    for way, arrays_of in ((_OWN, _own), (_PARTS, _parts), (_TOTALS, _totals), (_COPIES, _copies)):
         for path, array in arrays_of(source, [path for path in ways if ways[path][0] == way]):
             share = share_of(array, rank, size) if ways[path][1] else array
             variable = variables[path]
@@ -54,59 +55,152 @@ def deliver(source: Reading, fit: Fitting) -> None:
 def _way_of(source: Reading, path: str, variable: Variable | None, is_shared: bool) -> tuple[str, bool]:
     """Return which copy or combination of copies a rank gets, and whether it keeps only its share."""
     item = source.manifest.items[path]
-    combined = _TOTALS if item.copies in ("SUM", "MEAN") else _ROWS if item.copies == OWN else _COPIES
+    if item.copies in (OWN, ROWS):
+        return _OWN if item.copies == OWN else _PARTS, False
+    combined = _TOTALS if item.copies in ("SUM", "MEAN") else _COPIES
     if variable is None:
         if is_shared:
-            return (_ROWS, False) if item.copies != ONE and source.same_ranks else (combined, True)
+            return (_OWN, False) if item.copies != ONE and source.same_ranks else (combined, True)
         return combined, False
     if variable.synchronization is VariableSynchronization.ON_READ and not variable.strategy.extended._is_local:
         if item.copies == variable.aggregation.name and source.same_ranks:
-            return _ROWS, False
+            return _OWN, False
         return combined, variable.aggregation is VariableAggregation.SUM
     return combined, False
 
 
-def _room_for(item: Item) -> Array:
-    return np.empty(item.shape, dtype_of(item.dtype).newbyteorder("="))
+def _room_for(item: Item, shape: tuple[int, ...]) -> Array:
+    return np.empty(shape, _dtype(item))
+
+
+def _dtype(item: Item) -> np.dtype[Any]:
+    return dtype_of(item.dtype).newbyteorder("=")
 
 
 def _bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8) if array.nbytes else _NOTHING
 
 
-# ------------------------------------------------------------------------------------------------ one row a rank
+# ------------------------------------------------------------------------------------------------ each rank its own
 
 
-def _rows(source: Reading, paths: Sequence[str]) -> Iterator[tuple[str, Array]]:
+def _own(source: Reading, paths: Sequence[str]) -> Iterator[tuple[str, Array]]:
     """Yield this rank's own copies, where as many ranks saved as there are now."""
-    communicator, me = source.communicator, source.communicator.rank
+    communicator, me, items = source.communicator, source.communicator.rank, source.manifest.items
     if not paths:
         return
-    found = {path: _room_for(source.manifest.items[path]) for path in paths}
-    nbytes = sum(array.nbytes for array in found.values())
+    found = {path: _room_for(items[path], items[path].shape_of(me)) for path in paths}
+    ranks = np.arange(communicator.size)
     own, readers = int(source.shard_of[me]), source.readers[source.shard_of]
     if readers[me] == me:
         number = int(np.searchsorted(source.members_of(own), me))
         for path, array in found.items():
-            array.reshape(-1)[...] = source.arrays[own][path][number]
-    elsewhere = np.flatnonzero(readers != np.arange(communicator.size)) if nbytes else readers[:0]
+            array.reshape(-1)[...] = source.parts_of(own, path)[number]
+    moves = any(int(items[path].counts(ranks).sum()) for path in paths)
+    elsewhere = np.flatnonzero(readers != ranks) if moves else readers[:0]
     for shard in np.unique(source.shard_of[elsewhere]).tolist():
         root, blocks = int(source.readers[shard]), None
-        block = np.empty(nbytes if shard == own and root != me else 0, np.uint8)
+        is_mine = shard == own and root != me
+        block = np.empty(sum(array.nbytes for array in found.values()) if is_mine else 0, np.uint8)
         if root == me:
-            members, blocks = source.members_of(shard).tolist(), [_NOTHING] * communicator.size
-            stacks = [source.arrays[shard][path] for path in paths if found[path].nbytes]
-            rows = np.concatenate([_bytes(stack).reshape(len(members), -1) for stack in stacks], axis=1)
-            for row, rank in zip(rows, members, strict=True):
+            blocks = [_NOTHING] * communicator.size
+            parts = [source.parts_of(shard, path) for path in paths]
+            for number, rank in enumerate(source.members_of(shard).tolist()):
                 if rank != me:
-                    blocks[rank] = row
+                    blocks[rank] = _joined(part[number] for part in parts)
         communicator.scatter_blocks(blocks, block, root)
-        if block.size:
+        if is_mine:
             start = 0
             for array in found.values():
                 _bytes(array)[...] = block[start : start + array.nbytes]
                 start += array.nbytes
     yield from found.items()
+
+
+# ------------------------------------------------------------------------------------------------ rows of a whole
+
+
+class _Whole:
+    """A global array whose rows are in the shards, as all ranks know it.
+
+    Args:
+        source: the checkpoint.
+        path: of the array.
+
+    Attributes:
+        item: as the manifest has it.
+        row: how many elements a row has.
+        begins, ends: the first row of each rank that saved, and the one after its last.
+    """
+
+    def __init__(self, source: Reading, path: str) -> None:
+        self.item: Item = source.manifest.items[path]
+        self.row: int = math.prod(self.item.shape[1:])
+        lengths = np.array([shape[0] for shape in self.item.shapes], np.int64)
+        self.ends: Array = np.cumsum(lengths)
+        self.begins: Array = self.ends - lengths
+        self._each: int = -(-self.item.shape[0] // source.communicator.size)
+
+    def part(self, rank: int) -> tuple[int, int]:
+        """Return the first row that a rank gets, and the one after its last."""
+        rows = self.item.shape[0]
+        return min(rank * self._each, rows), min((rank + 1) * self._each, rows)
+
+    def stay(self, members: Array, reader: int) -> bool:
+        """Return whether only the rank that has read the rows of these ranks gets any of them."""
+        first, last = self.part(reader)
+        begins, ends = self.begins[members], self.ends[members]
+        return not self.row or bool(((begins == ends) | ((begins >= first) & (ends <= last))).all())
+
+    def pieces(self, members: Array, rank: int) -> list[tuple[int, int, int]]:
+        """Return what a rank gets of the rows of these ranks: elements in the shard, in its own part, and how many."""
+        first, last = self.part(rank)
+        begins, ends = self.begins[members], self.ends[members]
+        there = np.cumsum(ends - begins) - (ends - begins)
+        starts, stops = np.maximum(begins, first), np.minimum(ends, last)
+        columns = np.stack([there + starts - begins, starts - first, stops - starts]) * self.row
+        return [(at, to, count) for at, to, count in columns[:, starts < stops].T.tolist() if count]
+
+
+def _parts(source: Reading, paths: Sequence[str]) -> Iterator[tuple[str, Array]]:
+    """Yield this rank's part of each global array: the next rows, equally many on each rank but the last ones."""
+    communicator, me = source.communicator, source.communicator.rank
+    wholes = {path: _Whole(source, path) for path in paths}
+    found = {}
+    for path, whole in wholes.items():
+        first, last = whole.part(me)
+        found[path] = _room_for(whole.item, (last - first, *whole.item.shape[1:]))
+    for shard in np.unique(source.shard_of).tolist() if paths else ():
+        members, root = source.members_of(shard), int(source.readers[shard])
+        pieces = [(path, piece) for path, whole in wholes.items() for piece in whole.pieces(members, me)]
+        arrays = source.arrays.get(shard, {})
+        if root == me:
+            for path, (at, to, count) in pieces:
+                found[path].reshape(-1)[to : to + count] = arrays[path][at : at + count]
+        if all(whole.stay(members, root) for whole in wholes.values()):
+            continue
+        blocks, nbytes = None, 0
+        if root == me:
+            blocks = [_NOTHING] * communicator.size
+            for rank in range(communicator.size):
+                if rank != me:
+                    theirs = [(path, piece) for path, whole in wholes.items() for piece in whole.pieces(members, rank)]
+                    blocks[rank] = _joined(arrays[path][at : at + count] for path, (at, _, count) in theirs)
+        else:
+            nbytes = sum(count * found[path].itemsize for path, (_, _, count) in pieces)
+        block = np.empty(nbytes, np.uint8)
+        communicator.scatter_blocks(blocks, block, root)
+        start = 0
+        for path, (_, to, count) in pieces if root != me else ():
+            part = _bytes(found[path].reshape(-1)[to : to + count])
+            part[...] = block[start : start + part.size]
+            start += part.size
+    yield from found.items()
+
+
+def _joined(arrays: Iterable[Array]) -> Array:
+    """Return the bytes of arrays, one after the other."""
+    return np.concatenate([_NOTHING, *map(_bytes, arrays)])
 
 
 # ------------------------------------------------------------------------------------------------ combined copies
@@ -131,12 +225,12 @@ def _totals(source: Reading, paths: Sequence[str]) -> Iterator[tuple[str, Array]
         for path, item, part in zip(same, items, parts, strict=True):
             with np.errstate(over="ignore", invalid="ignore"):
                 found = part / source.manifest.ranks if item.copies == "MEAN" else part
-                yield path, found.astype(_room_for(item).dtype).reshape(item.shape)
+                yield path, found.astype(_dtype(item)).reshape(item.shape)
 
 
 def _dtype_of_sums(item: Item) -> np.dtype[Any]:
     """Return the dtype in which copies are added: of bools, their number; of the smallest floats, float32."""
-    dtype = wire_dtype(dtype_of(item.dtype).newbyteorder("="))
+    dtype = wire_dtype(_dtype(item))
     if dtype.kind == "b":
         return np.dtype(np.int32)
     return dtype if dtype.kind in "iufc" else np.dtype(np.float32)
@@ -175,7 +269,7 @@ def _copies(source: Reading, paths: Sequence[str]) -> Iterator[tuple[str, Array]
 
 def _pieces_of(source: Reading, path: str) -> list[_Piece]:
     item = source.manifest.items[path]
-    if item.has_rows:
+    if item.is_of_each_rank:
         shard = int(source.shard_of[0])
         return [_Piece(int(source.readers[shard]), shard, 0, item.elements)]
     return [_Piece(int(source.readers[shard]), shard, start, count) for shard, start, count in item.places]
@@ -189,7 +283,7 @@ def _nbytes(source: Reading, path: str) -> int:
 def _read(source: Reading, path: str, piece: _Piece) -> Array:
     """Return a part of an array, flat, on the rank that has read it."""
     item, arrays = source.manifest.items[path], source.arrays[piece.shard]
-    if item.has_rows:
+    if item.is_of_each_rank:
         first: Array = arrays[path][0]
         return first
     return arrays.pop(part_name(path, piece.start) if item.parts else path).reshape(-1)
@@ -215,7 +309,7 @@ def _sent(source: Reading, path: str, pieces: Sequence[_Piece]) -> Array:
     if len(pieces) == 1 and pieces[0].root == me:
         array = _read(source, path, pieces[0]).reshape(item.shape)
     else:
-        array = _room_for(item)
+        array = _room_for(item, item.shape)
     for piece in pieces:
         part = array.reshape(-1)[piece.start : piece.start + piece.elements]
         if piece.root == me and len(pieces) > 1:
@@ -229,7 +323,8 @@ def _sent_together(
 ) -> Iterator[tuple[str, Array]]:
     """Yield arrays that one rank has read, sent in one message."""
     root = pieces[paths[0]][0].root
-    arrays = {path: _room_for(source.manifest.items[path]) for path in paths}
+    items = source.manifest.items
+    arrays = {path: _room_for(items[path], items[path].shape) for path in paths}
     ends = np.cumsum([-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays.values()])
     buffer = np.zeros(int(ends[-1]), np.uint8)
     parts = np.split(buffer, ends[:-1])

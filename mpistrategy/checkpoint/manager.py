@@ -14,9 +14,17 @@ from typing import Any, Self
 from mpistrategy import context
 from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, checked_path
 from mpistrategy.checkpoint.saving import REPLACED, SAVING
-from mpistrategy.checkpoint.storage.files import Folder, check_is_trusted, make_folders, reading, writing
+from mpistrategy.checkpoint.storage.files import (
+    TOKEN,
+    Folder,
+    check_is_trusted,
+    make_folders,
+    reading,
+    unique_name,
+    writing,
+)
 from mpistrategy.checkpoint.storage.lock import locked_file
-from mpistrategy.checkpoint.storage.manifest import NAME
+from mpistrategy.checkpoint.storage.manifest import is_checkpoint
 from mpistrategy.errors import (
     CheckpointDamagedError,
     CheckpointMissingError,
@@ -29,7 +37,7 @@ from mpistrategy.objects.nearest import NamesOurs, refuses
 from mpistrategy.objects.settings import Fixed, Settable, Setting, count_or_none
 
 _STEP = re.compile(r"step-([0-9]{12})")
-_UNFINISHED = re.compile(r"\.step-[0-9]{12}\.saving-[0-9a-f]+")
+_UNFINISHED = re.compile(rf"\.step-[0-9]{{12}}\.saving-{TOKEN}")
 _LOCK = ".lock"
 
 
@@ -108,11 +116,14 @@ class CheckpointManager(NamesOurs, Settable):
         return os.path.join(self.directory, f"step-{_checked(step):012}")
 
     def steps(self) -> list[int]:
-        """Return the steps with checkpoints in the folder, in order.  Rank-local; the checkpoints are not read."""
+        """Return the steps with checkpoints in the folder, in order.  Rank-local.
+
+        Whether a checkpoint is damaged is not checked.  Folders with anything else in them do not count.
+        """
         with reading("CheckpointManager.steps", self.directory):
             try:
                 with Folder.at(self.directory) as folder:
-                    return _steps_in(folder)
+                    return _checkpoints_in(folder)
             except FileNotFoundError:
                 return []
 
@@ -120,9 +131,11 @@ class CheckpointManager(NamesOurs, Settable):
     def save(self, step: int, *, wait: bool = True, name: str | None = None) -> Saving:
         """Save the checkpoint of a step, then remove the oldest beyond `keep`.  Collective.
 
+        Only checkpoints are removed: not a folder of such a name with anything else in it.
+
         Args:
-            step: an int from 0 on without a checkpoint, or with one that `restore` found damaged.  The greatest step is
-                the newest.
+            step: an int from 0 on without a checkpoint, or with one that `restore` found damaged and that still has
+                its manifest.  The greatest step is the newest.
             wait: as for `Checkpoint.save`; False: what fails in a thread is raised on every rank by the next `save`,
                 `wait` or `close`, before that call does anything else.
             name: is compared between the ranks instead of the call site.
@@ -152,7 +165,7 @@ class CheckpointManager(NamesOurs, Settable):
                 self._latest, self._begun = self._saved, None
             else:
                 self._begun = self._saved, saving
-            self._remove_old()
+            self._remove_old(call)
         return saving
 
     def restore(self, *, partial: bool = False, name: str | None = None) -> int | None:
@@ -200,16 +213,22 @@ class CheckpointManager(NamesOurs, Settable):
         Raises:
             CheckpointWriteError, CheckpointExistsError: on every rank, if that save has failed.
         """
-        self._wait("CheckpointManager.wait", name)
-        self._remove_old()
+        self._finish("CheckpointManager.wait", name)
 
     def close(self, *, name: str | None = None) -> None:
         """Do `wait`, and let other jobs save here, also if a save has failed.  Collective."""
         try:
-            self._wait("CheckpointManager.close", name)
-            self._remove_old()
+            self._finish("CheckpointManager.close", name)
         finally:
             self._release()
+
+    def _finish(self, where: str, name: str | None) -> None:
+        """Wait for a save with ``wait=False``, and remove old checkpoints, for the public call `where`."""
+        self._wait(where, name)
+        guard = self.checkpoint.strategy.extended.communicator.guard
+        if not guard.closed:
+            with Call(guard, where, called=name) as call:
+                self._remove_old(call)
 
     def _wait(self, where: str, name: str | None = None) -> None:
         """Wait for a save with ``wait=False``, for the public call `where`; raise what has failed."""
@@ -252,6 +271,8 @@ class CheckpointManager(NamesOurs, Settable):
             return
         make_folders(self.directory)
         with Folder.at(self.directory) as folder:
+            # What `restore` would not take is not saved, either.
+            check_is_trusted(folder.state, os.stat(os.path.dirname(self.directory)), self.directory)
             self._lock = locked_file(folder, _LOCK)
             if self._lock is not None:
                 self._unlock = weakref.finalize(self, self._lock.close)
@@ -264,22 +285,26 @@ class CheckpointManager(NamesOurs, Settable):
         self._lock, self._unlock, self._is_ready = None, None, False
 
     def _remove_damaged(self, step: int) -> None:
-        """Remove the checkpoint of a step that `restore` found damaged."""
+        """Remove the checkpoint of a step that `restore` found damaged; anything else there stays."""
         if step in self._damaged:
             with Folder.at(self.directory) as folder:
-                folder.remove(os.path.basename(self.path_of(step)), first=NAME)
+                _remove(folder, os.path.basename(self.path_of(step)))
             self._damaged.remove(step)
 
-    def _remove_old(self) -> None:
-        """Remove the oldest checkpoints beyond `keep`; one that cannot be removed stays: the new one is safe."""
-        if self.keep is None or not self._is_ready:  # another rank than 0, or nothing has been saved
-            return
-        with contextlib.suppress(OSError), Folder.at(self.directory) as folder:
-            steps = [step for step in _steps_in(folder) if step not in self._damaged]
-            others = [step for step in steps if step != self._saved]
-            for step in others[: max(0, len(steps) - self.keep)]:
-                with contextlib.suppress(OSError):  # another user's, in a group's folder
-                    folder.remove(os.path.basename(self.path_of(step)), first=NAME)
+    def _remove_old(self, call: Call) -> None:
+        """Remove the oldest checkpoints beyond `keep`, on rank 0; on return they are gone for all ranks.  Collective.
+
+        One that cannot be removed stays: the new one is safe.
+        """
+        call.expect_more()
+        if self.keep is not None and self._is_ready:  # not another rank than 0, and something has been saved
+            with contextlib.suppress(OSError), Folder.at(self.directory) as folder:
+                steps = [step for step in _checkpoints_in(folder) if step not in self._damaged]
+                others = [step for step in steps if step != self._saved]
+                for step in others[: max(0, len(steps) - self.keep)]:
+                    with contextlib.suppress(OSError):  # another user's, in a group's folder
+                        _remove(folder, os.path.basename(self.path_of(step)))
+        call.agree("remove old checkpoints", options=f"keep={self.keep}")
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self.directory!r}, keep={self.keep}>"
@@ -288,6 +313,31 @@ class CheckpointManager(NamesOurs, Settable):
 def _steps_in(folder: Folder) -> list[int]:
     found = (_STEP.fullmatch(name) for name in folder.names())
     return sorted(int(match[1]) for match in found if match is not None)
+
+
+def _checkpoints_in(folder: Folder) -> list[int]:
+    """Return the steps of `_steps_in` whose folders are checkpoints, and nothing else."""
+    found = []
+    for step in _steps_in(folder):
+        with contextlib.suppress(OSError), folder.folder(f"step-{step:012}") as there:
+            found += [step] if is_checkpoint(there) else []
+    return found
+
+
+def _remove(folder: Folder, name: str) -> None:
+    """Remove a checkpoint.  Under a hidden name: if the job ends meanwhile, the next one sweeps what is left.
+
+    Anything else than a checkpoint stays.
+
+    Raises:
+        OSError: if it cannot be removed.
+    """
+    with folder.folder(name) as there:
+        if not (folder.owns(there) and is_checkpoint(there)):
+            return
+    hidden = unique_name(SAVING.format(name))
+    folder.rename(name, hidden)
+    folder.remove(hidden)
 
 
 def _checked(step: Any) -> int:

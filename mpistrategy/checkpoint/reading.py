@@ -9,13 +9,13 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.saving import REPLACED, REPORT
+from mpistrategy.checkpoint.saving import REPORT, replaced_names
 from mpistrategy.checkpoint.storage.files import Folder
 from mpistrategy.checkpoint.storage.manifest import NAME, Manifest, bad, of_contents, parse, read_text
 from mpistrategy.checkpoint.storage.shards import VALUES, loads, open_shard
@@ -35,7 +35,7 @@ class Reading:
         communicator: as given.
         manifest: what all ranks know of the manifest: no files, and no values that each rank had for itself.
         readers: the rank that reads each shard.
-        shard_of: the shard that has the rows of each rank that saved; empty if there are none.
+        shard_of: the shard that has what each rank that saved had for itself; empty if there is nothing.
         arrays: the arrays that this rank has read, by shard and by the name that they have there.
     """
 
@@ -50,7 +50,6 @@ class Reading:
         self._folder = ""
         self._told = b""
         self._files: dict[int, tuple[int, str]] = {}
-        self._is_old = False
         self._whole: Manifest | None = None
         self._lines: dict[int, bytes] = {}
 
@@ -60,8 +59,15 @@ class Reading:
         return self.manifest.ranks == self.communicator.size
 
     def members_of(self, shard: int) -> Array:
-        """Return the ranks of which a shard has rows, in the order of the rows."""
+        """Return the ranks of which a shard has what they had for themselves, in the order in which it is there."""
         return np.flatnonzero(self.shard_of == shard)
+
+    def parts_of(self, shard: int, path: str) -> list[Array]:
+        """Return the flat array of each of `members_of`, on the rank that has read the shard."""
+        stack, item = self.arrays[shard][path], self.manifest.items[path]
+        if not item.shapes:
+            return list(stack)
+        return np.split(stack, np.cumsum(item.counts(self.members_of(shard)))[:-1])
 
     # ------------------------------------------------------------------------------------------- the manifest
 
@@ -71,7 +77,7 @@ class Reading:
             name = _name_of(parent, os.path.basename(self._path))
             with parent.trusted_folder(name) as folder:
                 whole = self._whole = parse(read_text(folder), self._path)
-        more = {"folder": name, "shards": len(whole.shards), "is_old": whole.is_old}
+        more = {"folder": name, "shards": len(whole.shards)}
         self._told = json.dumps(whole.contents() | more, separators=(",", ":")).encode()
 
     def tell_manifest(self) -> Manifest:
@@ -79,8 +85,8 @@ class Reading:
         communicator, whole = self.communicator, self._whole
         contents = loads(self._from(0, self._told), self._path)
         manifest = self.manifest = of_contents(contents)
-        self._folder, self._is_old, count = contents["folder"], contents["is_old"], contents["shards"]
-        numbers = np.empty(count + (manifest.ranks if manifest.rows or manifest.lines else 0), np.int32)
+        self._folder, count = contents["folder"], contents["shards"]
+        numbers = np.empty(count + (manifest.ranks if manifest.of_each_rank or manifest.lines else 0), np.int32)
         if whole is not None:
             self.shard_of = whole.shard_of[: numbers.size - count]
             numbers[:count], numbers[count:] = self._readers(count), self.shard_of
@@ -131,15 +137,14 @@ class Reading:
             return
         with Folder.parent_of(self._path) as parent, parent.trusted_folder(self._folder) as folder:
             for number, (nbytes, checksum) in self._files.items():
-                members = self.members_of(number).tolist()
-                entries = self.manifest.entries_of(number, len(members))
-                lines = 0 if self._is_old else len(members)
+                members = self.members_of(number)
+                entries = self.manifest.entries_of(number, members)
                 wanted = [name for name, entry in entries.items() if entry.path.partition("/")[0] in names]
-                has_lines = bool(lines and self.manifest.lines)
-                with open_shard(folder, number, nbytes, checksum, entries, lines) as shard:
+                has_lines = bool(members.size and self.manifest.lines)
+                with open_shard(folder, number, nbytes, checksum, entries, members.size) as shard:
                     arrays = shard.read([*wanted, VALUES] if has_lines else wanted)
                     if has_lines:
-                        self._lines |= zip(members, shard.lines_in(arrays.pop(VALUES)), strict=True)
+                        self._lines |= zip(members.tolist(), shard.lines_in(arrays.pop(VALUES)), strict=True)
                 self.arrays[number] = arrays
 
     # ------------------------------------------------------------------------------------------- plain values
@@ -152,9 +157,7 @@ class Reading:
         communicator, manifest = self.communicator, self.manifest
         if not manifest.lines:
             return b"", b""
-        keepers = np.zeros(manifest.ranks, np.int32) if self._is_old else self.readers[self.shard_of]
-        if self._is_old and self._whole is not None:
-            self._lines = {rank: _old_line(self._whole, rank) for rank in range(manifest.ranks)}
+        keepers = self.readers[self.shard_of]
         first = self._from(int(keepers[0]), self._lines.get(0, b""))
         me, nearest = communicator.rank, np.arange(communicator.size) % manifest.ranks
         line = self._lines.get(int(nearest[me]), b"")
@@ -192,18 +195,12 @@ class Reading:
         return buffer.tobytes()
 
 
-def _old_line(manifest: Manifest, rank: int) -> bytes:
-    """Return the values that a rank had, which are in a manifest of format 1."""
-    values: Mapping[str, Any] = {path: item.values[rank] for path, item in manifest.lines.items()}
-    return json.dumps(values, separators=(",", ":")).encode()
-
-
 def _name_of(parent: Folder, name: str) -> str:
     """Return the name of the checkpoint's folder: a replaced one if a job ended between the two renames."""
     if parent.kind_of(name):
         return name
     for other in parent.names():
-        if other.startswith(REPLACED.format(name)) and parent.kind_of(other) == "folder":
+        if replaced_names(name).fullmatch(other) and parent.kind_of(other) == "folder":
             with parent.folder(other) as folder:
                 if folder.kind_of(NAME) == "file" and is_trusted(folder.state, parent.state):
                     return other

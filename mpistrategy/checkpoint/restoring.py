@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,10 +21,11 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.delivering import deliver
 from mpistrategy.checkpoint.kinds import BY_NAME, KINDS
+from mpistrategy.checkpoint.kinds.rows import Rows
 from mpistrategy.checkpoint.reading import Reading
 from mpistrategy.checkpoint.state import Restore, State
 from mpistrategy.checkpoint.storage.files import reading
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item, Manifest
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manifest
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, from_json
 from mpistrategy.checkpoint.storage.shards import dtype_text
 from mpistrategy.errors import CheckpointDamagedError, CheckpointMismatchError, MpiStrategyError
@@ -54,6 +55,8 @@ class Restored:
         layout: `Strategy.layout()` of that job.
         notes: differences between that layout and the present one; they may change the last bits of later sums.
         left_out: with partial=True, the paths that are on one side only.
+        objects: the restored objects by name: those that were given, changed in place where that can be, and new ones
+            for numbers, strings, tuples and JAX arrays, and for what a function returned.
     """
 
     path: str
@@ -62,12 +65,16 @@ class Restored:
     layout: dict[str, Any]
     notes: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
+    objects: dict[str, Any] = field(default_factory=dict, repr=False, compare=False)
 
 
 def restore(
     objects: dict[str, Any], state: State, layout: dict[str, Any], path: str, partial: bool, call: Call
 ) -> Restored:
-    """Restore `objects` from the checkpoint at `path`; `layout` is `Strategy.layout()` now.  Collective."""
+    """Restore `objects`, and put new objects into it, from the checkpoint at `path`.  Collective.
+
+    `layout` is `Strategy.layout()` now.
+    """
     communicator = state.strategy.extended.communicator
     source = Reading(communicator, path)
     call.expect_more()
@@ -102,7 +109,7 @@ def restore(
     objects.update(restored)
     call.agree("restore a checkpoint")
     left_out = tuple(printable(each, "") for each in fit.left_out)
-    return Restored(path, manifest.ranks, manifest.written_by, saved_layout, notes, left_out)
+    return Restored(path, manifest.ranks, manifest.written_by, saved_layout, notes, left_out, dict(objects))
 
 
 @contextlib.contextmanager
@@ -247,13 +254,17 @@ class Fit:
     def expect(self, holds: bool, path: str, item: Item, value: Any) -> bool:
         """Return `holds`, whether the checkpoint has what is here; note a problem if it is False."""
         if not holds:
-            shape = f" {item.dtype}{list(item.shape)}" if item.is_array else ""
+            shape = f" {item.dtype}{list(self._shape_of(item))}" if item.is_array else ""
             self.problem(path, f"{item.kind}{shape} in the checkpoint, {_named(value)} here")
         return holds
 
     def has_layout(self, item: Item, array: Array) -> bool:
         """Return whether an item is an array of this dtype and shape."""
-        return item.is_array and dtype_text(array.dtype, "") == item.dtype and array.shape == item.shape
+        return item.is_array and dtype_text(array.dtype, "") == item.dtype and array.shape == self._shape_of(item)
+
+    def _shape_of(self, item: Item) -> tuple[int, ...]:
+        """Return the shape of what this rank gets back; of rows, that of the global array."""
+        return item.shape_of(self.rank) if item.copies == OWN and self.same_ranks else item.shape
 
     def knows_own(self, path: str, item: Item) -> bool:
         """Return whether this rank's copy is known; note a problem if not."""
@@ -279,13 +290,15 @@ class Fit:
         now = self.strategy.num_replicas_in_sync
         return (
             f"each of the {self.manifest.ranks} ranks that saved had a {item.kind} of its own; now there are {now}; "
-            "keep it in an ON_READ Variable, whose aggregation says what becomes of it, or make it equal on all ranks"
+            "save rows of a global array as ms.Rows(array), sums and means in an ON_READ Variable with that "
+            "aggregation, or make it equal on all ranks"
         )
 
     def is_replaceable(self, path: str, value: Any) -> bool:
         """Return whether the object at `path` may become another object: nothing in it is changed in place."""
         here = self.here.items.get(path)
-        return (value is ABSENT or here is None or here.kind in _REPLACEABLE) and path not in self._lasting
+        can_be = here is None or here.kind in _REPLACEABLE or (value is ABSENT and here.kind != ROWS)
+        return can_be and path not in self._lasting
 
     def is_lasting(self, path: str) -> bool:
         """Return whether a restore must not remove the object at `path`."""
@@ -309,6 +322,8 @@ def _named(value: Any) -> str:
         return "nothing"
     if isinstance(value, Variable):
         return f"variable {dtype_text(value.dtype, '')}{list(value.shape)}"
+    if isinstance(value, Rows):
+        return f"Rows {dtype_text(np.asarray(value).dtype, '')}[*{''.join(f', {n}' for n in value.shape[1:])}]"
     if isinstance(value, np.ndarray):
         return f"array {value.dtype.str}{list(value.shape)}"
     return f"a {type(value).__name__}"

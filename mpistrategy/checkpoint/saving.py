@@ -33,8 +33,8 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.collecting import Collected
 from mpistrategy.checkpoint.state import State
-from mpistrategy.checkpoint.storage.files import CHECKSUM_BYTES, TOKEN_LETTERS, Folder, make_folders, writing
-from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Manifest, Shard
+from mpistrategy.checkpoint.storage.files import CHECKSUM_BYTES, TOKEN, TOKEN_LETTERS, Folder, make_folders, writing
+from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Manifest, Shard, is_checkpoint
 from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of, shard_name
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
@@ -168,12 +168,12 @@ class Saving(NotPickled):
         kind = parent.kind_of(name)
         if kind == "folder":
             with parent.folder(name) as there:
-                names = there.names()
-            if not names:
-                return False
-            if NAME in names and self._overwrite:
+                if not there.names():
+                    return False
+                is_one = is_checkpoint(there)
+            if is_one and self._overwrite:
                 return True
-            kind = "a checkpoint" if NAME in names else "a folder with other things in it"
+            kind = "a checkpoint" if is_one else "a folder with other things in it"
         if kind:
             raise CheckpointExistsError.at(
                 where,
@@ -462,26 +462,34 @@ class Saving(NotPickled):
 
     @contextlib.contextmanager
     def _cleaned_up(self) -> Any:
-        """Remove the partial checkpoint if the block fails."""
+        """Remove the partial checkpoint if the block fails; a note to the error says if it cannot be removed."""
         try:
             yield
-        except BaseException:
-            self._abandon()
+        except BaseException as error:
+            left = self._abandon()
+            if left:
+                error.add_note(left)
             raise
 
-    def _abandon(self) -> None:
-        """Remove the folder on the rank that made it; never raises."""
+    def _abandon(self) -> str:
+        """Remove the folder on the rank that made it; return what is left, in words.  Never raises."""
         self._cancelled.set()
         if self._thread is not None:
             self._thread.join()
-        self._remove()
+        left = self._remove()
         self._end(committed=False)
+        return left
 
-    def _remove(self) -> None:
-        """Remove the folder on the rank that made it; never raises."""
+    def _remove(self) -> str:
+        """Remove the folder on the rank that made it; return what is left, in words.  Never raises."""
         if self._communicator.rank == 0 and self._temporary:
-            with contextlib.suppress(OSError), Folder.parent_of(self.path) as parent:
-                parent.remove(self._temporary, first=NAME)
+            try:
+                with Folder.parent_of(self.path) as parent:
+                    parent.remove(self._temporary)
+            except OSError as error:
+                path = self._temporary_path
+                return f"What was written is left at {path!r} ({error.strerror}). Nothing restores it; remove it."
+        return ""
 
     def _end(self, *, committed: bool) -> None:
         """Note the outcome, which all ranks know now."""
@@ -503,18 +511,23 @@ class Saving(NotPickled):
 def _remove_replaced(parent: Folder, name: str) -> int:
     """Remove replaced checkpoints of `name`, which is there again; return how many were found.
 
-    Those of other users stay.
+    Those of other users stay, and those with foreign files.
     """
-    found = [other for other in parent.names() if other.startswith(REPLACED.format(name))]
+    found = [other for other in parent.names() if replaced_names(name).fullmatch(other)]
     for other in found:
-        with contextlib.suppress(OSError):  # the manifest goes first: without it nothing restores them
-            parent.remove(other, first=NAME)
+        with contextlib.suppress(OSError):
+            parent.remove(other)
     return len(found)
 
 
 def saving_names(name: str) -> re.Pattern[str]:
     """Return the pattern of folder names while the checkpoint `name` is written."""
-    return re.compile(re.escape(SAVING.format(name)) + "[0-9a-f]+")
+    return re.compile(re.escape(SAVING.format(name)) + TOKEN)
+
+
+def replaced_names(name: str) -> re.Pattern[str]:
+    """Return the pattern of names of the checkpoint `name` once it was replaced."""
+    return re.compile(re.escape(REPLACED.format(name)) + TOKEN)
 
 
 def _pauses() -> Iterator[float]:

@@ -11,6 +11,7 @@ To keep something new in checkpoints, write one Kind and enter it in the table i
 from __future__ import annotations
 
 import dataclasses
+import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -18,12 +19,13 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays.convert import host_array
+from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.foreign import library_of
 from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item, Manifest
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manifest
 from mpistrategy.checkpoint.storage.shards import dtype_text
-from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
+from mpistrategy.errors import CollectiveMismatchError, LeafError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import Created
@@ -35,13 +37,16 @@ _DEEPEST = 100
 #: The most generators that an error names.
 _MOST_NAMED = 3
 _ACCEPTED = (
-    "Variables, optimizers, gradient accumulators, metrics, arrays, numbers, strings, random generators, "
+    "Variables, optimizers, gradient accumulators, metrics, arrays, ms.Rows, numbers, strings, random generators, "
     "strategy.rng(seed), iterators of distributed datasets, torch's modules, tensors, JAX's arrays, dicts, lists and "
-    "tuples of these, and objects with state_dict() and load_state_dict()"
+    "tuples of these, objects with state_dict() and load_state_dict(), and functions that return one of these"
 )
 
 #: Copies of an item before the ranks have compared them: kept once if they are equal, else one for each rank.
 UNDECIDED = "?"
+
+#: None and empty containers, as JSON.
+_EMPTY: tuple[Any, ...] = (None, "", [], {"tuple": []}, {"dict": []})
 
 #: Returns the value of an object after restoring: the object, changed in place, or another one.
 Restore = Callable[[], Any]
@@ -154,11 +159,15 @@ class State:
         variables: the variable at each path, slots of optimizers included.
         arrays: this rank's arrays, not copied.
         values: this rank's values, as JSON.
+        of_names: by name, a digest of each object that consists of arrays and values, or that returns JAX arrays as its
+            state; made by `digests`.
+        last: `of_names` of the save before this one, if there was one.
+        unchanged: the names of these objects that are on all ranks as they were then; known after `decide`.
 
     Raises:
         OptionTypeError: for an object of unknown kind; names the path.
-        AggregationError: for ON_READ variables whose aggregation is NONE.
         DTypeError: for arrays of objects.
+        LeafError: for arrays without data; names the path.
     """
 
     def __init__(self, objects: Mapping[str, Any], strategy: Strategy, where: str, kinds: Sequence[Kind]) -> None:
@@ -170,6 +179,9 @@ class State:
         self.variables: dict[str, Variable] = {}
         self.arrays: dict[str, Array] = {}
         self.values: dict[str, Any] = {}
+        self.of_names: dict[str, int] = {}
+        self.last: Mapping[str, int] = {}
+        self.unchanged: list[str] = []
         self._paths: dict[int, str] = {}
         self._last: list[Callable[[], None]] = []
         for name, value in objects.items():
@@ -182,7 +194,13 @@ class State:
         depth = path.count("/")
         if depth > _DEEPEST:
             raise OptionError.at(self.where, found=f"{path[:80]!r}, {depth} levels deep", expected="fewer levels")
-        kind = kind_of(value, self._kinds)
+        try:
+            kind = kind_of(value, self._kinds)
+        except LeafError as error:  # an array without data, as JAX's are that were donated
+            cure = "Of a donated JAX array give the one that came of it, by a function: ms.Checkpoint(x=lambda: x)."
+            raise LeafError.at(
+                self.where, found=f"{path!r}, {error.found}", expected=error.expected, fix=error.fix or cure
+            ) from error
         if kind is None:
             raise OptionTypeError.at(self.where, found=f"a {type(value).__name__} as {path!r}", expected=_ACCEPTED)
         self.live[path] = value
@@ -210,23 +228,65 @@ class State:
 
     # ------------------------------------------------------------------------------------------- what is kept once
 
-    def digests(self) -> dict[str, int]:
-        """Return a digest of each item that may be equal on all ranks."""
-        return {path: self._digest(path) for path, item in self.items.items() if item.copies == UNDECIDED}
+    def digests(self) -> dict[str, tuple[int, int]]:
+        """Return a digest of each item that may be equal on all ranks, and one of its shape; make `of_names`."""
+        compared = [path for path, item in self.items.items() if item.copies in (UNDECIDED, ROWS)]
+        found = {path: (self._digest(path), _summary(self.items[path].shape)) for path in compared}
+        by_value = {kind.name for kind in self._kinds if kind.is_replaceable} | {ROWS}
+        names: dict[str, list[int]] = {}
+        for path in self.items:
+            if path in found and self._has_data(path):
+                names.setdefault(path.partition("/")[0], []).extend(found[path])
+        never_change = {
+            path.partition("/")[0] for path, value in self.live.items() if library_of(value) in NEVER_WRITTEN
+        }
+        for path, item in self.items.items():
+            name = path.partition("/")[0]
+            if item.kind not in by_value and not (item.kind == "object" and name in never_change):
+                names.pop(name, None)  # changed in place, or asked for its state
+        self.of_names = {name: _summary(numbers) for name, numbers in names.items()}
+        return {path: pair for path, pair in found.items() if self.items[path].copies == UNDECIDED}
 
-    def decide(self, mine: Mapping[str, int], communicator: Communicator) -> None:
-        """Decide which items are saved once.  Collective.
+    def decide(self, mine: Mapping[str, tuple[int, int]], communicator: Communicator) -> None:
+        """Decide which items are saved once, tell the ranks the shapes that differ, make `unchanged`.  Collective.
 
         Args:
             mine: this rank's `digests`.
             communicator: the ranks.
         """
-        digests = list(mine.values())
+        digests = [digest for pair in mine.values() for digest in pair]
         equal = np.ones(len(digests), bool)
-        if not _are_equal([_summary(digests)], communicator).all():
-            equal = _are_equal(digests, communicator)
-        for path, one in zip(mine, equal.tolist(), strict=True):
-            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if one else OWN)
+        names = [path for path in self.items if "/" not in path]
+        # A rank without data of a name neither says that they have changed nor that they have not.
+        told = [0 if name not in self.of_names else 1 + (self.of_names[name] != self.last.get(name)) for name in names]
+        are_equal, most = _compared([_summary(digests)], communicator, told)
+        self.unchanged = [name for name, number in zip(names, most, strict=True) if number == 1]
+        if not are_equal.all():
+            equal, _ = _compared(digests, communicator)
+        differing = []
+        for path, (has_value, has_shape) in zip(mine, equal.reshape(-1, 2).tolist(), strict=True):
+            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if has_value and has_shape else OWN)
+            if not has_shape:
+                differing.append(path)
+        self._tell_shapes(differing, communicator)
+
+    def _tell_shapes(self, differing: Sequence[str], communicator: Communicator) -> None:
+        """Enter the shapes of all ranks' rows, and of all ranks' arrays at some paths.  Collective."""
+        paths = [*differing, *(path for path, item in self.items.items() if item.copies == ROWS)]
+        if not paths:
+            return
+        mine = json.dumps([self.items[path].shape for path in paths])
+        of_ranks = [json.loads(text) for text in communicator.allgather_text(mine)]
+        for number, path in enumerate(paths):
+            shapes = tuple(tuple(shapes[number]) for shapes in of_ranks)
+            item, shape = self.items[path], ()
+            if item.copies == ROWS:
+                shape = (sum(each[0] for each in shapes), *item.shape[1:])
+            self.items[path] = dataclasses.replace(item, shape=shape, shapes=shapes)
+
+    def _has_data(self, path: str) -> bool:
+        """Return whether there is anything at a path that could change: a rank may never have rows, a list no items."""
+        return bool(self.arrays[path].size) if path in self.arrays else self.values[path] not in _EMPTY
 
     def _digest(self, path: str) -> int:
         array = self.arrays.get(path)
@@ -244,7 +304,7 @@ class State:
         who = self._identities()
         return "; ".join(
             f"{path}{f' is {who[path]}' if path in who else ''}: {item.kind} {item.copies} {item.dtype}"
-            f"{list(item.shape)} {item.more or ''}"
+            f"{_comparable(item)} {item.more or ''}"
             for path, item in self.items.items()
         )
 
@@ -303,18 +363,25 @@ class State:
         call.agree("compare random generators")
 
 
-def _summary(digests: Sequence[int]) -> int:
-    """Return a digest of digests."""
-    return int.from_bytes(checksum_of(np.array(digests, np.uint64).tobytes()).digest()[:8], "little")
+def _comparable(item: Item) -> str:
+    """Return what must be equal on all ranks of a shape: nothing of per-rank data, and not how many rows there are."""
+    if item.copies == UNDECIDED:
+        return "[any shape]" if item.is_array else "[]"
+    return f"[any, {str(list(item.shape[1:]))[1:]}" if item.copies == ROWS else f"{list(item.shape)}"
 
 
-def _are_equal(digests: Sequence[int], communicator: Communicator) -> Array:
-    """Return which of the digests are equal on all ranks.  Collective."""
+def _summary(numbers: Sequence[int]) -> int:
+    """Return a digest of numbers."""
+    return int.from_bytes(checksum_of(np.array(numbers, np.uint64).tobytes()).digest()[:8], "little")
+
+
+def _compared(digests: Sequence[int], communicator: Communicator, more: Sequence[int] = ()) -> tuple[Array, list[int]]:
+    """Return which digests are equal on all ranks, and of each of some other numbers the greatest.  Collective."""
     numbers = np.array(digests, np.uint64)
-    greatest = np.concatenate([numbers, ~numbers])
+    greatest = np.concatenate([numbers, ~numbers, np.array(more, np.uint64)])
     communicator.allreduce(greatest, "MAX")
-    first, second = greatest.reshape(2, -1)
-    return np.asarray(first == ~second)  # max(d) == ~max(~d) means max(d) == min(d)
+    first, second, others = np.split(greatest, [numbers.size, 2 * numbers.size])
+    return np.asarray(first == ~second), others.tolist()  # max(d) == ~max(~d) means max(d) == min(d)
 
 
 def kind_of(value: Any, kinds: Sequence[Kind]) -> Kind | None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from checkpoints import shared_folder
+from checkpoints import shared_folder, watched
 from replicas import RANK, outcomes, still_works
 
 import mpistrategy as ms
@@ -90,12 +92,83 @@ def test_the_newest_that_is_whole(strategy: ms.MirroredStrategy, folder: Path) -
     assert "checksum" in manager.skipped[names[5]]
     assert "symbolic link" in manager.skipped[names[4]]
     x.assign(60.0)
-    for step in (4, 5, 6):  # the damaged ones make room; a link is not ours to remove
+    for step in (4, 5, 6, 7):  # a damaged one makes room; a link, and what has no manifest, is not ours to remove
         found = outcomes(manager.save, step)
-        assert {outcome.error is None for outcome in found} == {step != 4}
-    assert manager.restore() == 6
+        assert {outcome.error is None for outcome in found} == {step in (5, 7)}
+    assert manager.restore() == 7
     assert float(x) == 60
     manager.close()
+
+
+FOREIGN: dict[str, Callable[[Path], object]] = {
+    "no manifest": lambda path: (path / "results.csv").write_text("mine"),
+    "a shard by name": lambda path: (path / shard_name(0)).write_text("mine"),
+    "a manifest of others": lambda path: (path / NAME).write_text('{"format": "orbax"}'),
+    "a file beside": lambda path: (path / "notes.txt").write_text("mine"),
+    "a folder inside": lambda path: (path / "more").mkdir(),
+    "a folder by name": lambda path: (path / shard_name(7)).mkdir(),
+}
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("what", FOREIGN)
+def test_what_is_somebodys_own_stays(folder: Path, what: str) -> None:
+    """Whatever its name is: no save removes or replaces anything else than a checkpoint."""
+    manager = alone(folder)
+    folder.mkdir()
+    theirs = [folder / name for name in ("step-000000000001", "step-000000000002", ".step-000000000003.saving-0123",
+                                         ".step-000000000009.replaced-0123", ".c.replaced-01", "c")]  # fmt: skip
+    for path in theirs:
+        if what in ("a file beside", "a folder inside", "a folder by name"):
+            manager.checkpoint.save(path)
+        else:
+            path.mkdir()
+        FOREIGN[what](path)
+    before = {path: sorted(os.listdir(path)) for path in theirs}
+    assert manager.restore() in (None, 2)
+    manager.keep = 1
+    for step in (8, 9):
+        manager.save(step)
+    assert manager.steps() == [9]
+    with pytest.raises(errors.CheckpointExistsError):
+        manager.save(2)
+    with pytest.raises(errors.CheckpointExistsError):
+        manager.checkpoint.save(folder / "c", overwrite=True)
+    manager.close()
+    assert {path: sorted(os.listdir(path)) for path in theirs} == before
+
+
+def test_all_ranks_see_what_was_removed(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    """At once: rank 0 takes its time over it."""
+
+    def slowly(what: str, _: str) -> None:
+        if what == "rmdir":
+            time.sleep(0.05)
+
+    _, manager = made(strategy, folder, 1)
+    with watched(slowly):
+        for step in (1, 2):
+            manager.save(step)
+        assert manager.steps() == [2]
+        manager.save(3, wait=False)
+        manager.close()
+        assert manager.steps() == [3]
+
+
+@pytest.mark.one_rank
+def test_what_cannot_be_removed_is_named(folder: Path) -> None:
+    """As on a disk that takes no more writes: no text says that nothing is left where something is."""
+
+    def refuse(what: str, name: str) -> None:
+        if what == "unlink" or name == NAME:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    checkpoint = made(ms.OneDeviceStrategy("CPU:0"), folder)[1].checkpoint
+    with watched(refuse), pytest.raises(errors.CheckpointWriteError) as caught:
+        checkpoint.save(folder / "c")
+    (left,) = os.listdir(folder)
+    assert f"left at {str(folder / left)!r}" in caught.value.__notes__[-1]
+    assert "partial" not in str(caught.value)
 
 
 def test_a_checkpoint_that_does_not_fit_is_not_skipped(strategy: ms.MirroredStrategy, folder: Path) -> None:

@@ -181,7 +181,7 @@ def test_what_is_no_lock_is_not_waited_for(tmp_path: Path, what: Callable[[Path]
 @as_root
 def test_a_folder_that_another_user_holds_is_no_save_under_way(open_folder: Path) -> None:
     _, checkpoint = made()
-    planted = open_folder / ".c.saving-00ff"
+    planted = open_folder / ".c.saving-00ff00ff00ff00ff"
     by_another_user(planted.mkdir)
     with held_by_another_user(planted) as said:
         assert said == "locked"
@@ -211,7 +211,7 @@ def test_another_users_checkpoint(open_folder: Path, mode: int) -> None:
     for read in (checkpoint.restore, ms.Checkpoint.arrays):
         with pytest.raises(errors.CheckpointReadError, match="in a folder that everybody can write to"):
             read(manager.path_of(9))
-    os.rename(manager.path_of(9), open_folder / ".step-000000000008.replaced-0")
+    os.rename(manager.path_of(9), open_folder / ".step-000000000008.replaced-00ff00ff00ff00ff")
     with pytest.raises(errors.CheckpointMissingError):
         checkpoint.restore(manager.path_of(8))
 
@@ -237,6 +237,9 @@ def test_a_whole_folder_that_another_user_made_first(open_folder: Path) -> None:
     with ms.CheckpointManager(checkpoint, open_folder / "run") as manager:
         manager.save(1)
     give_away(open_folder / "run")
+    (open_folder / "run").chmod(0o777)
+    with pytest.raises(errors.CheckpointReadError, match="uid 65534"):
+        manager.save(2)
     with pytest.raises(errors.CheckpointReadError, match="uid 65534"):
         manager.restore()
     assert float(x) == 7

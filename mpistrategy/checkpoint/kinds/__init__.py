@@ -3,7 +3,7 @@
 The first kind that owns an object saves it.  So kinds that ask for methods stand after those that ask for a class.
 """
 
-from mpistrategy.checkpoint.kinds import containers, generators, values, variables
+from mpistrategy.checkpoint.kinds import containers, generators, rows, values, variables
 from mpistrategy.checkpoint.state import Kind
 
 KINDS: tuple[Kind, ...] = (
@@ -11,6 +11,8 @@ KINDS: tuple[Kind, ...] = (
     variables.OneVariable(),
     variables.AnyOptimizer(),
     variables.Accumulator(),
+    rows.GlobalRows(),
+    containers.Component(),
     containers.Dict(),
     containers.List(),
     containers.Tuple(),

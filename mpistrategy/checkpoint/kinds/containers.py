@@ -7,10 +7,12 @@ missing: the work is limited by the size of the manifest.
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
+from mpistrategy.arrays.values import DistributedValues
 from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, has_state, members_of
 from mpistrategy.checkpoint.storage.manifest import Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN, below, to_json
@@ -123,6 +125,34 @@ class Tuple(Container):
         if make is not tuple and item.more != len(there):
             return fit.problem(path, f"{item.more} elements in the checkpoint, a {type(there).__name__} here")
         return lambda: make(child() for child in children)
+
+
+class Component(Kind):
+    """A `PerReplica` or `Mirrored`: this rank's component, restored in place if that can be."""
+
+    name = "component"
+    types: ClassVar[tuple[type, ...]] = (DistributedValues,)
+    is_replaceable = True
+
+    def add(self, entries: State, path: str, value: DistributedValues) -> None:
+        entries.items[path] = Item(self.name, more=[type(value).__name__, len(value.values)])
+        for number, component in enumerate(value.values):
+            entries.add(below(path, number), component)
+
+    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        here = fit.here.live.get(path, ABSENT) if value is ABSENT else value
+        fits = isinstance(here, DistributedValues) and fit.here.items[path].more == item.more
+        if not fit.expect(fits, path, item, here):
+            return lambda: None
+        there = () if value is ABSENT else value.values
+        components = _elements(fit, path, dataclasses.replace(item, more=len(here.values)), there, fresh)
+
+        def restore() -> Any:
+            found = here if value is not ABSENT else copy.copy(here)
+            found.values = tuple(component() for component in components)
+            return found
+
+        return restore
 
 
 class LoadsItsState(Kind):

@@ -69,7 +69,7 @@ class AnyArray(Kind):
         in_place = _is_array(value) and not fresh
         here = _looked_at(value) if in_place else value
         fits = item.is_array and (fit.has_layout(item, here) if in_place else fit.is_replaceable(path, value))
-        if not fit.expect(fits, path, item, value) or not fit.knows_own(path, item):
+        if not fit.knows_own(path, item) or not fit.expect(fits, path, item, value):
             return lambda: None
         if in_place and isinstance(value, np.ndarray) and not value.flags.writeable:
             return fit.problem(path, "a read-only array here")

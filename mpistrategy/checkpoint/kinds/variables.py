@@ -17,7 +17,7 @@ from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, Stat
 from mpistrategy.checkpoint.storage.manifest import COMBINED, ONE, Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, to_json
 from mpistrategy.checkpoint.storage.shards import dtype_of, dtype_text, is_numeric
-from mpistrategy.errors import AggregationError, OptionError
+from mpistrategy.errors import OptionError
 from mpistrategy.mpi.contract.call_sites import names_in_words
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.training.gradients import GradientAccumulator
@@ -40,8 +40,11 @@ class OneVariable(Kind):
         if fresh:
             value = fit.here.live.get(path, ABSENT)
         fits = isinstance(value, Variable) and fit.has_layout(item, value.local_view)
-        if fit.expect(fits, path, item, value) and fit.knows_own(path, item):
-            fit.fetched[path] = lambda: value
+        if not fit.knows_own(path, item) or not fit.expect(fits, path, item, value):
+            return lambda: value
+        if item.copies in COMBINED and _has_own_copies(value):
+            return fit.problem(path, f"aggregation {item.copies} in the checkpoint, NONE here")
+        fit.fetched[path] = lambda: value
         return lambda: value
 
     def identity(self, value: Variable, number: str) -> str:
@@ -223,11 +226,12 @@ class _OptimizerFit:
 
     def _note_slot(self, path: str, var: Variable, name: str) -> None:
         item = self._fit.manifest.items.get(path)
+        if item is not None and not self._fit.knows_own(path, item):
+            return
         if item is None or not self._fit.has_layout(item, var.local_view):
             self._fit.problem(path, f"no slot of shape {list(var.shape)} in the checkpoint, as {var.name!r} needs")
             return
-        if self._fit.knows_own(path, item):
-            self._fit.fetched[path] = lambda: self._optimizer._slots.by_id[id(var)][1][name]
+        self._fit.fetched[path] = lambda: self._optimizer._slots.by_id[id(var)][1][name]
 
     def _steps(self) -> Variable:
         assert self._optimizer.iterations is not None
@@ -274,16 +278,17 @@ def _copies_of(entries: State, var: Variable) -> str:
         return UNDECIDED  # a local variable: every rank has its own
     if var.synchronization is not VariableSynchronization.ON_READ:
         return ONE
+    if _has_own_copies(var):
+        return UNDECIDED
     if var.aggregation is VariableAggregation.NONE:
-        if shared._is_local:
-            return ONE
-        raise AggregationError.at(
-            entries.where,
-            found=f"{var.name!r}, an ON_READ variable with aggregation NONE",
-            expected="an aggregation that says what becomes of the copies on another number of ranks",
-            fix="Create it with aggregation='SUM', 'MEAN' or 'ONLY_FIRST_REPLICA'.",
-        )
+        return ONE
     return var.aggregation.name
+
+
+def _has_own_copies(var: Variable) -> bool:
+    """Return whether nothing says how the copies of a variable on several ranks belong together."""
+    is_shared = var.synchronization is VariableSynchronization.ON_READ and not var.strategy.extended._is_local
+    return is_shared and var.aggregation is VariableAggregation.NONE
 
 
 def store(var: Variable, array: Array) -> None:

@@ -34,7 +34,10 @@ watcher: Callable[[str, str], None] | None = None
 CHECKSUM_BYTES = 16
 #: How many letters make the name of a new folder unique.
 TOKEN_LETTERS = 16
+TOKEN = f"[0-9a-f]{{{TOKEN_LETTERS}}}"
 _PIECE_BYTES = 2**24
+#: The names of the files in a checkpoint.
+_FILES = re.compile(r"manifest\.json|shard-[0-9]{5,}\.safetensors")
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
@@ -61,7 +64,6 @@ def writing(where: str, path: str) -> Iterator[None]:
             where,
             found=f"{error.strerror or error} ({errno.errorcode.get(error.errno or 0, '?')}) at {path!r}",
             expected="a folder that every rank can write to, with room in it",
-            fix="No partial checkpoint is left.",
         ) from error
 
 
@@ -85,6 +87,11 @@ def reading(where: str, path: str) -> Iterator[None]:
         raise CheckpointReadError.at(
             where, found=f"{error.strerror or error} at {path!r}", expected="files that every rank can read"
         ) from error
+
+
+def unique_name(prefix: str) -> str:
+    """Return a name that nothing else has: the prefix, and a `TOKEN`."""
+    return f"{prefix}{secrets.token_hex(TOKEN_LETTERS // 2)}"
 
 
 class Folder:
@@ -116,7 +123,7 @@ class Folder:
 
     def new_folder(self, prefix: str) -> str:
         """Make a folder with a unique name; return its name."""
-        name = f"{prefix}{secrets.token_hex(TOKEN_LETTERS // 2)}"
+        name = unique_name(prefix)
         _before("mkdir", name)
         # Until it is complete, only the user may open it, also in a group's folder: who can open it can lock it.
         os.mkdir(name, 0o700, dir_fd=self.descriptor)
@@ -150,7 +157,8 @@ class Folder:
     def sweep(self, names: re.Pattern[str]) -> str:
         """Remove the folders with such names that are not locked; return the name of a locked one, or "".
 
-        Other files, other users' folders and what cannot be removed stay; without file locks, everything stays.
+        Other users' folders, folders with foreign files, and what cannot be removed stay; without file locks,
+        everything stays.
         """
         held = ""
         for name in filter(names.fullmatch, self.names()):
@@ -247,18 +255,24 @@ class Folder:
         _before("rename", f"{old} -> {new}")
         os.rename(old, new, src_dir_fd=self.descriptor, dst_dir_fd=self.descriptor)
 
-    def remove(self, name: str, first: str = "") -> None:
-        """Remove a folder and the files in it, `first` before the others.  Folders inside it stay: they are not ours.
+    def foreign(self) -> str:
+        """Return the name of something in it that no checkpoint has; "" if there is nothing else."""
+        return next((name for name in self.names() if not _FILES.fullmatch(name) or self.kind_of(name) == "folder"), "")
+
+    def remove(self, name: str) -> None:
+        """Remove a folder with the files of a checkpoint: the manifest first, without which nothing restores it.
 
         Raises:
-            OSError: if it cannot be removed; also for another user's folder.
+            OSError: if it cannot be removed; also for another user's folder, and one with anything else in it, which
+                stays as it is.
         """
         with self.folder(name) as folder:
             if not self.owns(folder):
                 raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), folder.path)
-            for inner in sorted(folder.names(), key=lambda inner: inner != first):
-                if folder.kind_of(inner) == "folder":
-                    continue
+            foreign = folder.foreign()
+            if foreign:
+                raise OSError(errno.ENOTEMPTY, f"{foreign!r} in it is no file of a checkpoint", folder.path)
+            for inner in folder.names():  # manifest.json comes before the shards
                 _before("unlink", inner)
                 os.unlink(inner, dir_fd=folder.descriptor)
         _before("rmdir", name)

@@ -4,9 +4,10 @@ It is one JSON object on two lines.  The first line has the format and the check
 rest.  Everything is checked before it is used.  Names of files are made from numbers, so that a forged manifest cannot
 name other files.
 
-Of each rank it has only the number of its node, in `layout`.  What each rank has for itself is in the shards: of an
-array, one row for each rank; of plain values, a line of JSON for each rank.  A large array that was saved once may have
-parts in several shards.  In format 1 each rank wrote a shard, and the manifest had the plain values of all ranks.
+Of each rank it has the number of its node, in `layout`, and the shapes of arrays whose shapes differ between ranks.
+What each rank has for itself is in the shards: of arrays of one shape, a row for each rank; of arrays whose shapes
+differ, and of rows of a global array, the elements, rank after rank; of plain values, a line of JSON for each rank.  A
+large array that was saved once may have parts in several shards.
 """
 
 from __future__ import annotations
@@ -38,19 +39,19 @@ from mpistrategy.checkpoint.storage.shards import (
     loads,
     part_name,
 )
-from mpistrategy.errors import CheckpointDamagedError
+from mpistrategy.errors import CheckpointDamagedError, CheckpointError
 from mpistrategy.own_files import printable
 
 NAME = "manifest.json"
-FORMAT, VERSION = "mpistrategy checkpoint", 2
-#: The version in which each rank wrote a shard.
-_OLD_VERSION = 1
-#: How copies are saved: one for all ranks; one for each rank; one for each rank, combined on another number of ranks.
-ONE, OWN = "one", "own"
+FORMAT, VERSION = "mpistrategy checkpoint", 3
+#: How copies are saved: one for all ranks; one for each rank; rows of a global array, some on each rank; one for each
+#: rank, combined on another number of ranks.
+ONE, OWN, ROWS = "one", "own", "rows"
 COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 MOST_RANKS = 1_000_000
 _LONGEST_VERSION = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
+_LONGEST_HEAD = 200
 _BODY, _END = b'"body":', b"}\n"
 
 
@@ -89,11 +90,13 @@ class Item:
     Attributes:
         kind: the name of its `mpistrategy.checkpoint.state.Kind`.
         copies: `ONE`, `OWN` or one of `COMBINED`; "" for an object that only holds others.
-        dtype, shape: of an array.
+        dtype: of an array.
+        shape: of an array; of rows, that of the global array.
         shard: the shard that has the only copy of an array, or its first part.
         more: further data of its kind, equal on all ranks.
-        values: of a value that was saved once: this one.  In format 1, also one for each rank.
+        values: of a value that was saved once: this one.
         parts: how many elements of the only copy are in `shard` and in those after it; () for a whole one in `shard`.
+        shapes: the shape of each rank's array; () where all have `shape`.
     """
 
     kind: str
@@ -104,6 +107,7 @@ class Item:
     more: Any = None
     values: tuple[Any, ...] = ()
     parts: tuple[int, ...] = ()
+    shapes: tuple[tuple[int, ...], ...] = ()
 
     @property
     def is_array(self) -> bool:
@@ -111,8 +115,8 @@ class Item:
         return self.dtype != ""
 
     @property
-    def has_rows(self) -> bool:
-        """Whether it is an array with a row for each rank."""
+    def is_of_each_rank(self) -> bool:
+        """Whether it is an array of which each rank has its own."""
         return self.is_array and self.copies != ONE
 
     @property
@@ -122,8 +126,18 @@ class Item:
 
     @property
     def elements(self) -> int:
-        """How many elements an array has."""
+        """How many elements an array of `shape` has."""
         return math.prod(self.shape)
+
+    def shape_of(self, rank: int) -> tuple[int, ...]:
+        """Return the shape of the array of a rank that saved."""
+        return self.shapes[rank] if self.shapes else self.shape
+
+    def counts(self, ranks: Array) -> Array:
+        """Return how many elements the arrays of these ranks have."""
+        if not self.shapes:
+            return np.full(len(ranks), self.elements, np.int64)
+        return np.array([math.prod(self.shapes[rank]) for rank in ranks.tolist()], np.int64)
 
     @property
     def places(self) -> tuple[tuple[int, int, int], ...]:
@@ -135,7 +149,7 @@ class Item:
     def packed(self) -> list[Any]:
         """Return it as JSON."""
         packed = [self.kind, self.copies, self.dtype, list(self.shape), self.shard, self.more, list(self.values)]
-        return [*packed, list(self.parts)]
+        return [*packed, list(self.parts), [list(shape) for shape in self.shapes]]
 
 
 @dataclass(frozen=True)
@@ -149,7 +163,6 @@ class Manifest:
         names: the names of the objects.
         layout: `Strategy.layout()` of the job that wrote it.
         written_by: the version of this package.
-        version: of the format.
     """
 
     ranks: int
@@ -158,17 +171,11 @@ class Manifest:
     names: tuple[str, ...]
     layout: dict[str, Any] = field(default_factory=dict)
     written_by: str = ""
-    version: int = VERSION
-
-    @property
-    def is_old(self) -> bool:
-        """Whether the plain values of all ranks are in the manifest."""
-        return self.version == _OLD_VERSION
 
     @functools.cached_property
-    def rows(self) -> dict[str, Item]:
-        """The arrays with a row for each rank."""
-        return {path: item for path, item in self.items.items() if item.has_rows}
+    def of_each_rank(self) -> dict[str, Item]:
+        """The arrays of which each rank has its own."""
+        return {path: item for path, item in self.items.items() if item.is_of_each_rank}
 
     @functools.cached_property
     def lines(self) -> dict[str, Item]:
@@ -177,24 +184,31 @@ class Manifest:
 
     @functools.cached_property
     def shard_of(self) -> Array:
-        """The shard that has the rows of each rank; in it they are in the order of the ranks."""
+        """The shard that has what each rank had for itself; in it that is in the order of the ranks."""
         found = np.full(self.ranks, -1, np.int32)
         for number, shard in enumerate(self.shards):
             for first, count, step in shard.runs:
                 found[first : first + count * step : step] = number
         return found
 
-    def entries_of(self, number: int, members: int) -> dict[str, Entry]:
-        """Return the arrays in a shard, which has the rows of so many ranks, by the name that they have there."""
-        rows = {path: Entry(path, 0, (members, item.elements), item.dtype) for path, item in self.rows.items()}
-        return (rows if members else {}) | self._parts.get(number, {})
+    def members_of(self, number: int) -> Array:
+        """Return the ranks of which a shard has what they had for themselves, in the order in which it is there."""
+        return np.flatnonzero(self.shard_of == number)
+
+    def entries_of(self, number: int, members: Array) -> dict[str, Entry]:
+        """Return the arrays in a shard, which has what these ranks have, by the name that they have there."""
+        found = {}
+        for path, item in self.of_each_rank.items() if members.size else ():
+            shape = (int(item.counts(members).sum()),) if item.shapes else (members.size, item.elements)
+            found[path] = Entry(path, 0, shape, item.dtype)
+        return found | self._parts.get(number, {})
 
     @functools.cached_property
     def _parts(self) -> dict[int, dict[str, Entry]]:
         """The arrays that were saved once, and parts of them, by shard."""
         found: dict[int, dict[str, Entry]] = {}
         for path, item in self.items.items():
-            if item.is_array and not item.has_rows:
+            if item.is_array and not item.is_of_each_rank:
                 for shard, start, count in item.places:
                     name, shape = (part_name(path, start), (count,)) if item.parts else (path, item.shape)
                     found.setdefault(shard, {})[name] = Entry(path, start, shape, item.dtype)
@@ -219,12 +233,25 @@ class Manifest:
         }
 
 
+def _unpacked(
+    kind: str,
+    copies: str,
+    dtype: str,
+    shape: list[int],
+    shard: int,
+    more: Any,
+    values: list[Any],
+    parts: list[int],
+    shapes: list[list[int]],
+) -> Item:
+    """Return the item of which this is `Item.packed`."""
+    of_ranks = tuple(map(tuple, shapes))
+    return Item(kind, copies, dtype, tuple(shape), shard, more, tuple(values), tuple(parts), of_ranks)
+
+
 def of_contents(contents: dict[str, Any]) -> Manifest:
     """Return a manifest from `Manifest.contents` of one that was checked."""
-    items = {
-        path: Item(kind, copies, dtype, tuple(shape), shard, more, tuple(values), tuple(parts))
-        for path, (kind, copies, dtype, shape, shard, more, values, parts) in contents["items"].items()
-    }
+    items = {path: _unpacked(*packed) for path, packed in contents["items"].items()}
     names, layout = tuple(contents["names"]), contents["layout"]
     return Manifest(contents["ranks"], (), items, names, layout, contents["written_by"])
 
@@ -241,6 +268,17 @@ def runs_of(ranks: Iterable[int]) -> tuple[Run, ...]:
         else:
             runs.append(Run(rank, 1, 1))
     return tuple(runs)
+
+
+def is_checkpoint(folder: Folder) -> bool:
+    """Return whether a folder has a manifest of this package's, of any version, and no files but a checkpoint's."""
+    if folder.foreign() or folder.kind_of(NAME) != "file":
+        return False
+    try:
+        with folder.file(NAME, None, LONGEST_TEXT) as file:
+            return _HEAD.match(file.read(0, min(file.size, _LONGEST_HEAD))) is not None
+    except (CheckpointError, OSError):
+        return False
 
 
 def read_text(folder: Folder) -> bytes:
@@ -265,50 +303,45 @@ def parse(data: bytes, where: str) -> Manifest:
     if head is None:
         raise bad(where, "a manifest of another format, or a damaged one")
     version = int(head[1])
-    if version not in (_OLD_VERSION, VERSION):
+    if version != VERSION:
         raise CheckpointDamagedError.at(
             "a checkpoint",
             found=f"format version {version} in {where!r}",
-            expected=f"version {_OLD_VERSION} or {VERSION}",
-            fix="Read it with the version of mpistrategy that wrote it, or a later one.",
+            expected=f"version {VERSION}",
+            fix="Read it with the version of mpistrategy that wrote it.",
         )
     inner = data[head.end() :]
     if checksum_of(inner).hexdigest().encode() != head[2] or not (inner.startswith(_BODY) and inner.endswith(_END)):
         raise bad(where, "a manifest with another checksum than it was written with")
     body = loads(inner[len(_BODY) : -len(_END)], where)
     try:
-        return _checked(body, version)
+        return _checked(body)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         if isinstance(error, CheckpointDamagedError):
             raise
         raise bad(where, f"a manifest that contradicts itself ({type(error).__name__}: {str(error)[:80]})") from error
 
 
-def _checked(body: Any, version: int) -> Manifest:
-    ranks, layout, names, is_old = body["ranks"], body["layout"], body["names"], version == _OLD_VERSION
+def _checked(body: Any) -> Manifest:
+    ranks, layout, names = body["ranks"], body["layout"], body["names"]
     _require(_is_count(ranks) and 1 <= ranks <= MOST_RANKS, "ranks")
-    if is_old:
-        shards = tuple(Shard(size, text, (Run(rank, 1, 1),)) for rank, (size, text) in enumerate(body["shards"]))
-        _require(len(shards) == ranks, "shards")
-    else:
-        shards = tuple(Shard(size, text, tuple(Run(*run) for run in runs)) for size, text, runs in body["shards"])
-        _require(len(shards) >= 1, "shards")
+    shards = tuple(Shard(size, text, tuple(Run(*run) for run in runs)) for size, text, runs in body["shards"])
+    _require(len(shards) >= 1, "shards")
     _require(all(_is_count(s.nbytes) and s.nbytes <= MOST_BYTES for s in shards), "shards")
     _require(all(re.fullmatch(r"[0-9a-f]{32}", s.checksum) for s in shards), "checksums")
     _require(isinstance(layout, dict) and all(isinstance(name, str) for name in names), "names")
-    items = {path: _item(ranks, len(shards), is_old, *packed) for path, packed in body["items"].items()}
+    items = {path: _item(ranks, len(shards), *packed) for path, packed in body["items"].items()}
     _require(all(name in items for name in names) and len(set(names)) == len(names), "names")
     _require(not any(path.startswith("_") for path, item in items.items() if item.is_array), "paths")
     written_by = body["written_by"]
     _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION, "written_by")
-    manifest = Manifest(ranks, shards, items, tuple(names), layout, printable(written_by, ""), version)
-    if not is_old:
-        _check_runs(manifest)
+    manifest = Manifest(ranks, shards, items, tuple(names), layout, printable(written_by, ""))
+    _check_runs(manifest)
     return manifest
 
 
 def _check_runs(manifest: Manifest) -> None:
-    """Raise ValueError unless each rank has its rows in one shard, if there are any."""
+    """Raise ValueError unless what each rank had for itself is in one shard, if there is any."""
     for shard in manifest.shards:
         _require(all(_is_count(number) for run in shard.runs for number in run), "runs")
         _require(all(count and step for _, count, step in shard.runs), "runs")
@@ -320,14 +353,13 @@ def _check_runs(manifest: Manifest) -> None:
         _require(shard.members * LEAST_LINE <= shard.nbytes, "runs")  # so that a small file cannot speak of many
     members = sum(shard.members for shard in manifest.shards)
     _require(members in (0, manifest.ranks), "runs")
-    _require(bool(members) or not (manifest.rows or manifest.lines), "runs")
+    _require(bool(members) or not (manifest.of_each_rank or manifest.lines), "runs")
     _require(not members or bool((manifest.shard_of >= 0).all()), "runs")
 
 
 def _item(
     ranks: int,
     shards: int,
-    is_old: bool,
     kind: Any,
     copies: Any,
     dtype: Any,
@@ -335,25 +367,37 @@ def _item(
     shard: Any,
     more: Any,
     values: list[Any],
-    parts: Any = (),
+    parts: list[Any],
+    shapes: list[Any],
 ) -> Item:
-    _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, *COMBINED), "copies")
-    _require(type(shape) is list and type(values) is list and len(shape) <= MOST_AXES, "lists")
-    _require(all(_is_count(count) and count <= MOST_BYTES for count in shape), "shapes")
-    _require(_is_count(shard) and shard < shards and len(values) in (0, 1, ranks), "numbers")
-    item = Item(kind, copies, dtype, tuple(shape), shard, more, tuple(values), tuple(parts))
+    _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
+    _require(all(type(each) is list for each in (shape, values, parts, shapes, *shapes)), "lists")
+    _require(len(shapes) in (0, ranks) and len(values) <= 1, "lists")
+    _require(_is_count(shard) and shard < shards, "numbers")
+    item = _unpacked(kind, copies, dtype, shape, shard, more, values, parts, shapes)
+    _require((kind == ROWS) == (copies == ROWS), "rows")
     if dtype:
         elements = dtype_of(dtype)
-        _require(byte_count(item.shape, elements) <= MOST_BYTES and is_possible(shape, elements), "sizes")
+        _require(all(_is_shape(each, elements) for each in (shape, *shapes)), "sizes")
         _require(copies != "", "copies")
         _require(copies not in COMBINED or is_numeric(elements), "copies")
         _require(not parts or (copies == ONE and shard + len(parts) <= shards), "parts")
         _require(all(_is_count(count) for count in parts) and sum(parts) in (0, item.elements), "parts")
         _require(not parts or sum(parts) > 0, "parts")
+        _require(not shapes or copies in (OWN, ROWS), "shapes")
+        if copies == ROWS:
+            _require(bool(shapes) and all(each[1:] == shape[1:] and each for each in shapes), "rows")
+            _require(sum(each[0] for each in shapes) == shape[0], "rows")
     elif copies:
-        count = ranks if is_old and copies != ONE else int(copies == ONE)
-        _require(copies in (ONE, OWN) and len(values) == count and not parts, "values")
+        _require(copies in (ONE, OWN) and len(values) == int(copies == ONE) and not (parts or shapes), "values")
     return item
+
+
+def _is_shape(shape: list[Any], dtype: np.dtype[Any]) -> bool:
+    """Return whether it is the shape of an array that NumPy can make, and is not too large."""
+    if not (len(shape) <= MOST_AXES and all(_is_count(count) and count <= MOST_BYTES for count in shape)):
+        return False
+    return byte_count(tuple(shape), dtype) <= MOST_BYTES and is_possible(shape, dtype)
 
 
 def _is_count(number: Any) -> bool:

@@ -1,0 +1,268 @@
+"""Per-rank arrays of any shape come back on as many ranks; `Rows` of a global array on any number of ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import hostile
+import numpy as np
+import pytest
+from checkpoints import many_writers, shared_folder
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replicas import RANK, SIZE, outcomes, part_of, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+from mpistrategy.checkpoint.storage.manifest import ROWS, Item, Manifest, Shard, parse, runs_of
+from mpistrategy.testing import run_replicas
+
+COUNTS = (1, 2, 3, 4, 6)
+
+
+def replicas(program: Callable[[ms.Strategy], Any], ranks: int, **options: Any) -> list[Any]:
+    return run_replicas(lambda: program(ms.MirroredStrategy()), ranks, **options)
+
+
+class Domain:
+    """A solver's own state, whose length may change."""
+
+    def __init__(self, rows: Any) -> None:
+        self.rows = rows
+
+    def state_dict(self) -> Any:
+        return {"rows": self.rows, "like": [ms.Rows(self.rows)]}
+
+    def load_state_dict(self, state: Any) -> None:
+        assert isinstance(state["like"][0], ms.Rows)
+        self.rows = state["rows"]
+
+
+class Swapped(Domain):
+    """One that has rows where the other has an array, and an array where that has rows."""
+
+    def state_dict(self) -> Any:
+        return {"rows": ms.Rows(self.rows), "like": [self.rows]}
+
+
+# ------------------------------------------------------------------------------------------------ per-rank arrays
+
+
+def of_one_rank(rank: int, on: float) -> dict[str, Any]:
+    """Return arrays whose shapes differ by rank; rank 0 has no rows."""
+    rows = np.full((2 * rank, 3), rank + 1.0) * on
+    return {
+        "array": rows.copy(),
+        "axes": np.full((2,) * (rank + 1), rank, np.int16) * np.int16(on),
+        "nest": {"a": [rows.copy(), (rows[:1].copy(), 5)], "b": np.full((rank, 0), "x")},
+        "component": ms.PerReplica((rows.copy(),)),
+        "domain": Domain(rows if on else np.empty(0)),
+        "same": np.arange(3.0) * on,
+    }
+
+
+def texts(objects: dict[str, Any]) -> dict[str, str]:
+    plain = objects | {"component": objects["component"].values, "domain": objects["domain"].rows}
+    return {name: repr(value) for name, value in plain.items()}
+
+
+@pytest.mark.parametrize("many", [True, False])
+def test_arrays_of_another_shape_on_each_rank(strategy: ms.MirroredStrategy, tmp_path: Path, many: bool) -> None:
+    folder = shared_folder(tmp_path)
+    with strategy.scope(), many_writers() if many else contextlib.nullcontext():
+        ms.Checkpoint(**of_one_rank(RANK, 1)).save(folder / "c", wait=many).wait()
+        again = ms.Checkpoint(**of_one_rank(RANK, 0))
+    again.restore(folder / "c")
+    assert texts(again.objects) == texts(of_one_rank(RANK, 1))
+    if SIZE > 1:
+        arrays = ms.Checkpoint.arrays(folder / "c")
+        assert [arrays[f"array@{rank}"].shape for rank in range(SIZE)] == [(2 * rank, 3) for rank in range(SIZE)]
+        assert arrays[f"axes@{SIZE - 1}"].tolist() == np.full((2,) * SIZE, SIZE - 1).tolist()
+
+
+@pytest.mark.one_rank
+def test_they_need_as_many_ranks(tmp_path: Path) -> None:
+    def save(strategy: ms.Strategy) -> None:
+        with strategy.scope():
+            copies = ms.Variable(np.zeros(2), synchronization="ON_READ")  # with aggregation NONE
+            strategy.run(lambda: copies.assign(np.full(2, float(strategy.rank))))
+            ms.Checkpoint(array=np.arange(strategy.rank), copies=copies).save(tmp_path / "c")
+
+    def restore(strategy: ms.Strategy) -> Any:
+        with strategy.scope():
+            array, copies = np.zeros(strategy.rank, int), ms.Variable(np.full(2, 7.0), synchronization="ON_READ")
+            text = ""
+            try:
+                ms.Checkpoint(array=array, copies=copies).restore(tmp_path / "c")
+            except errors.CheckpointMismatchError as error:
+                text = str(error)
+        return text, array.tolist(), copies.local_copy().tolist()
+
+    replicas(save, 3)
+    assert replicas(restore, 3) == [("", [], [0, 0]), ("", [0], [1, 1]), ("", [0, 1], [2, 2])]
+    for text, _, copies in replicas(restore, 2):
+        assert text.count("each of the 3 ranks that saved had a") == 2
+        assert "ms.Rows" in text
+        assert copies == [7, 7]
+
+
+# ------------------------------------------------------------------------------------------------ rows
+
+
+def parts(count: int, ranks: int) -> list[slice]:
+    each = -(-count // ranks)
+    return [slice(min(rank * each, count), min((rank + 1) * each, count)) for rank in range(ranks)]
+
+
+@pytest.mark.one_rank
+@settings(max_examples=part_of(40))
+@given(
+    st.sampled_from(COUNTS).flatmap(lambda p: st.lists(st.integers(0, 7), min_size=p, max_size=p)),
+    st.sampled_from([(), (3,), (2, 2), (0,)]),
+    st.sampled_from(["<f8", "<i2", "|b1", "<U3", "<c8"]),
+    st.booleans(),
+    st.booleans(),
+)
+def test_rows_from_any_number_of_ranks_to_any(
+    lengths: list[int], axes: tuple[int, ...], dtype: str, many: bool, in_turns: bool
+) -> None:
+    count, p = sum(lengths), len(lengths)
+    whole = (np.arange(count * int(np.prod(axes))).reshape(count, *axes) % 97).astype(dtype)
+    ends = np.cumsum(lengths)
+
+    def save(strategy: ms.Strategy) -> None:
+        mine = whole[ends[strategy.rank] - lengths[strategy.rank] : ends[strategy.rank]]
+        with strategy.scope():
+            own = np.full(strategy.rank, 1.0)
+            ms.Checkpoint(rows=ms.Rows(mine), state=Domain(mine), own={"x": own}).save(folder / "c")
+
+    def restore(strategy: ms.Strategy) -> Any:
+        rows, state = ms.Rows(np.empty((1, *axes), dtype)), Domain(np.empty((0, *axes), dtype))
+        with strategy.scope():
+            checkpoint = ms.Checkpoint(rows=rows, more=1) if many else ms.Checkpoint(rows=rows)
+            checkpoint.restore(folder / "c", partial=True)
+            if strategy.size == p:
+                ms.Checkpoint(state=state).restore(folder / "c", partial=True)
+        return rows.value, state.rows
+
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        with many_writers() if many else contextlib.nullcontext():
+            replicas(save, p, nodes=[rank % 2 if in_turns else rank * 2 // p for rank in range(p)])
+        for q in COUNTS:
+            found = replicas(restore, q)
+            for (rows, _), part in zip(found, parts(count, q), strict=True):
+                assert rows.dtype == whole.dtype
+                assert rows.tolist() == whole[part].tolist()
+            if q == p:
+                own = np.split(whole, ends[:-1])
+                assert [state.tolist() for _, state in found] == [each.tolist() for each in own]
+        assert ms.Checkpoint.arrays(folder / "c")["rows"].tolist() == whole.tolist()
+
+
+@pytest.mark.parametrize("wait", [True, False])
+def test_rows_of_real_ranks(strategy: ms.MirroredStrategy, tmp_path: Path, wait: bool) -> None:
+    folder, counts = shared_folder(tmp_path), [5 * rank for rank in range(SIZE)]
+    whole = np.arange(float(sum(counts)) * 2).reshape(-1, 2)
+    rows = ms.Rows(np.split(whole, np.cumsum(counts)[:-1])[RANK])
+    with strategy.scope(), many_writers() if wait else contextlib.nullcontext():
+        checkpoint = ms.Checkpoint(rows=rows)
+        checkpoint.save(folder / "c", wait=wait).wait()
+    rows.value = np.empty((0, 2))
+    checkpoint.restore(folder / "c")
+    assert np.asarray(rows).tolist() == whole[parts(len(whole), SIZE)[RANK]].tolist()
+    assert len(rows) == len(rows.value) == rows.shape[0]
+
+
+def test_rows_in_gpu_memory(strategy: ms.MirroredStrategy, tmp_path: Path, cupy: ModuleType) -> None:
+    folder = shared_folder(tmp_path)
+    rows, state = ms.Rows(cupy.full((RANK, 2), RANK + 1.0)), Domain(cupy.full(RANK, RANK + 1))
+    with strategy.scope():
+        checkpoint = ms.Checkpoint(rows=rows, state=state)
+        checkpoint.save(folder / "c")
+        rows.value, state.rows = cupy.empty((1, 2)), cupy.empty(7, int)
+        checkpoint.restore(folder / "c")
+    whole = np.repeat(np.arange(SIZE) + 1.0, np.arange(SIZE))
+    assert isinstance(rows.value, cupy.ndarray)
+    assert cupy.asnumpy(rows.value)[:, 1].tolist() == whole[parts(len(whole), SIZE)[RANK]].tolist()
+    assert isinstance(state.rows, cupy.ndarray)
+    assert cupy.asnumpy(state.rows).tolist() == [RANK + 1] * RANK
+
+
+def test_rows_that_do_not_fit_together(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
+    folder, last = shared_folder(tmp_path), RANK == SIZE - 1
+    with strategy.scope():
+        ms.Checkpoint(x=ms.Rows(np.ones((RANK, 2)))).save(folder / "rows")
+        ms.Checkpoint(x=np.ones((RANK, 2))).save(folder / "array")
+        tried: dict[str, tuple[Any, type[Exception]]] = {
+            "rows": (np.zeros((RANK, 2)), errors.CheckpointMismatchError),
+            "array": (ms.Rows(np.zeros((RANK, 2))), errors.CheckpointMismatchError),
+        }
+        for name, (x, error) in tried.items():
+            found = outcomes(ms.Checkpoint(x=x).restore, folder / name)
+            assert {each.error for each in found} == {error}
+            assert not np.asarray(x).any()
+        ms.Checkpoint(x=Domain(np.ones(2))).save(folder / "domain")
+        found = outcomes(ms.Checkpoint(x=Swapped(np.ones(2))).restore, folder / "domain")
+        assert {each.error for each in found} == {errors.CheckpointMismatchError}
+        assert all("x/state/rows: " in each.text and "x/state/like/0: rows" in each.text for each in found)
+        for other in (ms.Rows(np.zeros((0, 3))), ms.Rows(np.zeros((0, 2), np.float32)), ms.Rows(np.zeros(0))):
+            found = outcomes(ms.Checkpoint(x=other).restore, folder / "rows")
+            assert {each.error for each in found} == {errors.CheckpointMismatchError}
+            if SIZE > 1:
+                x = other if last else ms.Rows(np.zeros((0, 2)))
+                for call in (ms.Checkpoint(x=x).restore, ms.Checkpoint(x=x).save):
+                    found = outcomes(call, folder / "rows")
+                    assert {each.error for each in found} == {errors.CollectiveMismatchError}
+    assert still_works(strategy)
+
+
+@pytest.mark.parametrize(("value", "error"), [([1.0], errors.OptionTypeError), (np.float64(1), errors.OptionTypeError),
+                                              (np.zeros(()), errors.ShapeError)])  # fmt: skip
+def test_what_has_no_rows(value: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        ms.Rows(value)
+
+
+def test_a_thousand_ranks_add_little_to_the_manifest() -> None:
+    ranks = 1000
+    shapes = tuple((33 + rank % 2, 8) for rank in range(ranks))
+    item = Item(ROWS, ROWS, "<f8", (sum(shape[0] for shape in shapes), 8), shapes=shapes)
+    text = Manifest(ranks, (Shard(2**20, "0" * 32, runs_of(range(ranks))),), {"x": item}, ("x",), {}, "x").text()
+    assert parse(text, "x").items["x"] == item
+    assert len(text) < 10 * ranks
+
+
+#: What a manifest may say of the shapes [[3, 2]] of rows, and of those of an array of one rank's own, and be wrong.
+FORGED: list[Any] = [
+    [], [[3, 2], [0, 2]], [[2, 2]], [[4, 2]], [[3, 3]], [[3]], [[]], [3], [["3", 2]], [[-3, -2]], [[2**62, 2]],
+    [[3, 2, 2**62]], [[3.0, 2]], [None], [[True, 2]], {"0": [3, 2]},
+]  # fmt: skip
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("path", ["rows", "own"])
+def test_shapes_that_lie(tmp_path: Path, path: str) -> None:
+    own, rows = np.ones((3, 2)), ms.Rows(np.ones((3, 2)))
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        checkpoint = ms.Checkpoint(own=own, rows=rows)
+        checkpoint.save(tmp_path / "c")
+    own[...] = rows.value[...] = 0
+    for number, shapes in enumerate(FORGED[path == "own" :]):
+        body = hostile.body_of(tmp_path / "c")
+        body["items"]["own"][1] = "own"
+        body["shards"][0][2] = [[0, 1, 1]]
+        body["items"][path][8] = shapes
+        shutil.copytree(tmp_path / "c", tmp_path / str(number))
+        hostile.write_body(tmp_path / str(number), body)
+        for read in (checkpoint.restore, ms.Checkpoint.arrays):
+            with pytest.raises((errors.CheckpointDamagedError, errors.CheckpointMismatchError)):
+                read(tmp_path / str(number))
+        assert not own.any()
+        assert not np.asarray(rows).any()
