@@ -6,12 +6,14 @@ Each thread has its own.  A thread that has entered no context is in the replica
 from __future__ import annotations
 
 import enum
+import gc
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
+from weakref import WeakValueDictionary
 
 from mpistrategy.errors import ContextError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites
@@ -214,26 +216,83 @@ class Scope(Generic[S]):
 # ------------------------------------------------------------------------------------- are there other ranks
 
 
-class _Thread(threading.local):
-    has_peers = False
+class _Made:
+    """The strategies of several ranks that were made.
+
+    Attributes:
+        any: whether there was one; also after it is closed: the other ranks are still there.
+        by_guard: the strategies that are still held, by the guard of their ranks, which copies of a strategy share.
+    """
+
+    def __init__(self) -> None:
+        self.any: bool = False
+        self.by_guard: WeakValueDictionary[Any, Strategy] = WeakValueDictionary()
 
 
-#: A simulated rank is a thread: what it makes says nothing about the other threads of the process.
-_thread = _Thread()
-_process_has_peers = False
+class _MadeInThread(threading.local, _Made):
+    """A simulated rank is a thread: what it makes says nothing about the other threads of the process."""
 
 
-def note_ranks(communicator: Communicator) -> None:
-    """Remember that a strategy of these ranks was made, also after it is closed: the other ranks are still there."""
-    global _process_has_peers
-    if communicator.size == 1:
-        return
-    if isinstance(communicator, SimulatedCommunicator):
-        _thread.has_peers = True
-    else:
-        _process_has_peers = True
+_in_thread, _in_process = _MadeInThread(), _Made()
+
+
+def note_strategy(strategy: Strategy, communicator: Communicator) -> None:
+    """Remember that a strategy of these ranks was made."""
+    if communicator.size > 1:
+        made = _in_thread if isinstance(communicator, SimulatedCommunicator) else _in_process
+        made.any = True
+        made.by_guard[communicator.guard] = strategy
 
 
 def has_peers() -> bool:
     """Return whether this rank has made a strategy of several ranks."""
-    return _process_has_peers or _thread.has_peers
+    return _in_process.any or _in_thread.any
+
+
+def open_strategy(where: str, what: str) -> Strategy | None:
+    """Return the strategy of several ranks that an object made outside scope() joins: the only one that is open.
+
+    None if this rank has made no strategy of several ranks.
+
+    Args:
+        where: the public name of the object.
+        what: words for it.
+
+    Raises:
+        ContextError: if none is open any more, or several are.
+    """
+    if not has_peers():
+        return None
+    if len(_open_strategies()) > 1:
+        gc.collect()  # those that the program has dropped
+    found = _open_strategies()
+    if len(found) == 1:
+        return found[0]
+    raise ContextError.at(
+        where,
+        found=f"{what} made outside scope(), and {len(found) or 'no'} open strategies of several ranks",
+        expected="to know whose ranks share it",
+        fix=_INSIDE,
+    )
+
+
+def _open_strategies() -> list[Strategy]:
+    return [
+        strategy for made in (_in_process, _in_thread) for guard, strategy in made.by_guard.items() if not guard.closed
+    ]
+
+
+def refuse_outside(where: str, what: str) -> None:
+    """Raise ContextError outside every scope, once this rank has made a strategy of several ranks."""
+    if current_frame() is None and has_peers():
+        raise ContextError.at(
+            where,
+            found=f"{what} made outside scope(): it would be this rank's own, and no call would combine the ranks'",
+            expected="one that belongs to a strategy",
+            fix=_INSIDE,
+        )
+
+
+_INSIDE = (
+    "Make it in `with strategy.scope():`. If this rank alone is meant, make it in the scope of a OneDeviceStrategy."
+)

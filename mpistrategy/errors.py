@@ -221,7 +221,10 @@ class DatasetWarning(UserWarning):
 
 
 class OutsideStepWarning(UserWarning):
-    """A collective was called outside every step, and used only this rank's value although there are other ranks."""
+    """A call outside every step and scope works on this rank alone, although there are other ranks.
+
+    A collective used only this rank's value; a variable, a dataset or a random stream is this rank's own.
+    """
 
 
 class NonFiniteWarning(RuntimeWarning):

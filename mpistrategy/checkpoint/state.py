@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from mpistrategy import context
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.storage.files import checksum_of
@@ -325,13 +326,23 @@ def kind_of(value: Any, kinds: Sequence[Kind]) -> Kind | None:
 
 
 def strategy_of(objects: Mapping[str, Any], made_in: Strategy, kinds: Sequence[Kind]) -> Strategy:
-    """Return the strategy whose ranks share these objects: `made_in` unless that is the default strategy."""
+    """Return the strategy whose ranks share these objects.
+
+    That is `made_in`; for the default strategy, the strategy of the variables among the objects, or else the only one
+    of several ranks that is open.
+
+    Raises:
+        ContextError: if there are several, or none any more.
+    """
     if not made_in._is_default:
         return made_in
     variables = _variables_in(list(objects.values()), kinds, 0)
-    found: dict[int, Strategy] = {id(var.strategy): var.strategy for var in variables}
+    found: dict[int, Strategy] = {id(var.strategy): var.strategy for var in variables if not var.strategy._is_default}
     shared = [strategy for strategy in found.values() if not strategy.extended._is_local]
-    return (shared or [*found.values(), made_in])[0]
+    if shared or found:
+        return (shared or list(found.values()))[0]
+    joined: Any = context.open_strategy("Checkpoint", "one that was")
+    return made_in if joined is None else joined
 
 
 def _variables_in(values: Sequence[Any], kinds: Sequence[Kind], depth: int) -> Iterator[Variable]:

@@ -62,7 +62,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
     ) -> None:
         super().__init__(container_strategy)
         self.communicator: Communicator = communicator or SingleCommunicator()
-        context.note_ranks(self.communicator)
+        context.note_strategy(container_strategy, self.communicator)
         #: What everything of this strategy is reduced with.
         self._reducer: Reducer = Reducer(
             self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions()

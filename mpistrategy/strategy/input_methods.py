@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from mpistrategy.input.first_batches import FirstBatches, checked_level
     from mpistrategy.input.iterators import DatasetIterator, InputFunctionIterator
     from mpistrategy.input.options import InputContext, InputOptions, check_options
+    from mpistrategy.strategy.outside_steps import warn_if_alone
 else:
     later(
         globals(),
@@ -34,6 +35,7 @@ else:
     later(globals(), "mpistrategy.input.first_batches", "FirstBatches", "checked_level")
     later(globals(), "mpistrategy.input.iterators", "DatasetIterator", "InputFunctionIterator")
     later(globals(), "mpistrategy.input.options", "InputContext", "check_options")
+    later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
 
 #: What is compared of the first batches, as an argument.
 CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"]
@@ -215,7 +217,10 @@ def _distribute(
         call.structure = describe(dataset)
         call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}, check_batches={level!r}")
         extended._datasets_made = number  # after the agreement: the ranks' counts must not differ
-    return cast("DistributedDataset[E]", dataset) if strategy._is_default else distributed
+    if strategy._is_default:
+        warn_if_alone(cast(context.Strategy, strategy), where)
+        return cast("DistributedDataset[E]", dataset)
+    return distributed
 
 
 def _make_input(
@@ -237,4 +242,6 @@ def _make_input(
             dataset = function(InputContext(communicator.size, communicator.rank, communicator.size))
         check_iterable(dataset, where)
         call.agree("make input")
+    if strategy._is_default:
+        warn_if_alone(cast(context.Strategy, strategy), where)
     return dataset

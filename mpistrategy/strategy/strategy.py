@@ -300,6 +300,8 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
 
     def rng(self, seed: int) -> Streams:
         """Return this replica's random streams for `seed`: a shared one, its own, and numbered ones; see `Streams`."""
+        if self._is_default:
+            warn_if_alone(self, "Strategy.rng")
         return Streams(seed, self.extended.communicator.rank)
 
     @collective("barrier")

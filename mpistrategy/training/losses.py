@@ -16,6 +16,7 @@ from mpistrategy.errors import ContextError, OptionError, ShapeError
 from mpistrategy.objects.nearest import not_in_module
 from mpistrategy.objects.settings import whole_number
 from mpistrategy.strategy.current import has_strategy, in_cross_replica_context
+from mpistrategy.strategy.outside_steps import warn_if_alone
 
 __all__ = [
     "compute_average_loss",
@@ -115,7 +116,9 @@ def _replicas(where: str) -> int:
             expected="a call in a step function",
             fix="Call it in the function given to strategy.run.",
         )
-    count: int = current_strategy().num_replicas_in_sync
+    strategy = current_strategy()
+    warn_if_alone(strategy, where, "was called outside every step", "Call it in the function given to strategy.run.")
+    count: int = strategy.num_replicas_in_sync
     return count
 
 

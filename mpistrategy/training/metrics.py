@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from mpistrategy import context
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
@@ -44,6 +45,7 @@ class Sum(NamesOurs):
 
     @refuses(dtype=_DTYPE)
     def __init__(self, name: str = "sum") -> None:
+        context.refuse_outside(type(self).__name__, "a metric")
         self._total = _per_replica_sum(name, "total")
 
     def __repr__(self) -> str:
@@ -91,6 +93,7 @@ class Mean(NamesOurs):
 
     @refuses(dtype=_DTYPE)
     def __init__(self, name: str = "mean") -> None:
+        context.refuse_outside(type(self).__name__, "a metric")
         self._total = _per_replica_sum(name, "total")
         self._count = _per_replica_sum(name, "count")
 

@@ -6,11 +6,29 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy import context
 from mpistrategy.arrays.dtypes import dtype_name, is_bfloat16
-from mpistrategy.errors import DTypeError, OptionError
+from mpistrategy.errors import DTypeError, OptionError, OutsideStepWarning
+from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.variables.policies import CREATION, NEEDS_FLOATING
 from mpistrategy.variables.protocols import Extended
+
+
+def check_place(synchronization: VariableSynchronization, aggregation: VariableAggregation) -> None:
+    """Raise ContextError, or warn, outside every scope once a strategy of several ranks was made.
+
+    A variable is then this rank's own.  It raises where the ranks' values are to be combined.
+    """
+    is_combined = synchronization is VariableSynchronization.ON_READ or aggregation is not VariableAggregation.NONE
+    if is_combined:
+        context.refuse_outside("Variable", f"a variable {synchronization.name}/{aggregation.name}")
+    elif context.current_frame() is None and context.has_peers():
+        warn(
+            "Variable was made outside scope(): it is this rank's own, and its values may differ between ranks. Make "
+            "it in `with strategy.scope():`. If this rank alone is meant, make it in the scope of a OneDeviceStrategy.",
+            OutsideStepWarning,
+        )
 
 
 def kept_as(given: VariableSynchronization, extended: Extended) -> VariableSynchronization:
@@ -27,7 +45,7 @@ def kept_as(given: VariableSynchronization, extended: Extended) -> VariableSynch
             "Variable",
             found=f"synchronization={given.name} in the scope of a strategy of several replicas",
             expected="AUTO, ON_WRITE or ON_READ",
-            fix="Create variables of one rank outside the scope.",
+            fix="Create variables of one rank in the scope of a OneDeviceStrategy.",
         )
     return kept
 

@@ -17,7 +17,7 @@ from mpistrategy.arrays.convert import host_array, is_on_device, on_device_of, p
 from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices, PerReplica, local_component
 from mpistrategy.context import Mode
-from mpistrategy.errors import AggregationError, MpiStrategyError, OptionTypeError, UnsupportedError
+from mpistrategy.errors import AggregationError, ContextError, MpiStrategyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
@@ -78,6 +78,19 @@ _REDUCE_OPS = {Aggregation.SUM: ReduceOp.SUM, Aggregation.MEAN: ReduceOp.MEAN}
 
 def own(variable: Replica, called: str | None) -> Array:
     """Return this replica's copy; never communicates."""
+    return variable.local_view
+
+
+def own_if_alone(variable: Replica, called: str | None) -> Array:
+    """Return the copy of a variable of the default strategy; refuse it if other ranks have one."""
+    if context.has_peers():
+        raise ContextError.at(
+            f"reading {variable.name!r}",
+            found="an ON_READ variable of this rank alone, which was made before the strategy of several ranks",
+            expected="one that belongs to a strategy, whose copies this call combines",
+            fix="Make it in `with strategy.scope():`. If this rank alone is meant, make it in the scope of a "
+            "OneDeviceStrategy.",
+        )
     return variable.local_view
 
 
@@ -336,5 +349,8 @@ LOCAL = Policy(own, alone, alone, alone, alone)
 def policies_of(variable: Replica) -> dict[Mode, Policy]:
     """Return the rows of one variable, by context."""
     if variable._extended._is_local:
-        return dict.fromkeys(Mode, LOCAL)
+        found = dict.fromkeys(Mode, LOCAL)
+        if variable.strategy._is_default and variable.synchronization is _ON_READ:
+            found[Mode.CROSS_REPLICA] = LOCAL._replace(read=own_if_alone)
+        return found
     return {mode: POLICIES[variable.synchronization, variable.aggregation, mode] for mode in Mode}

@@ -22,7 +22,7 @@ from mpistrategy.options import (
     VariableSynchronization,
     checked_member,
 )
-from mpistrategy.variables.creation import check_dtype, kept_as, parsed_dtype
+from mpistrategy.variables.creation import check_dtype, check_place, kept_as, parsed_dtype
 from mpistrategy.variables.policies import CREATION, Policy, policies_of
 from mpistrategy.variables.protocols import Extended
 from mpistrategy.variables.writes import Write, converted, plain
@@ -44,8 +44,11 @@ class Variable(ArrayLike, Settable):
     """An array that a strategy keeps on every replica.  Creation is collective.
 
     Created in `strategy.scope()` (or in a step function), a variable belongs to the strategy; elsewhere it belongs to
-    the default strategy and lives on this rank alone.  It acts as an array: arithmetic, comparison, indexing and
-    `np.asarray` read it.  Writes go into the same memory, so a view follows them.
+    the default strategy and lives on this rank alone.  Once a strategy of several ranks was made, that is refused for
+    a variable whose copies are to be combined (ON_READ, or an aggregation), and warns for others.
+
+    It acts as an array: arithmetic, comparison, indexing and `np.asarray` read it.  Writes go into the same memory, so
+    a view follows them.
 
     On a strategy of GPUs a variable is a CuPy array on its rank's GPU; a variable without axes stays on the host, and
     reads as a NumPy scalar.  Assigned values may be on the host or on the GPU.  A view of GPU memory is writable.
@@ -75,6 +78,7 @@ class Variable(ArrayLike, Settable):
         OptionError: for an unknown synchronization or aggregation; NONE synchronization with several replicas; MEAN of
             a dtype that is not floating.
         DTypeError, LeafError: for initial values that are no arrays.
+        ContextError: outside scope(), as above.
         CollectiveMismatchError: when the ranks create different variables.
     """
 
@@ -103,6 +107,7 @@ class Variable(ArrayLike, Settable):
             self.aggregation = checked_member(VariableAggregation, aggregation, "Variable", "aggregation")
             given = checked_member(VariableSynchronization, synchronization, "Variable", "synchronization")
             creation = CREATION[given]
+            check_place(given, self.aggregation)
             self.synchronization = kept_as(given, extended)
             self.trainable = creation.trainable if trainable is None else trainable
             if name is not None and not isinstance(name, str):

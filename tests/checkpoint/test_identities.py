@@ -177,6 +177,11 @@ def test_one_variable_under_two_names(strategy: ms.MirroredStrategy, folder: Pat
     assert f"two is {w._key}: variable" in rows[f"rank {OTHER}"]
 
 
+def of_this_rank(value: float) -> ms.Variable:
+    with ms.OneDeviceStrategy().scope():
+        return ms.Variable(value)
+
+
 def test_what_a_rank_has_beside_the_others_is_its_own(strategy: ms.MirroredStrategy, folder: Path) -> None:
     """More objects on one rank, made before and between, say nothing about those that are saved."""
     extra: list[Any] = []
@@ -184,12 +189,7 @@ def test_what_a_rank_has_beside_the_others_is_its_own(strategy: ms.MirroredStrat
     def beside() -> None:
         if RANK == OTHER:
             extra.extend(
-                [
-                    ms.Variable(1.0),
-                    ms.optimizers.Adam(),
-                    ms.gradients.GradientAccumulator(2),
-                    strategy.rng(7),
-                ]
+                [of_this_rank(1.0), ms.optimizers.Adam(), ms.gradients.GradientAccumulator(2), strategy.rng(7)]
             )
 
     beside()
@@ -201,7 +201,7 @@ def test_what_a_rank_has_beside_the_others_is_its_own(strategy: ms.MirroredStrat
         ms.optimizers.Adam(0.1),
         ms.gradients.GradientAccumulator(2),
         strategy.rng(1),
-        ms.Variable(2.0),
+        of_this_rank(2.0),
     )
     objects = {"w": w, "v": v, "one": one, "two": two, "sums": sums, "streams": streams, "own": own}
     checkpoint = checkpoint_of(strategy, objects)

@@ -45,7 +45,8 @@ def checkpoint(env: Env, p: Inputs) -> Any:
         with env.strategy.scope():
             observed["cross-replica read after restoring"] = env.attempt(v.read_value)
         if p.get("restore_outside"):
-            w = ms.Variable(decode(p["initial"]))
+            with ms.OneDeviceStrategy().scope():  # outside every scope the Checkpoint would belong to all ranks
+                w = ms.Variable(decode(p["initial"]))
             ms.Checkpoint(v=w).restore(path)
             observed["a plain variable outside every strategy after restoring"] = w
         env.strategy.barrier("all have read")

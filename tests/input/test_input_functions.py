@@ -304,6 +304,7 @@ def test_replication_modes(strategy: ms.MirroredStrategy) -> None:
     assert list(strategy.distribute_datasets_from_function(lambda context: [RANK], options)) == [RANK]
 
 
+@pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
 @pytest.mark.parametrize("make", [ms.get_strategy, lambda: ms.OneDeviceStrategy("CPU:0")])
 def test_one_device(make: Callable[[], ms.Strategy]) -> None:
     alone = make()

@@ -18,7 +18,9 @@ pytestmark = pytest.mark.mpi
 
 
 def step_of_an_optimizer() -> Any:
-    variable = ms.Variable(np.zeros(2))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", OutsideStepWarning)
+        variable = ms.Variable(np.zeros(2))
     ms.optimizers.SGD(0.5).apply_gradients([(np.full(2, RANK + 1.0), variable)])
     return -2 * variable.numpy()[0]
 
@@ -89,7 +91,8 @@ def test_nothing_is_said_in_steps_and_of_what_is_this_ranks_own(strategy: ms.Str
     assert ms.get_strategy().run(lambda: context().all_reduce("SUM", 1.0)) == 1
     assert ms.OneDeviceStrategy().reduce("SUM", 1.0) == 1
     assert context().merge_call(lambda default: default.num_replicas_in_sync) == 1
-    own, loss = ms.Variable(1.0, aggregation="SUM"), ms.metrics.Mean()
+    with ms.OneDeviceStrategy().scope():
+        own, loss = ms.Variable(1.0, aggregation="SUM"), ms.metrics.Mean()
     own.assign_add(1.0)
     loss.update_state(own)
     assert (float(own), loss.result()) == (2, 2)

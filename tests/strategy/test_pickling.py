@@ -32,6 +32,11 @@ def iterator(strategy: ms.Strategy) -> Any:
     return found
 
 
+def made_in(strategy: ms.Strategy, make: Callable[[], Any]) -> Any:
+    with strategy.scope():
+        return make()
+
+
 def saving(strategy: ms.Strategy) -> ms.Saving:
     with tempfile.TemporaryDirectory() as folder, strategy.scope():
         return ms.Checkpoint(x=1).save(f"{strategy.extended.communicator.allgather_text(folder)[0]}/x")
@@ -43,11 +48,14 @@ THINGS: dict[str, tuple[Callable[[ms.Strategy], Any], str]] = {
     "extended": (lambda s: s.extended, "Make a strategy there"),
     "default strategy": (lambda s: ms.get_strategy(), r"np\.asarray\(variable\)"),
     "variable": (lambda s: built(s)[0], r"'w'.*read_value\(\).*Checkpoint"),
-    "variable of this rank": (lambda s: ms.Variable(1.0), r"read_value\(\).*Checkpoint"),
+    "variable of this rank": (
+        lambda s: made_in(ms.OneDeviceStrategy(), lambda: ms.Variable(1.0)),
+        r"read_value\(\).*Checkpoint",
+    ),
     "in a dict": (lambda s: {"weights": [built(s)[0]]}, r"'w'.*read_value\(\).*Checkpoint"),
     "built optimizer": (lambda s: built(s)[1], "Checkpoint.*same arguments"),
     "fresh optimizer": (lambda s: ms.optimizers.Adam(0.1), "Checkpoint.*same arguments"),
-    "metric": (lambda s: ms.metrics.Mean(), r"mean/total.*read_value\(\)"),
+    "metric": (lambda s: made_in(s, ms.metrics.Mean), r"mean/total.*read_value\(\)"),
     "arena": (lambda s: s.arena(np.ones(2)), r"arena\.values"),
     "iterator": (iterator, "Send the batches.*Checkpoint"),
     "old iterator": (lambda s: s.make_dataset_iterator([np.ones(4)]), "Send the batches.*Checkpoint"),

@@ -189,7 +189,9 @@ def test_the_update_is_in_place(strategy: ms.Strategy) -> None:
 
 
 def bad_pairs(v: ms.Variable, w: ms.Variable) -> dict[str, tuple[list[Any], Any]]:
-    good, nobodys = np.ones(2), ms.Variable(np.zeros(2))  # created in no scope
+    good = np.ones(2)
+    with ms.OneDeviceStrategy().scope():
+        nobodys = ms.Variable(np.zeros(2))
     return {
         "a shape": ([(good, v), (np.ones(3), w)], ValueError),
         "a shape that would broadcast": ([(good, v), (np.ones(1), w)], ValueError),

@@ -49,6 +49,11 @@ def model(strategy: ms.Strategy) -> list[ms.Variable]:
         return [*made, ms.Variable(np.ones((700, 300)), name="large"), ms.Variable(np.float32(1), name="scalar")]
 
 
+def of_this_rank(value: float) -> ms.Variable:
+    with ms.OneDeviceStrategy().scope():
+        return ms.Variable(value)
+
+
 def storage_of(var: ms.Variable) -> Array:
     """Return this rank's copy as bytes that can be written."""
     return var._storage.reshape(-1).view(np.uint8)
@@ -220,7 +225,7 @@ BAD: dict[str, tuple[Any, type[Exception]]] = {
     "text": (["weights"], errors.OptionTypeError),
     "nothing": ([], errors.EmptyBatchError),
     "an optimizer before its first step": (SGD(0.1), errors.EmptyBatchError),
-    "another strategy's": (lambda: ms.Variable(1.0), errors.OptionError),
+    "another strategy's": (lambda: of_this_rank(1.0), errors.OptionError),
 }
 
 

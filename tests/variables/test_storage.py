@@ -85,7 +85,6 @@ def test_variables_of_one_replica_lie_in_its_own_memory() -> None:
     alone = ms.OneDeviceStrategy()
     with alone.scope():
         assert ms.Variable(np.ones(3))._memory_slot is None
-    assert ms.Variable(np.ones(3))._memory_slot is None
 
     def program() -> bool:
         strategy = ms.MirroredStrategy()

@@ -143,7 +143,8 @@ def test_an_initial_value_that_fails_on_one_rank_fails_on_all(strategy: ms.Strat
 
 def test_names_are_numbered_alike_whatever_else_a_rank_creates(strategy: ms.Strategy) -> None:
     if RANK == 0:
-        ms.Variable(1.0)  # belongs to rank 0 alone
+        with ms.OneDeviceStrategy().scope():
+            ms.Variable(1.0)
     with strategy.scope():
         variable = ms.Variable(1.0, aggregation="SUM")
     assert same_everywhere(np.frombuffer(variable.name.encode(), np.uint8))
@@ -163,7 +164,8 @@ def test_a_variable_created_in_a_step_belongs_to_the_strategy(strategy: ms.Strat
     variable = strategy.run(lambda: ms.Variable(float(RANK), aggregation="SUM"))
     assert strategy.extended.variable_created_in_scope(variable)
     assert float(variable) == 0
-    assert not strategy.extended.variable_created_in_scope(ms.Variable(1.0))
+    with ms.OneDeviceStrategy().scope():
+        assert not strategy.extended.variable_created_in_scope(ms.Variable(1.0))
 
 
 # ------------------------------------------------------------------------------------------------- memory
