@@ -486,6 +486,8 @@ class Saving(NotPickled):
             try:
                 with Folder.parent_of(self.path) as parent:
                     parent.remove(self._temporary)
+            except FileNotFoundError:  # removed before
+                return ""
             except OSError as error:
                 path = self._temporary_path
                 return f"What was written is left at {path!r} ({error.strerror}). Nothing restores it; remove it."

@@ -25,7 +25,7 @@ from mpistrategy.arrays.foreign import library_of
 from mpistrategy.checkpoint.storage.files import checksum_of
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manifest
 from mpistrategy.checkpoint.storage.shards import dtype_text
-from mpistrategy.errors import CollectiveMismatchError, LeafError, OptionError, OptionTypeError
+from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import Created
@@ -194,13 +194,7 @@ class State:
         depth = path.count("/")
         if depth > _DEEPEST:
             raise OptionError.at(self.where, found=f"{path[:80]!r}, {depth} levels deep", expected="fewer levels")
-        try:
-            kind = kind_of(value, self._kinds)
-        except LeafError as error:  # an array without data, as JAX's are that were donated
-            cure = "Of a donated JAX array give the one that came of it, by a function: ms.Checkpoint(x=lambda: x)."
-            raise LeafError.at(
-                self.where, found=f"{path!r}, {error.found}", expected=error.expected, fix=error.fix or cure
-            ) from error
+        kind = kind_of(value, self._kinds)
         if kind is None:
             raise OptionTypeError.at(self.where, found=f"a {type(value).__name__} as {path!r}", expected=_ACCEPTED)
         self.live[path] = value

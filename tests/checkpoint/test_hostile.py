@@ -322,12 +322,12 @@ def test_nothing_is_followed(tmp_path: Path) -> None:
     (tmp_path / "precious").mkdir()
     (tmp_path / "precious" / "file").write_text("kept")
     (tmp_path / "f").mkdir()
-    (tmp_path / "f" / "link").symlink_to(tmp_path / "precious")
-    (tmp_path / "f" / "file").symlink_to(tmp_path / "precious" / "file")
+    (tmp_path / "f" / "manifest.json").symlink_to(tmp_path / "precious")
+    (tmp_path / "f" / "shard-00000.safetensors").symlink_to(tmp_path / "precious" / "file")
     (tmp_path / "g").symlink_to(tmp_path / "precious")
     with Folder.at(str(tmp_path)) as folder:
         with folder.folder("f") as inner, pytest.raises(FileExistsError):
-            inner.write("file", [b"x"])
+            inner.write("shard-00000.safetensors", [b"x"])
         folder.remove("f")
         with pytest.raises(OSError, match="g"):
             folder.remove("g")

@@ -26,7 +26,7 @@ def made(strategy: ms.Strategy, folder: Path) -> tuple[ms.Variable, ms.Checkpoin
     """Return a manager of a variable and of an array that each rank has for itself."""
     with strategy.scope():
         x = ms.Variable(np.zeros(5))
-        return x, ms.CheckpointManager(ms.Checkpoint(x=x, own=np.full(3, RANK)), folder)
+        return x, ms.CheckpointManager(ms.Checkpoint(x=x, own=lambda: np.full(3, RANK)), folder)
 
 
 # Each rank writes a shard.  From the save on, no rank calls the library.
@@ -41,7 +41,7 @@ collecting.BYTES_A_WRITER = 1
 strategy = ms.MirroredStrategy()
 with strategy.scope():
     x = ms.Variable(np.ones(1000))
-    manager = ms.CheckpointManager(ms.Checkpoint(x=x, own=np.full(9, strategy.rank)), folder)
+    manager = ms.CheckpointManager(ms.Checkpoint(x=x, own=lambda: np.full(9, strategy.rank)), folder)
 print("restored", manager.restore(), flush=True)
 if manager.latest is None:
     manager.save(1, wait=False)
@@ -89,7 +89,7 @@ def slow(what, name):
 
 
 with strategy.scope():
-    checkpoint = ms.Checkpoint(x=ms.Variable(np.ones(1000)), own=np.full(9, strategy.rank))
+    checkpoint = ms.Checkpoint(x=ms.Variable(np.ones(1000)), own=lambda: np.full(9, strategy.rank))
 checkpoint_files.watcher = slow
 checkpoint.save(folder, wait=False)
 if end == "plain":

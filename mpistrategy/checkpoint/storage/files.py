@@ -37,7 +37,9 @@ TOKEN_LETTERS = 16
 TOKEN = f"[0-9a-f]{{{TOKEN_LETTERS}}}"
 _PIECE_BYTES = 2**24
 #: The names of the files in a checkpoint.
-_FILES = re.compile(r"manifest\.json|shard-[0-9]{5,}\.safetensors")
+_FILES = re.compile(
+    r"manifest\.json|shard-[0-9]{5,}\.safetensors|done-[0-9]{1,9}-[0-9]{1,19}-[0-9a-f]{32}|failed-[0-9]{1,9}"
+)
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
