@@ -25,10 +25,11 @@ from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.later import later
 from mpistrategy.objects.settings import Settable
 from mpistrategy.options import CommunicationOptions, Op
-from mpistrategy.reduction.inputs import unwrapped
+from mpistrategy.reduction.inputs import unpacked, unwrapped
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.registry import Placement
+from mpistrategy.variables.writes import refuse_drift
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.arena.arena import Arena
@@ -240,16 +241,18 @@ class StrategyExtended(Placement, NotPickled, Settable):
         Args:
             var: a variable of this strategy.
             fn: the function.
-            args: Mirrored and PerReplica values are unwrapped to this rank's component.
+            args: Mirrored values are unwrapped; of an ON_READ variable PerReplica values are, too, to this rank's
+                component.
             kwargs: likewise.
             group: False puts every leaf of the result into a tuple of one: this rank's.
 
         Returns:
-            What fn returned, arrays wrapped in Mirrored.
+            What fn returned, arrays wrapped in Mirrored.  In a step function: plain, as from `merge_call`.
 
         Raises:
             ContextError: in another strategy's context.
-            OptionTypeError: when `var` is not a variable of this strategy.
+            OptionTypeError: when `var` is not a variable of this strategy, and for a PerReplica among the arguments of
+                an ON_WRITE variable, whose copies would differ.
         """
         frame = context.current_frame()
         if frame is not None:
@@ -262,7 +265,9 @@ class StrategyExtended(Placement, NotPickled, Settable):
                 expected="a variable created in this strategy's scope",
                 fix="Create the variable inside `with strategy.scope():`.",
             )
-        return self._in_update(lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
+        refuse_drift(var, [*args, *(kwargs or {}).values()], "StrategyExtended.update")
+        result = self._in_update(lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
+        return unpacked(result) if frame is not None and frame.mode is Mode.REPLICA else result
 
     def update_non_slot(
         self,

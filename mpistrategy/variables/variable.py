@@ -9,7 +9,7 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays.convert import array_where_it_is, copy_of, host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.values import ArrayLike
+from mpistrategy.arrays.values import ArrayLike, may_differ
 from mpistrategy.context import Mode
 from mpistrategy.errors import CopyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
@@ -23,9 +23,9 @@ from mpistrategy.options import (
     checked_member,
 )
 from mpistrategy.variables.creation import check_dtype, kept_as, parsed_dtype
-from mpistrategy.variables.policies import CREATION, Policy, policies_of
+from mpistrategy.variables.policies import CREATION, Policy, own, policies_of
 from mpistrategy.variables.protocols import Extended
-from mpistrategy.variables.writes import Write, converted, plain
+from mpistrategy.variables.writes import Write, converted, differing, plain
 
 if TYPE_CHECKING:
     from mpistrategy.variables.storage import VariableSlot
@@ -114,6 +114,8 @@ class Variable(ArrayLike, Settable):
                     value = initial_value() if callable(initial_value) else initial_value
             finally:
                 call.expect_more()  # the function may have made collectives; the others wait at the next step
+            if not extended._is_local and may_differ(value):
+                raise differing(call.where, "all copies start with it")
             array = array_where_it_is(plain(value), call.where, name="initial_value")
             wanted = array.dtype if dtype is None else parsed_dtype(dtype)
             check_dtype(wanted, self.aggregation, extended)
@@ -170,6 +172,10 @@ class Variable(ArrayLike, Settable):
     def _contribution(self) -> Array:
         """Return this replica's copy: its value in a reduction."""
         return self.local_view
+
+    def _may_differ(self) -> bool:
+        own_copies = self.synchronization is VariableSynchronization.ON_READ and not self._extended._is_local
+        return own_copies and self._policy("reading a variable").read is own
 
     def __copy__(self) -> NoReturn:
         raise _no_copy(self)
