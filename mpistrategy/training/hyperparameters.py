@@ -122,7 +122,8 @@ def declared(kind: type) -> set[str]:
     """Return the settings of a class and its bases: what they annotate, or check when it is set."""
     names: set[str] = set()
     for base in kind.__mro__:
-        names.update(vars(base).get("__annotations__", ()), (n for n, v in vars(base).items() if isinstance(v, Setting)))
+        names.update(vars(base).get("__annotations__", ()))
+        names.update(name for name, attribute in vars(base).items() if isinstance(attribute, Setting))
     return {name for name in names if not name.startswith("_")}
 
 

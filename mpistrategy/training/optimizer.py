@@ -72,8 +72,8 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
         slot_values: of a class: the slots of each variable, and the number that each is filled with at first.
         only_named_rows: of a class: whether a sparse gradient changes only the rows that it names, also of slots.
 
-    All settings may be changed between steps, on all ranks alike; they are checked then as in the constructor.  The ranks
-    compare them in every step; also the numbers that a subclass declares as its own (``decay: float`` in its body).
+    All settings may be changed between steps, on all ranks alike; they are checked then as in the constructor.  The
+    ranks compare them in every step, and the numbers that a subclass declares (``decay: float`` in its body), too.
     Other attributes belong to the program.
 
     Raises:

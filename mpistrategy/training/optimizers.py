@@ -101,7 +101,8 @@ class SGD(Optimizer):
 
 class Adam(Optimizer):
     """Adam (Kingma and Ba, 2015, with the bias correction in the step size, as `keras.optimizers.Adam` does it, where
-    epsilon is the "epsilon hat" of the paper's section 2): ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``, and the variable loses
+    epsilon is the "epsilon hat" of the paper's section 2):
+    ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``, and the variable loses
     ``learning_rate * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + epsilon)``.
 
     Args:
@@ -164,8 +165,8 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as `keras.optimizers.AdamW` does it: before Adam's
-    step the variable loses ``learning_rate * weight_decay * variable``.
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as `keras.optimizers.AdamW` does it: before
+    Adam's step the variable loses ``learning_rate * weight_decay * variable``.
 
     Args:
         learning_rate: the step size, or a schedule of it.

@@ -195,8 +195,8 @@ def differing(where: str, why: str) -> OptionTypeError:
         where,
         found="a PerReplica or another value of which each replica has its own",
         expected=f"one value, the same on every rank: {why}",
-        fix="Reduce it first: strategy.reduce('MEAN', value).  Or make a variable with synchronization='ON_READ', whose "
-        "copies may differ, and write it in strategy.run.",
+        fix="Reduce it first: strategy.reduce('MEAN', value).  Or make a variable with synchronization='ON_READ', "
+        "whose copies may differ, and write it in strategy.run.",
     )
 
 

@@ -103,18 +103,18 @@ def test_a_weight_belongs_to_a_row(strategy: ms.Strategy, mean: metrics.Mean, co
     values, weights = np.arange(2.0 * columns).reshape(2, columns), np.array([3.0, 1.0])
     right = np.average(values.mean(axis=1), weights=weights)
     average = ms.losses.compute_average_loss
-    for given in (weights, np.repeat(weights[:, None], columns, axis=1)):
+    for weight in (weights, np.repeat(weights[:, None], columns, axis=1)):
         mean.reset_state()
-        strategy.run(mean.update_state, args=(values, given))
+        strategy.run(mean.update_state, args=(values, weight))
         np.testing.assert_allclose(mean.result(), right, rtol=1e-15)
-        loss = strategy.run(average, args=(values, given), kwargs={"global_batch_size": 4})
+        loss = strategy.run(average, args=(values, weight), kwargs={"global_batch_size": 4})
         np.testing.assert_allclose(loss, right * columns, rtol=1e-15)
     refused = [np.ones((1, columns)), np.ones(3), np.ones((2, columns, 1)), np.ones(1), np.ones((columns, 2))[:, :0]]
     refused += [np.ones((2, 1)), np.ones(columns)] if columns == 3 else []
-    for given in refused:
+    for weight in refused:
         for call in (mean.update_state, average):
             with pytest.raises(errors.ShapeError, match=r"one weight for each row \(shape \(2,\)\)"):
-                strategy.run(call, args=(values, given))
+                strategy.run(call, args=(values, weight))
     np.testing.assert_allclose(mean.result(), right, rtol=1e-15)
 
 
