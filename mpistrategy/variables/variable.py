@@ -14,6 +14,7 @@ from mpistrategy.context import Mode
 from mpistrategy.errors import CopyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.objects.nearest import refuses
 from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, switch
 from mpistrategy.options import (
     Aggregation,
@@ -29,6 +30,9 @@ from mpistrategy.variables.writes import Write, converted, differing, plain
 
 if TYPE_CHECKING:
     from mpistrategy.variables.storage import VariableSlot
+
+
+_USE_LOCKING = "Leave it out: one thread updates a variable."
 
 
 def _fixed(variable: Variable, what: str) -> UnsupportedError:
@@ -241,6 +245,7 @@ class Variable(ArrayLike, Settable):
     def assign(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
     @overload
     def assign(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
+    @refuses(use_locking=_USE_LOCKING)
     def assign(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
         """Write `value` and return the variable.
 
@@ -266,6 +271,7 @@ class Variable(ArrayLike, Settable):
     def assign_add(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
     @overload
     def assign_add(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
+    @refuses(use_locking=_USE_LOCKING)
     def assign_add(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
         """Add `value`; otherwise as `assign`.  In a step function with SUM, the sum over the replicas is added once.
 
@@ -279,11 +285,13 @@ class Variable(ArrayLike, Settable):
     def assign_sub(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
     @overload
     def assign_sub(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
+    @refuses(use_locking=_USE_LOCKING)
     def assign_sub(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
         """Subtract `value`; otherwise as `assign_add`."""
         written = self._write("assign_sub", value, name)
         return written if read_value else None
 
+    @refuses(use_locking=_USE_LOCKING)
     def scatter_add(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Add rows: ``sparse_delta.values[i]`` to row ``sparse_delta.indices[i]``; repeated indices add up.
 
@@ -300,14 +308,17 @@ class Variable(ArrayLike, Settable):
         """
         return self._write("scatter_add", sparse_delta, name)
 
+    @refuses(use_locking=_USE_LOCKING)
     def scatter_sub(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Subtract rows; otherwise as `scatter_add`."""
         return self._write("scatter_sub", sparse_delta, name)
 
+    @refuses(use_locking=_USE_LOCKING)
     def scatter_update(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Replace rows; otherwise as `scatter_add`.  Not with the aggregations SUM and MEAN."""
         return self._write("scatter_update", sparse_delta, name)
 
+    @refuses(use_locking=_USE_LOCKING)
     def scatter_max(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Replace rows by the elementwise maximum with the given rows; otherwise as `scatter_update`."""
         return self._write("scatter_max", sparse_delta, name)

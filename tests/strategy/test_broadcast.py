@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,7 @@ from replicas import RANK, RANKS, SIZE, OnNodes, in_step, outcomes, part_of, sam
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.arrays import nest
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -154,7 +156,11 @@ def test_distribute_dataset_is_experimental_distribute_dataset(strategy: ms.Mirr
             st.floats(-9, 9),
             st.booleans(),
             st.text("ab\0é", min_size=1, max_size=3),
-            st.builds(np.ones, st.tuples(st.integers(0, 3)), st.sampled_from(["f4", "i1", ">i8", BFLOAT16, "S3", "c8"])),
+            st.builds(
+                np.ones,
+                st.tuples(st.integers(0, 3)),
+                st.sampled_from(["f4", "i1", ">i8", ml_dtypes.bfloat16, "S3", "c8"]),
+            ),
             st.builds(np.float32, st.floats(0, 1, width=16)),
         ),
         lambda each: st.one_of(

@@ -118,7 +118,8 @@ def _cures(calls: Sequence[Words], different: Sequence[str]) -> list[str]:
             "extended.worker_devices is each rank's own device. To have the result on every rank, pass the value itself"
             " or strategy.devices_by_rank."
         )
-    if "values" in different and any(_AN_INT in call.get("values", "").split(_BETWEEN) for call in calls):
+    lists = [call.get("values", "").split(_BETWEEN) for call in calls if LEFT not in call]
+    if any(_AN_INT in texts and len({*texts}) > 1 for texts in zip(*lists, strict=False)):
         cures.append(
             "A Python int is int64, a float is float64, and sum() of no values is the int 0: write float(x), or"
             " sum(parts, start=0.0)."
