@@ -152,7 +152,8 @@ def _described(description: Any) -> Any:
 def _extension_dtype(name: str) -> np.dtype[Any]:
     import ml_dtypes  # here, for the quick import; the root has it
 
-    return np.dtype(getattr(ml_dtypes, name))
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return found
 
 
 def checked_root(root: Any, size: int, where: str) -> int:

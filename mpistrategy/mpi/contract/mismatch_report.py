@@ -113,7 +113,7 @@ def table(reports: Sequence[Report]) -> str:
 def _cures(calls: Sequence[Words], different: Sequence[str]) -> list[str]:
     """Return what to write for the usual differences."""
     cures = []
-    if "destination" in different:
+    if "destination" in different and any(call.get("destination", "").startswith("rank ") for call in calls):
         cures.append(
             "extended.worker_devices is each rank's own device. To have the result on every rank, pass the value itself"
             " or strategy.devices_by_rank."
