@@ -5,6 +5,8 @@ from __future__ import annotations
 import enum
 import numbers
 import os
+import sys
+from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
@@ -108,8 +110,25 @@ class ReduceOp(enum.Enum):
             where,
             found=f"reduce_op={value!r}",
             expected=f"a ReduceOp or one of the strings {', '.join(cls.__members__)}",
-            fix=did_you_mean(value, cls.__members__),
+            fix=_of_mpi(value, cls.__members__) or did_you_mean(value, cls.__members__),
         )
+
+
+#: The operations of MPI that are none of ours.
+_MPIS_OWN = ("MAXLOC", "MINLOC", "LAND", "BAND", "LOR", "BOR", "LXOR", "BXOR", "REPLACE", "NO_OP")
+
+
+def _of_mpi(value: Any, names: Iterable[str]) -> str:
+    """Return what to write for an operation of mpi4py's, given itself or by name; "" for anything else."""
+    mpi = sys.modules.get("mpi4py.MPI")
+    named = value.upper().removeprefix("MPI.").removeprefix("MPI_") if isinstance(value, str) else ""
+    is_mpis = mpi is not None and isinstance(value, mpi.Op)
+    for name in names:
+        if named == name or (is_mpis and value == getattr(mpi, name, None)):
+            return f"Write {name!r}."
+    if is_mpis or named in _MPIS_OWN:
+        return "Call mpi4py's own allreduce for it, beside the library: see `mpistrategy guide mpi4py`."
+    return ""
 
 
 #: A mean, as an argument; see `Op`.

@@ -93,10 +93,22 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
     except (TypeError, ValueError) as error:
         raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number") from error
     if array.dtype.kind == "O":
-        raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number")
+        raise _of_objects(value, where, leaf)
     if array.dtype.hasobject:
         raise DTypeError.at(where, found=f"dtype {dtype_name(array.dtype)} as {leaf}", expected="a dtype of fixed size")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
+
+
+def _of_objects(value: Any, where: str, leaf: str) -> LeafError:
+    """Return the error for what NumPy keeps as Python objects."""
+    expected, fix = "an array or a number", ""
+    found = f"{leaf} = {_short(value)}"
+    if isinstance(value, int):
+        expected, fix = "a number of 64 bits", "Write float(x), or split the number."
+    elif getattr(value, "dtype", None) is not None:
+        found, expected = f"{found}, of dtype object", "an array of a numeric dtype"
+        fix = "Convert it: x.astype(float)."
+    return LeafError.at(where, found=found, expected=expected, fix=fix)
 
 
 def _short(value: object) -> str:

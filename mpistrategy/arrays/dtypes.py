@@ -54,6 +54,14 @@ def host_wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
+def sum_dtype_of_mean(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which values of `dtype` are given to the sum of a MEAN: integers become those of 64 bits.
+
+    So a mean of integers that fits is right, though their sum would not fit.
+    """
+    return np.dtype(f"{dtype.kind}8") if dtype.kind in "iu" else dtype
+
+
 def mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of a MEAN: integers become float32 (8 and 16 bits) or float64, as in TensorFlow."""
     if dtype.kind in "iu":

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
+from mpistrategy.arrays import nest
 from mpistrategy.arrays.array_methods import ArrayMethods
 from mpistrategy.arrays.convert import (
     any_array,
@@ -93,6 +94,10 @@ class ArrayLike(ArrayOperators, ArrayMethods):
     def _contribution(self) -> Any:
         """Return this replica's value in a reduction; never communicates."""
         return self._read()
+
+    def _may_differ(self) -> bool:
+        """Return whether what `_read` returns here is this replica's own, so that the others may have other values."""
+        return False
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         array = host_array(self._read())
@@ -248,6 +253,9 @@ class PerReplica(DistributedValues):
         super().__init__(values)
         self._group = group
 
+    def _may_differ(self) -> bool:
+        return True
+
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_group": None}  # the ranks belong to this process
 
@@ -314,6 +322,12 @@ class IndexedSlices:
 
     def __repr__(self) -> str:
         return f"IndexedSlices(values={self.values!r}, indices={self.indices!r}, dense_shape={self.dense_shape!r})"
+
+
+def may_differ(value: Any) -> bool:
+    """Return whether anything in a nest is a value of which each replica has its own: a PerReplica, say."""
+    leaves = [part for leaf in nest.flatten(value)[0] for part in _parts(leaf)]
+    return any(isinstance(leaf, ArrayLike) and leaf._may_differ() for leaf in leaves)
 
 
 def local_component(value: Any) -> Any:

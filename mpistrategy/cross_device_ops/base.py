@@ -109,6 +109,7 @@ class CrossDeviceOps:
         communicator, call = self._call("reduce", per_replica_value, name)
         with current.working_on(communicator), call:
             op = ReduceOp._parse(reduce_op, call.where)
+            destinations = placing.for_value(per_replica_value, destinations)
             placing.resolve(destinations, communicator, call.where)
             return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call))
 
@@ -143,6 +144,7 @@ class CrossDeviceOps:
         with current.working_on(communicator), call:
             op = ReduceOp._parse(reduce_op, call.where)
             pairs = _checked_pairs(value_destination_pairs, call.where)
+            pairs = [(value, placing.for_value(value, destinations)) for value, destinations in pairs]
             for _, destinations in pairs:
                 placing.resolve(destinations, communicator, call.where)
             results: Any = self.batch_reduce_implementation(op, pairs, _checked(options, call))
@@ -181,6 +183,7 @@ class CrossDeviceOps:
         """
         communicator, call = self._call("broadcast", name=name)
         with call:
+            destinations = placing.for_value(tensor, destinations)
             placing.resolve(destinations, communicator, call.where)
             return self.broadcast_implementation(tensor, destinations)
 

@@ -11,19 +11,20 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_on_device
+from mpistrategy.arrays.convert import is_on_device, on_device_of
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, mean_dtype
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.inputs import checked_value, in_kind, own_component, own_result
+from mpistrategy.reduction.inputs import checked_value, in_kind, own_component, own_result, summand
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
+from mpistrategy.reduction.layout.finish import rounded
 from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import ChooseRoute, Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.base import Route
@@ -185,6 +186,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         arrays = [checked_value(own_component(value, op, where), op, where) for value in given]
         if not arrays or not all(map(is_on_device, arrays)):
             return None
+        if op is ReduceOp.MEAN and any(array.dtype.kind in "iu" for array in arrays):
+            return None  # they are converted before the sum, and rounded after it
         self._check_values(arrays, op, where)
         check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
         route = self._gpu_route(ranks, arrays, op, options, operation, outs)
@@ -213,6 +216,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         values = [checked_value(value, op, call.where) for value in given]
         self._check_values(values, op, call.where)
         layouts = tuple(map(_layout, values))
+        dtypes = [_dtype_of_mean(value) if op is ReduceOp.MEAN else None for value in values]
+        values = [value if dtype is None else summand(value, op) for value, dtype in zip(values, dtypes, strict=True)]
         # Values that go to different ranks are sent to all of them.
         target = targets[0] if len(set(targets)) == 1 else EVERY_RANK
         placed = [i for i, value in enumerate(values) if is_on_device(value)]
@@ -243,7 +248,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         results: list[Any] = [None] * len(values)
         for route, those, arrays in routes:
             for i, total in zip(those, route.run(arrays), strict=True):
-                results[i] = total if target.includes(communicator.rank) else None
+                if target.includes(communicator.rank):
+                    results[i] = total if (dtype := dtypes[i]) is None else _rounded_where_it_is(total, dtype)
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
                 results[i] = self._reduce_slices(communicator, value, op, call)
@@ -278,6 +284,17 @@ def by_one_rank(
             communicator.bcast(target, root)
 
     return CommunicatorRoute(communicator, packs, op, ["root"] * len(packs), reduce_pair)
+
+
+def _dtype_of_mean(value: Any) -> np.dtype[Any] | None:
+    """Return the dtype of the mean of an array of integers; None for other values, whose sums have it already."""
+    is_array = not isinstance(value, (IndexedSlices, Mirrored))
+    return mean_dtype(value.dtype) if is_array and value.dtype.kind in "iu" else None
+
+
+def _rounded_where_it_is(total: Any, dtype: np.dtype[Any]) -> Any:
+    with on_device_of(total):
+        return rounded(total, dtype)
 
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:

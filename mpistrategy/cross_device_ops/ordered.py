@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays.convert import host_array
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, sum_dtype_of_mean
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
 from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sorting_memory, sum_of_rows
@@ -94,10 +94,11 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         slices = IndexedSlices(host_array(slices.values), host_array(slices.indices), slices.dense_shape)
         every = sparse.concatenate(communicator, slices, ReduceOp.SUM, call)
         dtype = every.values.dtype
+        summed = sum_dtype_of_mean(dtype) if op is ReduceOp.MEAN else dtype
         indices, counts = np.unique(every.indices, return_counts=True)
         order = np.argsort(every.indices, kind="stable")
         starts = np.cumsum(counts) - counts
-        total = np.empty((indices.size, *every.values.shape[1:]), host_wire_dtype(dtype))
+        total = np.empty((indices.size, *every.values.shape[1:]), host_wire_dtype(summed))
         with np.errstate(all="ignore"):
             for count in np.unique(counts):
                 chosen = np.flatnonzero(counts == count)

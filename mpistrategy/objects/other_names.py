@@ -14,6 +14,7 @@ _KEYWORD_ARRAYS = "Write Dataset.from_arrays(arrays, global_batch_size, shuffle_
 
 #: Names of `tf`, `tf.distribute`, `tf.keras` and `tf.train`, and what to write.
 MODULE: Mapping[str, str] = {
+    "DistributionStrategy": "Write Strategy, or MirroredStrategy to make one",
     "MultiWorkerMirroredStrategy": "Write MirroredStrategy: one replica on each MPI rank, on one node or many",
     "CentralStorageStrategy": "Write MirroredStrategy: variables are mirrored on every rank",
     "ParameterServerStrategy": "Write MirroredStrategy: all ranks work in step, there are no servers",
@@ -121,4 +122,5 @@ OF_OPTIMIZERS: Mapping[str, str] = {
     "jit_compile": "leave it out",
     "loss_scale_factor": "divide the loss by the global batch, or write aggregation='MEAN'",
     "rho": "it is RMSprop's; use Adam",
+    "use_locking": "leave it out: one thread updates a variable",
 }

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import array_where_it_is, is_on_device, like_given
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_python_number
 from mpistrategy.arrays.gpu import check_device, layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.segments import aligned
 
@@ -22,7 +25,12 @@ _SMALL_BYTES = 64 * 2**10
 
 
 def broadcast(
-    communicator: Communicator, values: Sequence[Any], root: int, call: Call, destination: str = ""
+    communicator: Communicator,
+    values: Sequence[Any],
+    root: int,
+    call: Call,
+    destination: str = "",
+    describe: Callable[[], str] | None = None,
 ) -> list[Any]:
     """Return rank `root`'s value of each of `values`, of the kind that was given.  Arrays in GPU memory stay there.
 
@@ -33,6 +41,7 @@ def broadcast(
         root: whose values they get.
         call: the guard's call that all ranks make.
         destination: of the results, as the ranks compare it.
+        describe: returns the structure of the values, for ranks that ask for it.
 
     Raises:
         LeafError, DTypeError: for what is not an array of a fixed size.
@@ -54,8 +63,11 @@ def broadcast(
         check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
         on_device.prepare(communicator, placed, call.where)
         memory, copies = on_device.packed(placed)
-    sparingly = not placed
-    call.agree("broadcast", op=f"from rank {root}", values=layouts, destination=destination, sparingly=sparingly)
+    words: dict[str, Any] = {"op": f"from rank {root}", "values": layouts, "destination": destination}
+    if call.agree("broadcast", **words):
+        _structure_of(communicator, describe, root)
+        call.expect_more()
+        call.agree("broadcast", **words)
     for message in messages:
         communicator.bcast(message, root)
     if placed:
@@ -66,6 +78,82 @@ def broadcast(
         communicator.guard.wait_for_gpu(read)
     results = [copies.pop(0) if is_on_device(array) else on_host.pop(0) for array in arrays]
     return [like_given(result, value) for result, value in zip(results, given, strict=True)]
+
+
+def asked_of(root: int, communicator: Communicator, call: Call) -> Any:
+    """Return a nest like that of rank `root`, of zeros, on a rank that has no value; the others `broadcast` theirs.
+
+    Raises:
+        UnsupportedError: on every rank, for a nest that cannot be described.
+    """
+    call.structure = ASKS
+    call.agree("broadcast", op=f"from rank {root}")
+    text = _structure_of(communicator, None, root)
+    call.expect_more()
+    return _described(json.loads(text))
+
+
+def _structure_of(communicator: Communicator, describe: Callable[[], str] | None, root: int) -> str:
+    is_here = describe is not None and communicator.rank == root
+    text = communicator.guard.on_all(lambda: describe() if is_here and describe is not None else "")
+    return communicator.allgather_text(text)[root]
+
+
+def description(value: Any, where: str) -> str:
+    """Return the structure, the dtypes and the shapes of a nest as a text, from which other ranks make one like it.
+
+    Raises:
+        UnsupportedError: for containers other than dict, list and tuple, for keys that are neither text nor numbers,
+            and for arrays of other libraries, on GPUs, and with fields.
+    """
+    return json.dumps(_description(value, "", where))
+
+
+def _description(value: Any, path: str, where: str) -> Any:
+    kind = type(value)
+    if value is None:
+        return None
+    if kind is dict:
+        if {*map(type, value)} <= {str, int, float, bool}:
+            return ["dict", [[key, _description(each, f"{path}[{key!r}]", where)] for key, each in value.items()]]
+    elif kind is list or kind is tuple:
+        return [kind.__name__, [_description(each, f"{path}[{at}]", where) for at, each in enumerate(value)]]
+    elif not nest.is_container(value):
+        part = contribution(value)
+        if isinstance(part, (np.ndarray, np.generic, bool, str, bytes)) or is_python_number(part):
+            array = np.asarray(part)
+            name = array.dtype.name if array.dtype.type.__module__ == "ml_dtypes" else array.dtype.newbyteorder("=").str
+            if array.dtype.names is None:
+                is_number = isinstance(part, np.generic) or is_python_number(part)
+                return ["leaf", name, array.shape, is_number]
+    raise UnsupportedError.at(
+        where,
+        found=f"a {kind.__name__}{f' at {path}' if path else ''}, and None on other ranks",
+        expected="numbers and NumPy arrays in dict, list and tuple, whose structure is sent to ranks that give None",
+        fix="Give every rank a value of this structure; only the root's numbers matter.",
+    )
+
+
+def _described(description: Any) -> Any:
+    """Return a nest of zeros like the one that was described."""
+    if description is None:
+        return None
+    kind, *parts = description
+    if kind == "dict":
+        return {key: _described(each) for key, each in parts[0]}
+    if kind == "leaf":
+        name, shape, is_number = parts
+        zeros = np.zeros(shape, name if name[0] in "<>|=" else _extension_dtype(name))
+        return zeros[()] if is_number else zeros
+    made = [_described(each) for each in parts[0]]
+    return made if kind == "list" else tuple(made)
+
+
+def _extension_dtype(name: str) -> np.dtype[Any]:
+    import ml_dtypes  # here, for the quick import; the root has it
+
+    found: np.dtype[Any] = np.dtype(getattr(ml_dtypes, name))
+    return found
 
 
 def checked_root(root: Any, size: int, where: str) -> int:

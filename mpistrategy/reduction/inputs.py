@@ -11,8 +11,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span
+from mpistrategy.arrays.convert import check_places, is_on_device, like_given, on_device_of, reducible, to_reducible
+from mpistrategy.arrays.dtypes import (
+    Array,
+    dtype_name,
+    is_buffer,
+    is_python_number,
+    mean_dtype,
+    span,
+    sum_dtype_of_mean,
+)
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     DistributedValues,
@@ -169,19 +177,28 @@ def _apart(arrays: Sequence[Array]) -> bool:
     return all(end <= start for (_, end), (start, _) in pairwise(spans))
 
 
+def unpacked(value: Any) -> Any:
+    """Return a nest with this rank's components in place of the containers that have one here."""
+    leaves, structure = nest.flatten(value)
+    if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+        return value
+    return structure.pack([*map(_own_part, leaves)])
+
+
+def _own_part(leaf: Any) -> Any:
+    return leaf.values[0] if isinstance(leaf, DistributedValues) and leaf.values else leaf
+
+
 def unwrapped(args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> tuple[list[Any], dict[str, Any]]:
     """Replace the containers among the arguments by this rank's components; leave arguments without any alone."""
 
     def component(argument: Any) -> Any:
-        leaves, structure = nest.flatten(argument)
-        for leaf in leaves:
+        for leaf in nest.flatten(argument)[0]:
             if isinstance(leaf, Mirrored) and leaf._lives_on != EVERY_RANK.text:
                 raise PlacementError.at(
                     "an argument", found=f"a value that lives on {leaf._lives_on} only", expected="one on every rank"
                 )
-        if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
-            return argument
-        return structure.pack([local_component(leaf) for leaf in leaves])
+        return unpacked(argument)
 
     return [component(argument) for argument in args], {key: component(value) for key, value in (kwargs or {}).items()}
 
@@ -270,6 +287,15 @@ def checked_value(value: Any, op: ReduceOp, where: str) -> Any:
     array = reducible(value, where)
     check_order(array.dtype, op, where)
     return array
+
+
+def summand(array: Any, op: ReduceOp) -> Any:
+    """Return an array as algorithms sum it: integers of a MEAN in 64 bits."""
+    dtype = sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype
+    if dtype == array.dtype:
+        return array
+    with on_device_of(array):
+        return array.astype(dtype)
 
 
 def check_order(dtype: np.dtype[Any], op: ReduceOp, where: str) -> None:

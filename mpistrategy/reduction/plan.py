@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, sum_dtype_of_mean
 from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
@@ -136,6 +136,12 @@ def with_result_buffers(
 
 
 def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
-    """Return whether arrays of a dtype are reduced as they are: NumPy's own, native, and ordered for MIN and MAX."""
-    ordered = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
-    return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and ordered
+    """Return whether arrays of a dtype are reduced as they are.
+
+    They are NumPy's own, native, ordered for MIN and MAX, and for MEAN no integers that are summed in more bits.
+    """
+    if op is ReduceOp.MEAN:
+        fits = sum_dtype_of_mean(dtype).itemsize == dtype.itemsize
+    else:
+        fits = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
+    return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and fits

@@ -72,7 +72,7 @@ class WeightedMean:
             return [*map(self._times_weight, arrays)]
 
     def _times_weight(self, array: Array) -> Array:
-        dtype = wire_dtype(mean_dtype(array.dtype))
+        dtype = dtype_of_products(array.dtype)
         if self.weight == 0:
             return np.zeros_like(array, dtype=dtype)
         factor = dtype.type(self._factor)
@@ -92,6 +92,11 @@ class WeightedMean:
                 divide(total, self._total).astype(mean_dtype(array.dtype), copy=False)
                 for total, array in zip(totals, arrays, strict=True)
             ]
+
+
+def dtype_of_products(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype in which values times weights are summed.  Integers': float64, which no wire= rounds."""
+    return np.dtype(np.float64) if dtype.kind in "iu" else wire_dtype(dtype)
 
 
 def exchange_of_weights(communicator: Communicator) -> Callable[..., Array]:
@@ -133,7 +138,7 @@ def weighted_mean(
         return None
     guard, layouts, dtypes = communicator.guard, layouts_of(arrays), [mean_dtype(array.dtype) for array in arrays]
     plan, signature = plan_and_signature(
-        ReduceOp.SUM, tuple((wire_dtype(dtype), array.shape) for dtype, array in zip(dtypes, arrays, strict=True))
+        ReduceOp.SUM, tuple((dtype_of_products(array.dtype), array.shape) for array in arrays)
     )
     exchange, failed = exchange_of_weights(communicator), partial(guard.fail_after_agreement, signature.call)
     first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")

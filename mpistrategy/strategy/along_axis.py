@@ -8,7 +8,7 @@ import numpy as np
 
 from mpistrategy.arrays import dtypes, nest
 from mpistrategy.arrays.convert import any_array, is_on_device, like_given, reducible
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, wire_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.arrays.values import PerReplica, contribution, event_of_reads, local_component
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
@@ -59,7 +59,7 @@ def reduce_along(
 
 def _combine_along(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
     """Combine `array` along `axes`, in its wire dtype; a rank without elements gives the neutral one."""
-    dtype = host_wire_dtype(array.dtype)
+    dtype = host_wire_dtype(sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype)
     wide = array.astype(dtype, copy=False)
     with np.errstate(all="ignore"):  # as in sums between the replicas
         if op in (ReduceOp.MIN, ReduceOp.MAX):
@@ -73,7 +73,8 @@ def _combine_on_device(array: DeviceArray, axes: tuple[int, ...], op: ReduceOp) 
     """Do `_combine_along` in GPU memory; MIN and MAX of floats are those of keys, so that the bits are the same."""
     from mpistrategy.mpi.gpu.transports import ordered_keys  # here, for the quick import
 
-    cupy, dtype = cupy_for("an array in GPU memory"), wire_dtype(array.dtype)
+    cupy = cupy_for("an array in GPU memory")
+    dtype = wire_dtype(sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype)
     wide = array.astype(dtype, copy=False)
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return wide.prod(axis=axes, dtype=dtype) if op is ReduceOp.PROD else wide.sum(axis=axes, dtype=dtype)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -12,7 +12,8 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.values import DistributedValues, Mirrored
+from mpistrategy.arrays.dtypes import is_python_number
+from mpistrategy.arrays.values import Mirrored
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.cross_device_ops.built_in import MpiAllReduce
@@ -25,11 +26,13 @@ from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.later import later
 from mpistrategy.objects.settings import Settable
-from mpistrategy.options import CommunicationOptions, Op
-from mpistrategy.reduction.inputs import unwrapped
+from mpistrategy.options import CommunicationOptions, Op, ReduceOp
+from mpistrategy.reduction.inputs import unpacked, unwrapped
+from mpistrategy.reduction.layout.destinations import for_value
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.registry import Placement
+from mpistrategy.variables.writes import refuse_drift
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.arena.arena import Arena
@@ -152,15 +155,16 @@ class StrategyExtended(Placement, NotPickled, Settable):
 
         Args:
             reduce_op: a ReduceOp, or "SUM" / "MEAN".
-            value: this rank's value; containers in a nest are reduced leaf by leaf.  Of an `Arena` the result is in
-                place, on every rank, and its `values` are returned.
-            destinations: a value or a variable (result on every rank; a variable is not changed), a device string
-                such as ``"task:0"`` (result on that rank), or a list of device strings.
+            value: this rank's value: an array, a number, a list of numbers (one array), or a nest, which is reduced
+                leaf by leaf.  None stays None.  Of an `Arena` the result is in place, on every rank, and its `values`
+                are returned.
+            destinations: the value itself, another value or a variable (result on every rank; a variable is not
+                changed), a device string such as ``"task:0"`` (result on that rank), or a list of device strings.
             options: hints.
             name: is compared between the ranks instead of the call site.
 
         Returns:
-            A Mirrored; on ranks that are no destination, reading it raises PlacementError.
+            A Mirrored, or a nest of them; on ranks that are no destination, reading one raises PlacementError.
 
         Raises:
             ContextError: in a step function.
@@ -172,11 +176,15 @@ class StrategyExtended(Placement, NotPickled, Settable):
                 where = value._destination(destinations, call.where)
                 return value._all_reduce(self._reducer, reduce_op, call, options=options, destination=where)
             chosen = self.options.merge(options)
-            leaves, structure = nest.flatten(value)
-            if structure is nest.LEAF or not any(isinstance(leaf, DistributedValues) for leaf in leaves):
+            found = _leaves_of(value)
+            if found is None:
                 return self.cross_device_ops.reduce(reduce_op, value, destinations, chosen)
+            leaves, structure = found
             call.structure = structure.text
-            pairs = [(leaf, leaf if destinations is value else destinations) for leaf in leaves]
+            if self._reducer.agrees_on_none(call, ReduceOp._parse(reduce_op, call.where), structure):
+                return structure.pack([])
+            where = for_value(value, destinations)
+            pairs = [(leaf, where) for leaf in leaves]
             return structure.pack(self.cross_device_ops.batch_reduce(reduce_op, pairs, chosen))
 
     @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
@@ -190,18 +198,36 @@ class StrategyExtended(Placement, NotPickled, Settable):
     ) -> list[Any]:
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
         self._require_collective("batch_reduce_to")
-        with self._entered(), Call(self.communicator.guard, "StrategyExtended.batch_reduce_to", called=name):
+        with self._entered(), Call(self.communicator.guard, "StrategyExtended.batch_reduce_to", called=name) as call:
             pairs = value_destination_pairs
             if _has_arenas(pairs):
                 return [self.reduce_to(reduce_op, value, where, options) for value, where in pairs]
-            return self.cross_device_ops.batch_reduce(reduce_op, pairs, self.options.merge(options))
+            return self._batch_reduce_to(reduce_op, pairs, self.options.merge(options), call)
+
+    def _batch_reduce_to(self, reduce_op: Op, pairs: Any, options: CommunicationOptions, call: Call) -> list[Any]:
+        """Reduce a batch; the nests in it leaf by leaf."""
+        pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
+        are_pairs = isinstance(pairs, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+        nests = [_leaves_of(value) for value, _ in pairs] if are_pairs else []
+        if all(found is None for found in nests):
+            return self.cross_device_ops.batch_reduce(reduce_op, pairs, options)
+        single: list[tuple[Any, Any]] = []
+        for (value, destinations), found in zip(pairs, nests, strict=True):
+            where = destinations if found is None else for_value(value, destinations)
+            single += [(leaf, where) for leaf in ([value] if found is None else found[0])]
+        structures = [nest.LEAF if found is None else found[1] for found in nests]
+        call.structure = "; ".join(structure.text for structure in structures)
+        if not single:
+            call.agree("reduce", op=ReduceOp._parse(reduce_op, call.where).value)
+        results = iter(self.cross_device_ops.batch_reduce(reduce_op, single, options) if single else [])
+        return [structure.rebuild(results) for structure in structures]
 
     @collective("broadcast", own=own_mirrored("tensor"))
     def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
         """Send replica 0's value to `destinations`.  Collective; cross-replica context.
 
         Args:
-            tensor: an array or a number, of equal shape and dtype on all ranks, or an `Arena`.
+            tensor: an array, a number, a nest of them, of equal shapes and dtypes on all ranks, or an `Arena`.
             destinations: as in `reduce_to`.
             name: is compared between the ranks instead of the call site.
 
@@ -212,7 +238,18 @@ class StrategyExtended(Placement, NotPickled, Settable):
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
                 return tensor._broadcast(self._reducer, destinations, call)
-            return self.cross_device_ops.broadcast(tensor, destinations)
+            found = _leaves_of(tensor)
+            if found is None:
+                return self.cross_device_ops.broadcast(tensor, destinations)
+            leaves, structure = found
+            call.structure = structure.text
+            where, results = for_value(tensor, destinations), []
+            for leaf in leaves:
+                call.expect_more()
+                results.append(self.cross_device_ops.broadcast(leaf, where))
+            if not leaves:
+                call.agree("broadcast")
+            return structure.pack(results)
 
     @collective("barrier")
     def barrier(self, name: str = "") -> None:
@@ -241,16 +278,18 @@ class StrategyExtended(Placement, NotPickled, Settable):
         Args:
             var: a variable of this strategy.
             fn: the function.
-            args: Mirrored and PerReplica values are unwrapped to this rank's component.
+            args: Mirrored values are unwrapped; of an ON_READ variable PerReplica values are, too, to this rank's
+                component.
             kwargs: likewise.
             group: False puts every leaf of the result into a tuple of one: this rank's.
 
         Returns:
-            What fn returned, arrays wrapped in Mirrored.
+            What fn returned, arrays wrapped in Mirrored.  In a step function: plain, as from `merge_call`.
 
         Raises:
             ContextError: in another strategy's context.
-            OptionTypeError: when `var` is not a variable of this strategy.
+            OptionTypeError: when `var` is not a variable of this strategy, and for a PerReplica among the arguments of
+                an ON_WRITE variable, whose copies would differ.
         """
         frame = context.current_frame()
         if frame is not None:
@@ -263,7 +302,9 @@ class StrategyExtended(Placement, NotPickled, Settable):
                 expected="a variable created in this strategy's scope",
                 fix="Create the variable inside `with strategy.scope():`.",
             )
-        return self._in_update(lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
+        refuse_drift(var, [*args, *(kwargs or {}).values()], "StrategyExtended.update")
+        result = self._in_update(lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
+        return unpacked(result) if frame is not None and frame.mode is Mode.REPLICA else result
 
     def update_non_slot(
         self,
@@ -343,6 +384,19 @@ call_sites.calls_steps(StrategyExtended.call_for_each_replica)
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or is_on_device(leaf)
+
+
+def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure] | None:
+    """Return the leaves but None of a nest of values, and its structure; None for one value: a list of numbers, say."""
+    if value is None:
+        return nest.flatten_without_none(value)
+    if not nest.is_container(value):
+        return None
+    leaves, structure = nest.flatten_without_none(value)
+    is_array = isinstance(value, (list, tuple)) and not structure.num_none
+    if is_array and all(isinstance(leaf, (bool, str)) or is_python_number(leaf) for leaf in leaves):
+        return None
+    return leaves, structure
 
 
 def _has_arenas(pairs: Any) -> bool:

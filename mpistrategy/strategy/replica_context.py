@@ -31,7 +31,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
-from mpistrategy.reduction.inputs import Weighted, leaves_like, resident, resident_values
+from mpistrategy.reduction.inputs import Weighted, leaves_like, resident, resident_values, unpacked
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.mailboxes import MISFIT
 from mpistrategy.strategy.reduce_scatter import ReduceScatter
@@ -350,6 +350,10 @@ class ReplicaContext(ReduceScatter, NotPickled):
 
         Every rank calls its own merge_fn once, with its own arguments; nothing communicates unless merge_fn does.
 
+        Returns:
+            What merge_fn returned.  A PerReplica or a Mirrored, alone or in a nest, is replaced by this rank's plain
+            value; a Mirrored that lives on other ranks only stays as it is.
+
         Raises:
             ContextError: outside this context's step function.
             OptionTypeError: when merge_fn cannot be called, or args is not a sequence.
@@ -357,7 +361,7 @@ class ReplicaContext(ReduceScatter, NotPickled):
         self._required("merge_call")
         check_call("ReplicaContext.merge_call", merge_fn, args, kwargs)
         with cross_replica(self._strategy):
-            return merge_fn(self._strategy, *args, **(kwargs or {}))
+            return unpacked(merge_fn(self._strategy, *args, **(kwargs or {})))
 
     def _required(self, method: str) -> AbstractContextManager[Any]:
         """Raise ContextError unless this thread is in this context; return what must be entered to communicate."""

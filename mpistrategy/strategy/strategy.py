@@ -12,7 +12,7 @@ from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
 from mpistrategy.context import Scope
-from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, RemoteError
+from mpistrategy.errors import EmptyBatchError, LeafError, OptionError, OptionTypeError, RemoteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.objects.later import later
@@ -30,14 +30,14 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mpistrategy.reduction.arena.arena import Arena
-    from mpistrategy.reduction.broadcast import broadcast, checked_root
+    from mpistrategy.reduction.broadcast import asked_of, broadcast, checked_root, description
     from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
     from mpistrategy.strategy.random_streams import Streams
     from mpistrategy.variables.variable import Variable
 else:
     later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
-    later(globals(), "mpistrategy.reduction.broadcast", "broadcast", "checked_root")
+    later(globals(), "mpistrategy.reduction.broadcast", "asked_of", "broadcast", "checked_root", "description")
     later(globals(), "mpistrategy.strategy.along_axis", "reduce_along")
     later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
     later(globals(), "mpistrategy.strategy.random_streams", "Streams")
@@ -246,7 +246,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
     @overload
     def broadcast(self, value: Variable, root: int = 0, **more: Unpack[Named]) -> NDArray[Any]: ...
     @overload
-    def broadcast(self, value: T, root: int = 0, **more: Unpack[Named]) -> T: ...
+    def broadcast(self, value: T | None, root: int = 0, **more: Unpack[Named]) -> T: ...
     @collective("broadcast", own=own_value("value"))
     def broadcast(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
         """Give every rank the value that rank `root` has.  Collective; in any context.
@@ -255,7 +255,9 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
 
         Args:
             value: arrays, numbers, variables or containers, alone or in any nest; structure, dtypes and shapes are
-                equal on all ranks.  Any dtype of fixed size, also bool and fixed-length strings.
+                equal on all ranks.  Any dtype of fixed size, also bool and fixed-length strings.  A rank that is not
+                the root may give None: structure, dtypes and shapes are sent to it first, which takes a message more,
+                for NumPy arrays and numbers in dict, list and tuple.  In a nest None stays None.
             root: whose value it is.
             name: is compared between the ranks instead of the call site.
 
@@ -276,9 +278,18 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
             warn_if_alone(self, "Strategy.broadcast")
         communicator = self.extended.communicator
         with Call(communicator.guard, "Strategy.broadcast", called=name) as call:
-            leaves, structure = nest.flatten(value)
+            rank = checked_root(root, communicator.size, call.where)
+            given = value
+            if value is None:
+                if communicator.rank == rank:
+                    expected = "a value there; the other ranks may give None"
+                    raise LeafError.at(call.where, found=f"the value None on the root, rank {rank}", expected=expected)
+                given = asked_of(rank, communicator, call)
+            leaves, structure = nest.flatten_without_none(given)
             call.structure = structure.text
-            results = broadcast(communicator, leaves, checked_root(root, communicator.size, call.where), call)
+            results = broadcast(
+                communicator, leaves, rank, call, describe=lambda: description(given, "Strategy.broadcast")
+            )
             return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:

@@ -28,6 +28,22 @@ def required_context(where: str) -> ReplicaContext:
     return context
 
 
+def weights_of_rows(weights: Array, shape: tuple[int, ...], where: str, name: str) -> Array:
+    """Return weights of values of `shape`, with axes of length 1 at the end, so that each row's values have its weight.
+
+    Raises:
+        ShapeError: for weights that are neither a number, nor one for each row (or for each index of the first axes),
+            nor of this shape.  NumPy would spread some of them over the columns.
+    """
+    if weights.shape != shape[: weights.ndim]:
+        raise ShapeError.at(
+            where,
+            found=f"{name} of shape {tuple(weights.shape)} for values of shape {tuple(shape)}",
+            expected=f"a number, one weight for each row (shape {tuple(shape[:1])}), or shape {tuple(shape)}",
+        )
+    return weights.reshape((*weights.shape, *[1] * (len(shape) - weights.ndim)))
+
+
 def first_storage(given: Mapping[str, Any]) -> Array:
     """Return the memory of this rank's copy of the first variable of a step."""
     variables = [var for _, var in given["grads_and_vars"]]

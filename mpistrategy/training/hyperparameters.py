@@ -125,6 +125,15 @@ class Renamed(Generic[T]):
         setattr(instance, self._new, value)
 
 
+def declared(kind: type) -> set[str]:
+    """Return the settings of a class and its bases: what they annotate, or check when it is set."""
+    names: set[str] = set()
+    for base in kind.__mro__:
+        names.update(vars(base).get("__annotations__", ()))
+        names.update(name for name, attribute in vars(base).items() if isinstance(attribute, Setting))
+    return {name for name in names if not name.startswith("_")}
+
+
 def set_old_names(optimizer: object, old: Mapping[str, Any]) -> None:
     """Set what a constructor was given under former names; refuse other names as Python does, and name ours."""
     kind = type(optimizer)

@@ -53,23 +53,23 @@ class Sgd:
 
 @dataclass(frozen=True)
 class Momentum:
-    """The kernel of ``v = decay * v + g``, then ``p -= rate * v``, or ``rate * (g + decay * v)``."""
+    """The kernel of ``v = decay * v - rate * g``, then ``p += v``, or ``p -= rate * g - decay * v``."""
 
     rate: float
     decay: float
     nesterov: bool
 
     def __call__(self, parameter: Array, gradient: Array, slots: Mapping[str, Array], scratch: Sequence[Array]) -> None:
-        velocity, change = slots["momentum"], scratch[0]
+        velocity, (step, ahead) = slots["momentum"], scratch
+        np.multiply(self.rate, gradient, out=step)
         np.multiply(self.decay, velocity, out=velocity)
-        np.add(velocity, gradient, out=velocity)
+        np.subtract(velocity, step, out=velocity)
         if self.nesterov:
-            np.multiply(self.decay, velocity, out=change)
-            np.add(gradient, change, out=change)
-            np.multiply(self.rate, change, out=change)
+            np.multiply(self.decay, velocity, out=ahead)
+            np.subtract(step, ahead, out=step)
+            np.subtract(parameter, step, out=parameter)
         else:
-            np.multiply(self.rate, velocity, out=change)
-        np.subtract(parameter, change, out=parameter)
+            np.add(parameter, velocity, out=parameter)
 
 
 @dataclass(frozen=True)

@@ -17,6 +17,7 @@ from mpistrategy.objects.nearest import not_in_module
 from mpistrategy.objects.settings import whole_number
 from mpistrategy.strategy.current import has_strategy, in_cross_replica_context
 from mpistrategy.strategy.outside_steps import warn_if_alone
+from mpistrategy.training.checks import weights_of_rows
 
 __all__ = [
     "compute_average_loss",
@@ -41,7 +42,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
 
     Args:
         per_example_loss: this replica's losses, of shape ``(rows,)`` or more axes, in which the first is the rows.
-        sample_weight: a weight for each row, or an array that broadcasts to the losses; None: 1.
+        sample_weight: a number, a weight for each row, or an array of the losses' shape; None: 1.
         global_batch_size: the rows of all replicas together.  None: this replica's rows times the replicas, which is
             right only where all replicas have equally many; the last batch of a dataset often has fewer.
 
@@ -65,14 +66,7 @@ def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, globa
     rows, dtype = losses.shape[0], np.dtype(np.float64) if losses.dtype.kind in "iu" else losses.dtype
     if sample_weight is not None:
         weights = reducible(sample_weight, where)
-        if weights.ndim < losses.ndim and weights.shape == losses.shape[: weights.ndim]:
-            weights = weights.reshape(*weights.shape, *[1] * (losses.ndim - weights.ndim))
-        if not _broadcasts(weights.shape, losses.shape):
-            raise ShapeError.at(
-                where,
-                found=f"sample_weight of shape {weights.shape} for losses of shape {losses.shape}",
-                expected="a weight for each row, or for each loss",
-            )
+        weights = weights_of_rows(weights, losses.shape, where, "sample_weight")
         losses = losses.astype(wire_dtype(dtype), copy=False) * weights.astype(wire_dtype(dtype), copy=False)
     if global_batch_size is None:
         global_batch_size = rows * replicas
@@ -127,8 +121,3 @@ def _part(losses: Any, dtype: np.dtype[Any], count: int, given: Any) -> Any:
     wide = wire_dtype(dtype)
     total = any_array(losses.sum(dtype=wide) / wide.type(count))
     return like_given(total.astype(dtype, copy=False)[()], given)
-
-
-def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
-    ends = zip(reversed(shape), reversed(to), strict=False)
-    return len(shape) <= len(to) and all(mine in (1, theirs) for mine, theirs in ends)

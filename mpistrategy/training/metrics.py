@@ -13,6 +13,7 @@ from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.nearest import NamesOurs, not_in_module, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
+from mpistrategy.training.checks import weights_of_rows
 from mpistrategy.variables.variable import Variable
 
 __all__ = [
@@ -108,20 +109,20 @@ class Mean(NamesOurs):
 
     @refuses(values="Write value.", sample_weight="Write weight.")
     def update_state(self, value: Any, weight: Any = 1.0) -> None:
-        """Add the elements of `value`, each with `weight` (a number, or an array that broadcasts to its shape); local.
+        """Add the elements of `value`, each with its weight; local.
+
+        Args:
+            value: real numbers; the first axis is the rows.
+            weight: a number; or one weight for each row, of shape ``(rows,)``, which all elements of the row have; or
+                an array of the shape of `value`.
 
         Raises:
             LeafError: for a value that is not an array of real numbers.
-            ShapeError: for a weight that does not fit; nothing has been added then.
+            ShapeError: for a weight of another shape; nothing has been added then.
         """
         where = f"{type(self).__name__}.update_state"
         value, weights = _real(value, where), _real(weight, where)
-        try:
-            weights = np.broadcast_to(weights, value.shape)
-        except ValueError as error:
-            raise ShapeError.at(
-                where, found=f"a weight of shape {weights.shape}", expected=f"a number, or shape {value.shape}"
-            ) from error
+        weights = np.broadcast_to(weights_of_rows(weights, value.shape, where, "weight"), value.shape)
         self._total.assign_add(float(np.sum(value * weights)))
         self._count.assign_add(float(np.sum(weights)))
 

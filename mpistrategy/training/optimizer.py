@@ -72,7 +72,9 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
         slot_values: of a class: the slots of each variable, and the number that each is filled with at first.
         only_named_rows: of a class: whether a sparse gradient changes only the rows that it names, also of slots.
 
-    All settings may be changed between steps, on all ranks alike; they are checked then as in the constructor.
+    All settings may be changed between steps, on all ranks alike; they are checked then as in the constructor.  The
+    ranks compare them in every step, and the numbers that a subclass declares (``decay: float`` in its body), too.
+    Other attributes belong to the program.
 
     Raises:
         OptionError: for a learning rate or a limit that is not positive, a negative mirrored_check_steps, and an
@@ -117,6 +119,8 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
         self.iterations, self.skipped_steps = None, 0
         self._slots = Slots(where)
         self._plans = StepPlans(self._slots)
+        #: The settings that ranks compare, in order; other attributes are the program's own.
+        self._declared: tuple[str, ...] = tuple(sorted(setting.declared(type(self))))
         #: What `_settings` has put into words, and the words.
         self._told: tuple[Any, str] = (None, "")
         #: The step counter that has been checked, its strategy, and its value.
@@ -228,10 +232,11 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
             steps = self._counted[2].tolist()
         if self.schedule is not None:
             setting.follow(self, self.schedule, steps)
-        numbers: dict[str, Any] = {name: n for name, n in vars(self).items() if isinstance(n, (int, float))}
+        mine = vars(self)
+        numbers = {name: n for name in self._declared if isinstance(n := mine.get(name), (int, float))}
         found = (numbers, self.nonfinite, self.aggregation)
         if self._told[0] != found:
-            self._told = found, f"{dict(sorted(numbers.items()))}, nonfinite={found[1]}, {found[2].name}"
+            self._told = found, f"{numbers}, nonfinite={found[1]}, {found[2].name}"
         return f"{self._told[1]}, step {steps}"
 
     def _is_current(self, plan: StepPlan, extended: StrategyExtended) -> bool:

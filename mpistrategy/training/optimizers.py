@@ -40,8 +40,11 @@ if not TYPE_CHECKING:
 
 
 class SGD(Optimizer):
-    """Gradient descent: ``v = momentum * v + g``; the variable loses ``learning_rate * v`` (with nesterov,
-    ``learning_rate * (g + momentum * v)``).  A sparse gradient changes only the rows that it names, as in TensorFlow.
+    """Gradient descent, as `keras.optimizers.SGD` (keras.io/api/optimizers/sgd) does it: with momentum,
+    ``v = momentum * v - learning_rate * g``, and v is added to the variable (with nesterov,
+    ``momentum * v - learning_rate * g``, with the new v).  So v keeps the learning rates of the steps before, where
+    torch's SGD multiplies all of v by the present one.  A sparse gradient changes only the rows that it names, as in
+    TensorFlow.
 
     Args:
         learning_rate: the step size, or a schedule of it.
@@ -81,14 +84,13 @@ class SGD(Optimizer):
         self.nesterov = nesterov
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
-        """Update the momentum; return ``learning_rate`` times the step."""
-        rate = float(self.learning_rate)
+        """Update the momentum; return what the variable loses."""
+        step = float(self.learning_rate) * gradient
         if not self.momentum:
-            return any_array(rate * gradient)
+            return any_array(step)
         velocity = slots["momentum"]
-        _store(velocity, self.momentum * velocity + gradient)
-        step = gradient + self.momentum * velocity if self.nesterov else velocity[...]
-        return any_array(rate * step)
+        _store(velocity, self.momentum * velocity - step)
+        return any_array(step - self.momentum * velocity if self.nesterov else -velocity[...])
 
     def _kernel(self) -> kernels.Kernel | None:
         """Return `change` as one pass over memory."""
@@ -98,7 +100,8 @@ class SGD(Optimizer):
 
 
 class Adam(Optimizer):
-    """Adam (Kingma and Ba, 2015, with the bias correction in the step size, as TensorFlow does it):
+    """Adam (Kingma and Ba, 2015, with the bias correction in the step size, as `keras.optimizers.Adam` does it, where
+    epsilon is the "epsilon hat" of the paper's section 2):
     ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``, and the variable loses
     ``learning_rate * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + epsilon)``.
 
@@ -162,8 +165,8 @@ class Adam(Optimizer):
 
 
 class AdamW(Adam):
-    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019): before Adam's step the variable loses
-    ``learning_rate * weight_decay * variable``.
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as `keras.optimizers.AdamW` does it: before
+    Adam's step the variable loses ``learning_rate * weight_decay * variable``.
 
     Args:
         learning_rate: the step size, or a schedule of it.

@@ -24,7 +24,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.options import VariableAggregation as Aggregation
 from mpistrategy.options import VariableSynchronization as Synchronization
 from mpistrategy.variables.protocols import Replica
-from mpistrategy.variables.writes import Write
+from mpistrategy.variables.writes import Write, refuse_drift
 
 Change: TypeAlias = "Array | IndexedSlices"
 
@@ -125,6 +125,13 @@ def no_read(variable: Replica, called: str | None) -> Array:
 
 def alone(write: Write) -> Change:
     """Each replica writes its own value; never communicates."""
+    return write.checked()
+
+
+def mirrored(write: Write) -> Change:
+    """Each replica writes its own value, which the others have, too; never communicates."""
+    if type(write.value) is not np.ndarray:
+        refuse_drift(write.variable, write.value, write.full_name)
     return write.checked()
 
 
@@ -314,15 +321,15 @@ POLICIES: dict[tuple[Synchronization, Aggregation, Mode], Policy] = {
     (_ON_WRITE, _MEAN,  _STEP):   Policy(own,     combined,   combined,   combined,   not_sum),
     (_ON_WRITE, _FIRST, _STEP):   Policy(own,     replica_0s, replica_0s, replica_0s, replica_0s),
 
-    (_ON_WRITE, _NONE,  _CROSS):  Policy(own,     alone,      alone,      alone,      alone),
-    (_ON_WRITE, _SUM,   _CROSS):  Policy(own,     alone,      alone,      alone,      not_sum),
-    (_ON_WRITE, _MEAN,  _CROSS):  Policy(own,     alone,      alone,      alone,      not_sum),
-    (_ON_WRITE, _FIRST, _CROSS):  Policy(own,     alone,      alone,      alone,      alone),
+    (_ON_WRITE, _NONE,  _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+    (_ON_WRITE, _SUM,   _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   not_sum),
+    (_ON_WRITE, _MEAN,  _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   not_sum),
+    (_ON_WRITE, _FIRST, _CROSS):  Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
 
-    (_ON_WRITE, _NONE,  _UPDATE): Policy(own,     alone,      alone,      alone,      alone),
-    (_ON_WRITE, _SUM,   _UPDATE): Policy(own,     alone,      alone,      alone,      alone),
-    (_ON_WRITE, _MEAN,  _UPDATE): Policy(own,     alone,      alone,      alone,      alone),
-    (_ON_WRITE, _FIRST, _UPDATE): Policy(own,     alone,      alone,      alone,      alone),
+    (_ON_WRITE, _NONE,  _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+    (_ON_WRITE, _SUM,   _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+    (_ON_WRITE, _MEAN,  _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
+    (_ON_WRITE, _FIRST, _UPDATE): Policy(own,     mirrored,   mirrored,   mirrored,   mirrored),
 
     # Every replica has its own copy.  A cross-replica read combines the copies; after a cross-replica assign, it
     # returns the assigned value.

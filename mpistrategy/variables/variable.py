@@ -9,12 +9,13 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays.convert import array_where_it_is, copy_of, host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.values import ArrayLike
+from mpistrategy.arrays.values import ArrayLike, may_differ
 from mpistrategy.context import Mode
 from mpistrategy.errors import ContextError, CopyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.jax_traces import in_jax_trace, refusal
+from mpistrategy.objects.nearest import refuses
 from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, switch
 from mpistrategy.options import (
     Aggregation,
@@ -26,10 +27,13 @@ from mpistrategy.options import (
 from mpistrategy.variables.creation import check_dtype, check_place, kept_as, parsed_dtype
 from mpistrategy.variables.policies import CREATION, Policy, own, policies_of
 from mpistrategy.variables.protocols import Extended
-from mpistrategy.variables.writes import Write, converted, plain
+from mpistrategy.variables.writes import Write, converted, differing, plain
 
 if TYPE_CHECKING:
     from mpistrategy.variables.storage import VariableSlot
+
+
+_USE_LOCKING = "Leave it out: one thread updates a variable."
 
 
 def _fixed(variable: Variable, what: str) -> UnsupportedError:
@@ -118,6 +122,8 @@ class Variable(ArrayLike, Settable):
                     value = initial_value() if callable(initial_value) else initial_value
             finally:
                 call.expect_more()  # the function may have made collectives; the others wait at the next step
+            if not extended._is_local and may_differ(value):
+                raise differing(call.where, "all copies start with it")
             array = array_where_it_is(plain(value), call.where, name="initial_value")
             wanted = array.dtype if dtype is None else parsed_dtype(dtype)
             check_dtype(wanted, self.aggregation, extended)
@@ -181,6 +187,10 @@ class Variable(ArrayLike, Settable):
     def _contribution(self) -> Array:
         """Return this replica's copy: its value in a reduction."""
         return self.local_view
+
+    def _may_differ(self) -> bool:
+        own_copies = self.synchronization is VariableSynchronization.ON_READ and not self._extended._is_local
+        return own_copies and self._policy("reading a variable").read is own
 
     def __copy__(self) -> NoReturn:
         raise _no_copy(self)
@@ -261,6 +271,7 @@ class Variable(ArrayLike, Settable):
     def assign(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
     @overload
     def assign(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
+    @refuses(use_locking=_USE_LOCKING)
     def assign(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
         """Write `value` and return the variable.
 
@@ -286,6 +297,7 @@ class Variable(ArrayLike, Settable):
     def assign_add(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
     @overload
     def assign_add(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
+    @refuses(use_locking=_USE_LOCKING)
     def assign_add(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
         """Add `value`; otherwise as `assign`.  In a step function with SUM, the sum over the replicas is added once.
 
@@ -299,11 +311,13 @@ class Variable(ArrayLike, Settable):
     def assign_sub(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
     @overload
     def assign_sub(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
+    @refuses(use_locking=_USE_LOCKING)
     def assign_sub(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
         """Subtract `value`; otherwise as `assign_add`."""
         written = self._write("assign_sub", value, name)
         return written if read_value else None
 
+    @refuses(use_locking=_USE_LOCKING)
     def scatter_add(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Add rows: ``sparse_delta.values[i]`` to row ``sparse_delta.indices[i]``; repeated indices add up.
 
@@ -320,14 +334,17 @@ class Variable(ArrayLike, Settable):
         """
         return self._write("scatter_add", sparse_delta, name)
 
+    @refuses(use_locking=_USE_LOCKING)
     def scatter_sub(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Subtract rows; otherwise as `scatter_add`."""
         return self._write("scatter_sub", sparse_delta, name)
 
+    @refuses(use_locking=_USE_LOCKING)
     def scatter_update(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Replace rows; otherwise as `scatter_add`.  Not with the aggregations SUM and MEAN."""
         return self._write("scatter_update", sparse_delta, name)
 
+    @refuses(use_locking=_USE_LOCKING)
     def scatter_max(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Replace rows by the elementwise maximum with the given rows; otherwise as `scatter_update`."""
         return self._write("scatter_max", sparse_delta, name)

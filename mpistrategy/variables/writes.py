@@ -22,9 +22,10 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.foreign import is_foreign
-from mpistrategy.arrays.values import ArrayLike, IndexedSlices, event_of_reads, local_component
+from mpistrategy.arrays.values import ArrayLike, IndexedSlices, event_of_reads, local_component, may_differ
 from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
+from mpistrategy.options import VariableSynchronization
 from mpistrategy.variables import rows
 from mpistrategy.variables.protocols import Replica
 
@@ -182,6 +183,24 @@ class Write:
         if isinstance(value, np.ndarray) or is_on_device(value) or is_foreign(value):
             raise misfit(array, self.variable.dtype, self.full_name)
         return converted(array, self.variable.dtype, self.full_name)
+
+
+def refuse_drift(variable: Replica, value: Any, where: str) -> None:
+    """Raise OptionTypeError for a value that may differ by replica, if the copies of the variable are to stay equal."""
+    kept_equal = variable.synchronization is VariableSynchronization.ON_WRITE and not variable._extended._is_local
+    if kept_equal and may_differ(value):
+        raise differing(where, f"the copies of the ON_WRITE variable {variable.name!r} are equal")
+
+
+def differing(where: str, why: str) -> OptionTypeError:
+    """Return the error for a PerReplica where all replicas must write the same."""
+    return OptionTypeError.at(
+        where,
+        found="a PerReplica or another value of which each replica has its own",
+        expected=f"one value, the same on every rank: {why}",
+        fix="Reduce it first: strategy.reduce('MEAN', value).  Or make a variable with synchronization='ON_READ', "
+        "whose copies may differ, and write it in strategy.run.",
+    )
 
 
 def plain(value: Any) -> Any:

@@ -248,7 +248,9 @@ def test_slots_of_each_rank_are_refused_on_another_number_of_ranks(tmp_path: Pat
 
     def work(*, save: bool) -> None:
         strategy = ms.MirroredStrategy()
-        var, optimizer = ms.Variable(np.zeros(3)), ms.optimizers.SGD(0.1, momentum=0.9)
+        with ms.OneDeviceStrategy("CPU:0").scope():
+            var = ms.Variable(np.zeros(3))
+        optimizer = ms.optimizers.SGD(0.1, momentum=0.9)
         with strategy.scope():
             checkpoint = ms.Checkpoint(optimizer=optimizer, var=var)
         optimizer.build([var])

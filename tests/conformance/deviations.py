@@ -273,6 +273,12 @@ def _result_counts_calls(case: Json, _: str) -> bool:
     return (case.get("inputs") or {}).get("fn") in ("return_call_number", "return_dict", "return_number")
 
 
+def _per_replica_argument(case: Json, _: str) -> bool:
+    """``per-replica argument``: an argument of update is a PerReplica."""
+    arguments = (case.get("inputs") or {}).get("args") or ()
+    return any(isinstance(node, dict) and "per_replica" in node for node in arguments)
+
+
 def _nccl(case: Json, _: str) -> bool:
     """``nccl``: the class under test is NcclAllReduce."""
     inputs = case.get("inputs") or {}
@@ -298,6 +304,7 @@ WHEN: dict[str, Callable[..., bool]] = {
     "structured value": _structured_value,
     "negative axis": _negative_axis,
     "impossible device": _impossible_device,
+    "per-replica argument": _per_replica_argument,
     "nccl": _nccl,
     "result counts calls": _result_counts_calls,
 }

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
+from mpistrategy.arrays import nest
 
 from .environment import Env, constant, variable
 from .registry import program
@@ -17,8 +18,12 @@ Inputs = dict[str, Any]
 
 
 def merge_call(function: Any, *args: Any, **options: Any) -> Any:
-    """merge_call of the current replica context."""
-    return ms.get_replica_context().merge_call(function, *args, **options)
+    """merge_call of the current replica context, whose result has no containers in it: the encoding hides them."""
+    returned = ms.get_replica_context().merge_call(function, *args, **options)
+    packed = [leaf for leaf in nest.flatten(returned)[0] if isinstance(leaf, ms.DistributedValues)]
+    if packed:
+        raise AssertionError(f"merge_call did not unpack {packed}")
+    return returned
 
 
 MERGE_RESULTS: dict[str, Callable[[Any, Any], Any]] = {

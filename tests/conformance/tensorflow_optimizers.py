@@ -17,6 +17,23 @@ Inputs = dict[str, Any]
 Array = np.ndarray[Any, Any]
 
 
+class MomentumV1(Optimizer):
+    """compat.v1's momentum, whose slot does not have the learning rate in it."""
+
+    slot_values: Mapping[str, float] = {"momentum": 0.0}
+    only_named_rows = True
+
+    def __init__(self, learning_rate: float, momentum: float, *, nesterov: bool = False) -> None:
+        super().__init__(learning_rate)
+        self.momentum, self.nesterov = momentum, nesterov
+
+    def change(self, gradient: Array, slots: Mapping[str, ms.Variable]) -> Array:
+        velocity = slots["momentum"]
+        velocity.assign(self.momentum * velocity + gradient)
+        step = gradient + self.momentum * velocity if self.nesterov else velocity.read_value()
+        return any_array(self.learning_rate * step)
+
+
 class RMSprop(Optimizer):
     """compat.v1's RMSProp, as a user of ours would write it."""
 
@@ -73,8 +90,8 @@ def v1_optimizer(p: Inputs) -> Optimizer:
     h = {name: in_float32(value) for name, value in p.items() if type(value) is float}
     makers: dict[str, Callable[[], Optimizer]] = {
         "sgd": lambda: SGD(h["learning_rate"]),
-        "momentum": lambda: SGD(h["learning_rate"], momentum=h["momentum"]),
-        "nesterov": lambda: SGD(h["learning_rate"], momentum=h["momentum"], nesterov=True),
+        "momentum": lambda: MomentumV1(h["learning_rate"], h["momentum"]),
+        "nesterov": lambda: MomentumV1(h["learning_rate"], h["momentum"], nesterov=True),
         "adam": lambda: AdamV1(h["learning_rate"], h["beta1"], h["beta2"], h["epsilon"]),
         "rmsprop": lambda: RMSprop(h["learning_rate"], h["decay"], h["momentum"], h["epsilon"]),
         "adagrad": lambda: Adagrad(h["learning_rate"], p["initial_accumulator_value"]),

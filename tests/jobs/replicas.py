@@ -78,8 +78,9 @@ def expected(op: str, arrays: Sequence[Array]) -> Array:
         wide = [array.astype(np.float32) for array in arrays]
         with np.errstate(over="ignore"):
             return expected(op, wide).astype(dtype)
+    summed = np.dtype(f"{dtype.kind}8") if op == "MEAN" and dtype.kind in "iu" else dtype
     with np.errstate(over="ignore"):
-        total = np.sum(np.stack(arrays), axis=0, dtype=dtype)
+        total = np.sum(np.stack(arrays), axis=0, dtype=summed)
     if op == "SUM":
         return np.asarray(total)
     if dtype.kind in "iu":

@@ -55,7 +55,7 @@ def right(op: str, arrays: Sequence[Array]) -> tuple[Array, Any]:
         return np.asarray((np.min if op == "MIN" else np.max)(together, axis=0)), 0
     reduction = np.prod if op == "PROD" else np.sum
     if dtype.kind in "iu":
-        total = reduction(together, axis=0, dtype=dtype)
+        total = reduction(together, axis=0, dtype=f"{dtype.kind}8" if op == "MEAN" else dtype)
         wide = np.float32 if dtype.itemsize < 4 else np.float64
         return np.asarray(np.true_divide(total, SIZE).astype(wide) if op == "MEAN" else total), 0
     together = together.astype(np.clongdouble if dtype.kind == "c" else np.longdouble)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict, namedtuple
 from typing import Any
 
 import ml_dtypes
@@ -13,6 +14,7 @@ from replicas import RANK, RANKS, SIZE, OnNodes, in_step, outcomes, part_of, sam
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.arrays import nest
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -143,3 +145,60 @@ def test_distribute_dataset_is_experimental_distribute_dataset(strategy: ms.Mirr
         (part,) = distribute(batches)
         assert part.tolist() == [2 * RANK, 2 * RANK + 1]
     assert same_everywhere(strategy.broadcast(np.arange(2 * SIZE)))
+
+
+@settings(max_examples=part_of(30))
+@given(
+    value=st.recursive(
+        st.one_of(
+            st.none(),
+            st.integers(-9, 9),
+            st.floats(-9, 9),
+            st.booleans(),
+            st.text("ab\0é", min_size=1, max_size=3),
+            st.builds(
+                np.ones,
+                st.tuples(st.integers(0, 3)),
+                st.sampled_from(["f4", "i1", ">i8", ml_dtypes.bfloat16, "S3", "c8"]),
+            ),
+            st.builds(np.float32, st.floats(0, 1, width=16)),
+        ),
+        lambda each: st.one_of(
+            st.lists(each, max_size=3),
+            st.tuples(each, each),
+            st.dictionaries(st.one_of(st.text("ab", max_size=2), st.integers(0, 9)), each, max_size=3),
+        ),
+        max_leaves=6,
+    ).filter(lambda value: value is not None),
+    root=st.integers(0, 3),
+    has=st.integers(0, 3),
+)
+def test_ranks_that_give_none_get_what_the_root_has(strategy: ms.Strategy, value: Any, root: int, has: int) -> None:
+    root, is_known = root % SIZE, RANK in (root % SIZE, has % SIZE)
+    wanted = strategy.broadcast(value, root)
+    found = strategy.broadcast(value if is_known else None, root)
+    assert repr(found) == repr(wanted)
+    assert [getattr(leaf, "dtype", None) for leaf in nest.flatten(found)[0]] == [
+        getattr(leaf, "dtype", None) for leaf in nest.flatten(wanted)[0]
+    ]
+
+
+@pytest.mark.skipif(SIZE == 1, reason="one rank has its own value")
+def test_what_cannot_be_told_to_ranks_that_give_none_raises_everywhere(strategy: ms.Strategy) -> None:
+    def of_root(value: Any) -> Any:
+        return value if RANK == 0 else None
+
+    record = namedtuple("record", "x")
+    for value in (record(1), {(1, 2): 1.0}, np.zeros(1, [("a", int)]), OrderedDict(a=1)):
+        with pytest.raises(errors.UnsupportedError, match="Give every rank a value of this structure"):
+            strategy.broadcast(of_root(value))
+        assert still_works(strategy)
+    for value in (object(), None):
+        with pytest.raises(errors.LeafError, match="the value"):
+            strategy.broadcast(of_root(value))
+    if SIZE > 2:  # the ranks that have values compare theirs
+        with pytest.raises(errors.CollectiveMismatchError, match=r"float64\[3\]"):
+            strategy.broadcast(None if RANK == 1 else np.ones(2 + (SIZE - 1 == RANK)))
+    with pytest.raises(errors.CollectiveMismatchError, match="collective"):
+        strategy.broadcast(None) if RANK else strategy.reduce("SUM", 1.0)
+    assert still_works(strategy)

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
 import pytest
 from replicas import RANK, SIZE, context
 
@@ -51,6 +52,38 @@ def test_a_merge_fn_may_run_steps_and_enter_the_scope(strategy: ms.Strategy) -> 
             return given.run(lambda: context().all_reduce("SUM", 1.0))
 
     assert strategy.run(lambda: context().merge_call(merge_fn)) == SIZE
+
+
+def test_merge_call_unpacks_what_merge_fn_returns(strategy: ms.Strategy) -> None:
+    def merge_fn(given: ms.Strategy, mine: Any) -> Any:
+        to = given.extended
+        total = to.reduce_to("SUM", mine, mine)
+        return {
+            "nest": [total, (ms.PerReplica((mine,)), "text")],
+            "batch": to.batch_reduce_to("SUM", [(mine, mine)]),
+            "elsewhere": to.reduce_to("SUM", mine, f"task:{SIZE - 1}"),
+            "plain": mine,
+        }
+
+    def step() -> Any:
+        got = context().merge_call(merge_fn, args=(np.full(2, RANK + 1.0),))
+        total, (own, text) = got["nest"]
+        assert type(total) is type(own) is type(got["batch"][0]) is np.ndarray
+        assert text == "text"
+        total *= 0.5  # as any array of the program's own
+        assert (context().all_reduce("MEAN", total) == SIZE * (SIZE + 1) / 4).all()
+        if RANK == SIZE - 1:
+            assert (got["elsewhere"] == got["batch"][0]).all()
+        else:
+            with pytest.raises(errors.PlacementError, match=f"rank {SIZE - 1}"):
+                _ = got["elsewhere"] + 1
+        return own
+
+    assert (strategy.run(step) == RANK + 1).all()
+    with strategy.scope():
+        v = ms.Variable(np.zeros(2), aggregation="SUM")
+    added = strategy.run(lambda: strategy.extended.update(v, lambda v: v.assign_add(np.ones(2)).numpy()))
+    assert type(added) is np.ndarray
 
 
 def test_merge_call_hands_on_arguments_and_result(strategy: ms.Strategy) -> None:

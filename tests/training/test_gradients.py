@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from checkpoints import shared_folder
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replicas import RANK, RANKS, SIZE, part_of, same_everywhere, still_works
@@ -94,9 +96,10 @@ def test_a_step_that_does_not_fit_adds_nothing() -> None:
     wrong: list[tuple[Any, type[Exception]]] = [
         ([np.ones(2)], errors.ShapeError),
         ([np.ones(2), np.ones(2)], errors.ShapeError),
-        ([np.ones(2), None], errors.LeafError),
         ([np.ones(2), "text"], errors.DTypeError),
-        ([ms.IndexedSlices(np.ones(2), [0, 1], (2,)), np.ones(3)], errors.LeafError),
+        ([ms.IndexedSlices(np.ones(2), [0, 1], (3,)), np.ones(3)], errors.ShapeError),
+        ([ms.IndexedSlices(np.ones(2), [0, 2], (2,)), np.ones(3)], errors.ShapeError),
+        ([np.ones(2), ms.IndexedSlices(np.ones(1), [0])], errors.ShapeError),
     ]
     for bad, kind in wrong:
         with pytest.raises(kind):
@@ -104,6 +107,47 @@ def test_a_step_that_does_not_fit_adds_nothing() -> None:
     sums = accumulator.add([np.ones(2), np.ones(3)])
     assert sums is not None
     np.testing.assert_array_equal(np.concatenate(sums), np.full(5, 2.0))
+
+
+def test_none_and_sparse_gradients_are_added_and_clipped(strategy: ms.Strategy, tmp_path: Path) -> None:
+    """As an optimizer takes them: None where a variable takes no part in a step, rows of an embedding."""
+
+    def slices(*rows: int) -> ms.IndexedSlices:
+        return ms.IndexedSlices(np.full((len(rows), 2), 3.0, np.float16), np.array(rows), (4, 2))
+
+    dense = np.zeros((4, 2), np.float16)
+    accumulator = GradientAccumulator(3)
+    accumulator.add([None, np.ones(2), slices(1, 1), dense, None])
+    accumulator.add([None, None, None, slices(2), slices(3)])
+    sums = accumulator.add([None, np.ones(2), slices(0), None, dense])
+    assert sums is not None
+    nothing, some, rows, both, turned = sums
+    assert nothing is None
+    np.testing.assert_array_equal(some, [2.0, 2.0])
+    assert isinstance(rows, ms.IndexedSlices)
+    assert rows.values.dtype == both.dtype == np.float16
+    np.testing.assert_array_equal(rows.to_dense()[:, 0], [3, 6, 0, 0])
+    np.testing.assert_array_equal(both[:, 0], [0, 0, 3, 0])
+    np.testing.assert_array_equal(turned[:, 0], [0, 0, 0, 3])
+
+    clipped, norm = clip_by_global_norm([None, slices(1, 1), np.float64(5.0)], 1.0)
+    assert norm == pytest.approx(np.sqrt(2 * 6**2 + 5**2)) == pytest.approx(global_norm([slices(1, 1), 5.0, None]))
+    assert clipped[0] is None
+    np.testing.assert_allclose(clipped[1].to_dense()[1], 6 / norm, rtol=1e-3)
+    with pytest.raises(errors.DTypeError, match="int64"):
+        clip_by_global_norm([np.arange(3)], 1.0)  # the scaled numbers would be cut off
+
+    with strategy.scope():
+        v = ms.Variable(np.zeros((4, 2), np.float16))
+        saved, loaded = GradientAccumulator(2), GradientAccumulator(2)
+    saved.add([None, slices(1)])
+    with strategy.scope():
+        ms.Checkpoint(sums=saved).save(shared_folder(tmp_path) / "sums")
+        ms.Checkpoint(sums=loaded).restore(shared_folder(tmp_path) / "sums")
+    found = loaded.add([None, slices(2)])
+    assert found is not None
+    strategy.run(lambda: ms.optimizers.SGD(1.0).apply_gradients([(found[1], v)]))
+    np.testing.assert_array_equal(v.numpy()[:, 0], [0, -3 * SIZE, -3 * SIZE, 0])
 
 
 @pytest.mark.parametrize(
@@ -161,7 +205,7 @@ def test_impossible_limits(limit: Any, kind: type[Exception]) -> None:
 
 
 def test_what_has_no_norm_is_refused() -> None:
-    for bad in (None, "text", ms.IndexedSlices(np.ones(1), [0], (2,))):
+    for bad in (object(), "text", ms.IndexedSlices(np.ones(1), [0.5], (2,))):
         with pytest.raises((errors.LeafError, errors.DTypeError)):
             clip_by_global_norm([np.ones(2), bad], 1.0)
 

@@ -32,9 +32,8 @@ def sgd(p: Array, gradients: list[Array], rate: float, momentum: float = 0.0, ne
     v = np.zeros_like(p)
     for g in gradients:
         if momentum:
-            v = stored(momentum * v + g, p.dtype)
-            step = g + momentum * v if nesterov else v
-            p = p - stored(rate * step, p.dtype)
+            v = stored(momentum * v - rate * g, p.dtype)
+            p = p - stored(rate * g - momentum * v if nesterov else -v, p.dtype)
             yield p, {"momentum": v}
         else:
             p = p - stored(rate * g, p.dtype)
@@ -189,13 +188,13 @@ def test_a_gradient_that_is_the_variable_or_its_slot(alone: ms.Strategy) -> None
     alone.run(lambda: optimizer.apply_gradients([(variable.local_view, variable)]))
     np.testing.assert_array_equal(variable, [0.5] * 3)
     alone.run(lambda: optimizer.apply_gradients([(velocity.local_view, variable)]))
-    np.testing.assert_array_equal(velocity, [1.5] * 3)
-    np.testing.assert_array_equal(variable, [-0.25] * 3)
+    np.testing.assert_array_equal(velocity, [0.0] * 3)  # 0.5 * -0.5 - 0.5 * -0.5
+    np.testing.assert_array_equal(variable, [0.5] * 3)
 
 
 def test_an_update_reads_a_gradient_before_it_writes_over_it() -> None:
     parameter, velocity = np.ones(5), np.ones(5)
     update = kernels.FlatUpdate(parameter, {"momentum": velocity}, kernels.Scratch())
     update.run(kernels.Momentum(1.0, 0.5, True), velocity)
-    np.testing.assert_array_equal(velocity, [1.5] * 5)
-    np.testing.assert_array_equal(parameter, [1 - (1 + 0.75)] * 5)
+    np.testing.assert_array_equal(velocity, [-0.5] * 5)
+    np.testing.assert_array_equal(parameter, [1 - (1 + 0.25)] * 5)

@@ -98,6 +98,26 @@ def test_counting_never_communicates(strategy: ms.Strategy, mean: metrics.Mean) 
     assert mean.result() == 1 or (SIZE == 1 and np.isnan(mean.result()))
 
 
+@pytest.mark.parametrize("columns", [1, 2, 3])
+def test_a_weight_belongs_to_a_row(strategy: ms.Strategy, mean: metrics.Mean, columns: int) -> None:
+    values, weights = np.arange(2.0 * columns).reshape(2, columns), np.array([3.0, 1.0])
+    right = np.average(values.mean(axis=1), weights=weights)
+    average = ms.losses.compute_average_loss
+    for weight in (weights, np.repeat(weights[:, None], columns, axis=1)):
+        mean.reset_state()
+        strategy.run(mean.update_state, args=(values, weight))
+        np.testing.assert_allclose(mean.result(), right, rtol=1e-15)
+        loss = strategy.run(average, args=(values, weight), kwargs={"global_batch_size": 4})
+        np.testing.assert_allclose(loss, right * columns, rtol=1e-15)
+    refused = [np.ones((1, columns)), np.ones(3), np.ones((2, columns, 1)), np.ones(1), np.ones((columns, 2))[:, :0]]
+    refused += [np.ones((2, 1)), np.ones(columns)] if columns == 3 else []
+    for weight in refused:
+        for call in (mean.update_state, average):
+            with pytest.raises(errors.ShapeError, match=r"one weight for each row \(shape \(2,\)\)"):
+                strategy.run(call, args=(values, weight))
+    np.testing.assert_allclose(mean.result(), right, rtol=1e-15)
+
+
 def test_weights_and_shapes_that_do_not_fit(strategy: ms.Strategy, mean: metrics.Mean) -> None:
     with strategy.scope():
         accuracy = metrics.Accuracy()

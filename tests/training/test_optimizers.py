@@ -25,17 +25,25 @@ def apply(strategy: ms.Strategy, optimizer: optimizers.Optimizer, *pairs: tuple[
 # Each takes the gradients of all steps and yields the variable (which begins at 0) after each step, in float64.
 
 
-def sgd(gradients: list[Array], rate: float, momentum: float = 0.0, nesterov: bool = False) -> Iterator[Array]:
+# They are those of keras.optimizers, with a learning rate that changes: with one that does not, other formulas of
+# momentum (torch's, say) come to the same.
+
+RATE = ms.schedules.PiecewiseConstantDecay([0, 2], [0.1, 0.01, 0.3])
+
+
+def sgd(gradients: list[Array], momentum: float = 0.0, nesterov: bool = False) -> Iterator[Array]:
     w, v = np.zeros_like(gradients[0]), np.zeros_like(gradients[0])
-    for g in gradients:
-        v = momentum * v + g
-        w = w - rate * (g + momentum * v if nesterov else v)
+    for t, g in enumerate(gradients):
+        rate = RATE(t)
+        v = momentum * v - rate * g
+        w = w + (momentum * v - rate * g if nesterov else v)
         yield w
 
 
-def adam(gradients: list[Array], rate: float, b1: float, b2: float, eps: float, decay: float = 0.0) -> Iterator[Array]:
+def adam(gradients: list[Array], b1: float, b2: float, eps: float, decay: float = 0.0) -> Iterator[Array]:
     w, m, v = (np.zeros_like(gradients[0]) for _ in range(3))
     for t, g in enumerate(gradients, start=1):
+        rate = RATE(t - 1)
         m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
         w = w - rate * decay * w
         w = w - rate * np.sqrt(1 - b2**t) / (1 - b1**t) * m / (np.sqrt(v) + eps)
@@ -43,19 +51,19 @@ def adam(gradients: list[Array], rate: float, b1: float, b2: float, eps: float, 
 
 
 CASES: dict[str, tuple[Callable[[str], optimizers.Optimizer], Callable[[list[Array]], Iterator[Array]]]] = {
-    "SGD": (lambda a: optimizers.SGD(0.1, aggregation=a), lambda g: sgd(g, 0.1)),
-    "momentum": (lambda a: optimizers.SGD(0.1, momentum=0.9, aggregation=a), lambda g: sgd(g, 0.1, 0.9)),
+    "SGD": (lambda a: optimizers.SGD(RATE, aggregation=a), lambda g: sgd(g)),
+    "momentum": (lambda a: optimizers.SGD(RATE, momentum=0.9, aggregation=a), lambda g: sgd(g, 0.9)),
     "nesterov": (
-        lambda a: optimizers.SGD(0.1, momentum=0.9, nesterov=True, aggregation=a),
-        lambda g: sgd(g, 0.1, 0.9, nesterov=True),
+        lambda a: optimizers.SGD(RATE, momentum=0.9, nesterov=True, aggregation=a),
+        lambda g: sgd(g, 0.9, nesterov=True),
     ),
     "Adam": (
-        lambda a: optimizers.Adam(0.1, 0.8, 0.99, 1e-5, aggregation=a),
-        lambda g: adam(g, 0.1, 0.8, 0.99, 1e-5),
+        lambda a: optimizers.Adam(RATE, 0.8, 0.99, 1e-5, aggregation=a),
+        lambda g: adam(g, 0.8, 0.99, 1e-5),
     ),
     "AdamW": (
-        lambda a: optimizers.AdamW(0.1, 0.05, 0.8, 0.99, 1e-5, aggregation=a),
-        lambda g: adam(g, 0.1, 0.8, 0.99, 1e-5, decay=0.05),
+        lambda a: optimizers.AdamW(RATE, 0.05, 0.8, 0.99, 1e-5, aggregation=a),
+        lambda g: adam(g, 0.8, 0.99, 1e-5, decay=0.05),
     ),
 }
 

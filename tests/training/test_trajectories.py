@@ -49,13 +49,17 @@ class Ours(programs_optimizer.OptimizerV1):
 
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: case["id"])
 def test_our_optimizers_follow_the_recorded_four_steps(case: Json, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, slots and losses after every step, to within rounding."""
+    """Weights, slots and losses after every step, to within rounding; but the slot of momentum, which Keras's SGD keeps
+    with the learning rate in it and the document's four steps without."""
     monkeypatch.setitem(programs_optimizer.STYLES, "ours", Ours)
     env = Env(case, RANK, MpiRanks.strategies)
     found = programs_optimizer.train(env, {**case["inputs"], "style": "ours"})
     wanted = expected_outcome(case, PROGRAMS["train"], RANK)["observed"]
     for row in wanted["trajectory"]:
         row.get("state", {}).pop("beta powers", None)
+    for row in (*wanted["trajectory"], *found["trajectory"].value):
+        for slots in row.get("state", {}).values():
+            slots.pop("momentum", None)
     tolerance = Tolerance.of_training(case, STEPS)
     assert list(differences(wanted["trajectory"], found["trajectory"].value, tolerance, "trajectory")) == []
     assert found["copies are equal at the end"]
@@ -197,7 +201,7 @@ def test_momentum_moves_only_the_rows_that_a_sparse_gradient_names(strategy: ms.
     np.testing.assert_allclose(mine.read_value()[:, 0], [0, -0.2 * SIZE, 0, 0])
     strategy.run(step, args=([0] if RANK == 0 else [],))  # most ranks have none
     np.testing.assert_allclose(mine.read_value()[:, 0], [-0.1, -0.2 * SIZE, 0, 0])
-    np.testing.assert_allclose(momentum.slots_of(mine)["momentum"][:, 0], [1, 2 * SIZE, 0, 0])
+    np.testing.assert_allclose(momentum.slots_of(mine)["momentum"][:, 0], [-0.1, -0.2 * SIZE, 0, 0])
     second = dense.read_value()[:, 0]
     assert second[1] < -0.1
     assert second[2] == second[3] == 0

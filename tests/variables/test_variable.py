@@ -23,6 +23,40 @@ def matrix(strategy: ms.Strategy) -> ms.Variable:
 # ------------------------------------------------------------------------------------------------- beginning
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one replica has no copies that could differ")
+def test_what_differs_by_replica_is_not_written_to_copies_that_stay_equal(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        v = ms.Variable(np.zeros((3, 2)), aggregation="SUM")
+        own = ms.Variable(np.zeros((3, 2)), aggregation="MEAN", synchronization="ON_READ")
+    mine = ms.PerReplica((np.full((3, 2), RANK + 1.0),))
+    slices = ms.IndexedSlices(ms.PerReplica((np.full((1, 2), RANK + 1.0),)), np.array([0]), (3, 2))
+    update = strategy.extended.update
+    with strategy.scope():
+        calls: list[Any] = [
+            *(lambda method=method: getattr(v, method)(mine) for method in ("assign", "assign_add", "assign_sub")),
+            lambda: v.assign([[ms.PerReplica((RANK,)), 0]] * 3),
+            lambda: v.scatter_add(slices),
+            lambda: update(v, lambda v, x: v.assign(x), args=(mine,)),
+            lambda: update(v, lambda v, x: v.assign(x["a"][0]), kwargs={"x": {"a": [mine]}}, group=False),
+            lambda: update(v, lambda v: v.assign(mine)),
+            lambda: update(v, lambda v: v.assign(own)),  # which is read as this replica's copy there
+            lambda: strategy.run(lambda: update(v, lambda v, x: v.assign(x), args=(mine,))),
+            lambda: ms.Variable(mine),
+            lambda: ms.Variable(lambda: mine, synchronization="ON_READ"),
+        ]
+        for number, call in enumerate(calls):
+            with pytest.raises(errors.OptionTypeError, match=r"strategy\.reduce.*ON_READ"):
+                call()
+            assert not v.numpy().any(), number
+        # What the replicas combine, and what each may have for itself, is taken.
+        strategy.run(lambda: v.assign(mine))
+        assert (v.numpy() == sum(rank + 1.0 for rank in RANKS)).all()
+        update(own, lambda own, x: own.assign(x), args=(mine,))
+        v.assign(own)
+        assert (v.numpy() == sum(rank + 1.0 for rank in RANKS) / SIZE).all()
+    assert still_works(strategy)
+
+
 @pytest.mark.parametrize("synchronization", ["AUTO", "ON_WRITE", "ON_READ"])
 @pytest.mark.parametrize("aggregation", ["NONE", "SUM", "ONLY_FIRST_REPLICA"])
 @pytest.mark.parametrize("dtype", [*DTYPES, np.dtype(bool)], ids=str)
@@ -51,7 +85,7 @@ def test_every_copy_begins_with_the_value_of_rank_0(
         (np.ones(6)[::-2], (3,), "float64"),
         (np.ones(2, ">f4"), (2,), "float32"),
         (lambda: np.ones(2), (2,), "float64"),
-        (ms.PerReplica((np.ones(2),)), (2,), "float64"),
+        (ms.Mirrored((np.ones(2),)), (2,), "float64"),
     ],
 )
 def test_what_a_variable_can_begin_with(strategy: ms.Strategy, given: Any, shape: tuple[int, ...], dtype: str) -> None:

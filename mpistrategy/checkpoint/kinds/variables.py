@@ -66,21 +66,24 @@ class Accumulator(Kind):
 
     def add(self, entries: State, path: str, value: GradientAccumulator) -> None:
         count, dtypes = value._position
-        names = [dtype_text(dtype, entries.where) for dtype in dtypes]
+        names = [None if dtype is None else dtype_text(dtype, entries.where) for dtype in dtypes]
         entries.items[path] = Item(self.name, more={"steps": value.steps, "count": count, "dtypes": names})
         copies = ONE if entries.strategy.extended._is_local else _SUM
         for number, total in enumerate(value._partial_sums):
-            entries.add_array(below(path, number), "array", copies, host_array(total))
+            if total is not None:
+                entries.add_array(below(path, number), "array", copies, host_array(total))
 
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not fit.expect(isinstance(value, GradientAccumulator), path, item, value):
             return lambda: None
-        steps, count, dtypes = item.more["steps"], item.more["count"], [dtype_of(text) for text in item.more["dtypes"]]
+        steps, count = item.more["steps"], item.more["count"]
+        dtypes = [None if text is None else dtype_of(text) for text in item.more["dtypes"]]
         if steps != value.steps:
             return fit.problem(path, f"steps={steps!r} in the checkpoint, steps={value.steps} here")
-        paths = [below(path, number) for number in range(len(dtypes))]
+        places = [None if dtype is None else below(path, number) for number, dtype in enumerate(dtypes)]
+        paths = [place for place in places if place is not None]
         items = [fit.manifest.items[each] for each in paths]
-        if type(count) is not int or not 0 <= count < steps or bool(count) != bool(items):
+        if type(count) is not int or not 0 <= count < steps or bool(count) != bool(dtypes):
             raise ValueError(f"{count!r} steps of {steps}, and {len(items)} sums")
         if not all(each.is_array and each.copies in (ONE, _SUM) and is_numeric(dtype_of(each.dtype)) for each in items):
             raise ValueError("sums of another kind than numbers to be added")
@@ -88,7 +91,7 @@ class Accumulator(Kind):
         fit.shared.update(paths)
 
         def restore() -> Any:
-            value._go_on_with(count, [fit.staged.pop(each) for each in paths], dtypes)
+            value._go_on_with(count, [None if each is None else fit.staged.pop(each) for each in places], dtypes)
             return value
 
         return restore

@@ -155,8 +155,10 @@ class Call:
         options: str = "",
         patiently: bool = False,
         sparingly: bool = False,
-    ) -> None:
+    ) -> bool:
         """Compare this call with those of the other ranks; on return all ranks make the same call.
+
+        Return whether some ranks ask what the others have: see `mismatch_report.ASKS`.
 
         Args:
             collective, op, values, destination, options: what must be equal on all ranks.
@@ -170,15 +172,16 @@ class Call:
         signature = Signature(
             collective, op, self.structure, values, destination, options, self.name, self.where, self.place
         )
-        self.agree_on(signature, patiently=patiently, sparingly=sparingly)
+        return self.agree_on(signature, patiently=patiently, sparingly=sparingly)
 
-    def agree_on(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> None:
+    def agree_on(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> bool:
         """Do `agree` with a signature."""
         guard = self._guard
-        guard.compare(signature, patiently=patiently, sparingly=sparingly)
+        asked = guard.compare(signature, patiently=patiently, sparingly=sparingly)
         if guard.failures is not None:
             guard.failures.agree()
         self.set_agreed(True)
+        return asked
 
     def expect_more(self) -> None:
         """Say that there will be one more `agree`: a failure before it must be reported to the other ranks."""

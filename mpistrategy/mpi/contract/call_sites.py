@@ -250,7 +250,10 @@ def _without_column(place: str) -> str:
 
 
 def warn(text: str, category: type[Warning]) -> None:
-    """Warn at the call site in the user's program, not at a line of this package."""
+    """Warn at the call site in the user's program, not at a line of this package.  Control characters are escaped."""
+    from mpistrategy.own_files import printable  # here, for the quick import
+
+    text = printable(text)
     frame = outside(sys._getframe(1))
     if frame is None:  # a thread of this package
         warnings.warn(text, category, stacklevel=2)

@@ -278,23 +278,27 @@ class Guard(TellsErrors):
             self.clear_told(error)
             raise
 
-    def compare(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> None:
+    def compare(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> bool:
         """Raise on every rank unless all ranks give an equal `signature`.
+
+        Return whether some ranks ask what the others have: `mismatch_report.ASKS`.
 
         Args:
             signature: of the call.
             patiently: leave the core to other threads.
             sparingly: only as often as the level says; for calls that need no barrier before their data.
         """
+        asked = False
         if self._channel is None:
-            return
+            return asked
         digest, kept = self._digests.of(signature)
         if self.current is not None:
             self.record.entries[-1][WHAT].signature = kept
         self.since = time.monotonic()
         if not self._agrees(digest, kept, due=not sparingly, patiently=patiently):
-            self._resolve(self._report(signature))
+            asked = self._resolve(self._report(signature))
         self.since = time.monotonic()
+        return asked
 
     def _agrees(self, digest: int, signature: Signature, *, due: bool, patiently: bool = False) -> bool:
         """Return whether all ranks make an equal call, or this call is not compared."""
@@ -364,14 +368,19 @@ class Guard(TellsErrors):
         self.flag_was_seen = True  # first, since a signal may come between the two lines
         self._flag, self.must_enter = 0, self._closed
 
-    def _resolve(self, mine: mismatch_report.Report) -> None:
-        """Find out why the digests differ; raise on every rank unless it was only a flag."""
+    def _resolve(self, mine: mismatch_report.Report) -> bool:
+        """Find out why the digests differ; raise on every rank unless it was only a flag, or ranks that ask.
+
+        Return whether it was ranks that ask.
+        """
         reports = self.gather_reports(mine)
         if mine.digest is not None and all(report.digest == mine.digest for report in reports):
             self.unseen = 0
             self._see_flags()
-            return
+            return False
         self.unseen = 0
+        if mismatch_report.only_ask(reports):
+            return True  # a flag that is up is seen at the next comparison
         if self.hear_of_ends(reports):
             raise self.mark_told(self.remote_error())
         for rank, report in enumerate(reports):

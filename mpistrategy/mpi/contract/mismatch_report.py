@@ -50,6 +50,22 @@ _ALIKE = (
 )
 
 
+_AN_INT = "int64[]"
+_BETWEEN = ", "
+#: The structure of the call of a rank that has no value of its own, and takes what the root of a broadcast has.
+ASKS = "what the root has"
+_OF_VALUES = ("structure", "values")
+
+
+def only_ask(reports: Sequence[Report]) -> bool:
+    """Return whether the calls differ only in that some ranks ask what the others have, who all have the same."""
+    asking = [report for report in reports if report.call.get("structure") == ASKS]
+    brought = {report.digest for report in reports if report.call.get("structure") != ASKS}
+    others = [{name: text for name, text in report.call.items() if name not in _OF_VALUES} for report in reports]
+    about = {tuple(sorted(each.items())) for each in others}
+    return bool(asking) and len(brought) == len(about) == 1 and not any(report.error for report in reports)
+
+
 def mismatch(reports: Sequence[Report]) -> CollectiveMismatchError:
     """Return what every rank raises: the table as its text, and the calls that differ as data."""
     error = CollectiveMismatchError(table(reports))
@@ -90,7 +106,25 @@ def table(reports: Sequence[Report]) -> str:
         head += f"; they differ in: {', '.join(different) or 'nothing'}"
     lines = [head, *_rows(calls, different, [report.site for report in reports])]
     lines.extend(_ALIKE if different == ["place"] and not left else _DIFFERENT)
+    lines.extend(_cures(calls, different))
     return "\n".join(lines)
+
+
+def _cures(calls: Sequence[Words], different: Sequence[str]) -> list[str]:
+    """Return what to write for the usual differences."""
+    cures = []
+    if "destination" in different and any(call.get("destination", "").startswith("rank ") for call in calls):
+        cures.append(
+            "extended.worker_devices is each rank's own device. To have the result on every rank, pass the value itself"
+            " or strategy.devices_by_rank."
+        )
+    lists = [call.get("values", "").split(_BETWEEN) for call in calls if LEFT not in call]
+    if any(_AN_INT in texts and len({*texts}) > 1 for texts in zip(*lists, strict=False)):
+        cures.append(
+            "A Python int is int64, a float is float64, and sum() of no values is the int 0: write float(x), or"
+            " sum(parts, start=0.0)."
+        )
+    return cures
 
 
 def _different(calls: Sequence[Words]) -> list[str]:

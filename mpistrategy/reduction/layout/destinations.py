@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays import devices
+from mpistrategy.arrays import devices, nest
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.values import ArrayLike, IndexedSlices
+from mpistrategy.arrays.dtypes import is_python_number
+from mpistrategy.arrays.values import ArrayLike, IndexedSlices, PerReplica, local_component
 from mpistrategy.errors import DestinationError, DeviceError
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
@@ -48,6 +49,37 @@ class Destination:
 
 
 EVERY_RANK = Destination()
+
+
+def for_value(value: Any, destinations: Any) -> Any:
+    """Return `destinations`, or a value that stands for every rank where they are a number, or a nest, like `value`.
+
+    A number alone says nothing: 0 might be meant as rank 0.
+    """
+    if destinations is None or isinstance(destinations, str):
+        return destinations
+    is_nest = nest.is_container(destinations)
+    if not (is_nest or _is_number(destinations)):
+        return destinations
+    if destinations is not value:
+        theirs, mine = nest.flatten(destinations), nest.flatten(value)
+        if theirs[1].text != mine[1].text or not all(map(_stand_for_each_other, theirs[0], mine[0])):
+            return destinations
+    elif is_nest and all(isinstance(leaf, str) for leaf in nest.flatten(value)[0]):
+        return destinations
+    return PerReplica((0,))
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, bool) or is_python_number(value)
+
+
+def _stand_for_each_other(destination: Any, value: Any) -> bool:
+    """Return whether a leaf of the destinations is a value as the one of `value` at its place is."""
+    if _is_number(destination) or destination is None:
+        mine = local_component(value)
+        return _is_number(mine) if destination is not None else mine is None
+    return not isinstance(destination, str)
 
 
 def resolve(destinations: Any, communicator: Communicator, where: str) -> Destination:

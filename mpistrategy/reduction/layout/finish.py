@@ -12,9 +12,10 @@ from mpistrategy.options import ReduceOp
 
 
 def finish(total: Array, dtype: np.dtype[Any], op: ReduceOp, count: int) -> Array:
-    """Turn a sum in the wire dtype into the result: divide for MEAN, and round once to the result's dtype."""
-    if dtype.kind in "iu":
-        total = total.astype(dtype, copy=False)  # wrapped around, as NumPy does
+    """Turn a sum in the wire dtype into the result: divide for MEAN, and round once to the result's dtype.
+
+    Sums of integers wrap around, as NumPy's do.
+    """
     if op is ReduceOp.MEAN:
         return rounded(divide(total, count), mean_dtype(dtype))
     return rounded(total, dtype)

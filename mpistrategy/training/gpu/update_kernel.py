@@ -91,8 +91,10 @@ def _table(pointers: int, arrays: int) -> np.dtype[Any]:
 
 
 SGD = Formula("sgd", (), "x[0] = x[0] - n[0] * x[1];")
-MOMENTUM = Formula("momentum", ("momentum",), "x[2] = n[1] * x[2] + x[1];\nx[0] = x[0] - n[0] * x[2];")
-NESTEROV = Formula("nesterov", ("momentum",), "x[2] = n[1] * x[2] + x[1];\nx[0] = x[0] - n[0] * (x[1] + n[1] * x[2]);")
+MOMENTUM = Formula("momentum", ("momentum",), "x[2] = n[1] * x[2] - n[0] * x[1];\nx[0] = x[0] + x[2];")
+NESTEROV = Formula(
+    "nesterov", ("momentum",), "x[2] = n[1] * x[2] - n[0] * x[1];\nx[0] = x[0] - (n[0] * x[1] - n[1] * x[2]);"
+)
 ADAM = Formula(
     "adam",
     ("m", "v"),

@@ -124,6 +124,25 @@ def test_optimizers_that_differ_between_ranks_are_refused(strategy: ms.MirroredS
     assert not np.asarray(weights).any()
 
 
+class Declares(ms.optimizers.SGD):
+    """An optimizer with a setting of its own."""
+
+    shrinking: float = 1.0
+
+
+@several
+def test_attributes_of_the_program_on_an_optimizer_are_not_compared(strategy: ms.MirroredStrategy) -> None:
+    with strategy.scope():
+        weights, optimizer = ms.Variable(np.zeros(2)), Declares(0.1)
+    optimizer.last_loss = 0.5 + RANK  # type: ignore[attr-defined]
+    strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), weights)]))
+    assert (weights.numpy() == -0.1 * SIZE).all()
+    optimizer.shrinking = 1.0 + RANK
+    with pytest.raises(errors.CollectiveMismatchError, match="shrinking"):
+        strategy.run(lambda: optimizer.apply_gradients([(np.ones(2), weights)]))
+    assert (weights.numpy() == -0.1 * SIZE).all()
+
+
 @pytest.mark.parametrize("rate", [-5, 0, "x", None, float("nan")])
 def test_a_learning_rate_set_later_is_checked_at_once(rate: Any) -> None:
     optimizer = ms.optimizers.Adam(0.1)

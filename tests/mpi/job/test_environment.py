@@ -67,6 +67,14 @@ def test_a_variable_that_is_near_none_is_told_with_all(monkeypatch: pytest.Monke
         environment.warn_of_unknown()
 
 
+def test_control_characters_in_a_name_are_not_printed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_told", set())
+    monkeypatch.setenv("MPISTRATEGY_\x1b[2J\udcf6", "1")
+    with pytest.warns(mpistrategy.errors.OptionWarning, match=r"MPISTRATEGY_\\x1b\[2J\\udcf6") as told:
+        environment.warn_of_unknown()
+    assert "\x1b" not in str(told[0].message)
+
+
 def test_the_former_name_of_a_variable_is_read_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "_told", set())
     monkeypatch.delenv("MPISTRATEGY_TIMEOUT_SECONDS", raising=False)

@@ -247,3 +247,14 @@ def test_the_view_is_the_communicator_in_everything_else() -> None:
     assert (view.rank, view.size, view.node_of) == (ranks.rank, ranks.size, ranks.node_of)
     assert view is wire.on(ranks, "bfloat16")
     ranks.free()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "int16", "uint32"])
+def test_means_of_integers_keep_their_digits(placed: tuple[ms.Strategy, Sequence[int]], dtype: str) -> None:
+    """Weighted ones, too, whose sums are floats."""
+    strategy, _ = placed
+    values = [np.arange(100, 120).astype(dtype) + np.dtype(dtype).type(rank) for rank in RANKS]
+    for weights in ([1] * SIZE, [rank + 1 for rank in RANKS]):
+        weight = None if weights[-1] == 1 else weights[RANK]
+        found = strategy.run(lambda weight=weight: context().all_reduce("MEAN", values[RANK], SHORT, weight=weight))
+        np.testing.assert_allclose(found, np.average(values, axis=0, weights=weights), rtol=1e-7)

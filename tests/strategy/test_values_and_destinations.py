@@ -1,0 +1,102 @@
+"""What reduce_to, batch_reduce_to and broadcast_to take as values and destinations, and words for what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+from replicas import RANK, RANKS, SIZE, still_works
+
+import mpistrategy as ms
+from mpistrategy import errors
+
+pytestmark = pytest.mark.mpi
+several = pytest.mark.skipif(SIZE == 1, reason="one rank has no other calls to differ from")
+TOTAL = sum(RANKS) + SIZE
+
+
+def plain(value: Any) -> Any:
+    """Return a result without its containers, as lists and numbers."""
+    if isinstance(value, dict):
+        return {key: plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(plain, value))
+    if value is None:
+        return None
+    assert isinstance(value, ms.Mirrored)
+    return np.asarray(value).tolist()
+
+
+def nest_of(number: float) -> Any:
+    return {"b": [np.full(2, number), (number, None)], "a": 1}
+
+
+def test_numbers_and_nests_are_reduced_and_sent(strategy: ms.Strategy) -> None:
+    to, mine = strategy.extended, RANK + 1.0
+    with strategy.scope():
+        v = ms.Variable(np.zeros(2))
+        sums = {"b": [[TOTAL] * 2, (TOTAL, None)], "a": SIZE}
+        ones = {"b": [[1.0] * 2, (1.0, None)], "a": 1}
+        for where in (nest_of(mine), v, "task:0"):
+            reduced, sent = to.reduce_to("SUM", nest_of(mine), where), to.broadcast_to(nest_of(mine), where)
+            if RANK == 0 or not isinstance(where, str):
+                assert (plain(reduced), plain(sent)) == (sums, ones)
+                continue
+            for found in (reduced, sent):
+                with pytest.raises(errors.PlacementError):
+                    plain(found)
+        same = nest_of(mine)
+        assert plain(to.reduce_to("SUM", same, same)) == sums
+        assert plain(to.reduce_to("SUM", mine, float(mine))) == TOTAL
+        assert plain(to.reduce_to("MEAN", RANK, 0)) == sum(RANKS) / SIZE
+        assert plain(to.reduce_to("SUM", [1.0, 2.0], [1.0, 2.0])) == [SIZE, 2.0 * SIZE]
+        assert plain(to.broadcast_to(RANK, RANK)) == 0
+        batch = [(mine, mine), (None, v), (nest_of(mine), v), (np.ones(1), v)]
+        assert plain(to.batch_reduce_to("SUM", batch)) == [TOTAL, None, sums, [SIZE]]
+        assert to.batch_reduce_to("SUM", [(None, v)]) == [None]
+        assert plain(strategy.extended.cross_device_ops.reduce("SUM", mine, mine)) == TOTAL
+        with pytest.raises(errors.DestinationError, match="task:0"):
+            to.reduce_to("SUM", np.ones(2), 0)  # rank 0, or every rank?
+    assert still_works(strategy)
+
+
+@several
+@pytest.mark.parametrize(
+    ("call", "cure"),
+    [
+        (lambda s: s.extended.reduce_to("SUM", np.ones(2), s.extended.worker_devices), "strategy.devices_by_rank"),
+        (lambda s: s.extended.broadcast_to(np.ones(2), s.extended.worker_devices[0]), "strategy.devices_by_rank"),
+        (lambda s: s.reduce("SUM", sum([0.5] if RANK == 0 else [])), r"sum\(parts, start=0.0\)"),
+        (lambda s: s.reduce("SUM", {"a": 1.5, "b": 1 if RANK else 1.5}), r"float\(x\)"),
+    ],
+)
+def test_calls_that_differ_name_the_usual_cure(
+    strategy: ms.Strategy, call: Callable[[ms.Strategy], Any], cure: str
+) -> None:
+    with strategy.scope(), pytest.raises(errors.CollectiveMismatchError, match=cure):
+        call(strategy)
+    assert still_works(strategy)
+
+
+def test_words_for_what_is_written_elsewhere(strategy: ms.Strategy) -> None:
+    for op, word in ((MPI.SUM, "Write 'SUM'"), ("MPI.MAX", "Write 'MAX'"), ("MAXLOC", "mpi4py"), (MPI.LAND, "mpi4py")):
+        with pytest.raises(errors.ReduceOpError, match=word) as refused:
+            strategy.reduce(op, 1.0)  # type: ignore[call-overload]
+        assert "Did you mean" not in str(refused.value)
+    objects = np.array([1, None], object)
+    with strategy.scope():
+        v = ms.Variable(np.zeros(2))
+        for call in (lambda: strategy.reduce("SUM", objects), lambda: v.assign(objects), lambda: ms.Variable(objects)):
+            with pytest.raises(errors.LeafError, match="of dtype object"):
+                call()
+        for method in (v.assign, v.assign_add, v.scatter_add):
+            with pytest.raises(errors.OptionTypeError, match=r"use_locking=True.*Leave it out"):
+                method(np.ones(2), use_locking=True)  # type: ignore[operator]
+    with pytest.raises(TypeError, match="leave it out"):
+        ms.optimizers.SGD(0.1, use_locking=True)  # type: ignore[call-arg]
+    with pytest.raises(AttributeError, match="MirroredStrategy"):
+        _ = ms.DistributionStrategy  # type: ignore[attr-defined]
+    assert still_works(strategy)
