@@ -605,3 +605,27 @@ def test_the_end_of_a_job_that_may_be_requeued(tmp_path: Path, srun: str, told: 
     assert told in written
     assert ("scontrol requeue 7" in written) == ("back to the queue" in told)
     assert not (tmp_path / file).exists()
+
+
+def test_a_file_of_a_chain_that_was_killed(tmp_path: Path) -> None:
+    """The next job of the chain removes what the one before left; both remove their own when they are ended by TERM."""
+    for name, text in {
+        "srun": "touch started; exec sleep 60",
+        "sbatch": 'echo 9; echo "$@" >given',
+        "scancel": "true",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".mpistrategy-7.unfinished").touch()
+    (tmp_path / ".mpistrategy-6.unfinished").touch()
+    script = FOLDER / "chain.sbatch"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": "node1"}
+    with subprocess.Popen(["bash", script, "2", "7"], cwd=tmp_path, env=environment, start_new_session=True) as job:
+        end = time.monotonic() + 30
+        while not (tmp_path / "started").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        job.terminate()
+        assert job.wait(30) == -15
+        os.killpg(job.pid, 9)  # srun, which goes on
+    assert (tmp_path / "given").read_text().split()[-2:] == ["3", "8"]
+    assert sorted(path.name for path in tmp_path.glob(".mpistrategy-*")) == [".mpistrategy-6.unfinished"]

@@ -1,8 +1,8 @@
 """Outcomes of giving GPU memory to an MPI library, kept from one job to the next.
 
-`mpistrategy doctor`, or `mpistrategy run` before the program, tries it in a job of its own, where a crash is an answer,
-and writes it down beside the measured thresholds; strategies read it.  An outcome counts for the library that it was
-found with, for the settings that decide how the library moves memory, and for one node or several.
+`mpistrategy doctor` tries it in a job of its own, where a crash is an answer, and writes it down beside the measured
+thresholds; strategies read it.  An outcome counts for the library that it was found with, for the settings that decide
+how the library moves memory, and for one node or several.
 """
 
 from __future__ import annotations

@@ -23,11 +23,11 @@ from mpistrategy.objects.later import later
 from mpistrategy.options import is_on
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.watchdog import earlier_runs
+    from mpistrategy.mpi.watchdog import run_directory
     from mpistrategy.mpi.watchdog.local_process import stat_of
     from mpistrategy.objects.shown import ranks_in_words
 else:
-    later(globals(), "mpistrategy.mpi.watchdog.earlier_runs")
+    later(globals(), "mpistrategy.mpi.watchdog.run_directory")
     later(globals(), "mpistrategy.mpi.watchdog.local_process", "stat_of")
     later(globals(), "mpistrategy.objects.shown", "ranks_in_words")
 
@@ -315,7 +315,7 @@ class Introduction:
     @classmethod
     def of_this_rank(cls, rank: int, size: int, leader: int, local_size: int, cores: Sequence[int]) -> Introduction:
         """Return what this rank says."""
-        directory = earlier_runs.proposal() if rank == 0 else ""
+        directory = run_directory.new_path() if rank == 0 else ""
         return cls(version(), python_version(), size, leader, local_size, tuple(cores), directory)
 
     def text(self) -> str:

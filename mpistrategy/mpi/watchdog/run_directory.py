@@ -46,6 +46,27 @@ def place() -> str:
     return os.path.abspath(os.environ.get(VARIABLE) or os.getcwd())
 
 
+def new_path() -> str:
+    """Return the path of a new run directory, which is not made yet; all ranks use rank 0's.
+
+    It is called ``mpistrategy-run-JOB-STEP-rRESTART-MARK``: the Slurm job and its step (without Slurm neither), how
+    often it had gone back into the queue (not before the first time), and 20 hexadecimal digits that no other run has.
+    """
+    try:
+        folder = place()
+    except OSError:  # the current folder is gone
+        return ""
+    job, step, restart = (_number(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+    again = f"r{restart}" if job and int(restart or 0) else ""
+    words = filter(None, (job, step if job else "", again, os.urandom(10).hex()))
+    return os.path.join(folder, PREFIX + "-".join(words))
+
+
+def _number(variable: str) -> str:
+    text = os.environ.get(variable, "")
+    return text if re.fullmatch(r"[0-9]{1,18}", text) else ""
+
+
 class RunDirectory:
     """The files of one communicator's ranks.  Made when something is first written.
 
@@ -86,10 +107,7 @@ class RunDirectory:
 
     def _write(self, name: str, text: str) -> bool:
         try:
-            try:
-                self._put(name, text.encode(errors="replace"))
-            except FileNotFoundError:  # another start has just taken it away, while nothing was in it
-                self._put(name, text.encode(errors="replace"))
+            self._put(name, text.encode(errors="replace"))
         except OSError as error:
             self._works = False
             if self._title:
