@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -62,6 +63,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = COMMANDS[options.command].load().run
     if options.command == "run":
         return int(run(options))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be UTF-8
     try:
         status = int(run(options))
         sys.stdout.flush()

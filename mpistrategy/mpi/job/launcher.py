@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from mpistrategy.errors import LaunchError
 from mpistrategy.objects.later import later
+from mpistrategy.objects.text import encoded
 from mpistrategy.options import is_on
 
 if TYPE_CHECKING:
@@ -258,7 +259,7 @@ def _is_child_of_rank(claim: Claim) -> bool:
 
     A shell between launcher and program was told the same, too; but it has no MPI, or one that was preloaded.
     """
-    told = {f"{name}={os.environ[name]}".encode() for name in claim.variables}
+    told = {encoded(f"{name}={os.environ[name]}") for name in claim.variables}
     for parent in _parents(os.getpid()):
         try:
             if not told <= set(_read(parent, "environ").split(b"\0")):

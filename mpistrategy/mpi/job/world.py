@@ -23,6 +23,7 @@ from mpistrategy.mpi.watchdog import status_board, watchdog
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory, new_path
 from mpistrategy.mpi.watchdog.status_board import StatusBoard
+from mpistrategy.objects.text import encoded
 
 _OF_COMM_NULL = (
     "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
@@ -162,4 +163,4 @@ def _meet(ranks: MPI.Intracomm, guard: Guard) -> None:
 
 
 def _identity(text: str) -> int:
-    return 1 + zlib.crc32(text.encode()) if text else 0
+    return 1 + zlib.crc32(encoded(text)) if text else 0

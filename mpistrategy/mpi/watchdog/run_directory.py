@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.objects.later import later
+from mpistrategy.objects.text import decoded, encoded
 
 if TYPE_CHECKING:
     from mpistrategy import own_files
@@ -107,7 +108,7 @@ class RunDirectory:
 
     def _write(self, name: str, text: str) -> bool:
         try:
-            self._put(name, text.encode(errors="replace"))
+            self._put(name, encoded(text))
         except OSError as error:
             self._works = False
             if self._title:
@@ -148,7 +149,7 @@ class RunDirectory:
                 descriptor = own_files.open_file(name, folder)
                 try:
                     self._check_is_own(os.fstat(descriptor))
-                    return own_files.read_all(descriptor, MOST_BYTES).decode(errors="replace")
+                    return decoded(own_files.read_all(descriptor, MOST_BYTES))
                 finally:
                     os.close(descriptor)
         except (OSError, ValueError):
@@ -183,7 +184,7 @@ class RunDirectory:
                 try:
                     self._owner = os.fstat(file).st_uid
                     self._check_is_own(state)
-                    os.write(file, text.encode())
+                    os.write(file, encoded(text))
                 except OSError:
                     os.unlink(name, dir_fd=folder)
                 finally:
