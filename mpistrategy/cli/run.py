@@ -21,7 +21,7 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from mpistrategy.cli.endings import Unfinished
-from mpistrategy.errors import LaunchError, OptionError
+from mpistrategy.errors import LaunchError, MpiStrategyError, OptionError
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.faults import plans
 from mpistrategy.mpi.job import abort, before_mpi
@@ -174,7 +174,7 @@ def _start_mpi() -> int:
     try:
         before_mpi.start(_WHERE)
         from mpistrategy.mpi.job import world
-    except LaunchError:  # which is a RuntimeError, too
+    except MpiStrategyError:  # some are RuntimeErrors, too
         raise
     except (ImportError, RuntimeError) as error:
         raise no_mpi(_WHERE, error) from error

@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakSet
 
 from mpi4py import MPI
 
@@ -65,6 +66,24 @@ def ranks_of(comm: Any) -> MPI.Intracomm:
 def rank_in_job() -> int:
     """Return this rank's number among all ranks of the job."""
     return int(MPI.COMM_WORLD.rank)
+
+
+_guards: WeakSet[Guard] = WeakSet()
+_keyval = MPI.KEYVAL_INVALID
+
+
+def close_at_finalize(guard: Guard) -> None:
+    """Let `guard` take no more calls from `MPI.Finalize` on, which first deletes the attributes of COMM_SELF."""
+    global _keyval
+    _guards.add(guard)
+    if _keyval == MPI.KEYVAL_INVALID:
+        _keyval = MPI.Comm.Create_keyval(delete_fn=_close_guards)
+        MPI.COMM_SELF.Set_attr(_keyval, True)
+
+
+def _close_guards(comm: MPI.Comm, keyval: int, attribute: Any) -> None:
+    for guard in list(_guards):
+        guard.close_with_mpi()
 
 
 def watch(guard: Guard, free: Any) -> None:

@@ -122,7 +122,7 @@ class NodePeers:
         self._inside.Bcast(length, 0)
         letters = np.frombuffer(bytearray(data) if self.local_rank == 0 else bytearray(length[0]), np.uint8)
         self._inside.Bcast(letters, 0)
-        return decoded(letters)
+        return decoded(letters.data)
 
     def any_reason(self, reason: str) -> str:
         """Return the first text that is not empty, of all ranks of the job; "" when all are empty."""

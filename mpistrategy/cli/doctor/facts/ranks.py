@@ -66,7 +66,7 @@ class Ranks:
                 letters = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 source = status.Get_source()
                 self._comm.Recv(letters, source, _TEXT)
-                found[source] = decoded(letters)
+                found[source] = decoded(letters.data)
             elif time.monotonic() > end:
                 break
             else:
