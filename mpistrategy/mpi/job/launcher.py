@@ -211,6 +211,32 @@ def check_world(world_size: int, library: str, where: str = "MirroredStrategy") 
         raise error
 
 
+def is_of_multiprocessing(claim: Claim) -> bool:
+    """Return whether multiprocessing has started this process, from a rank to which the launcher spoke.
+
+    It is so where the methods 'spawn' and 'forkserver' import the program's module, and after that; MPI would take the
+    process for its parent.  A single program under srun tells MPI nothing.
+    """
+    main = sys.modules.get("__mp_main__")  # in other processes it is another name of __main__
+    if (main is None or main.__name__ != "__mp_main__") and not any(
+        "from multiprocessing." in each for each in sys.orig_argv
+    ):
+        return False
+    is_single = claim.tasks == 1 and claim.variables[0].startswith("SLURM_")
+    return not is_single and not is_on(os.environ.get(ALONE, ""))
+
+
+def refusal_of_worker(where: str, claim: Claim) -> LaunchError:
+    """Return what is raised in a process that multiprocessing has started."""
+    return LaunchError.at(
+        where,
+        found=f"a process that multiprocessing has started in rank {claim.rank} of {claim.tasks}",
+        expected="a strategy in the ranks alone",
+        fix="Such a process imports the program's module: put what only the ranks shall do, as MirroredStrategy(), "
+        'below `if __name__ == "__main__":`. OneDeviceStrategy works in it.',
+    )
+
+
 def no_mpi(where: str, error: BaseException) -> LaunchError:
     """Return what to raise where no MPI library can be loaded: three lines, the same from everywhere."""
     found = _what_is_missing(error)
