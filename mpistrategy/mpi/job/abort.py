@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.channel import growing_pauses
-from mpistrategy.mpi.contract.error_messages import PATIENCE_SECONDS
+from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, ONE_OF_SEVERAL, PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import child_exit
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks
@@ -39,6 +39,9 @@ _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__fi
 _FORWARDING_SECONDS = 0.2
 #: Of ranks that end with a status at the same time, the first one says so and ends the job before the others do.
 _FIRST_SPEAKS_SECONDS = 0.5
+#: How long a rank waits for another one that prints its error; how long for others that print different ones.
+_ANOTHER_PRINTS_SECONDS, _OTHERS_PRINT_SECONDS = 2.0, 0.5
+_LONGEST_HEAD = 200
 _ENDS = "the whole job ends here."
 
 
@@ -100,10 +103,17 @@ class _Watch:
         where: str,
         status: int = 1,
     ) -> None:
+        path = error_files.write(error, self.rank)
+        if OF_ANOTHER_RANK in error.__dict__:
+            head = f"{kind.__name__}, which another rank prints whole: {error}".partition("\n")[0]
+            self.say(head[:_LONGEST_HEAD])
+            time.sleep(_ANOTHER_PRINTS_SECONDS)  # where that rank has caught it, it comes here in whole
         self.say(in_words(kind, error, trace))
-        if path := error_files.write(error, self.rank):
+        if path:
             self.say(f"The error as data: {path}")
         self.say(f"{kind.__name__} was not caught{where}: {_ENDS}")
+        if ONE_OF_SEVERAL in error.__dict__:
+            time.sleep(_OTHERS_PRINT_SECONDS)
         self.abort(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else status)
 
     def end_untold(self, error: BaseException) -> None:
