@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -69,7 +70,8 @@ def _one(options: argparse.Namespace) -> int:
     if options.template is None:
         return _fail("mpistrategy slurm: name a template, or --list, or --all FOLDER")
     spec = JobSpec.of(options.template, _stated(options))
-    text = render(spec)
+    name = os.path.basename(options.output or "")
+    text = render(spec, shlex.quote(name) if name and name.isprintable() else "FILE")
     if options.check or options.submit:
         spec.check_complete()
     if options.output is not None:

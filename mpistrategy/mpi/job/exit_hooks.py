@@ -14,7 +14,6 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-
 #: The exit status of a program that Ctrl-C has ended, as in a shell.
 INTERRUPTED = 130
 
