@@ -62,7 +62,9 @@ class MirroredStrategy(Strategy):
 
     Raises:
         LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;
-            when the ranks run different versions of Python or of this package.
+            when the ranks run different versions of Python or of this package; when MPI has not been initialized; in a
+            worker of multiprocessing that a rank has started.
+        ContextError: after MPI.Finalize().
         ForkedProcessError: in a forked child of a rank.
         DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks; for GPUs, where
             a rank sees none, and where two would share one unasked.
