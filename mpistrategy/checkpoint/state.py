@@ -29,6 +29,7 @@ from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeE
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import Created
+from mpistrategy.objects.text import encoded
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.mirrored_check import digest
 from mpistrategy.variables.variable import Variable
@@ -285,7 +286,7 @@ class State:
     def _digest(self, path: str) -> int:
         array = self.arrays.get(path)
         if array is None:
-            return int.from_bytes(checksum_of(repr(self.values[path]).encode()).digest()[:8], "little")
+            return int.from_bytes(checksum_of(encoded(repr(self.values[path]))).digest()[:8], "little")
         array = host_array(array)
         if array.dtype.kind in "SUmM" or not array.flags.c_contiguous:
             array = np.frombuffer(array.tobytes(), np.uint8)

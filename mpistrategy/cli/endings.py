@@ -20,6 +20,7 @@ import sys
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK
 from mpistrategy.mpi.job.exit_hooks import status_of
+from mpistrategy.objects.text import encoded
 
 #: "Saved; start me again": what programs end with that were told to stop.
 STOPPED = 75
@@ -75,7 +76,7 @@ class Unfinished:
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
             try:
                 if os.fstat(descriptor).st_size < 2**16:  # thousands of ranks may have the same to say
-                    os.write(descriptor, f"{line}\n".encode(errors="replace"))
+                    os.write(descriptor, encoded(f"{line}\n"))
             finally:
                 os.close(descriptor)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import io
 import os
 import signal
 import sys
@@ -17,6 +18,10 @@ from mpistrategy.errors import LaunchError
 #: The exit status that a shell reports after SIGPIPE.
 _NOBODY_READS = 128 + signal.SIGPIPE
 _COULD_NOT = 2
+_DESCRIPTION = (
+    "mpistrategy: the tf.distribute programming model on NumPy arrays over MPI, one replica a rank. "
+    "`mpistrategy guide` shows how to use it."
+)
 
 
 @dataclass(frozen=True)
@@ -49,7 +54,7 @@ COMMANDS = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status."""
-    parser = argparse.ArgumentParser(prog="mpistrategy", description=mpistrategy.__doc__)
+    parser = argparse.ArgumentParser(prog="mpistrategy", description=_DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"mpistrategy {mpistrategy.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     words = sys.argv[1:] if arguments is None else arguments
@@ -62,6 +67,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     run = COMMANDS[options.command].load().run
     if options.command == "run":
         return int(run(options))
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="surrogateescape")  # names of files need not be UTF-8
     try:
         status = int(run(options))
         sys.stdout.flush()

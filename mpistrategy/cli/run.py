@@ -1,7 +1,8 @@
 """`mpistrategy run program.py`: runs a program on every rank, in place of `python program.py`.
 
 MPI is started and checked before the program runs.  From then on the end of one rank ends the job, also when an import
-fails.  Everything else is as under `python`: arguments, path, `__main__`, exit status.
+fails.  Everything else is as under `python`: arguments, path, `__main__`, exit status.  No rank waits for another one
+here: the other ranks of MPI.COMM_WORLD may run other programs.
 """
 
 from __future__ import annotations
@@ -11,20 +12,16 @@ import contextlib
 import faulthandler
 import io
 import os
-import pkgutil
+import runpy
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec, SourceFileLoader
-from importlib.util import find_spec
-from pathlib import Path
-from types import CodeType, ModuleType, TracebackType
-from typing import Any, NoReturn
+from types import ModuleType, TracebackType
+from typing import Any
 
 from mpistrategy.cli.endings import Unfinished
-from mpistrategy.cli.gpu_trial import try_once
-from mpistrategy.errors import LaunchError, OptionError
+from mpistrategy.errors import LaunchError, MpiStrategyError, OptionError
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.faults import plans
 from mpistrategy.mpi.job import abort, before_mpi
@@ -36,6 +33,7 @@ from mpistrategy.telemetry.tracing import switch
 
 _WHERE = "mpistrategy run"
 _COULD_NOT = 2
+_RUNPY = runpy.run_path.__code__.co_filename
 
 
 @dataclass(frozen=True)
@@ -98,15 +96,6 @@ SETTINGS = {
 }
 
 
-@dataclass(frozen=True)
-class _Program:
-    """What is to run as `__main__`."""
-
-    code: CodeType
-    arguments: list[str]
-    names: dict[str, Any]
-
-
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `mpistrategy run`."""
     parser.usage = "%(prog)s [option ...] (program.py | -m MODULE | -c CODE) [argument ...]"
@@ -152,25 +141,29 @@ def run(options: argparse.Namespace) -> int:
     _hide_frames_of_ours()
     try:
         if options.module:
-            program = _module(*options.module)
+            names = _run_module(*options.module)
         elif options.text:
-            program = _text(*options.text)
+            names = _run_text(*options.text)
         else:
-            program = _file(*options.program)
-        exec(program.code, _main_of(program))
-    except SystemExit as error:
-        _note_exit(error)
-        unfinished.note(error)
-        raise
+            names = _run_path(*options.program)
     except BaseException as error:
+        trace = _without_ours(error.__traceback__)
+        _keep(trace.tb_frame.f_globals if trace is not None else {})
         # An excepthook of the program's own may hide the error; the peers must still learn of the end.
-        status = INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
-        abort.note_end(status, abort.in_words(type(error), error, _without_ours(error.__traceback__)))
+        status = _status_of(error)
+        abort.note_end(status, abort.in_words(type(error), error, trace) if status else "")
         unfinished.note(error)
         raise
+    _keep(names)
     abort.note_end(0)
     unfinished.note(None)
     return 0
+
+
+def _status_of(error: BaseException) -> int:
+    if isinstance(error, SystemExit):
+        return status_of(error.code)
+    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
 
 
 # ------------------------------------------------------------------------------------- before the program
@@ -181,13 +174,12 @@ def _start_mpi() -> int:
     try:
         before_mpi.start(_WHERE)
         from mpistrategy.mpi.job import world
-    except LaunchError:  # which is a RuntimeError, too
+    except MpiStrategyError:  # some are RuntimeErrors, too
         raise
     except (ImportError, RuntimeError) as error:
         raise no_mpi(_WHERE, error) from error
     world.check(_WHERE)
-    hosts = world.watch_from_now_on()
-    try_once(world.rank_in_job(), hosts)
+    world.watch_program()
     return world.rank_in_job()
 
 
@@ -204,68 +196,33 @@ def _show_stacks_of_crashes() -> None:
             watchdog.stack_signal = int(signal.SIGQUIT)
 
 
-# ------------------------------------------------------------------------------------- what to run, and as what
+# ------------------------------------------------------------------------------------- the program
 
 
-def _file(path: str, *arguments: str) -> _Program:
-    importer = pkgutil.get_importer(path)
-    if importer is not None:  # a folder or an archive with a __main__.py in it
-        spec = importer.find_spec("__main__")
-        if spec is None:
-            _refuse(f"can't find '__main__' module in {path!r}", 1)
-        _set_first_path(os.path.join(os.getcwd(), path))
-        return _program_of(spec, [path, *arguments])
+def _run_path(path: str, *arguments: str) -> dict[str, Any]:
+    """Run a file, a folder or an archive as `__main__`; return its names."""
     whole = os.path.join(os.getcwd(), path)
-    try:
-        with io.open_code(whole) as file:
-            text = file.read()
-    except OSError as error:
-        _refuse(f"can't open file {whole!r}: [Errno {error.errno}] {error.strerror}", 2)
-    _set_first_path(str(Path(path).resolve().parent))
-    names = {"__file__": whole, "__cached__": None, "__loader__": SourceFileLoader("__main__", path)}
-    return _Program(compile(text, whole, "exec", dont_inherit=True), [path, *arguments], names)
+    if not os.path.exists(whole):
+        sys.stderr.write(f"{sys.executable}: can't open file {whole!r}: [Errno 2] No such file or directory\n")
+        raise SystemExit(_COULD_NOT)
+    sys.argv[:] = [whole, *arguments]
+    _set_first_path(os.path.dirname(os.path.realpath(whole)))
+    return runpy.run_path(whole, run_name="__main__")
 
 
-def _text(text: str, *arguments: str) -> _Program:
-    _set_first_path("")
-    return _Program(compile(text, "<string>", "exec", dont_inherit=True), ["-c", *arguments], {})
-
-
-def _module(name: str, *arguments: str) -> _Program:
-    _set_first_path(os.getcwd())
+def _run_module(name: str, *arguments: str) -> dict[str, Any]:
     sys.argv[:] = ["-m", *arguments]
-    try:
-        spec = find_spec(name)
-        if spec is not None and spec.submodule_search_locations is not None:
-            name = f"{name}.__main__"
-            spec = find_spec(name)
-    except (ImportError, ValueError) as error:
-        if isinstance(error, ImportError) and error.name not in _with_parents(name):
-            raise  # something that its package imports
-        _refuse(f"Error while finding module specification for {name!r} ({type(error).__name__}: {error})", 1)
-    if spec is None:
-        _refuse(f"No module named {name}", 1)
-    return _program_of(spec, [spec.origin or name, *arguments])
+    _set_first_path(os.getcwd())
+    return runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def _with_parents(name: str) -> set[str]:
-    parts = name.split(".")
-    return {".".join(parts[: count + 1]) for count in range(len(parts))}
-
-
-def _program_of(spec: ModuleSpec, arguments: list[str]) -> _Program:
-    get_code = getattr(spec.loader, "get_code", None)
-    code = get_code(spec.name) if get_code is not None else None
-    if code is None:
-        _refuse(f"No code object available for {spec.name}", 1)
-    names = {
-        "__file__": spec.origin,
-        "__cached__": spec.cached,
-        "__loader__": spec.loader,
-        "__package__": spec.parent,
-        "__spec__": spec,
-    }
-    return _Program(code, arguments, names)
+def _run_text(text: str, *arguments: str) -> dict[str, Any]:
+    sys.argv[:] = ["-c", *arguments]
+    _set_first_path("")
+    code = compile(text, "<string>", "exec", dont_inherit=True)
+    main = sys.modules["__main__"] = ModuleType("__main__")
+    exec(code, vars(main))
+    return vars(main)
 
 
 def _set_first_path(folder: str) -> None:
@@ -273,32 +230,12 @@ def _set_first_path(folder: str) -> None:
         sys.path[0] = folder
 
 
-def _main_of(program: _Program) -> dict[str, Any]:
-    """Make a new `__main__` for the program, and return its names; keep a reference to ours."""
-    main = ModuleType("__main__")
-    names = vars(main)
-    names.update(program.names, __builtins__=sys.modules["builtins"])
-    _replaced.append(sys.modules["__main__"])
-    sys.modules["__main__"] = main
-    sys.argv[:] = program.arguments
-    return names
+def _keep(names: Mapping[str, Any]) -> None:
+    """Let what runs after the program, as its atexit callbacks and threads, find its names: pickle looks there."""
+    vars(sys.modules["__main__"]).update(names)
 
 
-_replaced: list[ModuleType] = []
-
-
-def _refuse(text: str, status: int) -> NoReturn:
-    sys.stderr.write(f"{sys.executable}: {text}\n")
-    raise SystemExit(status)
-
-
-# ------------------------------------------------------------------------------------- the end
-
-
-def _note_exit(error: SystemExit) -> None:
-    status = status_of(error.code)
-    trace = _without_ours(error.__traceback__)
-    abort.note_end(status, abort.in_words(SystemExit, error, trace) if status else "")
+# ------------------------------------------------------------------------------------- its traceback
 
 
 def _hide_frames_of_ours() -> None:
@@ -313,12 +250,12 @@ def _hide_frames_of_ours() -> None:
 
 
 def _without_ours(trace: TracebackType | None) -> TracebackType | None:
-    """Return the part of a traceback that comes after this file's frames; all of it where there are none."""
+    """Return the part of a traceback after the frames of this file and of runpy; all of it where there are none."""
     rest = trace
     while rest is not None and rest.tb_frame.f_code.co_filename != __file__:
         rest = rest.tb_next
     if rest is None:
         return trace
-    while rest is not None and rest.tb_frame.f_code.co_filename == __file__:
+    while rest is not None and rest.tb_frame.f_code.co_filename in (__file__, _RUNPY):
         rest = rest.tb_next
     return rest

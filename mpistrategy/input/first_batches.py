@@ -22,6 +22,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.shown import ranks_in_words
+from mpistrategy.objects.text import encoded
 from mpistrategy.variables.mirrored_check import digest
 
 WARN, RAISE, OFF = "warn", "raise", "off"
@@ -145,7 +146,7 @@ def _ends(array: Any, most: int) -> tuple[str, list[Array]]:
 
 
 def _hashed(text: str) -> str:
-    return f"{digest(np.frombuffer(text.encode(), np.uint8)):016x}"
+    return f"{digest(np.frombuffer(encoded(text), np.uint8)):016x}"
 
 
 def _in_words(digests: tuple[str, ...]) -> str:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrategy.arrays.devices import Device
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
-from mpistrategy.errors import LaunchError, MpiStrategyError, OptionError, OptionTypeError
+from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.job.launcher import no_mpi
@@ -62,7 +62,9 @@ class MirroredStrategy(Strategy):
 
     Raises:
         LaunchError: when no MPI library can be loaded; when a launcher started several ranks that MPI does not see;
-            when the ranks run different versions of Python or of this package.
+            when the ranks run different versions of Python or of this package; when MPI has not been initialized; in a
+            worker of multiprocessing that a rank has started.
+        ContextError: after MPI.Finalize().
         ForkedProcessError: in a forked child of a rank.
         DeviceError: for devices that do not exist, a repeated one, or fewer than the node has ranks; for GPUs, where
             a rank sees none, and where two would share one unasked.
@@ -159,7 +161,7 @@ def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCom
         before_mpi.start("MirroredStrategy")
         from mpistrategy.mpi.job import world
         from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
-    except LaunchError:  # which is a RuntimeError, too
+    except MpiStrategyError:  # some are RuntimeErrors, too
         raise
     except (ImportError, RuntimeError) as error:
         raise no_mpi("MirroredStrategy", error) from None  # its traceback shows mpi4py's search alone

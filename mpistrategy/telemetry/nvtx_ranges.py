@@ -18,6 +18,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.flight_recorder import values_in_words
 from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.objects.text import encoded
 from mpistrategy.options import is_on
 from mpistrategy.telemetry import spans
 
@@ -56,7 +57,7 @@ def find() -> Ways | None:
     except (OSError, AttributeError):
         return None
     push.argtypes = [ctypes.c_char_p]
-    return Ways(lambda text: push(text.encode()), pop, _LIBRARY)
+    return Ways(lambda text: push(encoded(text)), pop, _LIBRARY)
 
 
 class Nvtx(spans.Switched):

@@ -17,6 +17,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, local_component
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.objects.text import encoded
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.reducer import AgreedPlan
 from mpistrategy.strategy.current import get_strategy
@@ -311,6 +312,6 @@ def _shortened(names: list[str]) -> str:
         return ", ".join(names)
     import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
 
-    digest = hashlib.blake2b("\n".join(names).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(encoded("\n".join(names)), digest_size=8).hexdigest()
     half = _MOST_NAMED // 2
     return f"{', '.join(names[:half])}, ..., {', '.join(names[-half:])} ({len(names)} variables, {digest})"

@@ -7,16 +7,13 @@ import re
 import signal
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from mpistrategy.cli import gpu_trial
 from mpistrategy.cli.doctor.facts import cuda_trial, trial_launch
 from mpistrategy.cli.doctor.facts.trial_launch import Start
-from mpistrategy.mpi.gpu import cuda_trials, loaded_mpi
-from mpistrategy.mpi.gpu.cuda_aware import NO, YES, Answer, Evidence
-from mpistrategy.mpi.gpu.cuda_trials import Outcome
+from mpistrategy.mpi.gpu import cuda_trials
+from mpistrategy.mpi.gpu.cuda_aware import NO, YES, Answer
 
 pytestmark = pytest.mark.one_rank
 
@@ -130,26 +127,3 @@ def test_both_places_are_tried_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert cuda_trials.verified(Answer(YES, "it says so"), "Some MPI 1.0", None, nodes=2).verdict == NO
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert cuda_trials.load("Some MPI 1.0", "one node") is None
-
-
-def test_a_run_tries_it_once_on_the_first_rank(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.delenv("MPISTRATEGY_CUDA_AWARE", raising=False)
-    tried: list[Any] = []
-    monkeypatch.setattr(gpu_trial, "glob", lambda pattern: ["/dev/nvidia0"])
-    monkeypatch.setattr(gpu_trial, "find_spec", lambda name: name)
-    monkeypatch.setattr(loaded_mpi, "evidence", lambda: Evidence("Some MPI 2.0", queried=True))
-    monkeypatch.setattr(cuda_trial, "try_all", lambda *told: tried.append(told))
-    gpu_trial.try_once(1, ["a", "a"])
-    gpu_trial.try_once(0, ["a"])
-    assert tried == []
-    gpu_trial.try_once(0, ["a", "b"])
-    assert [each[:2] for each in tried] == [("Some MPI 2.0", ["a", "b"])]
-    cuda_trials.save("Some MPI 2.0", "several nodes", Outcome("right", "two ranks"))
-    gpu_trial.try_once(0, ["a", "b"])
-    assert len(tried) == 1
-    gpu_trial.try_once(0, ["a", "a"])
-    assert len(tried) == 2
-    monkeypatch.setattr(loaded_mpi, "evidence", lambda: Evidence("Some MPI 3.0", queried=False))
-    gpu_trial.try_once(0, ["a", "a"])
-    assert len(tried) == 2

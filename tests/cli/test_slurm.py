@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -40,6 +41,11 @@ JOBS = [name for name in SCRIPTS if name != "select_gpu.sh"]
 
 def text_of(template: str, **statement: Any) -> str:
     return render(JobSpec.of(template, statement))
+
+
+def written_to(file: str, template: str, **statement: Any) -> str:
+    """Return what the command writes, for whom `file` is the script's name."""
+    return render(JobSpec.of(template, statement), file)
 
 
 def refusal(template: str, **statement: Any) -> str:
@@ -394,11 +400,11 @@ def command(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 
 
 def test_the_command_prints_the_script(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert command(capsys, "multi_node") == (0, FILES["multi_node.sbatch"], "")
+    assert command(capsys, "multi_node") == (0, written_to("FILE", "multi_node"), "")
     source = tmp_path / "job.toml"
     source.write_text('nodes = 4\narguments = ["--rate", "0.1"]\ntime = "1:00:00"\n')
     status, printed, _ = command(capsys, "multi_node", "nodes=8", "--from", source)
-    assert (status, printed) == (0, text_of("multi_node", nodes=8, arguments=["--rate", "0.1"], time=60))
+    assert (status, printed) == (0, written_to("FILE", "multi_node", nodes=8, arguments=["--rate", "0.1"], time=60))
 
 
 def test_files_are_overwritten_with_force_only(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -408,10 +414,10 @@ def test_files_are_overwritten_with_force_only(capsys: pytest.CaptureFixture[str
     assert status == 2
     assert "found the key 'nodes'" in told
     status, _, told = command(capsys, "single_node", "time=5", "-o", path)
-    assert (status, path.read_text()) == (2, FILES["single_node.sbatch"])
+    assert (status, path.read_text()) == (2, written_to("'a job.sbatch'", "single_node"))
     assert "--force overwrites it." in told
     assert command(capsys, "single_node", "time=5", "-o", path, "--force")[0] == 0
-    assert path.read_text() == text_of("single_node", time=5)
+    assert path.read_text() == written_to("'a job.sbatch'", "single_node", time=5)
 
 
 def test_a_disk_that_is_full_leaves_the_script_that_was_there(
@@ -431,7 +437,7 @@ def test_a_disk_that_is_full_leaves_the_script_that_was_there(
     assert (status, path.read_text(), sorted(tmp_path.iterdir())) == (2, "mine", [path, link])
     assert "No space left on device" in told
     assert command(capsys, "single_node", "-o", link, "--force")[0] == 0
-    assert (path.read_text(), path.stat().st_mode & 0o777) == (FILES["single_node.sbatch"], 0o750)
+    assert (path.read_text(), path.stat().st_mode & 0o777) == (written_to("link", "single_node"), 0o750)
     assert link.is_symlink()
     assert command(capsys, "single_node", "-o", "/dev/null", "--force")[0] == 0
     assert Path("/dev/null").is_char_device()
@@ -509,7 +515,7 @@ def test_sbatch_gets_the_script(
     fake.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
     assert command(capsys, "multi_node", "nodes=3", option) == (answer, "", "")
-    assert (tmp_path / "script").read_text() == text_of("multi_node", nodes=3)
+    assert (tmp_path / "script").read_text() == written_to("FILE", "multi_node", nodes=3)
     assert (tmp_path / "arguments").read_text().split() == wanted
 
 
@@ -605,3 +611,76 @@ def test_the_end_of_a_job_that_may_be_requeued(tmp_path: Path, srun: str, told: 
     assert told in written
     assert ("scontrol requeue 7" in written) == ("back to the queue" in told)
     assert not (tmp_path / file).exists()
+
+
+def test_a_file_of_a_chain_that_was_killed(tmp_path: Path) -> None:
+    """The next job of the chain removes what the one before left; both remove their own when they are ended by TERM."""
+    for name, text in {
+        "srun": "touch started; exec sleep 60",
+        "sbatch": 'echo 9; echo "$@" >given',
+        "scancel": "true",
+    }.items():
+        (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".mpistrategy-7.unfinished").touch()
+    (tmp_path / ".mpistrategy-6.unfinished").touch()
+    script = FOLDER / "chain.sbatch"
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "8", "SLURM_JOB_NODELIST": "node1"}
+    with subprocess.Popen(["bash", script, "2", "7"], cwd=tmp_path, env=environment, start_new_session=True) as job:
+        end = time.monotonic() + 30
+        while not (tmp_path / "started").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        job.terminate()
+        assert job.wait(30) == -15
+        os.killpg(job.pid, 9)  # srun, which goes on
+    assert (tmp_path / "given").read_text().split()[-2:] == ["3", "8"]
+    assert sorted(path.name for path in tmp_path.glob(".mpistrategy-*")) == [".mpistrategy-6.unfinished"]
+
+
+@pytest.mark.parametrize(
+    ("statement", "what"),
+    [
+        ({"output": "my logs/out.txt"}, "output='my logs/out.txt'"),
+        ({"output": "a;touch b"}, "output='a;touch b'"),
+        ({"output": "%x-%j.out"}, "replaces no %j"),
+        ({"constraint": "gpu&hbm80g"}, "constraint='gpu&hbm80g'"),
+        ({"constraint": "arch=linux:mem=4gb"}, "Write memory=... instead"),
+        ({"constraint": "arch=linux+1"}, "constraint='arch=linux+1'"),
+    ],
+)
+def test_pbs_directives_take_no_more_than_was_meant(statement: dict[str, str], what: str) -> None:
+    assert what in refusal("single_node", site="pbs", **statement)
+
+
+def test_pbs_directives_with_an_output_and_resources() -> None:
+    text = text_of("single_node", site="pbs", output="logs/out.txt", constraint="gpu_type=a100:arch=linux")
+    assert "\n#PBS -o logs/out.txt\n" in text
+    assert re.search(r"(?m)^#PBS -l select=1:\S+:gpu_type=a100:arch=linux$", text)
+
+
+def test_a_script_speaks_of_itself_by_its_own_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["slurm", "requeue", "-o", str(tmp_path / "my job.sh")]) == 0
+    text = (tmp_path / "my job.sh").read_text()
+    assert "\n#     sbatch 'my job.sh'  " in text
+    assert main.main(["slurm", "requeue"]) == 0
+    shown = capsys.readouterr().out
+    assert "\n#     sbatch FILE  " in shown
+    for said in (text, shown):
+        assert "requeue.sbatch" not in said
+        assert "beside this file" not in said
+    evil = tmp_path / "a\ntouch b"
+    assert main.main(["slurm", "requeue", "-o", str(evil)]) == 0
+    assert "touch b" not in evil.read_text()
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (("single_node", "task_per_node=4"), "tasks_per_node"),
+        (("multi-node",), "multi_node"),
+        (("single_node", "gpu_option=gpu-per-node"), "gpus-per-node"),
+    ],
+)
+def test_the_nearest_name_is_told(words: tuple[str, ...], meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main.main(["slurm", *words]) != 0
+    assert f"Did you mean '{meant}'?" in capsys.readouterr().err

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import launching
+import programs
 import pytest
 import slurm_bed
 from hypothesis import HealthCheck, given, settings
@@ -299,37 +300,18 @@ def test_chain(user: User) -> None:
     assert user.bed.show(taken_back[1])["JobState"] == "CANCELLED"
 
 
-WORKS = """
-import time
-import mpistrategy as ms
-
-strategy = ms.MirroredStrategy()
-for _ in range(900):
-    strategy.barrier("works")
-    time.sleep(0.1)
-"""
-
-
-@pytest.mark.one_rank
 @needs_srun
 @twice
-def test_what_a_killed_job_leaves_its_next_start_removes(user: User) -> None:
-    user.environment["MPISTRATEGY_TIMEOUT_SECONDS"] = "10"  # the nodes tell each other of themselves every second
-    (user.folder / "works.py").write_text(WORKS)
-    user.edit("requeue.sbatch", "works.py")
-    job = user.submit("requeue.sbatch")
-    output = user.output(job)
-
-    def runs(again: str) -> list[Path]:
-        return list(user.folder.glob(f"mpistrategy-run-{job}-0-{again}"))
-
-    user.bed.until(lambda: runs("*"), 60, "a run directory", output)
-    user.bed.run("scontrol", "requeue", job)
-    user.bed.until(lambda: runs("r1-*"), 90, "a run directory of the next start", output)
-    assert sorted(runs("*")) == sorted(runs("r1-*")), output.read_text()
-    user.bed.run("scancel", job)
-    user.bed.until(lambda: user.bed.show(job)["JobState"] == "CANCELLED", 60, "the end", output)
-    user.bed.until(lambda: not list(user.folder.glob(".mpistrategy-*")), 30, "the end of the script", output)
+def test_one_job_of_two_programs(user: User) -> None:
+    """srun --multi-prog: two ranks use the library, and one does not."""
+    (user.folder / "train.py").write_text(programs.TRAIN)
+    (user.folder / "solver.py").write_text(programs.SOLVER)
+    (user.folder / "both.conf").write_text("0-1 mpistrategy run train.py\n2 python solver.py\n")
+    srun = ("srun", "--nodes=1", "--ntasks=3", "--kill-on-bad-exit=1", "--multi-prog", "both.conf")
+    job = user.bed.run(*srun, cwd=user.folder, env=user.environment, timeout=60)
+    assert (job.returncode, sorted(job.stdout.split("\n"))) == (0, sorted(["", *programs.TOLD])), (
+        job.stdout + job.stderr
+    )
 
 
 # ------------------------------------------------------------------------------------------------ other homes

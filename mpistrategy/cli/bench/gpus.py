@@ -29,6 +29,7 @@ from mpistrategy.cli.bench.cases.shapes import LISTS, NETWORKS
 from mpistrategy.cli.bench.measuring.report import Growing, time_in_words
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.objects.shown import size_in_words
+from mpistrategy.objects.text import decoded
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.training.optimizers import SGD
 from mpistrategy.variables.variable import Variable
@@ -89,7 +90,7 @@ def measure(
     properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
     paths = device_paths(strategy.extended.communicator)
     about = {
-        "device": properties["name"].decode(),
+        "device": decoded(properties["name"]),
         "gpus": ranks.size,
         "cupy": cupy.__version__,
         "paths": {word: f"{path.name}: {paths.reasons.get(word, '')}" for word, path in paths.known.items()},

@@ -8,6 +8,8 @@ import threading
 import time
 from contextlib import suppress
 
+from mpistrategy.objects.text import encoded
+
 #: The exit status when something is bad; a hang counts as bad.
 STATUS = 1
 
@@ -49,7 +51,7 @@ class Deadline:
 
 def _say(text: str) -> None:
     with suppress(OSError):
-        os.write(2, f"{text}\n".encode(errors="replace"))
+        os.write(2, encoded(f"{text}\n"))
 
 
 _ANY = "Does every rank start, on every node? --timeout SECONDS gives them longer."

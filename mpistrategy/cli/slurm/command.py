@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import secrets
+import shlex
 import shutil
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from mpistrategy.cli.slurm.learn import profile, shapes
 from mpistrategy.cli.slurm.render import all_files, render
 from mpistrategy.cli.slurm.spec import JobSpec
 from mpistrategy.errors import OptionError
+from mpistrategy.objects.text import encoded
 
 _REFUSED, _COULD_NOT = 1, 2
 _PATIENCE_SECONDS = 60
@@ -68,7 +70,8 @@ def _one(options: argparse.Namespace) -> int:
     if options.template is None:
         return _fail("mpistrategy slurm: name a template, or --list, or --all FOLDER")
     spec = JobSpec.of(options.template, _stated(options))
-    text = render(spec)
+    name = os.path.basename(options.output or "")
+    text = render(spec, shlex.quote(name) if name and name.isprintable() else "FILE")
     if options.check or options.submit:
         spec.check_complete()
     if options.output is not None:
@@ -154,16 +157,16 @@ def _write(path: Path, text: str, force: bool) -> None:
     if force and there.is_dir():
         raise OptionError.at("mpistrategy slurm", found=f"a folder at {path}", expected="the name of a file")
     if force and there.exists() and not there.is_file():  # such as /dev/stdout
-        path.write_text(text, encoding="utf-8")
+        path.write_bytes(encoded(text))
         return
     made = there.with_name(f".{there.name}.{secrets.token_hex(8)}") if force else path
     try:
-        file = open(made, "x", encoding="utf-8")  # noqa: SIM115  # what is there is not ours to remove
+        file = open(made, "xb")  # noqa: SIM115  # what is there is not ours to remove
     except FileExistsError:
         raise _exists(str(path)) from None
     try:
         with file:
-            file.write(text)
+            file.write(encoded(text))
         if force:
             if there.exists():
                 shutil.copymode(there, made)

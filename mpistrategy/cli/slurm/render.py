@@ -21,13 +21,13 @@ _ANY_PBS = "pbs"
 _MARK = re.compile(r"\{\{(\w+)\}\}")
 
 
-def render(spec: JobSpec) -> str:
-    """Return the text of the script for a statement.
+def render(spec: JobSpec, file: str = "") -> str:
+    """Return the text of the script for a statement; it speaks of itself as `file`, or by its name in slurm/.
 
     It comes from the template's file, in which a line ``{{name}}`` stands for lines that depend on the statement, and
     ``{{name}}`` inside of a line for one of its values.
     """
-    values = blocks.values_of(spec) | {"file": file_name(spec)}
+    values = blocks.values_of(spec) | {"file": file or file_name(spec)}
     batch = BATCHES[spec.site.batch].lines
     written: list[str] = []
     template = text_of(f"{spec.template}.sh").replace(_SIGNALLED_RUN, text_of("signalled_run.sh").rstrip())

@@ -14,6 +14,7 @@ from mpistrategy import own_files
 from mpistrategy.cli.slurm import values
 from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES
 from mpistrategy.errors import OptionError
+from mpistrategy.objects.nearest import did_you_mean
 
 FOLDER = Path(__file__).parent / "sites"
 #: Far larger than any profile; tomllib takes quadratic time for keys of many parts.
@@ -108,6 +109,7 @@ def load(name: str) -> Site:
             "mpistrategy slurm",
             found=f"site={name!r}",
             expected=f"one of {', '.join(names())}, or the path of a profile that ends in .toml",
+            fix=did_you_mean(text, names()),
         )
     path = Path(os.path.expanduser(text)) if is_file else FOLDER / f"{text}.toml"
     try:

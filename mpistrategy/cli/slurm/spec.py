@@ -10,6 +10,7 @@ from typing import Any
 from mpistrategy.cli.slurm import sites, values
 from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES, keys_of
 from mpistrategy.errors import OptionError
+from mpistrategy.objects.nearest import did_you_mean
 
 _WHERE = "mpistrategy slurm"
 
@@ -43,7 +44,12 @@ class JobSpec:
                 fit together.
         """
         if template not in TEMPLATES:
-            raise OptionError.at(_WHERE, found=f"the template {template!r}", expected=f"one of {', '.join(TEMPLATES)}")
+            raise OptionError.at(
+                _WHERE,
+                found=f"the template {template!r}",
+                expected=f"one of {', '.join(TEMPLATES)}",
+                fix=did_you_mean(template, TEMPLATES),
+            )
         statement = dict(statement or {})
         named = statement.pop("site", None)
         site = sites.GENERIC if named is None else sites.load(values.one_line(named, "site"))
@@ -60,7 +66,9 @@ class JobSpec:
                     _WHERE,
                     found=f"the key {key!r}",
                     expected=f"keys of the template {template}: {', '.join(['site', *eligible])}",
-                    fix="Others have it: another template, launcher or batch system." if key in KEYS else "",
+                    fix="Others have it: another template, launcher or batch system."
+                    if key in KEYS
+                    else did_you_mean(key, ["site", *eligible]),
                 )
         checked = {key: eligible[key].parse(given, key) for key, given in statement.items()}
         _refuse_skipped(site, checked)
@@ -192,6 +200,15 @@ def _check_launcher(spec: JobSpec) -> None:
             found=f"array={spec['array']!r}",
             expected="one range under PBS: FIRST-LAST, with :STEP and %MOST behind it or not",
         )
+    if site.batch == "pbs" and spec["output"] and not _PBS_OUTPUT.fullmatch(spec["output"]):
+        raise OptionError.at(
+            _WHERE,
+            found=f"output={spec['output']!r}",
+            expected="under PBS a path of letters, digits and _ . / + -: qsub reads it as words, and replaces no %j",
+            fix="Leave output out: PBS names the file after job and number.",
+        )
+    if site.batch == "pbs" and spec["constraint"]:
+        _check_resources(spec["constraint"])
     if site.batch == "pbs" and spec["memory"] == "0":
         raise OptionError.at(
             _WHERE,
@@ -199,6 +216,26 @@ def _check_launcher(spec: JobSpec) -> None:
             expected="an amount under PBS, such as 64G",
             fix="exclusive=true gives whole nodes.",
         )
+
+
+_PBS_OUTPUT = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./+-]*")
+_PBS_RESOURCE = re.compile(r"([A-Za-z][A-Za-z0-9_]*)=[A-Za-z0-9_.@-]+")
+#: What the script itself asks of each chunk, by the key that says it.
+_OF_CHUNKS = {"ncpus": "cpus_per_task", "mpiprocs": "tasks_per_node", "ngpus": "gpus_per_node", "mem": "memory"}
+
+
+def _check_resources(text: str) -> None:
+    """Raise OptionError unless a constraint is what PBS takes in the chunks of a select line."""
+    for part in text.split(":"):
+        found = _PBS_RESOURCE.fullmatch(part)
+        instead = _OF_CHUNKS.get(found[1], "") if found else ""
+        if found is None or instead:
+            raise OptionError.at(
+                _WHERE,
+                found=f"constraint={text!r}",
+                expected="resources of a node under PBS, such as gpu_type=a100 or host=n17:arch=linux",
+                fix=f"Write {instead}=... instead." if instead else "",
+            )
 
 
 #: Options of sbatch that are covered by a key, and yet have values, or templates, of which no key knows.

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import NoReturn
 
 from mpistrategy.errors import OptionError
+from mpistrategy.objects.nearest import did_you_mean
 
 Value = str | int | bool | tuple[str, ...]
 #: Takes the given value and the name of the key.
@@ -107,7 +108,7 @@ def choice(*eligible: str) -> Parse:
     def parse(given: object, key: str) -> str:
         text = one_line(given, key)
         if text not in eligible:
-            _refuse(key, given, f"one of {', '.join(eligible)}")
+            _refuse(key, given, f"one of {', '.join(eligible)}", did_you_mean(text, eligible))
         return text
 
     return parse

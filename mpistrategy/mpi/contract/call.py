@@ -215,6 +215,8 @@ class Call:
         if error is None:
             self._leave()
             return
+        if self._agreed and not is_of_one_rank(error):
+            guard.mark_raised_by_all(error)
         if not guard.was_told(error):
             if self._is_done and is_of_one_rank(error):
                 mark_after_messages(error)

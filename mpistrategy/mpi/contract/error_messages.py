@@ -23,8 +23,10 @@ else:
 E = TypeVar("E", bound=BaseException)
 
 _TOLD = "_mpistrategy_told"
-#: Marks an error that began on another rank, which raises it, too.
+#: Marks an error that another rank raises, too, or that tells of its error: that rank prints it whole.
 OF_ANOTHER_RANK = "_mpistrategy_of_another_rank"
+#: Marks an error in a call in which other ranks have raised other errors.
+ONE_OF_SEVERAL = "_mpistrategy_one_of_several"
 #: Marks an error that came after all messages of its call.
 _AFTER_MESSAGES = "_mpistrategy_after_messages"
 #: How long a rank that has failed waits for the other ranks before it prints its error.
@@ -229,6 +231,7 @@ class TellsErrors(ABC):
             if takes_no_more:
                 call[mismatch_report.LEFT] = "it failed after its messages"
             reports = self.gather_reports(self._report_of(call, self.here().text, error))
+            self._mark_who_prints(error, [(report.error, report.text, report.site) for report in reports])
             failed = [report.call.get("call") for report in reports if mismatch_report.LEFT in report.call]
             if failed != [where] * len(reports):  # else all ranks have failed there, and none is ahead of the others
                 self.hear_of_ends(reports)
@@ -237,8 +240,20 @@ class TellsErrors(ABC):
                 # A message that this rank has not received would be taken for the next data.
                 self.give_up(error)
 
+    def _mark_who_prints(self, error: BaseException, told: Sequence[tuple[str, ...]]) -> None:
+        """Note that the first of the ranks with the same error prints it, and whether others have another one."""
+        if told.index(told[self._rank]) < self._rank:
+            error.__dict__[OF_ANOTHER_RANK] = True
+        elif any(each[0] and each != told[self._rank] for each in told):
+            error.__dict__[ONE_OF_SEVERAL] = True
+
     def _report_of(self, call: dict[str, str], site: str, error: BaseException) -> mismatch_report.Report:
         return mismatch_report.Report(call, site, type(error).__name__, str(error), self.unseen)
+
+    def mark_raised_by_all(self, error: BaseException) -> None:
+        """Note who prints an error that all ranks raise after an agreement: the first, or the one of which it tells."""
+        if self._rank != (getattr(error, "rank", None) or 0):
+            error.__dict__[OF_ANOTHER_RANK] = True
 
     def mark_told(self, error: E) -> E:
         """Mark an error that the other ranks know, or that can no longer be told."""

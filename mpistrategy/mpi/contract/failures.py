@@ -15,6 +15,7 @@ from typing import Protocol
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import MpiStrategyError, RemoteError
+from mpistrategy.objects.text import decoded, encoded
 
 #: How much memory each rank needs.
 BYTES = 1024
@@ -140,7 +141,7 @@ class Failures:
         """Take no more calls; return the error that tells of another rank's failure."""
         numbers, text = self._numbers[rank], self._texts[rank]
         first, last = numbers[_WHERE], numbers[_LENGTH]
-        where, error = (bytes(part).decode(errors="replace") for part in (text[:first], text[first:last]))
+        where, error = (decoded(part) for part in (text[:first], text[first:last]))
         failure = Failure(error, int(numbers[_ORIGIN]), where)
         if not self._is_broken:
             self._break(failure)
@@ -157,8 +158,8 @@ class Failures:
         self.on_broken(failure)
 
     def _write(self, failure: Failure) -> None:
-        where = failure.where.encode()[: _LONGEST_TEXT // 2]
-        mine, data = self._numbers[self._rank], (where + failure.error.encode())[:_LONGEST_TEXT]
+        where = encoded(failure.where, _LONGEST_TEXT // 2)
+        mine, data = self._numbers[self._rank], where + encoded(failure.error, _LONGEST_TEXT - len(where))
         self._texts[self._rank][: len(data)] = data
         mine[_WHERE], mine[_LENGTH] = len(where), len(data)
         mine[_ORIGIN] = self._rank if failure.rank is None else failure.rank

@@ -1,4 +1,4 @@
-"""Strategies are closed in a forked child, since MPI belongs to the parent.
+"""Strategies are closed in a forked child, since MPI belongs to the parent; and when MPI is finalized.
 
 A child that took part in a collective would do so in place of its parent.  A child must not finalize MPI when it ends,
 either: see `job.child_exit`.  For shared memory in a child see `shared_memory.segments`.
@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
 
-from mpistrategy.errors import ForkedProcessError
+from mpistrategy.errors import ContextError, ForkedProcessError
 
 _guards: WeakSet[Any] = WeakSet()
 _was_forked_from_rank = False
@@ -48,6 +48,16 @@ def refuse_child(where: str, ranks: Callable[[], int]) -> None:
     """Raise ForkedProcessError in a process that was forked from a rank of a job of several `ranks`."""
     if _was_forked_from_rank and ranks() > 1:
         raise refusal(where)
+
+
+def after_finalize(where: str) -> ContextError:
+    """Return what a public call raises once MPI has been finalized."""
+    return ContextError.at(
+        where,
+        found="a call after MPI.Finalize()",
+        expected="an MPI that runs",
+        fix="Call MPI.Finalize() last, or leave it to mpi4py, which calls it at the end of the program.",
+    )
 
 
 def refusal(where: str) -> ForkedProcessError:

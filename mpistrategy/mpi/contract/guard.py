@@ -120,7 +120,7 @@ class Guard(TellsErrors):
         #: Ends the job with an error that the other ranks cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
         self._closed = False
-        self._is_in_child = False
+        self._is_in_child = self._is_after_mpi = False
         if size > 1:
             forks.close_in_children(self)
         #: Whether no plan may run without a `Call`: the guard is closed, or this rank's flag is up.
@@ -188,6 +188,8 @@ class Guard(TellsErrors):
         """Return what a public call raises once this guard is closed."""
         if self._is_in_child:
             return forks.refusal(where)
+        if self._is_after_mpi:
+            return forks.after_finalize(where)
         if self.broken:
             found, expected = f"a strategy after a failure: {self.broken}", "another strategy, made by all its ranks"
             return errors.ContextError.at(where, found=found, expected=expected)
@@ -326,6 +328,10 @@ class Guard(TellsErrors):
         """Take no calls in this process, a forked child: the thread that was in one belongs to the parent."""
         self._is_in_child = self.closed = True
         self.current = None
+
+    def close_with_mpi(self) -> None:
+        """Take no more calls, since MPI is being finalized."""
+        self._is_after_mpi = self.closed = True
 
     def start_leaving(self) -> None:
         """Begin to tell the other ranks that this rank has ended."""

@@ -23,6 +23,7 @@ from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.channel import Steps, all_equal_patiently, wait_patiently
+from mpistrategy.objects.text import decoded, encoded
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.contract.sums_by_mpi import Companion, Companions
@@ -179,7 +180,7 @@ class MpiControlChannel:
 
         What some ranks have started beside the first message is completed.
         """
-        mine = np.frombuffer(text.encode(), np.uint8)
+        mine = np.frombuffer(encoded(text), np.uint8)
         started = _NONE if self._companions is None else self._companions.number_started()
         told = np.zeros((self._comm.size, 2), np.int64)
         self._gather(self._comm.Iallgather(np.array([mine.size, started], np.int64), told), look)
@@ -190,7 +191,7 @@ class MpiControlChannel:
         if self._companions is not None and numbers:
             self._companions.complete(numbers, partial(self._gather, look=look))
         texts, ends = together.tobytes(), np.cumsum(counts).tolist()
-        return [texts[start:end].decode() for start, end in zip([0, *ends], ends, strict=False)]
+        return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
     def leave_call(self) -> bool:
         """Return whether data of a call that this rank leaves may be under way; forget those that are not."""

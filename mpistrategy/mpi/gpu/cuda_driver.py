@@ -11,6 +11,7 @@ from typing import Any
 from uuid import UUID
 
 from mpistrategy.mpi.gpu import numa
+from mpistrategy.objects.text import decoded
 
 _LIBRARY = "libcuda.so.1"
 _NO_DEVICE = 100
@@ -77,7 +78,7 @@ class CudaDriver:
         """Return the address of a GPU on the PCI bus: ``0000:3b:00.0``; "" if unknown."""
         text = ctypes.create_string_buffer(32)
         code = self._cuda.cuDeviceGetPCIBusId(text, len(text), self._device(index))
-        return "" if code else text.value.decode().lower()
+        return "" if code else decoded(text.value).lower()
 
     def numa_node(self, index: int) -> int | None:
         """Return the NUMA node that a GPU is attached to; None if unknown."""
@@ -104,7 +105,7 @@ class CudaDriver:
         if code:
             name = ctypes.c_char_p()
             self._cuda.cuGetErrorName(code, ctypes.byref(name))
-            shown = (name.value or b"error").decode()
+            shown = decoded(name.value or b"error")
             raise NoGpus(
                 f"an NVIDIA driver that does not work ({function}: {shown}, {code})",
                 "See what nvidia-smi says on that node",

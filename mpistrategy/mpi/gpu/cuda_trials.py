@@ -1,8 +1,8 @@
 """Outcomes of giving GPU memory to an MPI library, kept from one job to the next.
 
-`mpistrategy doctor`, or `mpistrategy run` before the program, tries it in a job of its own, where a crash is an answer,
-and writes it down beside the measured thresholds; strategies read it.  An outcome counts for the library that it was
-found with, for the settings that decide how the library moves memory, and for one node or several.
+`mpistrategy doctor` tries it in a job of its own, where a crash is an answer, and writes it down beside the measured
+thresholds; strategies read it.  An outcome counts for the library that it was found with, for the settings that decide
+how the library moves memory, and for one node or several.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 from mpistrategy import own_files
 from mpistrategy.mpi.gpu.cuda_aware import NO, UNVERIFIED, YES, Answer
 from mpistrategy.mpi.tuning.files import MOST_BYTES, kept_file, library_name, replace_whole
+from mpistrategy.objects.text import encoded
 
 #: Whether the two ranks were on one node.
 Place: TypeAlias = Literal["one node", "several nodes"]
@@ -73,7 +74,7 @@ def settings(environment: Mapping[str, str] | None = None) -> dict[str, str]:
 def file_of(version: str, place: Place) -> Path:
     """Return the file with the outcome for a library, which is known by its version text, and these settings."""
     known = "\0".join([version, place, *(f"{name}={value}" for name, value in settings().items())])
-    return kept_file(library_name(version), f"{zlib.crc32(known.encode()):08x}-gpu")
+    return kept_file(library_name(version), f"{zlib.crc32(encoded(known)):08x}-gpu")
 
 
 def save(version: str, place: Place, found: Outcome) -> Path:

@@ -3,7 +3,8 @@
 MPI leaves the others hanging when a Python exception ends one rank.  From the first communicator of several ranks on,
 an uncaught exception (in any thread) and a non-zero `sys.exit` abort the whole job, with that rank's traceback; an
 orderly end waits for the peers and tells a peer that still calls a collective who has left.  All of this ends with the
-last strategy.  A strategy that contains errors (`on_error="raise"`) ends only itself.
+last strategy.  A strategy that contains errors (`on_error="raise"`) ends only itself.  Under `mpistrategy run` errors
+abort the job from the first line of the program to its end, whatever strategies there are.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.channel import growing_pauses
-from mpistrategy.mpi.contract.error_messages import PATIENCE_SECONDS
+from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, ONE_OF_SEVERAL, PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import child_exit
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks
@@ -36,6 +37,11 @@ else:
 
 _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
 _FORWARDING_SECONDS = 0.2
+#: Of ranks that end with a status at the same time, the first one says so and ends the job before the others do.
+_FIRST_SPEAKS_SECONDS = 0.5
+#: How long a rank waits for another one that prints its error; how long for others that print different ones.
+_ANOTHER_PRINTS_SECONDS, _OTHERS_PRINT_SECONDS = 2.0, 0.5
+_LONGEST_HEAD = 200
 _ENDS = "the whole job ends here."
 #: Called before this rank ends the job: what other threads have begun must not be lost.
 before_abort: list[Callable[[], object]] = []
@@ -47,6 +53,10 @@ class _Watch:
     def __init__(self, rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]) -> None:
         self.rank, self.size, self._abort, self.mpi_is_over = rank, size, abort, mpi_is_over
         self.open: dict[Guard, Callable[[], None]] = {}
+        #: Whether all of the program is watched, with and without strategies.
+        self.is_of_program = False
+        #: Whether all ranks had agreed to end when a strategy of all of them was closed.
+        self.all_leave = False
         self.exit_status = 0
         self.known_status: int | None = None
         self.last_words = ""
@@ -61,6 +71,10 @@ class _Watch:
         if getattr(sys, "last_value", None) is not None:  # set before any excepthook runs
             return 1
         return self.exit_status if child_exit.was_unwound(self._bottom) else 0
+
+    def ends_the_job(self) -> bool:
+        """Return whether an error of this rank is one of the whole job."""
+        return self.is_of_program or any(not guard.contains_errors for guard in self.open)
 
     def say(self, text: str) -> None:
         prefix = f"[rank {self.rank}/{self.size}] "
@@ -80,9 +94,9 @@ class _Watch:
         # Under srun MPI_Abort may return before Slurm has killed us; nothing of ours may run any more.
         os._exit(status)
 
-    def end_with(self, status: int) -> NoReturn:
+    def end_with(self, status: int, others: str = " while other ranks go on") -> NoReturn:
         self.say(self.last_words)
-        self.say(f"ended with status {status} while other ranks go on: {_ENDS}")
+        self.say(f"ended with status {status}{others}: {_ENDS}")
         self.abort(status)
 
     def end_job(
@@ -93,10 +107,17 @@ class _Watch:
         where: str,
         status: int = 1,
     ) -> None:
+        path = error_files.write(error, self.rank)
+        if OF_ANOTHER_RANK in error.__dict__:
+            head = f"{kind.__name__}, which another rank prints whole: {error}".partition("\n")[0]
+            self.say(head[:_LONGEST_HEAD])
+            time.sleep(_ANOTHER_PRINTS_SECONDS)  # where that rank has caught it, it comes here in whole
         self.say(in_words(kind, error, trace))
-        if path := error_files.write(error, self.rank):
+        if path:
             self.say(f"The error as data: {path}")
         self.say(f"{kind.__name__} was not caught{where}: {_ENDS}")
+        if ONE_OF_SEVERAL in error.__dict__:
+            time.sleep(_OTHERS_PRINT_SECONDS)
         self.abort(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else status)
 
     def end_untold(self, error: BaseException) -> None:
@@ -138,14 +159,28 @@ def watch(
 
     What is not caught ends the job while some guard is watched that does not contain errors.
     """
+    state = _watch_of_this_process(rank, size, abort, mpi_is_over)
+    state.open[guard] = free
+    if not guard.contains_errors:
+        state.hooks.install()
+        guard.give_up = state.end_untold
+
+
+def watch_program(rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]) -> None:
+    """Watch over this process to its end: what is not caught ends the job, with and without strategies."""
+    state = _watch_of_this_process(rank, size, abort, mpi_is_over)
+    state.is_of_program = True
+    state.hooks.install()
+
+
+def _watch_of_this_process(
+    rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]
+) -> _Watch:
     global _watch
     if _watch is None:
         _watch = _Watch(rank, size, abort, mpi_is_over)
         atexit.register(_say_goodbye, _watch)
-    _watch.open[guard] = free
-    if not guard.contains_errors:
-        _watch.hooks.install()
-        guard.give_up = _watch.end_untold
+    return _watch
 
 
 def note_end(status: int, last_words: str = "") -> None:
@@ -161,9 +196,10 @@ def forget(guard: Guard) -> None:
     global _watch
     if _watch is None or os.getpid() != _watch.pid or _watch.open.pop(guard, None) is None:
         return
-    if all(other.contains_errors for other in _watch.open):
+    _watch.all_leave |= guard.all_leave and guard.size == _watch.size
+    if not _watch.ends_the_job():
         _watch.hooks.remove()
-    if not _watch.open:
+    if not _watch.open and not _watch.is_of_program:
         atexit.unregister(_say_goodbye)
         _watch = None
 
@@ -180,8 +216,8 @@ def _say_goodbye(state: _Watch) -> None:
     if os.getpid() != state.pid or state.mpi_is_over():
         return
     _leave_contained(state)
-    status = state.status() if any(not guard.contains_errors for guard in state.open) else 0
-    all_leave = any(guard.all_leave for guard in state.open)
+    status = state.status() if state.ends_the_job() else 0
+    all_leave = state.all_leave or any(guard.all_leave for guard in state.open)
     end = time.monotonic() + (PATIENCE_SECONDS if status and not all_leave else math.inf)
     waiting = [guard for guard in state.open if not guard.is_broken]
     for guard in waiting:
@@ -205,8 +241,8 @@ def _say_goodbye(state: _Watch) -> None:
     is_untold = any(guard.is_untold for guard in state.open)
     if status and not all_leave and (is_untold or not any(guard.size == state.size for guard in state.open)):
         # Some rank cannot be told: no strategy reaches it, or it is in a call.  MPI_Finalize would wait for it.
-        time.sleep(PATIENCE_SECONDS)
-        state.end_with(status)
+        time.sleep(PATIENCE_SECONDS + (_FIRST_SPEAKS_SECONDS if state.rank else 0.0))
+        state.end_with(status, "")
     for guard, free in list(state.open.items()):
         if not guard.is_broken:  # messages may be under way
             free()

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.contract import timeouts
+from mpistrategy.mpi.contract.forks import after_finalize
 from mpistrategy.mpi.job import launcher
 from mpistrategy.mpi.job.launcher import Claim
 
@@ -22,7 +23,7 @@ _refused: LaunchError | None = None
 
 
 def start(where: str, seconds: float | None = None, status: int = _LATE, longer: str = "") -> None:
-    """Import `mpi4py.MPI`, which starts MPI, unless that has been done.
+    """Import `mpi4py.MPI`, which starts MPI, unless that has been done; MPI runs afterwards.
 
     Args:
         where: the public name that messages speak of.
@@ -31,20 +32,43 @@ def start(where: str, seconds: float | None = None, status: int = _LATE, longer:
         longer: how to give it longer, in words.
 
     Raises:
-        LaunchError: when this MPI library would abort or crash at its start.
+        LaunchError: when this MPI library would abort or crash at its start, or multiprocessing has started this
+            process in a rank, or the program has kept mpi4py from starting MPI and has not started it.
+        ContextError: after MPI.Finalize().
         ImportError, RuntimeError: what mpi4py raises where it finds no MPI library.
     """
     if _refused is not None:
         raise _refused
-    if "mpi4py.MPI" in sys.modules:
-        return
+    if "mpi4py.MPI" not in sys.modules:
+        _import(where, seconds, status, longer)
+    _check_runs(where)
+
+
+def _import(where: str, seconds: float | None, status: int, longer: str) -> None:
     environment = os.environ
     claim = launcher.claim_in(environment)
+    if claim is not None and launcher.is_of_multiprocessing(claim):
+        raise launcher.refusal_of_worker(where, claim)
     with _in_time(where, claim, timeouts.expected() if seconds is None else seconds, status, longer):
         if "PMIX_NAMESPACE" in environment or _lacks(claim, environment):
             _start_checked(where, environment, claim)
         else:
             import mpi4py.MPI  # noqa: F401 - starts MPI
+
+
+def _check_runs(where: str) -> None:
+    from mpi4py import MPI
+
+    if MPI.Is_finalized():
+        raise after_finalize(where)
+    if not MPI.Is_initialized():
+        raise LaunchError.at(
+            where,
+            found="an MPI that has not been initialized (mpi4py.rc.initialize is False)",
+            expected="one that runs",
+            fix="Call MPI.Init_thread() before it, and MPI.Finalize() at the end of the program; or leave both to "
+            "mpi4py: mpi4py.rc.initialize = True.",
+        )
 
 
 def _start_checked(where: str, environment: Mapping[str, str], claim: Claim | None) -> None:

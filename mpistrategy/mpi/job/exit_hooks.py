@@ -9,18 +9,13 @@ import builtins
 import os
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
-from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK
-
 #: The exit status of a program that Ctrl-C has ended, as in a shell.
 INTERRUPTED = 130
-#: How long this rank waits for the traceback of another rank to come first.
-_FIRST_SECONDS = 0.7
 
 
 class Ending(Protocol):
@@ -120,8 +115,6 @@ class ExitHooks:
             if alone or previous is not sys.__excepthook__:
                 previous(kind, error, trace)
             if not alone:
-                if OF_ANOTHER_RANK in getattr(error, "__dict__", ()):
-                    time.sleep(_FIRST_SECONDS)  # that rank's traceback shows the cause
                 self._ending.end_job(error, kind, trace, "")
 
         return uncaught

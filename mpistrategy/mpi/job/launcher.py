@@ -20,14 +20,15 @@ from typing import TYPE_CHECKING
 
 from mpistrategy.errors import LaunchError
 from mpistrategy.objects.later import later
+from mpistrategy.objects.text import encoded
 from mpistrategy.options import is_on
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.watchdog import earlier_runs
+    from mpistrategy.mpi.watchdog import run_directory
     from mpistrategy.mpi.watchdog.local_process import stat_of
     from mpistrategy.objects.shown import ranks_in_words
 else:
-    later(globals(), "mpistrategy.mpi.watchdog.earlier_runs")
+    later(globals(), "mpistrategy.mpi.watchdog.run_directory")
     later(globals(), "mpistrategy.mpi.watchdog.local_process", "stat_of")
     later(globals(), "mpistrategy.objects.shown", "ranks_in_words")
 
@@ -210,6 +211,32 @@ def check_world(world_size: int, library: str, where: str = "MirroredStrategy") 
         raise error
 
 
+def is_of_multiprocessing(claim: Claim) -> bool:
+    """Return whether multiprocessing has started this process, from a rank to which the launcher spoke.
+
+    It is so where the methods 'spawn' and 'forkserver' import the program's module, and after that; MPI would take the
+    process for its parent.  A single program under srun tells MPI nothing.
+    """
+    main = sys.modules.get("__mp_main__")  # in other processes it is another name of __main__
+    if (main is None or main.__name__ != "__mp_main__") and not any(
+        "from multiprocessing." in each for each in sys.orig_argv
+    ):
+        return False
+    is_single = claim.tasks == 1 and claim.variables[0].startswith("SLURM_")
+    return not is_single and not is_on(os.environ.get(ALONE, ""))
+
+
+def refusal_of_worker(where: str, claim: Claim) -> LaunchError:
+    """Return what is raised in a process that multiprocessing has started."""
+    return LaunchError.at(
+        where,
+        found=f"a process that multiprocessing has started in rank {claim.rank} of {claim.tasks}",
+        expected="a strategy in the ranks alone",
+        fix="Such a process imports the program's module: put what only the ranks shall do, as MirroredStrategy(), "
+        'below `if __name__ == "__main__":`. OneDeviceStrategy works in it.',
+    )
+
+
 def no_mpi(where: str, error: BaseException) -> LaunchError:
     """Return what to raise where no MPI library can be loaded: three lines, the same from everywhere."""
     found = _what_is_missing(error)
@@ -258,7 +285,7 @@ def _is_child_of_rank(claim: Claim) -> bool:
 
     A shell between launcher and program was told the same, too; but it has no MPI, or one that was preloaded.
     """
-    told = {f"{name}={os.environ[name]}".encode() for name in claim.variables}
+    told = {encoded(f"{name}={os.environ[name]}") for name in claim.variables}
     for parent in _parents(os.getpid()):
         try:
             if not told <= set(_read(parent, "environ").split(b"\0")):
@@ -315,7 +342,7 @@ class Introduction:
     @classmethod
     def of_this_rank(cls, rank: int, size: int, leader: int, local_size: int, cores: Sequence[int]) -> Introduction:
         """Return what this rank says."""
-        directory = earlier_runs.proposal() if rank == 0 else ""
+        directory = run_directory.new_path() if rank == 0 else ""
         return cls(version(), python_version(), size, leader, local_size, tuple(cores), directory)
 
     def text(self) -> str:

@@ -7,7 +7,8 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
+from weakref import WeakSet
 
 from mpi4py import MPI
 
@@ -16,20 +17,14 @@ from mpistrategy.mpi.contract import forks, timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.job import abort, launcher
-from mpistrategy.mpi.shared_memory.segments import NodePeers, SharedMemory, private_memory, share
+from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.files import library_name
 from mpistrategy.mpi.watchdog import status_board, watchdog
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.run_directory import RunDirectory
+from mpistrategy.mpi.watchdog.run_directory import RunDirectory, new_path
 from mpistrategy.mpi.watchdog.status_board import StatusBoard
-from mpistrategy.objects.later import later
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.watchdog import earlier_runs
-else:
-    later(globals(), "mpistrategy.mpi.watchdog.earlier_runs")
+from mpistrategy.objects.text import encoded
 
 _OF_COMM_NULL = (
     "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
@@ -73,6 +68,24 @@ def rank_in_job() -> int:
     return int(MPI.COMM_WORLD.rank)
 
 
+_guards: WeakSet[Guard] = WeakSet()
+_keyval = MPI.KEYVAL_INVALID
+
+
+def close_at_finalize(guard: Guard) -> None:
+    """Let `guard` take no more calls from `MPI.Finalize` on, which first deletes the attributes of COMM_SELF."""
+    global _keyval
+    _guards.add(guard)
+    if _keyval == MPI.KEYVAL_INVALID:
+        _keyval = MPI.Comm.Create_keyval(delete_fn=_close_guards)
+        MPI.COMM_SELF.Set_attr(_keyval, True)
+
+
+def _close_guards(comm: MPI.Comm, keyval: int, attribute: Any) -> None:
+    for guard in list(_guards):
+        guard.close_with_mpi()
+
+
 def watch(guard: Guard, free: Any) -> None:
     """Make the end of this rank end the job; say goodbye to the peers of `guard` first."""
     world = MPI.COMM_WORLD
@@ -101,8 +114,6 @@ def watch_waiting(
     if not memory.is_shared:
         node_of = range(comm.size)
     directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] " if comm.rank == 0 else "")
-    if MPI.COMM_WORLD.rank == 0:
-        earlier_runs.remove_left_ones()
     nodes = max(node_of) + 1
     _watch(comm, Group(guard, StatusBoard(memory), node_of[comm.rank], nodes, directory, shown, _identity(path)))
 
@@ -126,25 +137,11 @@ def _watch(comm: MPI.Intracomm, group: Group) -> None:
     watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(group)
 
 
-def watch_from_now_on() -> list[str]:
-    """Watch over this process before it has a strategy; return each rank's host.  Collective over all ranks."""
-    world, host = MPI.COMM_WORLD, MPI.Get_processor_name()
-    if world.size == 1:
-        return [host]
-    channel = MpiControlChannel(world)
-    guard = Guard(channel, world.rank, world.size)
-    watch(guard, channel.close)
-    inside = world.Split_type(MPI.COMM_TYPE_SHARED, world.rank)
-    peers = NodePeers(inside, channel.allgather_text)
-    told = channel.allgather_text(f"{host}\n{peers.text_of_leader(str(world.rank))}")
-    hosts, leaders = ([text.partition("\n")[part] for text in told] for part in (0, 2))
-    nodes = {leader: node for node, leader in enumerate(dict.fromkeys(leaders))}
-    shared = share(status_board.BYTES, peers)
-    inside.Free()
-    memory = private_memory(status_board.BYTES) if isinstance(shared, str) else shared
-    path = channel.allgather_text(earlier_runs.proposal() if world.rank == 0 else "")[0]
-    watch_waiting(world, guard, memory, [nodes[leader] for leader in leaders], path)
-    return hosts
+def watch_program() -> None:
+    """Make the end of this rank end the job, from now on and with or without a strategy; no rank waits for another."""
+    world = MPI.COMM_WORLD
+    if world.size > 1:
+        abort.watch_program(world.rank, world.size, world.Abort, MPI.Is_finalized)
 
 
 @contextmanager
@@ -161,7 +158,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
         return
     guard = Guard(None, ranks.rank, ranks.size)
     board = StatusBoard(private_memory(status_board.BYTES))
-    directory = RunDirectory(lambda: earlier_runs.proposal(), f"[rank {ranks.rank}] ")
+    directory = RunDirectory(new_path, f"[rank {ranks.rank}] ")
     group = Group(guard, board, 0, 1, directory, identity=_identity(f"the making of {where}"))
     group.is_making = True
     _watch(ranks, group)
@@ -185,4 +182,4 @@ def _meet(ranks: MPI.Intracomm, guard: Guard) -> None:
 
 
 def _identity(text: str) -> int:
-    return 1 + zlib.crc32(text.encode()) if text else 0
+    return 1 + zlib.crc32(encoded(text)) if text else 0

@@ -134,6 +134,7 @@ class MpiCommunicator(Collectives):
         self.devices: tuple[Device, ...] = ()
         self._is_free = False
         self.max_count = buffers.MAX_COUNT
+        world.close_at_finalize(self.guard)
         world.watch(self.guard, self.free)
         if self.size > 1:
             self._watch_waiting(memory, ranks[0].directory)

@@ -29,6 +29,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory import memory_limits
 from mpistrategy.mpi.shared_memory.memory_limits import Room
+from mpistrategy.objects.text import decoded, encoded
 
 #: Every segment starts on such a boundary: a cache line, and enough for any vector instruction.
 ALIGNMENT = 64
@@ -116,11 +117,12 @@ class NodePeers:
 
     def text_of_leader(self, text: str) -> str:
         """Return the text of the first rank of this node."""
-        length = np.array([len(text.encode())])
+        data = encoded(text)
+        length = np.array([len(data)])
         self._inside.Bcast(length, 0)
-        letters = np.frombuffer(bytearray(text.encode()) if self.local_rank == 0 else bytearray(length[0]), np.uint8)
+        letters = np.frombuffer(bytearray(data) if self.local_rank == 0 else bytearray(length[0]), np.uint8)
         self._inside.Bcast(letters, 0)
-        return bytes(letters).decode()
+        return decoded(letters.data)
 
     def any_reason(self, reason: str) -> str:
         """Return the first text that is not empty, of all ranks of the job; "" when all are empty."""

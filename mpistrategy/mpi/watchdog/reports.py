@@ -12,21 +12,24 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from mpistrategy.objects.text import encoded
+
 _LOOK_SECONDS = 0.01
 
 
 def write(text: str) -> None:
     """Write a report as the program writes to stderr."""
     if _captured() is None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-    else:
-        write_at_once(text)
+        with suppress(UnicodeError):  # a stream of the program's own may take less than Python's
+            sys.stderr.write(text)
+            sys.stderr.flush()
+            return
+    write_at_once(text)
 
 
 def write_at_once(text: str) -> None:
     """Write a report to stderr itself: the program may hold the lock of sys.stderr, or have replaced it."""
-    pytest, data = _captured(), text.encode(errors="replace")
+    pytest, data = _captured(), encoded(text)
     if pytest is not None and data:
         data = b"\n" + data  # behind pytest's dots
     with suppress(OSError):

@@ -15,6 +15,10 @@ from mpistrategy.objects.shown import ranks_in_words
 FAILED = ", which has failed: "
 
 _MOST_ROWS = 64
+_UNKNOWN = (
+    "no strategy connects it yet (where only some ranks make one: MirroredStrategy(communicator=...)), or its node is "
+    "silent"
+)
 
 
 @dataclass(frozen=True)
@@ -125,7 +129,7 @@ def roll_call(
     if len(accounts) > _MOST_ROWS:
         lines.append(f"  and {len(accounts) - _MOST_ROWS} more ranks that wait")
     if unknown:
-        reason = f"on this node {seen}" if seen else "no strategy connects it yet, or its node is silent"
+        reason = f"on this node {seen}" if seen else _UNKNOWN
         lines.append(f"  nothing is known of {ranks_in_words(unknown)}: {reason}")
     if missing:
         lines.append(f"{len(waiting)} of {size} ranks wait{absent_in_words(missing, _silent(accounts))}.")

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.objects.later import later
+from mpistrategy.objects.text import decoded, encoded
 
 if TYPE_CHECKING:
     from mpistrategy import own_files
@@ -44,6 +45,27 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 def place() -> str:
     """Return the folder in which run directories are made; OSError when it is gone."""
     return os.path.abspath(os.environ.get(VARIABLE) or os.getcwd())
+
+
+def new_path() -> str:
+    """Return the path of a new run directory, which is not made yet; all ranks use rank 0's.
+
+    It is called ``mpistrategy-run-JOB-STEP-rRESTART-MARK``: the Slurm job and its step (without Slurm neither), how
+    often it had gone back into the queue (not before the first time), and 20 hexadecimal digits that no other run has.
+    """
+    try:
+        folder = place()
+    except OSError:  # the current folder is gone
+        return ""
+    job, step, restart = (_number(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
+    again = f"r{restart}" if job and int(restart or 0) else ""
+    words = filter(None, (job, step if job else "", again, os.urandom(10).hex()))
+    return os.path.join(folder, PREFIX + "-".join(words))
+
+
+def _number(variable: str) -> str:
+    text = os.environ.get(variable, "")
+    return text if re.fullmatch(r"[0-9]{1,18}", text) else ""
 
 
 class RunDirectory:
@@ -86,10 +108,7 @@ class RunDirectory:
 
     def _write(self, name: str, text: str) -> bool:
         try:
-            try:
-                self._put(name, text.encode(errors="replace"))
-            except FileNotFoundError:  # another start has just taken it away, while nothing was in it
-                self._put(name, text.encode(errors="replace"))
+            self._put(name, encoded(text))
         except OSError as error:
             self._works = False
             if self._title:
@@ -130,7 +149,7 @@ class RunDirectory:
                 descriptor = own_files.open_file(name, folder)
                 try:
                     self._check_is_own(os.fstat(descriptor))
-                    return own_files.read_all(descriptor, MOST_BYTES).decode(errors="replace")
+                    return decoded(own_files.read_all(descriptor, MOST_BYTES))
                 finally:
                     os.close(descriptor)
         except (OSError, ValueError):
@@ -165,7 +184,7 @@ class RunDirectory:
                 try:
                     self._owner = os.fstat(file).st_uid
                     self._check_is_own(state)
-                    os.write(file, text.encode())
+                    os.write(file, encoded(text))
                 except OSError:
                     os.unlink(name, dir_fd=folder)
                 finally:

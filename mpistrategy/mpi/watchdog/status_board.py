@@ -14,6 +14,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import RankCall
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.objects.text import decoded, encoded
 
 #: What the status of a rank takes; with when it came to its last calls; and with the record it writes after an alarm.
 STATUS_BYTES = 1024
@@ -114,7 +115,7 @@ class StatusBoard:
 
     def write(self, status: RankStatus) -> None:
         """Replace this rank's status; its state only ever rises."""
-        mine, text = self._mine, status.text.encode()[:_LONGEST_TEXT]
+        mine, text = self._mine, encoded(status.text, _LONGEST_TEXT)
         mine[_VERSION] += 1  # odd: being written
         self._order()
         mine[_RANK], mine[_PROCESS], mine[_SIGNAL] = status.rank, status.process, status.signal
@@ -195,7 +196,7 @@ class StatusBoard:
 
     def write_record(self, text: str) -> None:
         """Show the node this rank's record; of a long one its beginning and its end."""
-        data = shortened(text.encode(errors="replace"), _LONGEST_RECORD)
+        data = shortened(encoded(text), _LONGEST_RECORD)
         self._records[self.local_rank][: len(data)] = np.frombuffer(data, np.uint8)
         self._order()
         self._mine[_RECORD] = len(data)
@@ -205,7 +206,7 @@ class StatusBoard:
         lengths = [max(0, min(numbers[_RECORD], _LONGEST_RECORD)) for numbers in self._numbers]
         self._order()
         return {
-            int(numbers[_RANK]): shortened(record[:length].tobytes(), longest).decode(errors="replace")
+            int(numbers[_RANK]): decoded(shortened(record[:length].tobytes(), longest))
             for numbers, record, length in zip(self._numbers, self._records, lengths, strict=True)
             if length
         }
@@ -220,7 +221,7 @@ class StatusBoard:
             before = numbers[_VERSION]
             self._order()
             found = list(numbers)
-            text = bytes(self._texts[local][: max(0, min(found[_LENGTH], _LONGEST_TEXT))]).decode(errors="replace")
+            text = decoded(self._texts[local][: max(0, min(found[_LENGTH], _LONGEST_TEXT))])
             self._order()
             if before == numbers[_VERSION] and not before & 1:
                 break

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrategy.errors import OptionError
 from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.watchdog import reports
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.status_board import WELL, RankStatus
 from mpistrategy.objects.later import later
@@ -168,7 +169,7 @@ class Watchdog:
                 self._look(now)
             except Exception as error:  # an error in here must neither end the job nor hide a hang
                 if not self._failed:
-                    sys.stderr.write(f"[rank {self.rank}/{self.size}] mpistrategy's watchdog has failed: {error!r}\n")
+                    reports.write(f"[rank {self.rank}/{self.size}] mpistrategy's watchdog has failed: {error!r}\n")
                 self._failed = True
 
     def _is_over(self) -> bool:
@@ -242,7 +243,7 @@ class Watchdog:
             status for status in widest.board.read() if status.rank != self.rank and "at its end" not in status.text
         ]
         told = "".join(f"\n  rank {status.rank}: {status.text}" for status in others)
-        sys.stderr.write(f"[rank {self.rank}/{self.size}] has ended its program and waits for the other ranks.{told}\n")
+        reports.write(f"[rank {self.rank}/{self.size}] has ended its program and waits for the other ranks.{told}\n")
 
 
 #: Is held while modules are loaded: a child that is forked meanwhile would wait for half a module forever.

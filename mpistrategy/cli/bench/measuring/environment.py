@@ -72,7 +72,7 @@ def available_cores() -> int:
 def cpu_model() -> str:
     """Return the processor's name, as the system gives it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         lines = []
     for line in lines:

@@ -14,6 +14,7 @@ from mpi4py import MPI
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.measuring.environment import Job
 from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.objects.text import decoded, encoded
 
 PIECE = 2**20
 
@@ -77,12 +78,12 @@ class RawRanks:
 
     def broadcast_text(self, text: str, root: int = 0) -> str:
         """Return the text of rank `root`.  Collective."""
-        data = np.frombuffer(text.encode(), np.uint8)
+        data = np.frombuffer(encoded(text), np.uint8)
         length = np.array([data.size])
         self.comm.Bcast(length, root)
         buffer: Any = np.array(data) if self.rank == root else np.empty(int(length[0]), np.uint8)
         self.comm.Bcast(buffer, root)
-        return bytes(buffer).decode()
+        return decoded(buffer)
 
     def close(self) -> None:
         """Free the communicator.  Collective."""

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from mpistrategy.cli.bench.measuring.environment import in_words
+from mpistrategy.objects.text import encoded
 
 METHOD = (
     "Median of all rounds; the variants of a case take turns within each round. Ratio: median over the median of the "
@@ -142,7 +143,7 @@ def write(path: str, text: str) -> None:
     if path == "-":
         print(text, end="")
     else:
-        Path(path).write_text(text, encoding="utf-8")
+        Path(path).write_bytes(encoded(text))
 
 
 def as_json(report: dict[str, Any]) -> str:

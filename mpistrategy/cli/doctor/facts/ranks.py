@@ -14,6 +14,8 @@ import mpi4py
 import numpy as np
 from mpi4py import MPI
 
+from mpistrategy.objects.text import decoded, encoded
+
 _TEXT, _TURN, _PING, _PONG = 71, 72, 73, 74
 _NAP_SECONDS = 1e-3
 _LEVELS = {
@@ -56,7 +58,7 @@ class Ranks:
         """Return the texts of all ranks that arrived in time on rank 0; elsewhere only the own text."""
         found = {self.rank: text}
         if self.rank:
-            self._comm.Send(np.frombuffer(text.encode() or b" ", np.uint8), 0, _TEXT)
+            self._comm.Send(np.frombuffer(encoded(text) or b" ", np.uint8), 0, _TEXT)
             return found
         end, status = time.monotonic() + seconds, MPI.Status()
         while len(found) < self.size:
@@ -64,7 +66,7 @@ class Ranks:
                 letters = np.empty(status.Get_count(MPI.BYTE), np.uint8)
                 source = status.Get_source()
                 self._comm.Recv(letters, source, _TEXT)
-                found[source] = bytes(letters).decode()
+                found[source] = decoded(letters.data)
             elif time.monotonic() > end:
                 break
             else:

@@ -5,8 +5,9 @@
 #     {{submit}} {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
 # For clusters where a job cannot be requeued. What the program has to do: restore the newest checkpoint of a
-# CheckpointManager when it starts; and when it is sent SIGUSR2 save, and end with status 75 (example.py beside this
-# file does both). A program that knows nothing of SIGUSR2 is ended by it; the next job goes on from its last one.
+# CheckpointManager when it starts; and when it is sent SIGUSR2 save, and end with status 75. example.py, which
+# `mpistrategy slurm --all FOLDER` writes, does both. A program that knows nothing of SIGUSR2 is ended by it; the next
+# job goes on from its last checkpoint.
 #
 # Options given to {{submit}} on the command line count for the first job only: write them into this file.
 {{notes}}

@@ -5,8 +5,9 @@
 #     {{submit}} {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
 # What the program has to do: restore the newest checkpoint of a CheckpointManager when it starts; and when it is sent
-# SIGUSR2 save, and end with status 75 (example.py beside this file does both). A program that knows nothing of SIGUSR2
-# is ended by it, and goes on from the last checkpoint that it had saved: they are whole or not there.
+# SIGUSR2 save, and end with status 75. example.py, which `mpistrategy slurm --all FOLDER` writes, does both. A program
+# that knows nothing of SIGUSR2 is ended by it, and goes on from the last checkpoint that it had saved: they are whole
+# or not there.
 #
 # Status 0 ends the job, and so does a mistake: an exception, another status, a signal of the program's own fault, too
 # little memory. What comes from outside (a lost node, a more urgent job, the time limit) is tried again. Where jobs

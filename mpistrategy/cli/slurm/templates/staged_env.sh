@@ -2,7 +2,7 @@
 # {{file}}: copies the Python environment to every node's own disk first. Thousands of ranks that import from
 # one shared folder wait minutes for it, and slow it down for all others.
 #
-#     tar -C path/to/venv -czf environment.tar.gz .        (once; of a conda environment: conda-pack)
+#     tar -C path/to/venv -czf {{archive}} .        (once; of a conda environment: conda-pack)
 #     {{submit}} {{file}}        (from the folder that the program is in; edit what is marked EDIT before)
 #
 # What lies in the environment is taken from the copy; only the program and its data stay where they are.

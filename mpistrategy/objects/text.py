@@ -1,0 +1,30 @@
+"""Text from outside as bytes and back: names of files, errors, variables of the environment need not be UTF-8.
+
+Python stands for a byte that is no UTF-8 by a lone surrogate.  Here it is that byte again, so that such text travels
+between ranks, and into files, as it came.
+"""
+
+from __future__ import annotations
+
+
+def encoded(text: str, most: int | None = None) -> bytes:
+    """Return a text as UTF-8, with the bytes for which surrogates stand; it never fails.
+
+    Args:
+        text: the text.
+        most: how many bytes there may be; a longer text is cut before a character.  None: any number.
+    """
+    try:
+        data = text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:  # surrogates that stand for no byte
+        data = text.encode("utf-8", "surrogatepass")
+    if most is None or len(data) <= most:
+        return data
+    while most and data[most] & 0xC0 == 0x80:  # inside of a character
+        most -= 1
+    return data[:most]
+
+
+def decoded(data: bytes | bytearray | memoryview) -> str:
+    """Return the text of `encoded`; it never fails."""
+    return str(data, "utf-8", "surrogateescape")

@@ -1,0 +1,56 @@
+"""Processes that multiprocessing starts in a rank import the program: they say what to change, before MPI starts."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import launching
+import pytest
+
+Launch = Callable[..., launching.Finished]
+
+PROGRAM = """
+import multiprocessing, sys
+from concurrent.futures import ProcessPoolExecutor
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+
+
+def double(x):
+    return 2 * x
+
+
+if __name__ == "__main__":
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context(sys.argv[1])) as pool:
+            print(*pool.map(double, [1, 2]))
+    except (OSError, EOFError, RuntimeError) as error:
+        print(type(error).__name__)
+"""
+
+
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("method", ["spawn", "forkserver"])
+def test_a_worker_of_a_rank_says_what_to_change(launch: Launch, tmp_path: Path, method: str) -> None:
+    job = launch(2, [launching.program(PROGRAM, tmp_path), method], timeout=60)
+    assert job.returncode == 0, job
+    assert "LaunchError: MirroredStrategy: found a process that multiprocessing has started in rank" in job.stderr, job
+    assert '`if __name__ == "__main__":`' in job.stderr, job
+    assert "Abort(" not in job.stderr, job
+
+
+def test_a_worker_of_a_program_without_a_launcher_has_a_replica_of_its_own(launch: Launch, tmp_path: Path) -> None:
+    program = launching.program(PROGRAM, tmp_path)
+    done = subprocess.run(
+        [sys.executable, program, "spawn"],
+        env=launching.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "2 4\n"), done.stderr
