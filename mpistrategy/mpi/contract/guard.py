@@ -77,7 +77,7 @@ class Guard(TellsErrors):
         self.contains_errors = contains_errors
         #: Why this guard takes no more calls after a failure; None before.
         self.broken: Failure | None = None
-        #: Whether the other ranks have not been told, and wait for this one.
+        #: Whether this rank takes no more calls, and the other ranks, which wait for it, have not been told.
         self.is_untold = False
         #: The error that the watchdog makes this rank raise where it waits, and the number of that comparison.
         self.late: tuple[MpiStrategyError, int] | None = None
@@ -238,7 +238,7 @@ class Guard(TellsErrors):
                 return
             self.comparisons += 1
             self.is_comparing = True
-            if expected is not None and companions.carries(expected, digest):
+            if expected is not None and companions.carries(expected):
                 self.is_comparing = False
                 return
             place[:] = numbers
@@ -324,7 +324,7 @@ class Guard(TellsErrors):
         self.current = None
 
     def start_leaving(self) -> None:
-        """Begin to tell the other ranks that this rank has ended."""
+        """Begin to tell the other ranks that this rank has ended, or takes no more calls."""
         self.leaving, self.since = True, time.monotonic()
         if self._channel is not None:
             self._channel.start(self._digests.of(_LEAVING)[0])
@@ -335,8 +335,14 @@ class Guard(TellsErrors):
 
     def tell_peers(self, why: str = "its program has ended") -> None:
         """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again."""
-        mine = mismatch_report.Report({mismatch_report.LEFT: why}, "its end", unseen=self.unseen)
+        words = {mismatch_report.LEFT: why}
+        if self.broken is None:
+            mine = mismatch_report.Report(words, "its end", unseen=self.unseen)
+        else:
+            kind, _, text = self.broken.error.partition(": ")
+            mine = mismatch_report.Report({**words, "call": self.broken.where}, "its end", kind, text, self.unseen)
         reports, self.unseen = self.gather_reports(mine), 0
+        self.is_untold = False
         if not self.hear_of_ends(reports):
             self.start_leaving()
 
@@ -351,14 +357,19 @@ class Guard(TellsErrors):
             RemoteError: when some rank takes no more calls, and thus may send no report.
         """
         assert self._channel is not None
-        if self.is_broken:
+        if self.is_broken and not self.is_untold:
             raise self.mark_told(self.remote_error())
         import json  # here, for the quick import
 
         self.is_comparing = True
-        texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look)
+        interruptions: list[BaseException] = []
+        texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look, interruptions)
         self.is_comparing = False
-        return [mismatch_report.Report(*json.loads(text)) for text in texts]
+        reports = [mismatch_report.Report(*json.loads(text)) for text in texts]
+        if interruptions:
+            self.hear_of_ends(reports)
+            raise interruptions[0]
+        return reports
 
     def _see_flags(self) -> None:
         self.flag_was_seen = True  # first, since a signal may come between the two lines

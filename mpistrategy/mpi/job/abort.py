@@ -24,7 +24,7 @@ from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.contract.error_messages import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import child_exit
-from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks
+from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks, status_of
 from mpistrategy.objects.later import later
 from mpistrategy.options import is_on
 
@@ -179,25 +179,24 @@ def _say_goodbye(state: _Watch) -> None:
     status = state.status() if any(not guard.contains_errors for guard in state.open) else 0
     all_leave = any(guard.all_leave for guard in state.open)
     end = time.monotonic() + (PATIENCE_SECONDS if status and not all_leave else math.inf)
-    waiting = [guard for guard in state.open if not guard.is_broken]
+    waiting = [guard for guard in state.open if guard.is_untold or not guard.is_broken]
     for guard in waiting:
         guard.start_leaving()
     pauses = growing_pauses()
     while waiting:
-        for guard in list(waiting):
-            left = guard.is_broken or guard.peers_have_left()
-            if left:
-                waiting.remove(guard)
-            elif left is False and not status:
-                try:
-                    guard.tell_peers()
-                except MpiStrategyError as error:
-                    if guard.is_broken:  # the rank that failed while its peers were told has raised its own error
-                        continue
-                    state.end_job(error, type(error), error.__traceback__, " at the end of the program")
-            elif status and (left is False or time.monotonic() > end):
-                state.end_with(status)
-        time.sleep(next(pauses))
+        try:
+            for guard in list(waiting):
+                left = (guard.is_broken and not guard.is_untold) or guard.peers_have_left()
+                if left:
+                    waiting.remove(guard)
+                elif left is False and not status:
+                    _tell_peers(state, guard)
+                elif status and (left is False or time.monotonic() > end):
+                    state.end_with(status)
+            time.sleep(next(pauses))
+        except SystemExit as stop:  # of a signal's handler: this rank stops already
+            if status_of(stop.code):
+                raise
     is_untold = any(guard.is_untold for guard in state.open)
     if status and not all_leave and (is_untold or not any(guard.size == state.size for guard in state.open)):
         # Some rank cannot be told: no strategy reaches it, or it is in a call.  MPI_Finalize would wait for it.
@@ -206,6 +205,14 @@ def _say_goodbye(state: _Watch) -> None:
     for guard, free in list(state.open.items()):
         if not guard.is_broken:  # messages may be under way
             free()
+
+
+def _tell_peers(state: _Watch, guard: Guard) -> None:
+    try:
+        guard.tell_peers()
+    except MpiStrategyError as error:
+        if not guard.is_broken:  # else the rank that failed while its peers were told has raised its own error
+            state.end_job(error, type(error), error.__traceback__, " at the end of the program")
 
 
 def _leave_contained(state: _Watch) -> None:
@@ -219,4 +226,4 @@ def _leave_contained(state: _Watch) -> None:
         "all ranks of the job in MPI_Finalize."
     )
     for guard in contained:
-        guard.leave_with(error)
+        guard.leave_with("", error)
