@@ -82,9 +82,9 @@ class MpiControlChannel:
         self._companions: Companions | None = None
         #: The digest that is compared, and the sum that takes the place of the first message, until it is known.
         self._digest = 0
-        #: Whether this rank was interrupted in a comparison: its messages are under way, or unread.  And the digest that
-        #: comes after it, if all ranks agree there.
+        #: Whether this rank was interrupted in a comparison: its messages are under way, or unread.
         self._is_interrupted = False
+        #: The digest that comes after that comparison, if all ranks agree there.
         self._following: int | None = None
         self._expected_sum: Companion | None = None
         try:

@@ -25,6 +25,7 @@ from mpistrategy.mpi.contract.error_messages import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import child_exit
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks, status_of
+from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.objects.later import later
 from mpistrategy.options import is_on
 
@@ -181,7 +182,8 @@ def _say_goodbye(state: _Watch) -> None:
     end = time.monotonic() + (PATIENCE_SECONDS if status and not all_leave else math.inf)
     waiting = [guard for guard in state.open if guard.is_untold or not guard.is_broken]
     for guard in waiting:
-        guard.start_leaving()
+        if not guard.leaving:
+            guard.start_leaving()
     pauses = growing_pauses()
     while waiting:
         try:
@@ -203,7 +205,9 @@ def _say_goodbye(state: _Watch) -> None:
         time.sleep(PATIENCE_SECONDS)
         state.end_with(status)
     for guard, free in list(state.open.items()):
-        if not guard.is_broken:  # messages may be under way
+        if guard.is_broken:  # messages may be under way
+            watchdog.forget(guard)
+        else:
             free()
 
 
