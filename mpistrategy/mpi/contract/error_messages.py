@@ -39,6 +39,8 @@ class TellsErrors(ABC):
     closed: bool
     broken: Failure | None
     is_untold: bool
+    leaving: bool
+    has_begun_to_leave: bool
     is_comparing: bool
     is_in_background: bool
     late: tuple[MpiStrategyError, int] | None
@@ -52,6 +54,18 @@ class TellsErrors(ABC):
     @abstractmethod
     def here(self) -> Site:
         """Return the call site of the call that this rank is in."""
+
+    @abstractmethod
+    def start_leaving(self) -> None:
+        """Begin to tell the other ranks that this rank has ended, or takes no more calls."""
+
+    @abstractmethod
+    def peers_have_left(self) -> bool | None:
+        """Return True when all ranks have ended, False when one calls a collective, None while ranks are missing."""
+
+    @abstractmethod
+    def tell_peers(self, why: str = "its program has ended") -> None:
+        """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again."""
 
     @abstractmethod
     def gather_reports(self, mine: mismatch_report.Report) -> list[mismatch_report.Report]:
@@ -174,13 +188,29 @@ class TellsErrors(ABC):
             where: what the error has ended.
             error: the error.
         """
-        if self.broken:
+        if self._channel is None or self.broken:
             return
         if self.failures is not None:
             self.failures.break_off(where, error)
-        elif self._channel is not None:
+        else:
             self.is_untold = True
         self.stop(Failure(in_words(error), self._rank, where))
+
+    def tell_of_failure(self) -> None:
+        """Tell the other ranks that this one takes no more calls, where they have not heard; wait a little for them."""
+        if not self.is_untold or self.has_begun_to_leave:
+            return
+        self.start_leaving()
+        self.leaving = False  # the program goes on
+        end = time.monotonic() + PATIENCE_SECONDS
+        for pause in growing_pauses():
+            answer = self.peers_have_left()
+            if answer is not None or time.monotonic() > end:
+                break
+            time.sleep(pause)
+        if answer is False:
+            self.tell_peers()
+        self.is_untold = answer is None
 
     def hear_of_ends(self, reports: Sequence[mismatch_report.Report]) -> Failure | None:
         """Take no more calls if a rank has ended with an error; return which and how, else None."""

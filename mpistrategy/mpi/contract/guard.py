@@ -42,6 +42,8 @@ else:
 
 _FLAG = 1 << 62  # digests are smaller
 
+#: The public name of the call that closes a strategy.
+CLOSE = "Strategy.close"
 _LEAVING, _READY = Signature("exit"), Signature("ready for the messages of the call")
 
 T = TypeVar("T")
@@ -101,6 +103,8 @@ class Guard(TellsErrors):
         self.timeout = DEFAULT_SECONDS
         #: Whether the program of this rank has ended.
         self.leaving: bool = False
+        #: Whether this rank has begun to tell the other ranks that it takes no more calls.
+        self.has_begun_to_leave = False
         #: Whether all ranks have agreed to end their programs now; each then waits for the others, whatever its status.
         self.all_leave = False
         #: The call site, where the program made the call in another thread.
@@ -325,7 +329,8 @@ class Guard(TellsErrors):
 
     def start_leaving(self) -> None:
         """Begin to tell the other ranks that this rank has ended, or takes no more calls."""
-        self.leaving, self.since = True, time.monotonic()
+        self.leaving = self.has_begun_to_leave = True
+        self.since = time.monotonic()
         if self._channel is not None:
             self._channel.start(self._digests.of(_LEAVING)[0])
 
@@ -399,6 +404,10 @@ class Guard(TellsErrors):
                 if isinstance(error, RemoteError):
                     error.error = f"{report.error}: {report.text}"
                 raise self.mark_told(error)
+        closing = [rank for rank, report in enumerate(reports) if report.call.get("call") == CLOSE]
+        if closing and self.contains_errors:
+            self.stop(Failure("it has closed the strategy", closing[0]))
+            raise self.mark_told(self.remote_error())
         error = mismatch_report.mismatch(reports)
         if self._rank != next(rank for rank, report in enumerate(reports) if mismatch_report.LEFT not in report.call):
             error.__dict__[OF_ANOTHER_RANK] = True  # one rank's print says it all

@@ -182,8 +182,9 @@ def _say_goodbye(state: _Watch) -> None:
     end = time.monotonic() + (PATIENCE_SECONDS if status and not all_leave else math.inf)
     waiting = [guard for guard in state.open if guard.is_untold or not guard.is_broken]
     for guard in waiting:
-        if not guard.leaving:
+        if not guard.has_begun_to_leave:
             guard.start_leaving()
+        guard.leaving = True
     pauses = growing_pauses()
     while waiting:
         try:
