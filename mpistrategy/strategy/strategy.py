@@ -340,9 +340,9 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
 
         Done at the end of the program, too, and by ``with MirroredStrategy() as strategy:``.
 
-        While an exception is handled (in ``except``, ``finally``, or by ``contextlib.closing``) it does not wait for the
-        other ranks: this rank takes no more calls, and the others raise RemoteError.  After a failure of another rank it
-        returns.  With ``on_error="raise"``, ranks that make another call meanwhile raise RemoteError.
+        While an exception is handled (in ``except``, ``finally``, or by ``contextlib.closing``) it does not wait for
+        the other ranks: this rank takes no more calls, and the others raise RemoteError.  After a failure of another
+        rank it returns.  With ``on_error="raise"``, ranks that make another call meanwhile raise RemoteError.
         """
         communicator = self.extended.communicator
         guard = communicator.guard

@@ -176,6 +176,8 @@ class TellsErrors(ABC):
         if self.failures is not None:
             self.failures.look(agreed=False)
         elif self.late is not None and self.is_told_late:
+            self.is_untold = True  # the others may come to this call
+            self._leaves_sum(agreed=False)
             self.stop(Failure(str(self.late[0])))
             raise self.mark_told(self.late[0])
 

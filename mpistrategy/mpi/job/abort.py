@@ -228,7 +228,8 @@ def _leave_contained(state: _Watch) -> None:
         return
     state.say(
         f"{type(error).__name__} was not caught. The other ranks of its communicator are told, and this one waits for "
-        "all ranks of the job in MPI_Finalize."
+        "all ranks of the job in MPI_Finalize. A rank that waits for it in an MPI call of the program's own goes on "
+        "waiting: catch the error in the program, as `mpistrategy guide ending` shows."
     )
     for guard in contained:
         guard.leave_with("", error)

@@ -176,7 +176,8 @@ class Group:
         broken = self.guard.broken
         if broken is not None and self.guard.is_untold and not self._told_left:
             self._told_left = True
-            self.directory.write(LEFT, json.dumps([broken.rank, broken.where, broken.error]))
+            if not self.directory.has(LEFT):
+                self.directory.write(LEFT, json.dumps([broken.error, broken.rank, broken.where]))
             self.board.note_left()
 
     def waits_in_vain(self, now: float) -> Failure | None:
@@ -184,8 +185,7 @@ class Group:
         if not self.board.has_left() or self.host_waited(now) < PATIENCE_SECONDS:
             return None
         with contextlib.suppress(ValueError, TypeError):
-            rank, where, error = json.loads(self.directory.read(LEFT))
-            return Failure(str(error), int(rank), str(where))
+            return Failure(*json.loads(self.directory.read(LEFT)))
         return Failure("another rank takes no more calls")
 
     def is_alarmed(self) -> bool:
