@@ -176,10 +176,11 @@ class TellsErrors(ABC):
         if self.failures is not None:
             self.failures.look(agreed=False)
         elif self.late is not None and self.is_told_late:
+            (error, _), self.late = self.late, None
             self.is_untold = True  # the others may come to this call
             self._leaves_sum(agreed=False)
-            self.stop(Failure(str(self.late[0])))
-            raise self.mark_told(self.late[0])
+            self.stop(Failure(str(error)))
+            raise self.mark_told(error)
 
     def leave_with(self, where: str, error: BaseException) -> None:
         """Take no more calls after an error outside every call, and tell the other ranks; does not wait for them.

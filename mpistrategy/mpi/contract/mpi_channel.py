@@ -235,7 +235,7 @@ class MpiControlChannel:
             is_comparing: whether this rank leaves a comparison; the next `start` goes on with it.
             agreed: whether all ranks have agreed on the call.
         """
-        self._is_interrupted = is_comparing
+        self._is_interrupted = self._is_interrupted or is_comparing
         if self._companions is None or not self._companions.leave():
             return False
         if agreed and not is_comparing:  # all ranks have begun with this sum before
