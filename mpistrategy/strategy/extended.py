@@ -335,7 +335,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         return context.cross_replica(self._container_strategy)
 
 
-call_sites.calls_steps(StrategyExtended.call_for_each_replica)
+call_sites.calls_steps(context.call_in)
 
 
 def _is_array(leaf: Any) -> bool:
