@@ -261,7 +261,7 @@ def test_the_step_may_catch_what_its_merge_fn_raises(strategy: ms.Strategy) -> N
 
 
 def is_interrupted(made: Callable[[], object], moment: int) -> bool:
-    """Return whether a KeyboardInterrupt where the package begins with a function, after so many others, ends `made`."""
+    """Return whether a KeyboardInterrupt ends `made`: where a function of the package begins, after so many others."""
     begun, before = 0, sys.gettrace()
 
     def interrupt(frame: FrameType, what: str, _: object) -> None:

@@ -160,6 +160,8 @@ class MpiControlChannel:
             answer = True
         following, self._following = self._following, None
         if answer and following is not None:
+            if self._companions is not None:
+                self._companions.finish()  # as all ranks do
             self.start(following)
             return None
         return answer

@@ -52,7 +52,6 @@ def watch_rank_0():
 signal.signal(signal.SIGTERM, stop)
 for _ in range(10):
     strategy.run(step)
-world.Barrier()
 """
 
 ALL = """
@@ -62,6 +61,7 @@ def told():
 
 
 try:
+    world.Barrier()
     if rank == 0:
         threading.Thread(target=watch_rank_0, daemon=True).start()
         strategy.run(step)
@@ -78,6 +78,7 @@ def told():
 
 
 try:
+    world.Barrier()
     if rank == 0:
         threading.Thread(target=watch_rank_0, daemon=True).start()
     else:
