@@ -376,7 +376,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         self._scope.__exit__(kind, error, trace)
         if self._scope.is_entered:
             return
-        if error is None:
+        if error is None or self.size == 1:
             self.close()
         elif not isinstance(error, SystemExit):  # the end of the program tells the other ranks
             self.extended.communicator.guard.leave_with("its with block", error)
