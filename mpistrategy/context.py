@@ -8,7 +8,7 @@ from __future__ import annotations
 import enum
 import gc
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
@@ -41,6 +41,9 @@ class Strategy(Protocol):
     @property
     def extended(self) -> Extended:
         """The part for library authors."""
+
+
+R = TypeVar("R")
 
 
 class Mode(enum.Enum):
@@ -80,6 +83,21 @@ class Frame:
     ) -> None:
         current.entered.communicators.pop()
         entered.frames.pop()
+
+
+def call_in(frame: Frame, fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
+    """Return ``fn(*args, **kwargs)``, called in a context.
+
+    As ``with frame:``, but nothing runs at its end that the handler of a signal could keep from leaving the context.
+    """
+    communicators, frames = current.entered.communicators, entered.frames
+    before, depth = len(communicators), len(frames)
+    try:
+        frame.__enter__()
+        return fn(*args, **kwargs)
+    finally:
+        del communicators[before:]
+        del frames[depth:]
 
 
 class _Stack(threading.local):

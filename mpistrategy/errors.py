@@ -46,6 +46,7 @@ __all__ = [
     "OutsideStepWarning",
     "PlacementError",
     "RankCall",
+    "RankLeftError",
     "ReduceOpError",
     "RemoteError",
     "ReplicasDivergedError",
@@ -317,6 +318,10 @@ class RemoteError(MpiStrategyError, RuntimeError):
     """
 
     error = ""
+
+
+class RankLeftError(RemoteError, CollectiveMismatchError):
+    """Another rank has ended its program, and this one calls a collective.  The text is a table rank -> call."""
 
 
 class CollectiveTimeoutError(RemoteError, TimeoutError):

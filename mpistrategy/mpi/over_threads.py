@@ -230,7 +230,12 @@ class SimulatedCommunicator:
         everything = self._meeting.allgather(self.rank, "alltoall", sent.copy())
         received[...] = [theirs.reshape(self.size, -1)[self.rank] for theirs in everything]
 
-    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
+    def allgather_text(
+        self,
+        text: str,
+        look: Callable[[], object] | None = None,
+        interruptions: list[BaseException] | None = None,
+    ) -> list[str]:
         """Return every rank's text, in rank order; `Turns` ends the wait for a thread that has ended."""
         return list(self._meeting.allgather(self.rank, "allgather_text", text))
 

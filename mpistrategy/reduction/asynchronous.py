@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
@@ -100,9 +100,11 @@ def start_all_reduce(
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
     communicator = reducer.communicator
 
-    def agree() -> None:
+    @contextmanager
+    def agree() -> Iterator[None]:
         with Call(communicator.guard, _WHERE, called=name) as call:
             call.agree("the first all_reduce_async")
+            yield
 
     if in_jax_trace():
         agree()  # the call refuses it, and tells the other ranks
@@ -154,7 +156,7 @@ def _started_on_device(
     options: CommunicationOptions | None,
     name: str | None,
     out: Any,
-    agree: Callable[[], None],
+    agree: Callable[[], AbstractContextManager[None]],
 ) -> AllReduceHandle[Any] | None:
     """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
     from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here, for the quick import

@@ -8,6 +8,7 @@ takes part: a thread of ours, or `AllReduceHandle.wait` where MPI may not be cal
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 from mpistrategy.arrays.values import event_of_reads
@@ -76,7 +77,9 @@ class Begun:
         return results
 
 
-def engine(communicator: Communicator, path: DevicePath | None, agree: Callable[[], None]) -> AtOnce:
+def engine(
+    communicator: Communicator, path: DevicePath | None, agree: Callable[[], AbstractContextManager[None]]
+) -> AtOnce:
     """Return what runs the work of these all-reduces on a path: the caller's thread, where that waits for nothing."""
     if path is None or path.name in ON_THE_STREAM:
         return AtOnce(communicator)

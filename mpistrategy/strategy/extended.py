@@ -343,8 +343,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         self, fn: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any] | None, group: bool
     ) -> Any:
         plain_args, plain_kwargs = unwrapped(args, kwargs)
-        with Frame(self._container_strategy, Mode.UPDATE):
-            result = fn(*plain_args, **plain_kwargs)
+        result = context.call_in(Frame(self._container_strategy, Mode.UPDATE), fn, plain_args, plain_kwargs)
         if not group:
             return nest.map_structure(lambda leaf: (leaf,), result)
         return nest.map_structure(lambda leaf: Mirrored((leaf,)) if _is_array(leaf) else leaf, result)
@@ -361,11 +360,11 @@ class StrategyExtended(Placement, NotPickled, Settable):
         on_gpu = self.communicator.guard.on_gpu
         replica_context = ReplicaContext(self._container_strategy, self.communicator.rank)
         replica_context._run = self._reducer.plans.run
-        with Frame(self._container_strategy, Mode.REPLICA, replica_context, call_sites.code_of(fn)):
-            if on_gpu is None:
-                return fn(*plain_args, **plain_kwargs)
-            with on_gpu():  # whatever thread this is
-                return fn(*plain_args, **plain_kwargs)
+        frame = Frame(self._container_strategy, Mode.REPLICA, replica_context, call_sites.code_of(fn))
+        if on_gpu is None:
+            return context.call_in(frame, fn, plain_args, plain_kwargs)
+        with on_gpu():  # whatever thread this is
+            return context.call_in(frame, fn, plain_args, plain_kwargs)
 
     def _require_cross_replica(self, method: str) -> None:
         context.require_cross_replica(self._container_strategy, f"StrategyExtended.{method}")
@@ -379,7 +378,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         return context.cross_replica(self._container_strategy)
 
 
-call_sites.calls_steps(StrategyExtended.call_for_each_replica)
+call_sites.calls_steps(context.call_in)
 
 
 def _is_array(leaf: Any) -> bool:

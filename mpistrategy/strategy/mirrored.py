@@ -56,8 +56,9 @@ class MirroredStrategy(Strategy):
             the data.  "first", of earlier versions, warns and means "always".
         on_error: what happens after an error that a rank's program does not catch.  "abort" ends the whole job: all of
             COMM_WORLD.  "raise" ends this strategy alone: the other ranks of its communicator raise RemoteError, other
-            communicators go on, and the rank waits in MPI_Finalize for the others; for ensembles.  All calls are
-            compared then.  A late collective raises CollectiveTimeoutError, where the rank that waits can leave it.
+            communicators go on, and the rank waits in MPI_Finalize for the others; for ensembles.  An error that leaves
+            the with block does the same, whether it is caught outside or not.  All calls are compared then.  A late
+            collective raises CollectiveTimeoutError, where the rank that waits can leave it.
         name: is compared between the ranks instead of the call site.
 
     Raises:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import TracebackType
@@ -14,6 +15,7 @@ from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContex
 from mpistrategy.context import Scope
 from mpistrategy.errors import EmptyBatchError, LeafError, OptionError, OptionTypeError, RemoteError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.objects.later import later
 from mpistrategy.objects.nearest import NamesOurs
@@ -350,13 +352,20 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         """Give the communicator back.  Collective; the strategy cannot be used afterwards.
 
         Done at the end of the program, too, and by ``with MirroredStrategy() as strategy:``.
+
+        While an exception is handled (in ``except``, ``finally``, or by ``contextlib.closing``) it does not wait for
+        the other ranks: this rank takes no more calls, and the others raise RemoteError.  After a failure of another
+        rank it returns.  With ``on_error="raise"``, ranks that make another call meanwhile raise RemoteError.
         """
         communicator = self.extended.communicator
         guard = communicator.guard
+        if (error := sys.exception()) is not None and not isinstance(error, SystemExit):
+            guard.leave_with(CLOSE, error)
         if guard.closed:
+            guard.tell_of_failure()
             communicator.free()
         else:
-            with Call(guard, "Strategy.close", anywhere=True) as call:
+            with Call(guard, CLOSE, anywhere=True) as call:
                 try:
                     call.agree("close")
                 except RemoteError:
@@ -367,7 +376,10 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
             guard.at_close.pop()()
 
     def __enter__(self) -> Self:
-        """Enter the `scope`; the outermost `with` block closes the strategy at its end, unless an error leaves it."""
+        """Enter the `scope`; the outermost `with` block closes the strategy at its end.
+
+        After an error it waits for nobody: this rank takes no more calls, and the other ranks raise RemoteError.
+        """
         self._scope.__enter__()
         return self
 
@@ -375,9 +387,12 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._scope.__exit__(kind, error, trace)
-        # After an exception the peers may never come to a collective close.
-        if error is None and not self._scope.is_entered:
+        if self._scope.is_entered:
+            return
+        if error is None or self.size == 1:
             self.close()
+        elif not isinstance(error, SystemExit):  # the end of the program tells the other ranks
+            self.extended.communicator.guard.leave_with("its with block", error)
 
     def __repr__(self) -> str:
         device = self.extended.worker_devices[0]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -256,3 +258,44 @@ def test_the_step_may_catch_what_its_merge_fn_raises(strategy: ms.Strategy) -> N
         return context().all_reduce("SUM", 1.0)
 
     assert strategy.run(step) == SIZE
+
+
+def is_interrupted(made: Callable[[], object], moment: int) -> bool:
+    """Return whether a KeyboardInterrupt ends `made`: where a function of the package begins, after so many others."""
+    begun, before = 0, sys.gettrace()
+
+    def interrupt(frame: FrameType, what: str, _: object) -> None:
+        nonlocal begun
+        begun += "/mpistrategy/" in frame.f_code.co_filename
+        if begun > moment:
+            sys.settrace(before)
+            raise KeyboardInterrupt
+
+    sys.settrace(interrupt)
+    try:
+        made()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("call", ["run", "update"])
+def test_an_interruption_at_any_moment_leaves_the_context(
+    strategy: ms.Strategy, variable: ms.Variable, call: str
+) -> None:
+    """As the handler of a signal may raise it: no context stays entered."""
+
+    def made() -> None:
+        if call == "run":
+            strategy.run(lambda: None)
+        else:
+            strategy.extended.update(variable, lambda v: None)
+
+    moment = 0
+    while is_interrupted(made, moment):
+        assert not ms.has_strategy()
+        assert not ms.in_cross_replica_context()
+        moment += 1
+    assert moment > 3

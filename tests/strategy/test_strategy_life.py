@@ -78,14 +78,14 @@ def test_two_strategies_are_not_nested() -> None:
         assert still_works(strategy)
 
 
-def test_an_error_leaves_the_scope_and_closes_nothing() -> None:
+def test_an_error_that_leaves_the_block_ends_the_strategy() -> None:
     strategy = ms.MirroredStrategy()
     with pytest.raises(KeyError), strategy:
         raise KeyError("of the program")
     assert not ms.has_strategy()
-    assert still_works(strategy)
-    with strategy:  # and may be entered again
-        pass
+    with pytest.raises(errors.ContextError, match=r"after its close|failed in its with block: KeyError"):
+        strategy.reduce("SUM", 1.0)
+    strategy.close()
 
 
 AFTER: dict[str, Callable[[ms.Strategy, ms.Variable], Any]] = {

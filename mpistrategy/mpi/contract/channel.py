@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.errors import MpiStrategyError
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.contract.sums_by_mpi import Companions
@@ -30,8 +31,20 @@ class ControlChannel(Protocol):
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""
 
-    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
-        """Return every rank's text, in rank order; call `look` now and then, which may raise, and end the wait."""
+    def allgather_text(
+        self,
+        text: str,
+        look: Callable[[], object] | None = None,
+        interruptions: list[BaseException] | None = None,
+    ) -> list[str]:
+        """Return every rank's text, in rank order.
+
+        Args:
+            text: this rank's.
+            look: is called now and then; what it raises ends the wait.
+            interruptions: what the handler of a signal raises meanwhile goes in here, and the wait goes on; None: it
+                ends the wait.
+        """
 
 
 class FirstMessage(Protocol):
@@ -81,15 +94,29 @@ def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[],
     return wait_patiently(channel.finished, look or (lambda: None))
 
 
-def wait_patiently(finished: Callable[[], bool | None], look: Callable[[], object]) -> bool:
-    """Return what `finished` returns once it is not None, without keeping a core busy; `look` may raise."""
-    for pause in growing_pauses():
-        look()
-        for _ in range(_LOOKS):  # an MPI may need several to make progress
-            if (answer := finished()) is not None:
-                return answer
-        time.sleep(pause)
-    raise AssertionError("pauses end")
+def wait_patiently(
+    finished: Callable[[], bool | None],
+    look: Callable[[], object],
+    interruptions: list[BaseException] | None = None,
+) -> bool:
+    """Return what `finished` returns once it is not None, without keeping a core busy; `look` may raise.
+
+    For `interruptions` see `ControlChannel.allgather_text`.
+    """
+    pauses = growing_pauses()
+    while True:
+        try:
+            look()
+            for _ in range(_LOOKS):  # an MPI may need several to make progress
+                if (answer := finished()) is not None:
+                    return answer
+            time.sleep(next(pauses))
+        except MpiStrategyError:
+            raise
+        except BaseException as error:
+            if interruptions is None:
+                raise
+            interruptions.append(error)
 
 
 def growing_pauses() -> Iterator[float]:

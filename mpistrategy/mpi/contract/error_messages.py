@@ -41,6 +41,8 @@ class TellsErrors(ABC):
     closed: bool
     broken: Failure | None
     is_untold: bool
+    leaving: bool
+    has_begun_to_leave: bool
     is_comparing: bool
     is_in_background: bool
     late: tuple[MpiStrategyError, int] | None
@@ -56,6 +58,18 @@ class TellsErrors(ABC):
         """Return the call site of the call that this rank is in."""
 
     @abstractmethod
+    def start_leaving(self) -> None:
+        """Begin to tell the other ranks that this rank has ended, or takes no more calls."""
+
+    @abstractmethod
+    def peers_have_left(self) -> bool | None:
+        """Return True when all ranks have ended, False when one calls a collective, None while ranks are missing."""
+
+    @abstractmethod
+    def tell_peers(self, why: str = "its program has ended") -> None:
+        """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again."""
+
+    @abstractmethod
     def gather_reports(self, mine: mismatch_report.Report) -> list[mismatch_report.Report]:
         """Return the reports of all ranks."""
 
@@ -69,7 +83,7 @@ class TellsErrors(ABC):
         """
         if self.broken:
             return
-        is_under_way = self._leaves_sum()
+        is_under_way = self._leaves_sum(agreed=agreed)
         if self.is_comparing or (agreed and is_under_way) or not isinstance(error, Exception):  # a signal, say
             is_under_way = is_under_way or (agreed and not _is_after_messages(error))
             self._break_off(where, error, is_cut_short=self.is_comparing or is_under_way)
@@ -104,15 +118,15 @@ class TellsErrors(ABC):
 
     def leaves_messages(self) -> bool:
         """Return whether messages of a call that this rank leaves may be under way; see `_leaves_sum`."""
-        return self._leaves_sum() or self.is_comparing
+        return self._leaves_sum(agreed=False) or self.is_comparing
 
-    def _leaves_sum(self) -> bool:
+    def _leaves_sum(self, *, agreed: bool) -> bool:
         """Return whether a sum that was begun before the comparison may be under way, in a call that this rank leaves.
 
         One that was not started is forgotten.
         """
-        leave_call: Callable[[], bool] | None = getattr(self._channel, "leave_call", None)
-        return leave_call is not None and leave_call()
+        leave_call: Callable[..., bool] | None = getattr(self._channel, "leave_call", None)
+        return leave_call is not None and leave_call(is_comparing=self.is_comparing, agreed=agreed)
 
     def _break_off(self, where: str, error: BaseException, *, is_cut_short: bool) -> None:
         """Tell the other ranks of an error between this rank's digest, or its data, and their answer."""
@@ -164,22 +178,44 @@ class TellsErrors(ABC):
         if self.failures is not None:
             self.failures.look(agreed=False)
         elif self.late is not None and self.is_told_late:
-            self.stop(Failure(str(self.late[0])))
-            raise self.mark_told(self.late[0])
+            (error, _), self.late = self.late, None
+            self.is_untold = True  # the others may come to this call
+            self._leaves_sum(agreed=False)
+            self.stop(Failure(str(error)))
+            raise self.mark_told(error)
 
-    def leave_with(self, error: BaseException) -> None:
-        """Tell the other ranks of an error that has ended this rank's program; wait for them where that is needed."""
+    def leave_with(self, where: str, error: BaseException) -> None:
+        """Take no more calls after an error outside every call, and tell the other ranks; does not wait for them.
+
+        Ranks of other nodes are told by the watchdog, and when this rank's program ends.
+
+        Args:
+            where: what the error has ended.
+            error: the error.
+        """
+        if self._channel is None or self.broken:
+            return
         if self.failures is not None:
-            self.failures.break_off("its program, which has ended", error)
-        elif self._channel is not None:
-            self._channel.start(-1 - self._rank)
-            for pause in growing_pauses():
-                if (answer := self._channel.finished()) is not None:
-                    break
-                time.sleep(pause)
-            if not answer:
-                self.gather_reports(self._report_of({mismatch_report.LEFT: "its program has ended"}, "its end", error))
-        self.stop(Failure(in_words(error), self._rank))
+            self.failures.break_off(where, error)
+        else:
+            self.is_untold = True
+        self.stop(Failure(in_words(error), self._rank, where))
+
+    def tell_of_failure(self) -> None:
+        """Tell the other ranks that this one takes no more calls, where they have not heard; wait a little for them."""
+        if not self.is_untold or self.has_begun_to_leave:
+            return
+        self.start_leaving()
+        self.leaving = False  # the program goes on
+        end = time.monotonic() + PATIENCE_SECONDS
+        for pause in growing_pauses():
+            answer = self.peers_have_left()
+            if answer is not None or time.monotonic() > end:
+                break
+            time.sleep(pause)
+        if answer is False:
+            self.tell_peers()
+        self.is_untold = answer is None
 
     def hear_of_ends(self, reports: Sequence[mismatch_report.Report]) -> Failure | None:
         """Take no more calls if a rank has ended with an error; return which and how, else None."""
@@ -201,7 +237,8 @@ class TellsErrors(ABC):
         except MpiStrategyError:
             raise
         except BaseException as interruption:  # a signal, say: the comparison is under way
-            self.is_untold = True
+            self.is_untold = self.is_comparing = True
+            self._leaves_sum(agreed=False)
             self.stop(Failure(in_words(interruption), self._rank, where))
             raise
 

@@ -10,11 +10,12 @@ import os
 import sys
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 from mpistrategy.errors import ContextError, ForkedProcessError
 
-_guards: WeakSet[Any] = WeakSet()
+# No WeakSet: it runs Python code when a guard is collected, in which the exception of a signal's handler would be lost.
+_guards: list[ref[Any]] = []
 _was_forked_from_rank = False
 _is_registered = False
 #: Called before the first fork that matters, and in each child of a rank; `mpi.job.child_exit` adds functions.
@@ -25,7 +26,7 @@ in_children: list[Callable[[], None]] = []
 def close_in_children(guard: Any) -> None:
     """Call ``guard.close_in_child()`` in every child that is forked from now on."""
     global _is_registered
-    _guards.add(guard)
+    _guards[:] = [known for known in _guards if known() is not None] + [ref(guard)]
     if not _is_registered:
         _is_registered = True
         for prepare in before_forks:
@@ -40,8 +41,9 @@ def _after_fork() -> None:
         _was_forked_from_rank = True
         for follow in in_children:
             follow()
-    for guard in list(_guards):
-        guard.close_in_child()
+    for known in _guards:
+        if (guard := known()) is not None:
+            guard.close_in_child()
 
 
 def refuse_child(where: str, ranks: Callable[[], int]) -> None:

@@ -42,6 +42,8 @@ else:
 
 _FLAG = 1 << 62  # digests are smaller
 
+#: The public name of the call that closes a strategy.
+CLOSE = "Strategy.close"
 _LEAVING, _READY = Signature("exit"), Signature("ready for the messages of the call")
 
 T = TypeVar("T")
@@ -77,7 +79,7 @@ class Guard(TellsErrors):
         self.contains_errors = contains_errors
         #: Why this guard takes no more calls after a failure; None before.
         self.broken: Failure | None = None
-        #: Whether the other ranks have not been told, and wait for this one.
+        #: Whether this rank takes no more calls, and the other ranks, which wait for it, have not been told.
         self.is_untold = False
         #: The error that the watchdog makes this rank raise where it waits, and the number of that comparison.
         self.late: tuple[MpiStrategyError, int] | None = None
@@ -101,6 +103,8 @@ class Guard(TellsErrors):
         self.timeout = DEFAULT_SECONDS
         #: Whether the program of this rank has ended.
         self.leaving: bool = False
+        #: Whether this rank has begun to tell the other ranks that it takes no more calls.
+        self.has_begun_to_leave = False
         #: Whether all ranks have agreed to end their programs now; each then waits for the others, whatever its status.
         self.all_leave = False
         #: The call site, where the program made the call in another thread.
@@ -240,7 +244,7 @@ class Guard(TellsErrors):
                 return
             self.comparisons += 1
             self.is_comparing = True
-            if expected is not None and companions.carries(expected, digest):
+            if expected is not None and companions.carries(expected):
                 self.is_comparing = False
                 return
             place[:] = numbers
@@ -334,8 +338,9 @@ class Guard(TellsErrors):
         self._is_after_mpi = self.closed = True
 
     def start_leaving(self) -> None:
-        """Begin to tell the other ranks that this rank has ended."""
-        self.leaving, self.since = True, time.monotonic()
+        """Begin to tell the other ranks that this rank has ended, or takes no more calls."""
+        self.leaving = self.has_begun_to_leave = True
+        self.since = time.monotonic()
         if self._channel is not None:
             self._channel.start(self._digests.of(_LEAVING)[0])
 
@@ -345,8 +350,14 @@ class Guard(TellsErrors):
 
     def tell_peers(self, why: str = "its program has ended") -> None:
         """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again."""
-        mine = mismatch_report.Report({mismatch_report.LEFT: why}, "its end", unseen=self.unseen)
+        words = {mismatch_report.LEFT: why}
+        if self.broken is None:
+            mine = mismatch_report.Report(words, "its end", unseen=self.unseen)
+        else:
+            kind, _, text = self.broken.error.partition(": ")
+            mine = mismatch_report.Report({**words, "call": self.broken.where}, "its end", kind, text, self.unseen)
         reports, self.unseen = self.gather_reports(mine), 0
+        self.is_untold = False
         if not self.hear_of_ends(reports):
             self.start_leaving()
 
@@ -361,14 +372,19 @@ class Guard(TellsErrors):
             RemoteError: when some rank takes no more calls, and thus may send no report.
         """
         assert self._channel is not None
-        if self.is_broken:
+        if self.is_broken and not self.is_untold:
             raise self.mark_told(self.remote_error())
         import json  # here, for the quick import
 
         self.is_comparing = True
-        texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look)
+        interruptions: list[BaseException] = []
+        texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look, interruptions)
         self.is_comparing = False
-        return [mismatch_report.Report(*json.loads(text)) for text in texts]
+        reports = [mismatch_report.Report(*json.loads(text)) for text in texts]
+        if interruptions:
+            self.hear_of_ends(reports)
+            raise interruptions[0]
+        return reports
 
     def _see_flags(self) -> None:
         self.flag_was_seen = True  # first, since a signal may come between the two lines
@@ -403,6 +419,10 @@ class Guard(TellsErrors):
                 if isinstance(error, RemoteError):
                     error.error = f"{report.error}: {report.text}"
                 raise self.mark_told(error)
+        closing = [rank for rank, report in enumerate(reports) if report.call.get("call") == CLOSE]
+        if closing and self.contains_errors:
+            self.stop(Failure("it has closed the strategy", closing[0]))
+            raise self.mark_told(self.remote_error())
         error = mismatch_report.mismatch(reports)
         if self._rank != next(rank for rank, report in enumerate(reports) if mismatch_report.LEFT not in report.call):
             error.__dict__[OF_ANOTHER_RANK] = True  # one rank's print says it all

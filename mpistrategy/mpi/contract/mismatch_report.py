@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpistrategy.errors import CollectiveMismatchError, RankCall
+from mpistrategy.errors import CollectiveMismatchError, RankCall, RankLeftError
 from mpistrategy.objects.shown import ranks_in_words
 
 _SHOWN = 160
@@ -68,7 +68,9 @@ def only_ask(reports: Sequence[Report]) -> bool:
 
 def mismatch(reports: Sequence[Report]) -> CollectiveMismatchError:
     """Return what every rank raises: the table as its text, and the calls that differ as data."""
-    error = CollectiveMismatchError(table(reports))
+    left = [rank for rank, report in enumerate(reports) if LEFT in report.call]
+    error = RankLeftError(table(reports)) if left else CollectiveMismatchError(table(reports))
+    error.rank = left[0] if left else None
     error.differ = tuple(_different([report.call for report in reports]))
     error.calls = {rank: _as_data(report.call, report.site) for rank, report in enumerate(reports)}
     return error

@@ -51,6 +51,11 @@ def header_of(digest: int) -> list[float]:
     return [*numbers, sum(number * number for number in numbers)]
 
 
+def digest_in(header: list[float]) -> int:
+    """Return the digest of which `header_of` made the numbers."""
+    return sum((int(header[place]) + 0x8000) << (_BITS * place) for place in range(_DIGITS))
+
+
 class MpiControlChannel:
     """The guard's channel: one persistent Allreduce, and text for the reports.
 
@@ -78,6 +83,10 @@ class MpiControlChannel:
         self._companions: Companions | None = None
         #: The digest that is compared, and the sum that takes the place of the first message, until it is known.
         self._digest = 0
+        #: Whether this rank was interrupted in a comparison: its messages are under way, or unread.
+        self._is_interrupted = False
+        #: The digest that comes after that comparison, if all ranks agree there.
+        self._following: int | None = None
         self._expected_sum: Companion | None = None
         try:
             self._request = self._sum_of(self._mine, self._totals)
@@ -114,10 +123,20 @@ class MpiControlChannel:
         return Steps(self._header, *self._numbers_of(digest), request.Start, request.Wait, told, companions)
 
     def start(self, digest: int) -> None:
-        """Begin `all_equal` without waiting."""
-        self._digest = digest
-        if self._companions is not None:
-            self._expected_sum = self._companions.start_expected(digest)
+        """Begin `all_equal` without waiting.
+
+        After an interruption in a comparison that one comes first, and where all ranks agree there, that of `digest`.
+        """
+        self._digest, companions = digest, self._companions
+        if self._is_interrupted:
+            self._is_interrupted, self._following = False, digest
+            self._expected_sum = None if companions is None else companions.calls.known
+            if self._expected_sum is None:
+                self._digest = digest_in(self._mine.tolist())
+                self._expected = (self._comm.size * self._mine[:_HEADER]).tobytes()
+            return
+        if companions is not None:
+            self._expected_sum = companions.start_expected(digest)
         if self._expected_sum is None:
             self._start_first(digest)
 
@@ -131,9 +150,22 @@ class MpiControlChannel:
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""
         expected = self._expected_sum
-        if expected is not None:
-            return True if expected.request.Test() and self._is_as_expected(expected) else None
-        return self._answer() if self._request.Test() else None
+        if not (self._request if expected is None else expected.request).Test():
+            return None
+        if expected is None:
+            answer = self._answer()
+        elif not self._is_as_expected(expected):
+            self._following = None
+            return None
+        else:
+            answer = True
+        following, self._following = self._following, None
+        if answer and following is not None:
+            if self._companions is not None:
+                self._companions.finish()  # as all ranks do
+            self.start(following)
+            return None
+        return answer
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal; see `ControlChannel.all_equal`."""
@@ -150,11 +182,11 @@ class MpiControlChannel:
 
     def _is_as_expected(self, expected: Companion) -> bool:
         """Return, after its sum, whether all ranks make the call that was expected; else start the first message."""
-        companions, digest, self._expected_sum = self._companions, self._digest, None
+        companions, self._expected_sum = self._companions, None
         assert companions is not None
-        if companions.were_expected(expected, digest):
+        if companions.were_expected(expected):
             return True
-        self._start_first(digest)
+        self._start_first(self._digest)
         return False
 
     def _answer(self) -> bool:
@@ -175,7 +207,12 @@ class MpiControlChannel:
         """Let MPI make progress with messages for this rank."""
         self._comm.Iprobe()
 
-    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
+    def allgather_text(
+        self,
+        text: str,
+        look: Callable[[], object] | None = None,
+        interruptions: list[BaseException] | None = None,
+    ) -> list[str]:
         """Return every rank's text, in rank order; see `ControlChannel.allgather_text`.
 
         What some ranks have started beside the first message is completed.
@@ -183,26 +220,39 @@ class MpiControlChannel:
         mine = np.frombuffer(encoded(text), np.uint8)
         started = _NONE if self._companions is None else self._companions.number_started()
         told = np.zeros((self._comm.size, 2), np.int64)
-        self._gather(self._comm.Iallgather(np.array([mine.size, started], np.int64), told), look)
+        wait = partial(self._gather, look=look, interruptions=interruptions)
+        wait(self._comm.Iallgather(np.array([mine.size, started], np.int64), told))
         counts = told[:, 0].copy()
         together = np.empty(int(counts.sum()), np.uint8)
-        self._gather(self._comm.Iallgatherv(mine, [together, counts]), look)
+        wait(self._comm.Iallgatherv(mine, [together, counts]))
         numbers = {*told[:, 1].tolist()} - {_NONE}
         if self._companions is not None and numbers:
-            self._companions.complete(numbers, partial(self._gather, look=look))
+            self._companions.complete(numbers, wait)
         texts, ends = together.tobytes(), np.cumsum(counts).tolist()
         return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
-    def leave_call(self) -> bool:
-        """Return whether data of a call that this rank leaves may be under way; forget those that are not."""
-        return self._companions is not None and self._companions.leave()
+    def leave_call(self, *, is_comparing: bool, agreed: bool) -> bool:
+        """Return whether data of a call that this rank leaves may be under way; forget those that are not.
 
-    def _gather(self, request: Any, look: Callable[[], object] | None) -> None:
+        Args:
+            is_comparing: whether this rank leaves a comparison; the next `start` goes on with it.
+            agreed: whether all ranks have agreed on the call.
+        """
+        self._is_interrupted = self._is_interrupted or is_comparing
+        if self._companions is None or not self._companions.leave():
+            return False
+        if agreed and not is_comparing:  # all ranks have begun with this sum before
+            self._companions.finish()
+        return True
+
+    def _gather(
+        self, request: Any, *, look: Callable[[], object] | None, interruptions: list[BaseException] | None
+    ) -> None:
         if look is None:
             request.Wait()
             return
         self._texts = request
-        wait_patiently(lambda: request.Test() or None, look)
+        wait_patiently(lambda: request.Test() or None, look, interruptions)
 
     def close(self) -> None:
         """Free the requests and the communicator."""

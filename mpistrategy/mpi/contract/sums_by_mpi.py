@@ -189,16 +189,16 @@ class Companions:
             (expected.start if self.is_expected(digest) else expected.start_without)()
         return expected
 
-    def carries(self, expected: Companion, digest: int) -> bool:
+    def carries(self, expected: Companion) -> bool:
         """Compare this rank's call, which is the one that is expected, by its sum; return as `were_expected`."""
         expected.start()
         expected.wait()
-        return self.were_expected(expected, digest)
+        return self.were_expected(expected)
 
-    def were_expected(self, expected: Companion, digest: int) -> bool:
+    def were_expected(self, expected: Companion) -> bool:
         """Return, after its sum, whether all ranks make the call that was expected; else the first message follows."""
-        if expected.is_of_all(self.size):
-            self.calls.note(digest, expected)
+        if expected.is_of_all(self.size) and (key := self.calls.key) is not None:
+            self.calls.note(key, expected)
             self.is_held, self.started = False, None
             return True
         self.calls.expect_nothing()

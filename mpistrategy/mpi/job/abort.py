@@ -25,7 +25,8 @@ from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, ONE_OF_SEVERAL, PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import child_exit
-from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks
+from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks, status_of
+from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.objects.later import later
 from mpistrategy.options import is_on
 
@@ -219,33 +220,44 @@ def _say_goodbye(state: _Watch) -> None:
     status = state.status() if state.ends_the_job() else 0
     all_leave = state.all_leave or any(guard.all_leave for guard in state.open)
     end = time.monotonic() + (PATIENCE_SECONDS if status and not all_leave else math.inf)
-    waiting = [guard for guard in state.open if not guard.is_broken]
+    waiting = [guard for guard in state.open if guard.is_untold or not guard.is_broken]
     for guard in waiting:
-        guard.start_leaving()
+        if not guard.has_begun_to_leave:
+            guard.start_leaving()
+        guard.leaving = True
     pauses = growing_pauses()
     while waiting:
-        for guard in list(waiting):
-            left = guard.is_broken or guard.peers_have_left()
-            if left:
-                waiting.remove(guard)
-            elif left is False and not status:
-                try:
-                    guard.tell_peers()
-                except MpiStrategyError as error:
-                    if guard.is_broken:  # the rank that failed while its peers were told has raised its own error
-                        continue
-                    state.end_job(error, type(error), error.__traceback__, " at the end of the program")
-            elif status and (left is False or time.monotonic() > end):
-                state.end_with(status)
-        time.sleep(next(pauses))
+        try:
+            for guard in list(waiting):
+                left = (guard.is_broken and not guard.is_untold) or guard.peers_have_left()
+                if left:
+                    waiting.remove(guard)
+                elif left is False and not status:
+                    _tell_peers(state, guard)
+                elif status and (left is False or time.monotonic() > end):
+                    state.end_with(status)
+            time.sleep(next(pauses))
+        except SystemExit as stop:  # of a signal's handler: this rank stops already
+            if status_of(stop.code):
+                raise
     is_untold = any(guard.is_untold for guard in state.open)
     if status and not all_leave and (is_untold or not any(guard.size == state.size for guard in state.open)):
         # Some rank cannot be told: no strategy reaches it, or it is in a call.  MPI_Finalize would wait for it.
         time.sleep(PATIENCE_SECONDS + (_FIRST_SPEAKS_SECONDS if state.rank else 0.0))
         state.end_with(status, "")
     for guard, free in list(state.open.items()):
-        if not guard.is_broken:  # messages may be under way
+        if guard.is_broken:  # messages may be under way
+            watchdog.forget(guard)
+        else:
             free()
+
+
+def _tell_peers(state: _Watch, guard: Guard) -> None:
+    try:
+        guard.tell_peers()
+    except MpiStrategyError as error:
+        if not guard.is_broken:  # else the rank that failed while its peers were told has raised its own error
+            state.end_job(error, type(error), error.__traceback__, " at the end of the program")
 
 
 def _leave_contained(state: _Watch) -> None:
@@ -256,7 +268,8 @@ def _leave_contained(state: _Watch) -> None:
         return
     state.say(
         f"{type(error).__name__} was not caught. The other ranks of its communicator are told, and this one waits for "
-        "all ranks of the job in MPI_Finalize."
+        "all ranks of the job in MPI_Finalize. A rank that waits for it in an MPI call of the program's own goes on "
+        "waiting: catch the error in the program, as `mpistrategy guide ending` shows."
     )
     for guard in contained:
-        guard.leave_with(error)
+        guard.leave_with("", error)

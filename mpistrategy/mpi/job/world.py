@@ -6,13 +6,13 @@ import os
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import WeakSet
 
 from mpi4py import MPI
 
-from mpistrategy.errors import OptionTypeError
+from mpistrategy.errors import MpiStrategyError, OptionTypeError
 from mpistrategy.mpi.contract import forks, timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.channel import growing_pauses
@@ -152,10 +152,25 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
         where: the public name of what makes it.
         comm: the ranks; None for all.
     """
+    # From here on this rank's end is that of the job: the others wait for it, and cannot be told.
+    watched = Guard()
+    watch(watched, lambda: None)
     ranks = ranks_of(comm)
-    if ranks.size == 1 or MPI.COMM_WORLD.size == 1:
-        yield
-        return
+    try:
+        with _meeting(ranks, where) if ranks.size > 1 and MPI.COMM_WORLD.size > 1 else nullcontext():
+            yield
+    except MpiStrategyError:
+        abort.forget(watched)
+        raise
+    except Exception as error:
+        if watched.give_up is not None:
+            watched.give_up(error)
+        raise
+    abort.forget(watched)
+
+
+@contextmanager
+def _meeting(ranks: MPI.Intracomm, where: str) -> Iterator[None]:
     guard = Guard(None, ranks.rank, ranks.size)
     board = StatusBoard(private_memory(status_board.BYTES))
     directory = RunDirectory(new_path, f"[rank {ranks.rank}] ")

@@ -300,8 +300,9 @@ class MpiCommunicator(Collectives):
         self._is_free = True
         if self.guard.closed:
             # In a forked child it all belongs to the parent; after a failure messages may be under way.
-            abort.forget(self.guard)
-            watchdog.forget(self.guard)
+            if not self.guard.is_untold:  # else the others hear of it when the program ends
+                abort.forget(self.guard)
+                watchdog.forget(self.guard)
             return
         self.once.free()
         self.guard.closed = True

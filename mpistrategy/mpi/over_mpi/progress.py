@@ -16,6 +16,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -270,7 +271,7 @@ class _Channel:
         return None
 
 
-def engine_of(communicator: Any, agree: Callable[[], None]) -> AtOnce:
+def engine_of(communicator: Any, agree: Callable[[], AbstractContextManager[None]]) -> AtOnce:
     """Return what runs the jobs of a communicator; the first call is collective.
 
     It is an `Engine` on several nodes where the MPI of all ranks allows several threads.  Else jobs run at once: the
@@ -278,31 +279,30 @@ def engine_of(communicator: Any, agree: Callable[[], None]) -> AtOnce:
 
     Args:
         communicator: a strategy's.
-        agree: compares the first call between the ranks.
+        agree: compares the first call between the ranks; the engine is made in that call.
     """
 
     def make() -> AtOnce:
-        threads = communicator.nodes > 1 and _may_use_threads(communicator, agree)
-        return Engine(communicator) if threads else AtOnce(communicator)
+        return _engine(communicator, agree, AtOnce) if communicator.nodes > 1 else AtOnce(communicator)
 
     made: AtOnce = communicator.once(AtOnce, make)
     return made
 
 
-def engine_of_gpus(communicator: Any, agree: Callable[[], None]) -> AtOnce:
+def engine_of_gpus(communicator: Any, agree: Callable[[], AbstractContextManager[None]]) -> AtOnce:
     """Return what runs jobs that wait for a GPU: as `engine_of`, on one node too; `AtWait` in place of `AtOnce`."""
 
     def make() -> AtOnce:
-        threads = communicator.size > 1 and _may_use_threads(communicator, agree)
-        return Engine(communicator) if threads else AtWait(communicator)
+        return _engine(communicator, agree, AtWait) if communicator.size > 1 else AtWait(communicator)
 
     made: AtOnce = communicator.once(AtWait, make)
     return made
 
 
-def _may_use_threads(communicator: Any, agree: Callable[[], None]) -> bool:
-    """Return whether the MPI of all ranks allows several threads.  Collective, where there is an MPI."""
+def _engine(communicator: Any, agree: Callable[[], AbstractContextManager[None]], otherwise: type[AtOnce]) -> AtOnce:
+    """Return an `Engine` where the MPI of all ranks allows several threads.  Collective, where there is an MPI."""
     if not hasattr(communicator, "may_use_threads"):
-        return False
-    agree()
-    return set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
+        return otherwise(communicator)
+    with agree():
+        threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
+        return Engine(communicator) if threads else otherwise(communicator)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn, TypeVar
 
+from mpistrategy.mpi.contract.failures import Failure
 from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.roll_call import Account, account_of, as_data, as_error, not_come, roll_call
@@ -53,12 +54,33 @@ def answer(
     """
     try:
         _call_the_roll(groups, status, rank, size)
-        if end is not None:
-            within(_END_SECONDS, lambda: end(STATUS))
     except Exception as error:  # an error in here must not keep the job from ending
         _say(f"[rank {rank}/{size}] ", f"a collective is late, and mpistrategy could not say where: {error!r}")
     finally:
-        os._exit(STATUS)
+        _end_job(STATUS, end)
+
+
+def end_for(group: Group, failure: Failure, rank: int, size: int, end: Callable[[int], object] | None) -> NoReturn:
+    """End the job, since this rank waits for one that takes no more calls.
+
+    Args:
+        group: in whose call it waits.
+        failure: which rank takes no more calls, and why.
+        rank, size, end: as for `answer`.
+    """
+    try:
+        where = local_process.now_doing([group.guard])
+        _say(f"[rank {rank}/{size}] ", f"{where}\nwaits in vain: {failure}. The whole job ends here.")
+        _flush_output()
+        _forward()
+    finally:
+        _end_job(1, end)
+
+
+def _end_job(status: int, end: Callable[[int], object] | None) -> NoReturn:
+    if end is not None:
+        within(_END_SECONDS, lambda: end(status))
+    os._exit(status)
 
 
 def contain(group: Group, status: Callable[[], RankStatus], rank: int, size: int) -> None:

@@ -18,9 +18,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
+from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure
 from mpistrategy.mpi.contract.flight_recorder import ENTERED, NUMBER, Entry, in_words
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.watchdog.run_directory import BUSY, CLAIM, MOST_BYTES, ROLL_CALL, RunDirectory
+from mpistrategy.mpi.watchdog.run_directory import BUSY, CLAIM, LEFT, MOST_BYTES, ROLL_CALL, RunDirectory
 from mpistrategy.mpi.watchdog.status_board import ALARMED, LastCalls, RankStatus, StatusBoard
 from mpistrategy.objects.later import later
 
@@ -37,7 +38,7 @@ _FIRST_PAUSE_SECONDS = 0.5
 #: How old the status of a rank may be that reads for its node, and how long the others wait for it to read again.
 _READER_SECONDS = 3.0
 _CLAIM_LOOKS, _CLAIM_SECONDS = 50, 0.02
-_LONGEST_SECONDS_BETWEEN_LOOKS = 5.0
+_LONGEST_SECONDS_BETWEEN_LOOKS = 2.5
 _LONGEST_SECONDS_BETWEEN_FILES = 60.0
 
 
@@ -88,6 +89,7 @@ class Group:
         #: What other nodes have said after an alarm, and whether it is final.
         self._heard_of: dict[int, tuple[bool, list[Account]]] = {}
         self._noted = 0
+        self._told_left = False
         self._entry: Entry | None = None
         self._again = False
 
@@ -169,6 +171,23 @@ class Group:
         words = [f"; it has come to #{here[NUMBER]}" if theirs >= mine else f"; {last}" for theirs in shown]
         return {status.rank: text for status, text in zip(self.board.read(), words, strict=True)}
 
+    def tell_of_end(self) -> None:
+        """Tell all nodes, once, that this rank takes no more calls, where it has not told the other ranks itself."""
+        broken = self.guard.broken
+        if broken is not None and self.guard.is_untold and not self._told_left:
+            self._told_left = True
+            if not self.directory.has(LEFT):
+                self.directory.write(LEFT, json.dumps([broken.error, broken.rank, broken.where]))
+            self.board.note_left()
+
+    def waits_in_vain(self, now: float) -> Failure | None:
+        """Return why this rank waits in vain: for one that takes no more calls; None where it does not."""
+        if not self.board.has_left() or self.host_waited(now) < PATIENCE_SECONDS:
+            return None
+        with contextlib.suppress(ValueError, TypeError):
+            return Failure(*json.loads(self.directory.read(LEFT)))
+        return Failure("another rank takes no more calls")
+
     def is_alarmed(self) -> bool:
         """Return whether this rank knows of a rank that has found a collective late."""
         return self._heard or self.board.state() >= ALARMED
@@ -244,6 +263,8 @@ class Group:
         if now - self._looked > min(self.guard.timeout / 10, _LONGEST_SECONDS_BETWEEN_LOOKS):
             self._looked = now
             self._heard = self.directory.has(ROLL_CALL)
+            if self.directory.has(LEFT):
+                self.board.note_left()
 
     def _tell_expected(self, now: float) -> None:
         """Tell the other nodes until when this one is busy: at once if that is far longer than they know."""

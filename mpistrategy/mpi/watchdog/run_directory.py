@@ -36,6 +36,8 @@ BUSY = re.compile(r"busy-([0-9]{1,9})-([0-9]{1,12})")
 ERROR = re.compile(r"error-([0-9]{1,9})\.json")
 #: It first says which node calls the roll, which makes it the alarm; then it is the roll call.
 ROLL_CALL = "roll-call.txt"
+#: Which rank takes no more calls, and why: ranks of other nodes may wait for it.
+LEFT = "left.json"
 CLAIM = re.compile(r"node ([0-9]{1,9})\n")
 MOST_BYTES = 2**24
 _PATIENCE_SECONDS = 1.0

@@ -20,7 +20,7 @@ from mpistrategy.objects.text import decoded, encoded
 STATUS_BYTES = 1024
 SEEN_BYTES = STATUS_BYTES + 4160
 BYTES = 52 * 1024
-_NUMBERS = 16
+_NUMBERS = 17
 _TEXT_FROM = 8 * _NUMBERS
 _LONGEST_TEXT = STATUS_BYTES - _TEXT_FROM
 _LONGEST_RECORD = BYTES - SEEN_BYTES
@@ -34,8 +34,9 @@ _CUT = b"\n... (cut)\n"
 WELL, ALARMED, ANSWERED, CALLED = range(4)
 
 _STATE, _RANK, _PROCESS, _BEAT, _EXPECTED, _WAITED, _LIMIT, _SIGNAL, _VERSION, _LENGTH, _STRATEGY, _WHOLE = range(12)
-#: What the ranks of a node ask the one that reads the other nodes' files, and its answer; the length of the record.
-_ASKED, _LOOKED, _EXCUSED, _RECORD = range(12, 16)
+#: What the ranks of a node ask the one that reads the other nodes' files, and its answer; the length of the record;
+#: whether some rank takes no more calls.
+_ASKED, _LOOKED, _EXCUSED, _RECORD, _LEFT = range(12, 17)
 
 
 @dataclass(frozen=True)
@@ -168,6 +169,14 @@ class StatusBoard:
     def expected(self) -> float:
         """Return until when some rank of the node is busy; seconds of time.monotonic()."""
         return max(numbers[_EXPECTED] for numbers in self._numbers) / 1e9
+
+    def note_left(self) -> None:
+        """Say that some rank, of any node, takes no more calls, and that the others may wait for it."""
+        self._mine[_LEFT] = 1
+
+    def has_left(self) -> bool:
+        """Return whether some rank of the node has said so."""
+        return any(numbers[_LEFT] for numbers in self._numbers)
 
     def ask(self, since: float) -> None:
         """Ask whether another node is busy, as a rank that has been late since then; 0 takes the question back."""

@@ -197,6 +197,12 @@ class Watchdog:
             if second != self._second:
                 group.note_calls()
             group.update_nodes(now)
+            group.tell_of_end()
+            if not group.guard.is_told_late and (failure := group.waits_in_vain(now)) is not None:
+                if group.guard.contains_errors:
+                    group.guard.stop_waiting(failure.as_error())
+                else:
+                    alarm.end_for(group, failure, self.rank, self.size, self._end)
         self._second = second
         crossed = crossed_waits.find(groups, self.rank, now)
         if crossed is not None:

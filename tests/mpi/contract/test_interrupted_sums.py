@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import astuple
 from types import FrameType
 from typing import Any
 
@@ -16,7 +14,6 @@ from replicas import RANK, SIZE, context, with_companions
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.mpi.contract import mismatch_report
 
 several = pytest.mark.mpi(min_size=2)
 LAST = SIZE - 1
@@ -75,33 +72,24 @@ def raised(error: BaseException, event: str, name: str, after: str = "") -> Iter
         sys.settrace(before)
 
 
-def release(strategy: ms.Strategy, *, has_agreed: bool = False, has_started: bool = False) -> None:
-    """Let the last rank, which takes no more calls, tell the other ones, which wait for it or will.
-
-    Args:
-        strategy: theirs.
-        has_agreed: whether the others have all data of the call that this rank has left.
-        has_started: whether this rank has begun to tell them.
-    """
+def leave(strategy: ms.Strategy) -> None:
+    """Let the last rank, which takes no more calls, tell the other ones, as at the end of its program."""
     guard: Any = strategy.extended.communicator.guard
-    channel: Any = strategy.extended.communicator.first_message
     assert guard.closed
     with pytest.raises(errors.ContextError, match="Ctrl-C"):
         strategy.run(summed)
-    if has_agreed:
-        channel.companions.finish()
-    if not has_started:
-        channel.start(-1 - RANK)
-    while channel.finished() is None:
+    guard.start_leaving()
+    while (answer := guard.peers_have_left()) is None:
         pass
-    report = mismatch_report.Report({mismatch_report.LEFT: "test"}, "its end", "KeyboardInterrupt", "Ctrl-C")
-    channel.allgather_text(json.dumps(astuple(report)))
+    assert answer is False
+    guard.tell_peers()
+    assert not guard.is_untold
 
 
-def check_the_others_hear(strategy: ms.Strategy, step: Callable[[], object] = summed, **what: bool) -> None:
+def check_the_others_hear(strategy: ms.Strategy, step: Callable[[], object] = summed) -> None:
     """Look at how the ranks go on: the last one takes no more calls, and the others raise RemoteError."""
     if RANK == LAST:
-        release(strategy, **what)
+        leave(strategy)
     else:
         with pytest.raises(errors.RemoteError, match="Ctrl-C"):
             strategy.run(step)
@@ -132,7 +120,7 @@ def test_while_a_sum_is_under_way(strategy: ms.Strategy, step: Callable[[], None
     with raised(KeyboardInterrupt("Ctrl-C"), "call", where):
         if RANK == LAST or where == "finish":
             strategy.run(step)
-    check_the_others_hear(strategy, step, has_agreed=where == "finish")
+    check_the_others_hear(strategy, step)
 
 
 @several
@@ -154,7 +142,7 @@ def test_before_an_agreement_is_noted(strategy: ms.Strategy) -> None:
     repeated(strategy, KNOWN)
     with raised(KeyboardInterrupt("Ctrl-C"), "call", "note"):
         strategy.run(summed)
-    check_the_others_hear(strategy, has_agreed=True)
+    check_the_others_hear(strategy)
 
 
 @several
@@ -179,7 +167,7 @@ def test_while_a_rank_waits_to_tell_its_error(strategy: ms.Strategy, times: int)
     with raised(KeyboardInterrupt("Ctrl-C"), "call", "growing_pauses"):
         if RANK == LAST:
             strategy.run(lambda: context().all_reduce("SUM", np.array(["a"])))
-    check_the_others_hear(strategy, has_started=True)
+    check_the_others_hear(strategy)
 
 
 @several

@@ -225,6 +225,113 @@ def test_a_late_collective_raises_and_ends_nothing(launch: Launch, tmp_path: Pat
     assert "1 of 2 ranks wait; not come: rank 1" in job.stderr, job
 
 
+LEAVES = """
+import sys
+from mpi4py import MPI
+import mpistrategy as ms
+
+world, nodes = MPI.COMM_WORLD, "nodes" in sys.argv
+if nodes:
+    from mpistrategy.mpi.over_mpi import communicator
+    usual = communicator.MpiCommunicator.__init__
+    def on_nodes(self, comm=None, key=None, *arguments, **more):
+        usual(self, comm, world.rank if key is None else key, *arguments, **more)
+    communicator.MpiCommunicator.__init__ = on_nodes
+
+
+def with_block():
+    with ms.MirroredStrategy(on_error=on_error) as strategy:
+        strategy.reduce("SUM", 1.0)
+        if world.rank == 1:
+            raise ValueError("of rank 1")
+        strategy.reduce("SUM", 1.0)
+
+
+def closed():
+    strategy = ms.MirroredStrategy(on_error=on_error)
+    strategy.reduce("SUM", 1.0)
+    try:
+        if world.rank == 1:
+            raise ValueError("of rank 1")
+        strategy.reduce("SUM", 1.0)
+    finally:
+        strategy.close()
+
+
+def closed_early():
+    strategy = ms.MirroredStrategy(on_error=on_error)
+    if world.rank != 1:
+        strategy.reduce("SUM", 1.0)
+    strategy.close()
+
+
+for end in (with_block, closed, closed_early):
+    for on_error in ("raise", "abort"):
+        if on_error == "abort" and (nodes or end is closed_early):
+            continue
+        try:
+            end()
+        except (ValueError, ms.errors.RemoteError) as error:
+            print(f"{end.__name__} {on_error} {world.rank}: {type(error).__name__}: {error}", flush=True)
+        assert world.allgather(world.rank) == list(range(world.size))  # nobody waits elsewhere
+"""
+
+
+@pytest.mark.each_mpi
+@pytest.mark.one_rank
+@pytest.mark.parametrize("nodes", [False, True])
+def test_a_rank_that_leaves_tells_the_others(launch: Launch, tmp_path: Path, nodes: bool) -> None:
+    """By an error that leaves the with block, and by close(); then all meet in a call of the program's own."""
+    job = launch(3, [launching.program(LEAVES, tmp_path), *["nodes"] * nodes], timeout=60).check()
+    for end, where in (("with_block", "its with block"), ("closed", "Strategy.close")):
+        for on_error in ("raise",) if nodes else ("raise", "abort"):
+            assert f"{end} {on_error} 1: ValueError: of rank 1" in job.stdout, job
+            for rank in (0, 2):
+                told = f"{end} {on_error} {rank}: RemoteError: rank 1 failed in {where}: ValueError: of rank 1."
+                assert told in job.stdout, job
+    for rank in (0, 2):
+        told = f"closed_early raise {rank}: RemoteError: rank 1 has ended: it has closed the strategy."
+        assert told in job.stdout, job
+    assert "closed_early raise 1" not in job.stdout, job
+
+
+FIRST = """
+import sys, threading, time
+from mpi4py import MPI
+import mpistrategy as ms
+
+
+def fails(*given, **more):
+    raise RuntimeError("can't start new thread") if "thread" in how else MemoryError("no more")
+
+
+how = sys.argv[1]
+if MPI.COMM_WORLD.rank == 1:
+    if "thread" in how:
+        threading.Thread.start = fails
+    else:
+        from mpistrategy.mpi.over_mpi import communicator
+        communicator.share = fails
+try:
+    ms.MirroredStrategy(on_error="raise" if "raise" in how else "abort")
+except (RuntimeError, MemoryError):
+    if "caught" in how:
+        time.sleep(60)  # goes on with its program
+    raise
+"""
+
+
+@pytest.mark.each_mpi
+@pytest.mark.one_rank
+@pytest.mark.parametrize("how", ["thread", "thread caught", "memory raise"])
+def test_a_rank_that_fails_inside_its_first_strategy_ends_the_job(launch: Launch, tmp_path: Path, how: str) -> None:
+    job = launch(3, [launching.program(FIRST, tmp_path), how], timeout=50)
+    assert job.returncode == 1, job
+    said = "MemoryError: no more" if "memory" in how else "RuntimeError: can't start new thread"
+    assert f"[rank 1/3] {said}" in job.stderr, job
+    assert "the whole job ends here" in job.stderr, job
+
+
 @several
 def test_raised_and_caught_another_strategy_goes_on() -> None:
     with ms.MirroredStrategy(on_error="raise") as strategy:
