@@ -140,7 +140,7 @@ class Plans:
                     code, node = caller.f_code, node.callers[caller.f_lasti]
                     while node.code is not code:
                         node = node.following
-                    if code is not step and step is not None and not node.is_module:
+                    if code is not step and not node.is_module:
                         caller = caller.f_back
                         code, node = caller.f_code, node.callers[caller.f_lasti]
                         while node.code is not code:
