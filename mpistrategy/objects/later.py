@@ -1,4 +1,4 @@
-"""Names of modules that are loaded when they are used: thousands of ranks that start at once read fewer files.
+"""Names of modules that `import mpistrategy` does not load.
 
 A module writes the import for the type checker, and `later` for the run::
 
@@ -9,6 +9,9 @@ A module writes the import for the type checker, and `later` for the run::
 
 The first use loads the module and puts what was named in place of the stand-in, so later uses cost nothing more.  What
 has been put elsewhere before (in an attribute, in a partial) stays a stand-in, which passes every call on.
+
+A strategy of MPI ranks loads them all when it is made (`load_all`): a call must not fail on one rank because a file
+cannot be opened.
 """
 
 from __future__ import annotations
@@ -49,6 +52,10 @@ class _Later:
         return self._module in sys.modules and isinstance(value, self._load())
 
 
+#: All stand-ins whose modules have not been loaded by `load_all`.
+_unloaded: list[_Later] = []
+
+
 def later(names: dict[str, Any], module: str, *attributes: str) -> None:
     """Put stand-ins for attributes of a module, or for the module itself, into the globals of another module.
 
@@ -60,3 +67,11 @@ def later(names: dict[str, Any], module: str, *attributes: str) -> None:
     for attribute in attributes or ("",):
         name = attribute or module.rpartition(".")[2]
         names[name] = _Later(names, name, module, attribute)
+        _unloaded.append(names[name])
+
+
+def load_all() -> None:
+    """Load what all stand-ins stand for, those in the modules that are loaded by this too."""
+    while _unloaded:
+        _unloaded[-1]._load()
+        _unloaded.pop()

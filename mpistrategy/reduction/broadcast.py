@@ -73,7 +73,6 @@ def broadcast(
     if placed:
         read = event_of_reads(given)
         on_device.bcast(communicator, memory, root)
-    call.set_done()
     if placed:
         communicator.guard.wait_for_gpu(read)
     results = [copies.pop(0) if is_on_device(array) else on_host.pop(0) for array in arrays]

@@ -50,13 +50,14 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
     call.agree("gather", op=f"axis {positions}", values=layouts, sparingly=not placed)
     communicator.allgatherv(mine, [mine.size] * communicator.size, lengths)
     gathered = gather_all(communicator, list(zip(moved, lengths.T.tolist(), strict=True)))
-    call.set_done()
     if placed:
         communicator.guard.wait_for_gpu(event_of_reads(map(contribution, values)))
-    return [
-        like_given(_contiguous(_moved(array, 0, position)), contribution(value))
-        for array, position, value in zip(gathered, positions, values, strict=True)
-    ]
+
+    def in_order() -> list[Any]:
+        return [_contiguous(_moved(array, 0, position)) for array, position in zip(gathered, positions, strict=True)]
+
+    results = communicator.guard.on_all(in_order) if any(positions) else in_order()  # else there is nothing to copy
+    return [like_given(result, contribution(value)) for result, value in zip(results, values, strict=True)]
 
 
 def _checked(value: Any, where: str) -> Any:

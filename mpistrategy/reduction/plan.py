@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, sum_dtype_of_mean
-from mpistrategy.mpi.contract.error_messages import mark_after_messages
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, sum_dtype_of_mean
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.routes import beside, first_message
 from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 
@@ -59,28 +59,45 @@ class Plan:
     def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, route: Route) -> None:
         self.route: Route = route
         self.bring: Callable[..., None] = route.bring
+        self.run: Callable[..., list[Array]] = route.run
         self.op: ReduceOp = op
         self._size = communicator.size
         self.layouts: tuple[Layout, ...] = layouts
         self.dtypes: list[np.dtype[Any]] = [dtype for dtype, _ in layouts]
+        self._results = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype in self.dtypes]
         # What the route returns is the result where it has its own dtype, and no integers are divided.
         is_exact = all(
-            dtype == host_wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu")
-            for dtype in self.dtypes
+            host_wire_dtype(dtype) == dtype == result for dtype, result in zip(self.dtypes, self._results, strict=True)
         )
         self.is_exact: bool = is_exact
-        self.run: Callable[..., list[Array]] = route.run if is_exact else self._run_and_finish
+        #: Memory for the results that the route does not return, between `bring` and `run`.
+        self._memory: list[Array | None] = []
+        if not is_exact:
+            self.bring, self.run = self._bring_and_make_room, self._run_and_finish
+
+    def _bring_and_make_room(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        given = targets if targets is not None else [None] * len(self.dtypes)
+        self._memory = [
+            None if host_wire_dtype(dtype) == dtype == result else _room(target, result, shape)
+            for target, (dtype, shape), result in zip(given, self.layouts, self._results, strict=True)
+        ]
+        self.route.bring(arrays, targets)
 
     def _run_and_finish(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
-        results = self.route.run(arrays, targets)
-        try:
-            return [
-                finish(result, dtype, self.op, self._size) if dtype.kind in "iu" else rounded(result, dtype)
-                for result, dtype in zip(results, self.dtypes, strict=True)
-            ]
-        except BaseException as error:
-            mark_after_messages(error)
-            raise
+        results, memory, self._memory = self.route.run(arrays, targets), self._memory, []
+        return [
+            result
+            if room is None
+            else finish(result, dtype, self.op, self._size, room)
+            if dtype.kind in "iu"
+            else rounded(result, dtype, room)
+            for result, dtype, room in zip(results, self.dtypes, memory, strict=True)
+        ]
+
+
+def _room(target: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
+    """Return the target of a result, or new memory."""
+    return target if target is not None and target.dtype == dtype else np.empty(shape, dtype)
 
 
 def plan_of(
@@ -104,22 +121,16 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
     if communicator.mailboxes is not None and fits(communicator.mailboxes, layouts):
         return MailboxRoute(communicator.mailboxes, layouts, op)
     message = communicator.first_message
-    if message is not None:
-        from mpistrategy.reduction.routes import first_message  # here, since only ranks of several nodes need it
-
-        if first_message.fits(communicator, layouts, op):
-            return first_message.FirstMessageRoute(communicator, message, layouts, op)
+    if message is not None and first_message.fits(communicator, layouts, op):
+        return first_message.FirstMessageRoute(communicator, message, layouts, op)
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
     if names in (["mpi"], ["lanes"]) and len(packs[0].members) == 1 and packs[0].size:
         route: Route = OneArrayRoute(communicator, packs[0], op, names[0])
     else:
         route = CommunicatorRoute(communicator, packs, op, names)
-    if message is not None:
-        from mpistrategy.reduction.routes import beside  # here, since only ranks of several nodes need it
-
-        if message.companions is not None and beside.fits(communicator, packs, op, names):
-            return beside.BesideRoute(communicator, message.companions, packs[0], op, route)
+    if message is not None and message.companions is not None and beside.fits(communicator, packs, op, names):
+        return beside.BesideRoute(communicator, message.companions, packs[0], op, route)
     if isinstance(route, OneArrayRoute):
         return route
     return with_result_buffers(communicator, op, route, names)

@@ -8,7 +8,6 @@ sent.  Both ways make the same messages: ranks that go different ways fit togeth
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from operator import attrgetter
 from time import monotonic
 from types import FrameType
@@ -21,11 +20,10 @@ from mpistrategy.arrays.nest import Leaves, leaves_of, only_text_keys
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import UNKNOWN, CallTree, Signature, Site, outside
-from mpistrategy.mpi.contract.error_messages import mark_after_messages
+from mpistrategy.mpi.contract.error_messages import BEFORE
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.jax_traces import in_jax_trace
-from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
@@ -33,12 +31,10 @@ from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, is_simple, plan_of, usual_route
 from mpistrategy.reduction.routes.base import Repeated, Targets
 from mpistrategy.reduction.routes.mailboxes import MISFIT, NUMBERS, MailboxRoute, Run, repeated_in_mailboxes
+from mpistrategy.reduction.weights import weighted_mean
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.algorithm import Algorithm
-    from mpistrategy.reduction.weights import weighted_mean
-else:
-    later(globals(), "mpistrategy.reduction.weights", "weighted_mean")
 
 WHERE = "ReplicaContext.all_reduce"
 
@@ -141,7 +137,7 @@ class Plans:
                     code, node = caller.f_code, node.callers[caller.f_lasti]
                     while node.code is not code:
                         node = node.following
-                    if code is not step and step is not None and not node.is_module:
+                    if code is not step and not node.is_module:
                         caller = caller.f_back
                         code, node = caller.f_code, node.callers[caller.f_lasti]
                         while node.code is not code:
@@ -168,8 +164,8 @@ class Plans:
             # The record first: the watchdog must not take the collective before for the one that this rank is in.
             record.number = number = record.number + 1
             append((number, known, monotonic(), None))
-            guard.current = call
             try:
+                guard.stage, guard.current = BEFORE, call
                 result = known(value, out)
             except BaseException as error:
                 failed(known, error)
@@ -199,13 +195,11 @@ class Plans:
         """Tell the other ranks of an error in `known`."""
         guard = self._guard
         if guard.was_told(error):
-            guard.clear_told(error)  # they know: it came after the agreement
-        elif isinstance(error, MpiStrategyError) and not guard.leaves_messages():
-            pass  # it is raised on all of them
+            guard.clear_told(error)
         elif "in_mailboxes" in known.__dict__ and guard.failures is not None:
             guard.failures.break_off(WHERE, error)  # data and agreement are one
         else:
-            guard.fail(WHERE, error, agreed=False)
+            guard.fail(WHERE, error)
 
     def _find(self, place: SitePlans, reduce_op: Any, value: Any) -> Run | None:
         """Return the plan of a value at a call site, made now or before; None for what has no plan."""
@@ -332,7 +326,6 @@ def _repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kin
     dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
     some_go_alone = any(len(pack.members) == 1 for pack in route.packs)
     bring, reduce, compare = plan.bring, plan.run, guard.comparison(digest, signature)
-    failed = partial(guard.fail_after_agreement, signature.call)
 
     def run(value: Any, out: Any) -> Any:
         leaves = where.take(value) if nested else (value,)
@@ -346,29 +339,22 @@ def _repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kin
                 return MISFIT
         bring(arrays, targets)
         compare()
-        results: Any = None
-        try:
-            results = reduce(arrays, targets)
-            if out is not None:
-                if not nested and results[0] is out:
-                    return out
-                for target, result in zip(where.take(out), results, strict=True):
-                    if result is not target:
-                        target[...] = result
+        results: Any = reduce(arrays, targets)
+        if out is not None:
+            if not nested and results[0] is out:
                 return out
-            if not only_arrays:
-                results = [*map(as_leaf, results, leaves)]
-            return where.build(results) if nested else results[0]
-        except BaseException as error:
-            if results is not None:
-                mark_after_messages(error)
-            failed(error)
-            raise
+            for target, result in zip(where.take(out), results, strict=True):
+                if result is not target:
+                    target[...] = result
+            return out
+        if not only_arrays:
+            results = [*map(as_leaf, results, leaves)]
+        return where.build(results) if nested else results[0]
 
     shortest: Callable[[Repeated], Run | None] | None = getattr(route, "repeated", None)
     if nested or not only_arrays or not plan.is_exact or shortest is None:
         return run
-    return shortest(Repeated(compare, run, failed)) or run
+    return shortest(Repeated(compare, run)) or run
 
 
 def _are_arrays(kinds: set[type]) -> bool:

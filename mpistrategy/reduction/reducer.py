@@ -25,6 +25,7 @@ from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan, is_simple, plan_of, usual_route
 from mpistrategy.reduction.plans import WHERE, Plans
+from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, exchange_of_weights
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import check_device, is_cupy
@@ -229,12 +230,6 @@ class Reducer:
         options: CommunicationOptions,
     ) -> list[Any]:
         """Return the weighted means of dense arrays."""
-        from mpistrategy.reduction.weights import (  # here, for the quick start
-            EXCHANGE,
-            WeightedMean,
-            exchange_of_weights,
-        )
-
         where = call.where
         mine = gpu_of(self.communicator.devices, self.communicator.rank)
         check_device([array for array in arrays if is_on_device(array)], mine, where)

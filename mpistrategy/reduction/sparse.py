@@ -15,7 +15,6 @@ from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.error_messages import after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
@@ -69,10 +68,9 @@ def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp,
     communicator.allgatherv(np.array([slices.values.shape[0]]), [1] * communicator.size, lengths)
     rows = lengths.tolist()
     values, indices = gather_all(communicator, [(slices.values, rows), (slices.indices, rows)])
-    with after_messages():
-        return IndexedSlices(
-            divide(values, communicator.size) if op is ReduceOp.MEAN else values, indices, slices.dense_shape
-        )
+    if op is ReduceOp.MEAN:
+        values = communicator.guard.on_all(lambda: divide(values, communicator.size))
+    return IndexedSlices(values, indices, slices.dense_shape)
 
 
 def gather_all(communicator: Communicator, blocks: Sequence[tuple[Array, list[int]]]) -> list[Array]:

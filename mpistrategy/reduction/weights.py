@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, mean_dtype, wire_dtype
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call_sites import Signature
-from mpistrategy.mpi.contract.error_messages import mark_after_messages
+from mpistrategy.mpi.contract.error_messages import BEFORE
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
-from mpistrategy.reduction.layout.finish import divide
+from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
@@ -68,6 +68,8 @@ class WeightedMean:
         total = math.fsum(math.ldexp(weight, -exponent) for weight in weights)
         _, more = math.frexp(total)
         self._total, self._factor = math.ldexp(total, -more), math.ldexp(self.weight, -exponent - more)
+        #: Memory for the means whose sums have another dtype.
+        self._memory = [_room_for_mean(array) for array in arrays]
         with np.errstate(all="ignore"):
             return [*map(self._times_weight, arrays)]
 
@@ -89,8 +91,8 @@ class WeightedMean:
         """Turn the sums of `contributions` into the means; NaN where all weights are 0."""
         with np.errstate(all="ignore"):
             return [
-                divide(total, self._total).astype(mean_dtype(array.dtype), copy=False)
-                for total, array in zip(totals, arrays, strict=True)
+                rounded(divide(total, self._total), mean_dtype(array.dtype), room)
+                for total, array, room in zip(totals, arrays, self._memory, strict=True)
             ]
 
 
@@ -99,26 +101,23 @@ def dtype_of_products(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64) if dtype.kind in "iu" else wire_dtype(dtype)
 
 
-def exchange_of_weights(communicator: Communicator) -> Callable[..., Array]:
-    """Return ``exchange(weight, agree, failed)``: each rank's weight, in rank order, as float64.
+def _room_for_mean(array: Array) -> Array | None:
+    """Return memory for the mean of an array on the host; None where it is written over the sum."""
+    dtype = mean_dtype(array.dtype)
+    return None if dtype == dtype_of_products(array.dtype) or is_on_device(array) else np.empty(array.shape, dtype)
 
-    `agree` compares the calls; ``failed(error)`` is called for an error after that.
-    """
+
+def exchange_of_weights(communicator: Communicator) -> Callable[..., Array]:
+    """Return ``exchange(weight, agree)``: each rank's weight, in rank order, as float64; `agree` compares the calls."""
     rank, size = communicator.rank, communicator.size
     plan = plan_of(communicator, ((np.dtype(np.float64), (size,)),), ReduceOp.SUM, 0, usual_route)
 
-    def exchange(
-        weight: float, agree: Callable[[], object], failed: Callable[[BaseException], object] = lambda error: None
-    ) -> Array:
+    def exchange(weight: float, agree: Callable[[], object]) -> Array:
         weights = np.zeros(size)
         weights[rank] = weight
         plan.bring((weights,))
         agree()
-        try:
-            return plan.run((weights,))[0]
-        except BaseException as error:
-            failed(error)
-            raise
+        return plan.run((weights,))[0]
 
     return exchange
 
@@ -140,7 +139,7 @@ def weighted_mean(
     plan, signature = plan_and_signature(
         ReduceOp.SUM, tuple((dtype_of_products(array.dtype), array.shape) for array in arrays)
     )
-    exchange, failed = exchange_of_weights(communicator), partial(guard.fail_after_agreement, signature.call)
+    exchange = exchange_of_weights(communicator)
     first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
     digests = guard.digest(first), guard.digest(signature)
 
@@ -155,20 +154,12 @@ def weighted_mean(
             out is not None and direct_targets(out, weighted.value, where, arrays, dtypes, False) is None
         ):
             return MISFIT
-        everybodys = exchange(mean.weight, lambda: guard.compare_digest(digests[0], first), failed)
+        everybodys = exchange(mean.weight, lambda: guard.compare_digest(digests[0], first))
+        guard.stage = BEFORE  # the values come next
         parts = mean.contributions(arrays, everybodys)
         plan.bring(parts)
         guard.compare_digest(digests[1], signature)
-        try:
-            totals = plan.run(parts)
-            try:
-                means = mean.finish(totals, arrays)
-            except BaseException as error:
-                mark_after_messages(error)
-                raise
-        except BaseException as error:
-            failed(error)
-            raise
+        means = mean.finish(plan.run(parts), arrays)
         if out is None:
             return where.build([*map(as_leaf, means, leaves)])
         for target, result in zip(where.take(out), means, strict=True):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.arrays.devices import Device
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
-from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
+from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.job.launcher import no_mpi
-from mpistrategy.objects.later import later
+from mpistrategy.objects.later import later, load_all
 from mpistrategy.objects.nearest import did_you_mean, refuses
 from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
 from mpistrategy.strategy.extended import StrategyExtended
@@ -32,6 +33,26 @@ else:
     later(globals(), "mpistrategy.mpi.gpu.device_selection", "activate", "choose_device", "requested")
     later(globals(), "mpistrategy.mpi.job.environment", "warn_of_unknown")
     later(globals(), "mpistrategy.mpi.over_threads", "SimulatedCommunicator")
+
+
+#: What is imported where it is used, in calls, in errors and in alarms.
+_USED_LATER = (
+    "mpistrategy.mpi.job.absent_ranks",
+    "mpistrategy.objects.other_names",
+    *("difflib", "fcntl", "hashlib", "json", "numpy.ma", "numpy.random", "pwd", "termios"),
+)
+#: The same of ranks that drive GPUs.
+_USED_LATER_ON_GPUS = (
+    "mpistrategy.mpi.gpu.communication_stream",
+    "mpistrategy.mpi.gpu.transports.ordered_keys",
+    "mpistrategy.mpi.gpu.transports.setup",
+    "mpistrategy.reduction.asynchronous_gpu",
+    "mpistrategy.reduction.routes.device_plan",
+    "mpistrategy.reduction.routes.gpu",
+    "mpistrategy.reduction.routes.gpu_copy",
+    "mpistrategy.reduction.routes.gpu_operations",
+    "mpistrategy.reduction.routes.on_device",
+)
 
 
 class MirroredStrategy(Strategy):
@@ -96,7 +117,7 @@ class MirroredStrategy(Strategy):
         try:
             local_rank, local_size = ranks.local_rank, ranks.node_of.count(ranks.node_of[ranks.rank])
             with Call(ranks.guard, where, called=name) as call:
-                if _may_have_plan() and not isinstance(ranks, SimulatedCommunicator):
+                if not isinstance(ranks, SimulatedCommunicator):
                     injection.arm(*ranks.place_in_job)
                 if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
                     raise OptionTypeError.at(
@@ -135,7 +156,11 @@ class MirroredStrategy(Strategy):
                 if request is None or str(request) == "cpu":  # as all ranks have agreed
                     ranks.devices = tuple(Device(rank, "CPU", 0) for rank in range(ranks.size))
                 else:
-                    device = choose_device(request, ranks)
+                    _load(_USED_LATER_ON_GPUS)
+                    try:
+                        device = choose_device(request, ranks)
+                    except DeviceError as error:  # of all ranks, which have told each other what they found
+                        raise ranks.guard.mark_told(error) from None
                     ranks.share_device(device)
                     activate(device, ranks.guard)
         except MpiStrategyError:
@@ -144,11 +169,6 @@ class MirroredStrategy(Strategy):
         super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
         if ranks.rank == 0 and any(name.startswith("MPISTRATEGY_") for name in os.environ):
             warn_of_unknown()
-
-
-def _may_have_plan() -> bool:
-    """Return whether there may be a plan of faults, or one may be in force."""
-    return bool(os.environ.get("MPISTRATEGY_INJECT")) or "mpistrategy.mpi.faults.injection" in sys.modules
 
 
 def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCommunicator:
@@ -166,6 +186,14 @@ def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCom
         raise
     except (ImportError, RuntimeError) as error:
         raise no_mpi("MirroredStrategy", error) from None  # its traceback shows mpi4py's search alone
+    _load(_USED_LATER)
     world.refuse_child("MirroredStrategy", comm)
     with world.joining("MirroredStrategy", comm):
         return MpiCommunicator(comm, contains_errors=contains_errors)
+
+
+def _load(modules: Sequence[str]) -> None:
+    """Load modules before the first call: in a call one rank alone might fail, which cannot open a file."""
+    load_all()
+    for name in modules:
+        import_module(name)

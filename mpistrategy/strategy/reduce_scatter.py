@@ -5,8 +5,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol, Unpack, overload
 
+import numpy as np
+
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import copy_of, like_given, on_device_of, reducible
+from mpistrategy.arrays.convert import copy_of, is_on_device, like_given, on_device_of, reducible
+from mpistrategy.arrays.dtypes import Array, mean_dtype
 from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
@@ -101,13 +104,17 @@ class ReduceScatter:
             op = ReduceOp._parse(reduce_op, call.where)
             if reducer.agrees_on_none(call, op, structure):
                 return structure.pack([])
+            parts = [
+                _part(leaf, position, communicator, call.where) for leaf, position in zip(leaves, axes, strict=True)
+            ]
+            memory = [_room(leaf, part, op, call.where) for leaf, part in zip(leaves, parts, strict=True)]
             results = reducer.all_reduce_leaves(
                 call, op, leaves, lambda: nest.paths_without_none(value), options=options
             )
             return structure.pack(
                 [
-                    _own_part(result, leaf, position, communicator, call.where)
-                    for result, leaf, position in zip(results, leaves, axes, strict=True)
+                    _own_part(result, leaf, part, room, call.where)
+                    for result, leaf, part, room in zip(results, leaves, parts, memory, strict=True)
                 ]
             )
 
@@ -120,10 +127,25 @@ def _axis(leaf: Any, axis: Any, where: str) -> int:
     return checked_axis(axis, reducible(mine, where).ndim, where)
 
 
-def _own_part(result: Any, leaf: Any, axis: int, communicator: Communicator, where: str) -> Any:
-    """Return a copy of this rank's part of a reduced array, as the kind of array that was given."""
+def _part(leaf: Any, axis: int, communicator: Communicator, where: str) -> tuple[slice, ...]:
+    """Return where this rank's part of a reduced leaf is."""
+    length = reducible(contribution(leaf), where).shape[axis]
+    return (slice(None),) * axis + (part_of_batch(length, communicator.rank, communicator.size),)
+
+
+def _room(leaf: Any, part: tuple[slice, ...], op: ReduceOp, where: str) -> Array | None:
+    """Return memory for this rank's part, taken before the ranks agree on the call; None for a leaf on a GPU."""
+    array = reducible(contribution(leaf), where)
+    if is_on_device(array):
+        return None
+    return np.empty(array[part].shape, mean_dtype(array.dtype) if op is ReduceOp.MEAN else array.dtype)
+
+
+def _own_part(result: Any, leaf: Any, part: tuple[slice, ...], room: Array | None, where: str) -> Any:
+    """Return a copy of this rank's part of a reduced array, in `room` if given, as the kind of array that was given."""
     array = reducible(result, where)
-    part = part_of_batch(array.shape[axis], communicator.rank, communicator.size)
-    with on_device_of(array):
-        mine = copy_of(array[(slice(None),) * axis + (part,)])
-    return like_given(mine, contribution(leaf))
+    if room is None:
+        with on_device_of(array):
+            return like_given(copy_of(array[part]), contribution(leaf))
+    room[...] = array[part]
+    return like_given(room, contribution(leaf))

@@ -281,7 +281,7 @@ class ReplicaContext(ReduceScatter, NotPickled):
 
         On several nodes the values travel while the step goes on computing.  Several may be under way; every rank
         starts them, and waits for them, in the same order.  On a single node, and where the MPI was not started for
-        several threads, the reduction is done before this returns: the ranks have no core to spare for it.
+        several threads, the reduction is done before this returns, or raises: the ranks have no core to spare for it.
         Arrays in GPU memory are reduced on a stream of their own; `wait` makes the current stream wait, not the host.
 
         Args:
@@ -293,11 +293,14 @@ class ReplicaContext(ReduceScatter, NotPickled):
                 before `wait` has returned.
 
         Returns:
-            A handle; `wait` also raises what `all_reduce` would have raised, on every rank.
+            A handle; where the reduction goes on in the background, `wait` also raises what `all_reduce` would have
+            raised, on every rank.
 
         Raises:
             ContextError: outside this context's step function.
-            CollectiveMismatchError: on every rank, when this is the first such call and another rank makes another.
+            CollectiveMismatchError: on every rank, when this is the first such call and another rank makes another;
+                where the reduction is done here, when the calls differ in anything.
+            MpiStrategyError: where the reduction is done here, as `all_reduce`.
 
         >>> import numpy as np, mpistrategy as ms
         >>> strategy = ms.OneDeviceStrategy("CPU:0")

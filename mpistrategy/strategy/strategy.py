@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from mpistrategy.reduction.arena.arena import Arena
     from mpistrategy.reduction.broadcast import asked_of, broadcast, checked_root, description
+    from mpistrategy.strategy.along_axis import reduce_along
     from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
     from mpistrategy.strategy.random_streams import Streams
@@ -191,8 +192,6 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
             if axis is not None:
                 if weight is not None:
                     raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
-                from mpistrategy.strategy.along_axis import reduce_along  # here, for the quick import
-
                 return reduce_along(algorithm, options, op, value, axis, call)
             if weight is not None:
                 reduced = self.extended._reducer.all_reduce_leaves(

@@ -219,8 +219,9 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
             self._plans.calls += 1
             if self.mirrored_check_steps and self._plans.calls % self.mirrored_check_steps == 0:
                 self._check_mirrored(strategy)
-            if trouble and self.nonfinite == "warn":
-                warn_of(trouble, call.where, self.next_step() - 1, strategy.replica_id_in_sync_group)
+            number = self.next_step() - 1 if trouble else 0
+        if trouble and self.nonfinite == "warn":  # after the call, since the program may make it an error
+            warn_of(trouble, where, number, strategy.replica_id_in_sync_group)
 
     def _settings(self, strategy: Strategy, where: str) -> str:
         """Return all numbers that a step depends on, in words.  If ranks differed in one, their copies would, too."""

@@ -201,8 +201,15 @@ def made(makers: Mapping[str, Callable[[], ms.Strategy]]) -> Iterator[dict[str, 
 class OnNodes(ms.Strategy):
     """All ranks, as if rank r sat on node ``node_of_rank[r]``; each on the processor, or on the first GPU."""
 
-    def __init__(self, node_of_rank: Sequence[int], cross_device_ops: ms.CrossDeviceOps, kind: str = "CPU") -> None:
-        ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=node_of_rank[RANK])
+    def __init__(
+        self,
+        node_of_rank: Sequence[int],
+        cross_device_ops: ms.CrossDeviceOps,
+        kind: str = "CPU",
+        *,
+        contains_errors: bool = False,
+    ) -> None:
+        ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=node_of_rank[RANK], contains_errors=contains_errors)
         ranks.share_device(Device(RANK, kind, 0))
         super().__init__(ms.StrategyExtended(self, ranks, cross_device_ops))
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from mpistrategy.objects.later import later
+from mpistrategy.objects import later as objects_later
+from mpistrategy.objects.later import later, load_all
 
 pytestmark = pytest.mark.one_rank
 MODULE = "module_that_is_loaded_later"
@@ -26,6 +27,7 @@ def twice(number):
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     (tmp_path / f"{MODULE}.py").write_text(TEXT)
     monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(objects_later, "_unloaded", [])
     found: dict[str, Any] = {}
     later(found, MODULE, "Kind", "twice")
     later(found, MODULE)
@@ -60,3 +62,9 @@ def test_what_a_test_has_put_there_stays(names: dict[str, Any]) -> None:
     before, names["twice"] = names["twice"], len
     assert before(4) == 8
     assert names["twice"] is len
+
+
+def test_all_are_loaded_at_once(names: dict[str, Any]) -> None:
+    load_all()
+    assert names["twice"] is sys.modules[MODULE].twice
+    assert names[MODULE] is sys.modules[MODULE]

@@ -13,7 +13,7 @@ from typing import Any
 from mpistrategy import errors
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call_sites import Signature
-from mpistrategy.mpi.contract.error_messages import is_of_one_rank, mark_after_messages
+from mpistrategy.mpi.contract.error_messages import AGREED, BEFORE, is_of_one_rank
 from mpistrategy.mpi.contract.flight_recorder import LEFT, CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects import jax_traces
@@ -40,13 +40,11 @@ class Call:
     """
 
     __slots__ = (
-        "_agreed",
         "_anywhere",
         "_before",
         "_called",
         "_entry",
         "_guard",
-        "_is_done",
         "_on_gpu",
         "_outer",
         "is_leaf",
@@ -74,7 +72,6 @@ class Call:
         self._called = called
         self._anywhere = anywhere or bool(called)
         self._outer: CurrentCall | None = None
-        self._agreed = self._is_done = False
         self._entry: list[Any] | None = None
         self._before = 0.0
         #: What was compared last.
@@ -93,10 +90,20 @@ class Call:
         self._on_gpu: AbstractContextManager[Any] | None = None
 
     def __enter__(self) -> Call:
-        guard, me = self._guard, threading.get_ident()
-        self._outer = outer = guard.current
+        guard = self._guard
+        self._outer = guard.current
+        try:
+            self._begin(guard, guard.current)
+        except BaseException:
+            if guard.current is self:  # a signal has come
+                self._leave()
+            raise
+        return self
+
+    def _begin(self, guard: Guard, outer: CurrentCall | None) -> None:
+        me = threading.get_ident()
         if outer is None:
-            guard.thread = me
+            guard.thread, guard.stage = me, BEFORE
             if guard.size > 1:
                 if not self._anywhere:
                     self.place = guard.here().place
@@ -127,7 +134,6 @@ class Call:
             raise self._refused(jax_traces.refusal(self.where))
         if outer is None and guard.on_gpu is not None:  # a new thread has GPU 0 as its current one
             self._enter(guard.on_gpu)
-        return self
 
     def _enter(self, on_gpu: Callable[[], AbstractContextManager[Any]]) -> None:
         try:
@@ -177,15 +183,11 @@ class Call:
     def agree_on(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> bool:
         """Do `agree` with a signature."""
         guard = self._guard
-        asked = guard.compare(signature, patiently=patiently, sparingly=sparingly)
-        if guard.failures is not None:
-            guard.failures.agree()
-        self.set_agreed(True)
-        return asked
+        return guard.compare(signature, patiently=patiently, sparingly=sparingly)
 
     def expect_more(self) -> None:
         """Say that there will be one more `agree`: a failure before it must be reported to the other ranks."""
-        self.set_agreed(False)
+        self._guard.stage = BEFORE
 
     def wait_as(self, timeout_seconds: float | None) -> None:
         """Set how long this call may wait for the other ranks; None leaves it as it is."""
@@ -196,18 +198,6 @@ class Call:
         """Say that the code in here is the program's own: this rank waits for no other rank."""
         return self._guard.own_work()
 
-    def set_agreed(self, agreed: bool) -> None:
-        """Note whether the ranks have agreed on this call, and so on those around it."""
-        self._agreed, self._is_done = agreed, False
-        if self._outer is not None:
-            self._outer.set_agreed(agreed)
-
-    def set_done(self) -> None:
-        """Note that no rank waits for data of this one, in this call and those around it, until the next `agree`."""
-        self._is_done = True
-        if self._outer is not None:
-            self._outer.set_done()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
@@ -215,13 +205,13 @@ class Call:
         if error is None:
             self._leave()
             return
-        if self._agreed and not is_of_one_rank(error):
-            guard.mark_raised_by_all(error)
-        if not guard.was_told(error):
-            if self._is_done and is_of_one_rank(error):
-                mark_after_messages(error)
-            guard.fail(self.where, error, agreed=self._agreed)
-        self._leave()
+        try:
+            if not guard.was_told(error):
+                if guard.stage == AGREED and not is_of_one_rank(error):
+                    guard.mark_raised_by_all(error)
+                guard.fail(self.where, error)
+        finally:
+            self._leave()
         if self._outer is None:
             guard.clear_told(error)  # the program may raise the same object again, in another call
         else:
@@ -234,8 +224,6 @@ class Call:
             guard.since = math.inf  # the program's own work goes on
         if self._entry is not None:
             self._entry[LEFT] = time.monotonic()
-        if self._outer is None and guard.failures is not None:
-            guard.failures.agreed_at = None
         if self._on_gpu is not None:
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed

@@ -4,7 +4,7 @@ All ranks must make a call with the same signature, of which the call site is a 
 
 Two equal calls at different call sites count as different calls, since that is how two swapped calls look.  A call site
 is the call's frame outside this package and at most two callers, innermost first; it ends at the step function.  So the
-calls of a helper are told apart by the lines that called the helper.  Outside steps one caller counts.
+calls of a helper are told apart by the lines that called the helper.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ T = TypeVar("T")
 _FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
 _PROGRAMS = os.path.join(_FOLDER, "cli", "bench", "")
 _REMEMBERED, _MOST_ALIKE = 4096, 64
-_CALLERS_IN_STEP, _CALLERS_OUTSIDE = 2, 1
+_CALLERS = 2
 _DIGESTS, _LONG_FIELD = 4096, 64
 _MOST_NAMED = 3
 _MODULE = "<module>"
@@ -101,13 +101,12 @@ def outside(frame: FrameType | None) -> FrameType | None:
 
 def _frames_of(frame: FrameType | None, step: Any) -> list[FrameType]:
     """Return the frames of a call site: the call's and its callers', innermost first."""
-    most = 1 + (_CALLERS_OUTSIDE if step is None else _CALLERS_IN_STEP)
     found: list[FrameType] = []
     while (frame := outside(frame)) is not None:
         found.append(frame)
         code = frame.f_code
         # The caller of a module's own code is Python itself, and may differ between ranks that are started differently.
-        if len(found) == most or code is step or code.co_name == _MODULE:
+        if len(found) > _CALLERS or code is step or code.co_name == _MODULE:
             break
         frame = frame.f_back
         if step is NO_CODE and frame is not None and frame.f_code is _step_caller:
@@ -172,7 +171,7 @@ class CallTree(Generic[T]):
         """
         frame = call = outside(frame)
         node: Node[T] | None = self.root
-        callers_left = _CALLERS_OUTSIDE if step is None else _CALLERS_IN_STEP
+        callers_left = _CALLERS
         # The common case: the call site is known, and the step function, if any, is written in Python.
         while frame is not None and node is not None:
             code, node = frame.f_code, node.callers.get(frame.f_lasti)

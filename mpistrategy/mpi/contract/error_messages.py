@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
 
 from mpistrategy.errors import DeviceError, MpiStrategyError
@@ -27,10 +26,12 @@ _TOLD = "_mpistrategy_told"
 OF_ANOTHER_RANK = "_mpistrategy_of_another_rank"
 #: Marks an error in a call in which other ranks have raised other errors.
 ONE_OF_SEVERAL = "_mpistrategy_one_of_several"
-#: Marks an error that came after all messages of its call.
-_AFTER_MESSAGES = "_mpistrategy_after_messages"
 #: How long a rank that has failed waits for the other ranks before it prints its error.
 PATIENCE_SECONDS = 2.0
+
+#: How far a rank has come with its call: the ranks have not agreed on it; they compare it; they have agreed, and their
+#: data move, or have moved.
+BEFORE, COMPARING, AGREED = range(3)
 
 
 class TellsErrors(ABC):
@@ -43,7 +44,7 @@ class TellsErrors(ABC):
     is_untold: bool
     leaving: bool
     has_begun_to_leave: bool
-    is_comparing: bool
+    stage: int
     is_in_background: bool
     late: tuple[MpiStrategyError, int] | None
     skips: bool
@@ -73,60 +74,44 @@ class TellsErrors(ABC):
     def gather_reports(self, mine: mismatch_report.Report) -> list[mismatch_report.Report]:
         """Return the reports of all ranks."""
 
-    def fail(self, where: str, error: BaseException, *, agreed: bool) -> None:
-        """Tell the other ranks of an error in a call that this rank leaves.
+    def fail(self, where: str, error: BaseException) -> None:
+        """Tell the other ranks of an error in a call that this rank leaves; `stage` says how.
+
+        After the agreement an error of this rank alone ends the job.  Where errors are contained, this rank takes no
+        more calls, and tells the others so.
 
         Args:
             where: the public name of the call.
             error: the error.
-            agreed: whether the ranks had agreed on the call.
         """
         if self.broken:
             return
-        is_under_way = self._leaves_sum(agreed=agreed)
-        if self.is_comparing or (agreed and is_under_way) or not isinstance(error, Exception):  # a signal, say
-            is_under_way = is_under_way or (agreed and not _is_after_messages(error))
-            self._break_off(where, error, is_cut_short=self.is_comparing or is_under_way)
-        elif not agreed:
+        is_under_way, is_before = self._leaves_sum(), self.stage == BEFORE
+        if self.stage == COMPARING or (is_under_way and not is_before) or not isinstance(error, Exception):  # a signal
+            self._break_off(where, error, is_cut_short=is_under_way or not is_before)
+        elif is_before:
             self.report_failure(where, error)
-        elif self.failures is not None and is_of_one_rank(error):
-            self.failures.tell(where, error)
-        elif self.failures is None and _is_after_messages(error):
-            # In the background the next call is one that all have queued: the program hears of the error when it waits.
-            if not self.is_in_background:
-                self.report_failure(where, error, takes_no_more=True)
-        elif isinstance(error, MemoryError):
-            self._end_the_job(error)
+        elif is_of_one_rank(error):
+            self._fail_alone(where, error)
 
-    def fail_after_agreement(self, where: str, error: BaseException) -> None:
-        """Do `fail` outside every `Call`, after an agreement, and mark the error as told."""
-        if self.was_told(error):
-            return
-        self.fail(where, error, agreed=True)
-        others_know = self.failures is not None or _is_after_messages(error)
-        if not others_know and isinstance(error, Exception) and is_of_one_rank(error):
-            self._end_the_job(error)
-        self.mark_told(error)
+    def _fail_alone(self, where: str, error: BaseException) -> None:
+        if self.give_up is not None:
+            self.give_up(error)  # does not return
+        elif self.failures is not None:
+            self.failures.break_off(where, error)
+        elif not self.is_in_background:  # there the program hears of the error when it waits
+            self.report_failure(where, error, takes_no_more=True)
+            self.stop(Failure(in_words(error), self._rank, where))
 
-    def _end_the_job(self, error: BaseException) -> None:
-        """End the job with an error after the agreement: the other ranks are in calls of MPI that they cannot leave.
-
-        It does not return, but on simulated ranks and where errors are contained.
-        """
-        if self.give_up is not None and self._channel is not None:
-            self.give_up(error)
-
-    def leaves_messages(self) -> bool:
-        """Return whether messages of a call that this rank leaves may be under way; see `_leaves_sum`."""
-        return self._leaves_sum(agreed=False) or self.is_comparing
-
-    def _leaves_sum(self, *, agreed: bool) -> bool:
+    def _leaves_sum(self) -> bool:
         """Return whether a sum that was begun before the comparison may be under way, in a call that this rank leaves.
 
         One that was not started is forgotten.
         """
         leave_call: Callable[..., bool] | None = getattr(self._channel, "leave_call", None)
-        return leave_call is not None and leave_call(is_comparing=self.is_comparing, agreed=agreed)
+        return leave_call is not None and leave_call(
+            is_comparing=self.stage == COMPARING, agreed=self.stage == AGREED
+        )
 
     def _break_off(self, where: str, error: BaseException, *, is_cut_short: bool) -> None:
         """Tell the other ranks of an error between this rank's digest, or its data, and their answer."""
@@ -176,11 +161,11 @@ class TellsErrors(ABC):
     def look(self) -> None:
         """Raise if this rank waits in vain for the others to agree."""
         if self.failures is not None:
-            self.failures.look(agreed=False)
+            self.failures.look()
         elif self.late is not None and self.is_told_late:
             (error, _), self.late = self.late, None
             self.is_untold = True  # the others may come to this call
-            self._leaves_sum(agreed=False)
+            self._leaves_sum()
             self.stop(Failure(str(error)))
             raise self.mark_told(error)
 
@@ -237,10 +222,15 @@ class TellsErrors(ABC):
         except MpiStrategyError:
             raise
         except BaseException as interruption:  # a signal, say: the comparison is under way
-            self.is_untold = self.is_comparing = True
-            self._leaves_sum(agreed=False)
-            self.stop(Failure(in_words(interruption), self._rank, where))
+            self.stage = COMPARING
+            self._leaves_sum()
+            if self.failures is not None:
+                self.failures.break_off(where, interruption)
+            else:
+                self.is_untold = True
+                self.stop(Failure(in_words(interruption), self._rank, where))
             raise
+        self.stage = BEFORE
 
     def _report_failure(
         self, channel: ControlChannel, where: str, error: BaseException, *, takes_no_more: bool
@@ -269,9 +259,7 @@ class TellsErrors(ABC):
                 call[mismatch_report.LEFT] = "it failed after its messages"
             reports = self.gather_reports(self._report_of(call, self.here().text, error))
             self._mark_who_prints(error, [(report.error, report.text, report.site) for report in reports])
-            failed = [report.call.get("call") for report in reports if mismatch_report.LEFT in report.call]
-            if failed != [where] * len(reports):  # else all ranks have failed there, and none is ahead of the others
-                self.hear_of_ends(reports)
+            self.hear_of_ends(reports)
             self.unseen = 0
             if went_past(reports) and self.give_up is not None:
                 # A message that this rank has not received would be taken for the next data.
@@ -302,34 +290,13 @@ class TellsErrors(ABC):
         return id(self) in error.__dict__.get(_TOLD, ())
 
     def clear_told(self, error: BaseException) -> None:
-        """Take the marks of `mark_told` and `mark_after_messages` back: it may be raised again in another call."""
+        """Take the mark of `mark_told` back: it may be raised again in another call."""
         error.__dict__.get(_TOLD, set()).discard(id(self))
-        error.__dict__.pop(_AFTER_MESSAGES, None)
 
 
 def is_of_one_rank(error: BaseException) -> bool:
     """Return whether an error after the agreement may be that of one rank; our own are raised on all ranks."""
     return not isinstance(error, MpiStrategyError) or isinstance(error, DeviceError)
-
-
-def mark_after_messages(error: E) -> E:
-    """Mark an error of one rank that has sent and received all messages of its call, so that no rank waits for it."""
-    error.__dict__[_AFTER_MESSAGES] = True
-    return error
-
-
-@contextmanager
-def after_messages() -> Iterator[None]:
-    """Mark what is raised in here, as `mark_after_messages` does."""
-    try:
-        yield
-    except BaseException as error:
-        mark_after_messages(error)
-        raise
-
-
-def _is_after_messages(error: BaseException) -> bool:
-    return _AFTER_MESSAGES in error.__dict__
 
 
 def went_past(reports: Sequence[mismatch_report.Report]) -> bool:

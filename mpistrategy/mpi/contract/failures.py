@@ -2,12 +2,11 @@
 
 Before the agreement a rank sends its error in the comparison.  After it the other ranks move data: they wait for
 counters in shared memory, and look there from time to time whether a rank has failed.  A rank whose wait ends anyway
-goes on: it has the data that it needs.
+has the data that it needs; it finds out in its next call.
 """
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,10 +18,10 @@ from mpistrategy.objects.text import decoded, encoded
 
 #: How much memory each rank needs.
 BYTES = 1024
-_NUMBERS = 5
+_NUMBERS = 4
 _TEXT_FROM = 8 * _NUMBERS
 _LONGEST_TEXT = BYTES - _TEXT_FROM
-_FAILED, _BROKEN, _ORIGIN, _WHERE, _LENGTH = range(_NUMBERS)
+_BROKEN, _ORIGIN, _WHERE, _LENGTH = range(_NUMBERS)
 #: How long a rank that knows of a failure goes on waiting for the counters of the others.
 PATIENCE_SECONDS = 2.0
 NO_MORE_CALLS = "This strategy takes no more calls. Make another one, on all its ranks, or let the job end."
@@ -76,7 +75,6 @@ class Failures:
     Attributes:
         agreements: as above.
         on_broken: called when this rank takes no more calls, with the reason.
-        agreed_at: the number of the first agreement of the public call that this rank is in; None before it.
         late: the error that the watchdog makes this rank raise where it waits, and the number of that agreement.
     """
 
@@ -88,45 +86,27 @@ class Failures:
         self._numbers = [segment[:_TEXT_FROM].data.cast("B").cast("q") for segment in memory.segments]
         self._texts = [segment[_TEXT_FROM:BYTES].data.cast("B") for segment in memory.segments]
         self._noticed = (-1, 0.0)
-        self.agreed_at: int | None = None
         self.late: tuple[MpiStrategyError, int] | None = None
         self._is_broken = False
-
-    def agree(self) -> None:
-        """Note that all ranks have agreed on the call that this rank is in."""
-        if self.agreed_at is None:
-            self.agreed_at = self.agreements()
-
-    def tell(self, where: str, error: BaseException) -> None:
-        """Tell the ranks that wait for this rank's data in a call that all have agreed on."""
-        self._write(Failure(in_words(error), self._rank, where))
-        self._numbers[self._rank][_FAILED] = self.agreements() + 1  # 0: never
 
     def break_off(self, where: str, error: BaseException) -> None:
         """Tell the other ranks that this rank takes no more calls: how far it came with the last one is not known."""
         if not self._is_broken:
             self._break(Failure(in_words(error), self._rank, where))
 
-    def look(self, *, agreed: bool) -> None:
-        """Raise RemoteError if this rank waits for one that has failed.
-
-        Args:
-            agreed: whether the ranks have agreed on the call that this rank is in.
-        """
+    def look(self) -> None:
+        """Raise RemoteError if this rank waits and another one has failed."""
         if self.late is not None and self.is_told_late:
             self.break_off("a wait for the others", self.late[0])
             raise self.late[0]
-        first: float = self.agreements() if agreed else math.inf
-        if self.agreed_at is not None:
-            first = self.agreed_at
-        found = next((rank for rank in range(len(self._numbers)) if self._concerns(rank, first)), None)
-        if found is None:
+        others = [rank for rank, numbers in enumerate(self._numbers) if numbers[_BROKEN] and rank != self._rank]
+        if not others:
             return
         number, since = self._noticed
         if number != self.agreements():
             self._noticed = (self.agreements(), time.monotonic())
         elif time.monotonic() - since > PATIENCE_SECONDS:
-            raise self.remote_error(found)
+            raise self.remote_error(others[0])
 
     @property
     def is_told_late(self) -> bool:
@@ -146,10 +126,6 @@ class Failures:
         if not self._is_broken:
             self._break(failure)
         return failure.as_error()
-
-    def _concerns(self, rank: int, first: float) -> bool:
-        numbers = self._numbers[rank]
-        return rank != self._rank and bool(numbers[_BROKEN] or numbers[_FAILED] > first)
 
     def _break(self, failure: Failure) -> None:
         self._write(failure)

@@ -36,9 +36,6 @@ class CurrentCall(Protocol):
     timeout: float | None
     is_leaf: bool
 
-    def set_agreed(self, agreed: bool) -> None: ...
-    def set_done(self) -> None: ...
-
 
 class FlightRecord:
     """The last `LENGTH` collectives of one strategy on this rank; `Call` and the plans write them down.

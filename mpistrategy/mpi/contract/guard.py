@@ -15,6 +15,7 @@ go on: all have seen the flag in the same call.  Without a flag this costs nothi
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +30,15 @@ from mpistrategy.mpi.contract import forks
 from mpistrategy.mpi.contract.call_sites import Digests, Signature, Site, call_site
 from mpistrategy.mpi.contract.channel import Compare, ControlChannel, Steps
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
-from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, PATIENCE_SECONDS, TellsErrors, went_past
+from mpistrategy.mpi.contract.error_messages import (
+    AGREED,
+    BEFORE,
+    COMPARING,
+    OF_ANOTHER_RANK,
+    PATIENCE_SECONDS,
+    TellsErrors,
+    went_past,
+)
 from mpistrategy.mpi.contract.failures import Failure, Failures
 from mpistrategy.mpi.contract.flight_recorder import WHAT, CurrentCall, FlightRecord
 from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
@@ -83,8 +92,8 @@ class Guard(TellsErrors):
         self.is_untold = False
         #: The error that the watchdog makes this rank raise where it waits, and the number of that comparison.
         self.late: tuple[MpiStrategyError, int] | None = None
-        #: Whether this rank has sent its digest and has no answer yet.
-        self.is_comparing: bool = False
+        #: How far this rank has come with its call: BEFORE, COMPARING or AGREED.
+        self.stage: int = BEFORE
         #: Whether a thread of this library makes the calls, for jobs that the program has started.
         self.is_in_background = False
         #: Whether a comparison through MPI must be one that this rank can leave.
@@ -243,9 +252,9 @@ class Guard(TellsErrors):
                 self.compare_digest(digest, signature, work)
                 return
             self.comparisons += 1
-            self.is_comparing = True
+            self.stage = COMPARING
             if expected is not None and companions.carries(expected):
-                self.is_comparing = False
+                self.stage = AGREED
                 return
             place[:] = numbers
             start()
@@ -257,7 +266,7 @@ class Guard(TellsErrors):
                 return
             if made:
                 calls.note(digest, companions.started)
-            self.is_comparing = False  # not before: a rank that leaves without the note would expect other calls
+            self.stage = AGREED  # not before: a rank that leaves without the note would expect other calls
 
         return compare
 
@@ -276,13 +285,9 @@ class Guard(TellsErrors):
         self.compare_digest(self.digest(_READY), _READY, due=True)
         return made
 
-    def resolve(self, signature: Signature) -> None:
-        """Raise on every rank after the digests have differed, outside every `Call`; do nothing for a raised flag."""
-        try:
-            self._resolve(self._report(signature))
-        except MpiStrategyError as error:
-            self.clear_told(error)
-            raise
+    def resolve(self, signature: Signature) -> bool:
+        """Raise on every rank after the digests have differed, but for a raised flag; return as `compare`."""
+        return self._resolve(self._report(signature))
 
     def compare(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> bool:
         """Raise on every rank unless all ranks give an equal `signature`.
@@ -302,7 +307,7 @@ class Guard(TellsErrors):
             self.record.entries[-1][WHAT].signature = kept
         self.since = time.monotonic()
         if not self._agrees(digest, kept, due=not sparingly, patiently=patiently):
-            asked = self._resolve(self._report(signature))
+            asked = self.resolve(signature)
         self.since = time.monotonic()
         return asked
 
@@ -310,19 +315,20 @@ class Guard(TellsErrors):
         """Return whether all ranks make an equal call, or this call is not compared."""
         if self.skips and not due:
             self.unseen += 1
+            self.stage = AGREED
             return True
         self.comparisons += 1
         flag, channel = self._flag, self._channel
         assert channel is not None
-        self.is_comparing = True
+        self.stage = COMPARING
         try:
             equal = channel.all_equal(digest | flag, self.look if patiently or self._is_patient else None)
         except MpiStrategyError:  # an answer, too
-            self.is_comparing = False
+            self.stage = BEFORE
             raise
         if not equal:
             return False  # the reports come next
-        self.is_comparing = False
+        self.stage = AGREED
         self.unseen = 0
         if flag:
             self._see_flags()
@@ -374,12 +380,10 @@ class Guard(TellsErrors):
         assert self._channel is not None
         if self.is_broken and not self.is_untold:
             raise self.mark_told(self.remote_error())
-        import json  # here, for the quick import
-
-        self.is_comparing = True
+        self.stage = COMPARING
         interruptions: list[BaseException] = []
         texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look, interruptions)
-        self.is_comparing = False
+        self.stage = AGREED
         reports = [mismatch_report.Report(*json.loads(text)) for text in texts]
         if interruptions:
             self.hear_of_ends(reports)

@@ -122,11 +122,11 @@ class _Watch:
         self.abort(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else status)
 
     def end_untold(self, error: BaseException) -> None:
-        stack = traceback.extract_stack()
+        stack = [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]
         theirs = [frame for frame in stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
         lines = ["Traceback (most recent call last):\n", *traceback.format_list(theirs)]
         self.say("".join([*lines, *traceback.format_exception_only(error)]))
-        self.say(f"The other ranks may wait for data of this rank, and cannot be told: {_ENDS}")
+        self.say(f"The ranks had agreed on this call, and the others cannot be told of the error: {_ENDS}")
         self.abort(1)
 
 

@@ -172,14 +172,14 @@ class Collectives:
                 brought = source
             elif not _is_the_same(source, buffer):
                 np.copyto(buffer, source)
+        count, by_mpi = self._count(buffer), operation(op, buffer.dtype)
         self._meet()
-        count = self._count(buffer)
         if 0 < buffer.size <= count:
-            self._comm.Allreduce(brought, buffer, operation(op, buffer.dtype))
+            self._comm.Allreduce(brought, buffer, by_mpi)
         else:
             parts = repeat(brought) if brought is MPI.IN_PLACE else buffers.pieces(brought, count)
             for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
-                self._comm.Allreduce(those, piece, operation(op, buffer.dtype))
+                self._comm.Allreduce(those, piece, by_mpi)
 
     def repeated_allreduce(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RepeatedAllReduce:
         """Return `allreduce` of two arrays of so many bytes that share none; it finds out once which way it takes."""
@@ -252,12 +252,13 @@ class Collectives:
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
+        pieces, by_mpi = [*buffers.pieces(buffer, self._count(buffer))], operation(op, buffer.dtype)
         self._meet()
-        for piece in buffers.pieces(buffer, self._count(buffer)):
+        for piece in pieces:
             if self.rank == root:
-                self._comm.Reduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype), root)
+                self._comm.Reduce(MPI.IN_PLACE, piece, by_mpi, root)
             else:
-                self._comm.Reduce(piece, None, operation(op, buffer.dtype), root)
+                self._comm.Reduce(piece, None, by_mpi, root)
 
     def _count(self, buffer: Array) -> int:
         """Return how many elements one MPI call combines: MPI may allocate as much memory again."""
@@ -273,12 +274,14 @@ class Collectives:
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
-        self._meet()
         flat = buffers.as_bytes(buffer)
-        if flat.size >= SHARED_BROADCAST_BYTES and self.nodes == 1 and (slots := self.node_broadcast()) is not None:
+        is_large = flat.size >= SHARED_BROADCAST_BYTES and self.nodes == 1
+        slots, pieces = self.node_broadcast() if is_large else None, [*buffers.pieces(flat, self.max_count)]
+        self._meet()
+        if slots is not None:
             slots.run(flat, root)
             return
-        for piece in buffers.pieces(flat, self.max_count):
+        for piece in pieces:
             self._comm.Bcast(piece, root)
 
     def node_broadcast(self) -> NodeBroadcast | None:
@@ -291,8 +294,7 @@ class Collectives:
         Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
         `together`, which is None on the other ranks.
         """
-        self._meet()
-        gathering.gather(self._comm, block, counts, together, root, self.max_count)
+        gathering.gather(self._comm, block, counts, together, root, self.max_count, self._meet)
 
     def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
@@ -326,8 +328,7 @@ class Collectives:
 
     def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
-        self._meet()
-        gathering.allgather(self._comm, block, counts, together, self.max_count)
+        gathering.allgather(self._comm, block, counts, together, self.max_count, self._meet)
 
     def alltoall(self, sent: Array, received: Array) -> None:
         """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
@@ -335,13 +336,14 @@ class Collectives:
         Any dtype; so few bytes that one MPI call takes them.
         """
         # Of equal parts: for megabytes on a node MPICH's Alltoallv takes up to three times as long.
+        mine, theirs = buffers.as_bytes(sent), buffers.as_bytes(received)
         self._meet()
-        self._comm.Alltoall(buffers.as_bytes(sent), buffers.as_bytes(received))
+        self._comm.Alltoall(mine, theirs)
 
     def _meet(self) -> None:
         """Wait until all ranks are about to call MPI, since a rank cannot leave an MPI call if another one has failed.
 
-        Does nothing on several nodes.
+        The calls of MPI follow at once: all that can fail comes before.  Does nothing on several nodes.
         """
         if self.failures is not None and self.pipelined is not None:
             self.pipelined.barrier()

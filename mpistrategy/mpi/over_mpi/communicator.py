@@ -181,8 +181,8 @@ class MpiCommunicator(Collectives):
             self._new_pipelined = partial(pipelined, wait())
             return lines, control
         told = self.failures = Failures(errors, lambda: mailboxes.sequence)
-        mailboxes = Mailboxes(shared, cell_bytes, wait(partial(told.look, agreed=False)))
-        waiting = wait(partial(told.look, agreed=True))
+        mailboxes = Mailboxes(shared, cell_bytes, wait(told.look))
+        waiting = wait(told.look)
         self._new_pipelined = partial(pipelined, waiting, self._shared_if_there_is_room)
         mailboxes.allgather_text = control.allgather_text
         self.mailboxes = mailboxes
@@ -237,8 +237,7 @@ class MpiCommunicator(Collectives):
         if self._control is None or self.failures is None or self.is_crowded:
             return None
         memory = self._shared_if_there_is_room(node_broadcast.segment_bytes(self.size))
-        look = partial(self.failures.look, agreed=True)
-        wait = Waiting(self.size, self._control.progress, self._cores, look)
+        wait = Waiting(self.size, self._control.progress, self._cores, self.failures.look)
         return None if memory is None else NodeBroadcast(memory, wait)
 
     def share_device(self, device: Device) -> None:

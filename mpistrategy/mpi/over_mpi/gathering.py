@@ -5,7 +5,7 @@ One MPI collective for each piece of the result, and no memory besides it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -28,7 +28,13 @@ class _Piece(NamedTuple):
 
 
 def gather(
-    comm: MPI.Intracomm, block: Array, counts: Sequence[int], together: Array | None, root: int, most: int
+    comm: MPI.Intracomm,
+    block: Array,
+    counts: Sequence[int],
+    together: Array | None,
+    root: int,
+    most: int,
+    meet: Callable[[], object] = lambda: None,
 ) -> None:
     """Write the ranks' blocks, of any dtype, into `together` on `root`; it is None elsewhere.
 
@@ -39,16 +45,19 @@ def gather(
         together: contiguous.
         root: who gets them.
         most: how many bytes one MPI call may carry.
+        meet: is called before the first MPI call.
     """
     sizes, mine = _sizes(block, counts), as_bytes(block)
     result = None if together is None else as_bytes(together)
     first = int(sizes[: comm.rank].sum())
     if result is not None:
         _put(mine, result[first:][: mine.size])
-    if int(sizes.sum()) <= min(most, _TREE_BYTES) and _are_equal(sizes):
+    is_one_call = int(sizes.sum()) <= min(most, _TREE_BYTES) and _are_equal(sizes)
+    pieces = [] if is_one_call else [*_pieces(sizes, most)]
+    meet()
+    if is_one_call:
         comm.Gather(mine if result is None else MPI.IN_PLACE, result, root)
-        return
-    for piece in _pieces(sizes, most):
+    for piece in pieces:
         if result is None:
             comm.Gatherv(mine[max(0, piece.start - first) : max(0, piece.stop - first)], None, root)
         else:
@@ -56,15 +65,24 @@ def gather(
             comm.Gatherv(MPI.IN_PLACE, [target, piece.counts, piece.starts, MPI.BYTE], root)
 
 
-def allgather(comm: MPI.Intracomm, block: Array, counts: Sequence[int], together: Array, most: int) -> None:
+def allgather(
+    comm: MPI.Intracomm,
+    block: Array,
+    counts: Sequence[int],
+    together: Array,
+    most: int,
+    meet: Callable[[], object] = lambda: None,
+) -> None:
     """Write the ranks' blocks into `together` on every rank; see `gather`."""
     sizes, mine, result = _sizes(block, counts), as_bytes(block), as_bytes(together)
     _put(mine, result[int(sizes[: comm.rank].sum()) :][: mine.size])
     # For megabytes on a node MPICH's Allgatherv takes two to three times as long.
-    if result.size <= most and _are_equal(sizes):
+    is_one_call = result.size <= most and _are_equal(sizes)
+    pieces = [] if is_one_call else [*_pieces(sizes, most)]
+    meet()
+    if is_one_call:
         comm.Allgather(MPI.IN_PLACE, result)
-        return
-    for piece in _pieces(sizes, most):
+    for piece in pieces:
         target = result[piece.start : piece.stop]
         comm.Allgatherv(MPI.IN_PLACE, [target, piece.counts, piece.starts, MPI.BYTE])
 

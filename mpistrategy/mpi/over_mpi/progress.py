@@ -110,11 +110,12 @@ class AtOnce:
         self._failed: list[Job] = []
 
     def submit(self, job: Job) -> None:
-        """Run `job`."""
+        """Run `job`; raise its error, which no rank need wait for."""
         self.submitted += 1
         self.known_to_all = self.submitted
         job.run()
-        self.keep_failed(job)
+        if job.error is not None:
+            raise job.error
 
     def finish(self, job: Job) -> None:
         """Do what is needed for `job` to end by itself: nothing."""

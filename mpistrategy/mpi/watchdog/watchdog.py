@@ -13,11 +13,9 @@ import contextlib
 import math
 import numbers
 import os
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.errors import OptionError
@@ -38,23 +36,6 @@ _STOOD_STILL_SECONDS = 1.0
 #: How often `Watchdog.moves_on` tells the peers.
 _MOVES_SECONDS = 0.25
 _JOIN_SECONDS = 1.0
-#: What only the watchdog and a failure need.  The thread loads it after the start, before a file system may hang.
-LOADED_AFTER_START = (
-    "mpistrategy.mpi.contract.mismatch_report",
-    "mpistrategy.mpi.job.absent_ranks",
-    "mpistrategy.mpi.watchdog.alarm",
-    "mpistrategy.mpi.watchdog.crossed_waits",
-    "mpistrategy.mpi.watchdog.error_files",
-    "mpistrategy.mpi.watchdog.local_process",
-    "mpistrategy.mpi.watchdog.reports",
-    "mpistrategy.mpi.watchdog.roll_call",
-    "mpistrategy.own_files",
-    *("fcntl", "termios"),
-)
-#: So many ranks a second do so: they read one folder, which all nodes may share.
-_RANKS_A_SECOND = 500
-#: How long a fork waits for it.
-_FORK_SECONDS = 5.0
 
 
 class Watchdog:
@@ -140,21 +121,7 @@ class Watchdog:
         for group in self.groups():
             group.board.expect(until)
 
-    def _load_in_turn(self) -> None:
-        """Load `LOADED_AFTER_START` at this rank's turn, unless it is loaded, or nothing is watched any more."""
-        if all(name in sys.modules for name in LOADED_AFTER_START):
-            return
-        limit, turns = self._limit(), self.size / _RANKS_A_SECOND
-        due = time.monotonic() + self._tick() / 2 + min(turns, limit / 4) * self.rank / self.size
-        while self._groups and (left := due - time.monotonic()) > 0:
-            self._changed.wait(left)
-            self._changed.clear()
-        with _loading, contextlib.suppress(Exception):  # whoever uses it tries again
-            for name in LOADED_AFTER_START if self._groups else ():
-                import_module(name)
-
     def _run(self) -> None:
-        self._load_in_turn()
         last = time.monotonic()
         while not self._is_over():
             tick = self._tick()
@@ -250,21 +217,6 @@ class Watchdog:
         ]
         told = "".join(f"\n  rank {status.rank}: {status.text}" for status in others)
         reports.write(f"[rank {self.rank}/{self.size}] has ended its program and waits for the other ranks.{told}\n")
-
-
-#: Is held while modules are loaded: a child that is forked meanwhile would wait for half a module forever.
-_loading = threading.Lock()
-_forks_held: list[bool] = []
-os.register_at_fork(
-    before=lambda: _forks_held.append(_loading.acquire(timeout=_FORK_SECONDS)),
-    after_in_parent=lambda: _after_fork(),
-    after_in_child=lambda: _after_fork(),
-)
-
-
-def _after_fork() -> None:
-    if _forks_held.pop():
-        _loading.release()
 
 
 #: The watchdog of this process, or of the one that has forked it; None where there is none.

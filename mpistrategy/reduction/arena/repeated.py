@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.context import current_frame
-from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.error_messages import BEFORE
 from mpistrategy.mpi.contract.public_calls import Given, collective
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.routes.in_place import is_in_place
@@ -90,23 +90,19 @@ class RepeatedSum:
         signature = Signature(*self._constant, name, self._where)
         record.number = number = record.number + 1
         record.entries.append((number, SimpleNamespace(signature=signature), monotonic(), None))
-        guard.current = self._call
-        agreed: bool | None = False  # None while the ranks compare their calls
         try:
+            guard.stage, guard.current = BEFORE, self._call
             if words != self._digest[0]:
                 self._digest = words, guard.digest(signature._replace(name=words))
             prepare()
             digest = self._digest[1] + numbers[0] * _FACTORS[0] + numbers[1] * _FACTORS[1]
-            agreed = None
             guard.compare_digest(digest % _DIGESTS, signature, due=True)
-            agreed = True
             return self._route.run(())
         except BaseException as error:
-            if agreed:
-                guard.fail_after_agreement(self._where, error)
+            if guard.was_told(error):
                 guard.clear_told(error)
-            elif agreed is False or not isinstance(error, MpiStrategyError):  # else all ranks raise it
-                guard.fail(self._where, error, agreed=False)
+            else:
+                guard.fail(self._where, error)
             raise
         finally:
             guard.current = None

@@ -11,24 +11,28 @@ from mpistrategy.arrays.dtypes import Array, divide_by, mean_dtype
 from mpistrategy.options import ReduceOp
 
 
-def finish(total: Array, dtype: np.dtype[Any], op: ReduceOp, count: int) -> Array:
+def finish(total: Array, dtype: np.dtype[Any], op: ReduceOp, count: int, out: Array | None = None) -> Array:
     """Turn a sum in the wire dtype into the result: divide for MEAN, and round once to the result's dtype.
 
-    Sums of integers wrap around, as NumPy's do.
+    Sums of integers wrap around, as NumPy's do.  On the host the result is written into `out`, if given: an array of
+    the result's dtype and shape.
     """
     if op is ReduceOp.MEAN:
-        return rounded(divide(total, count), mean_dtype(dtype))
-    return rounded(total, dtype)
+        return rounded(divide(total, count, out), mean_dtype(dtype), out)
+    return rounded(total, dtype, out)
 
 
-def rounded(result: Array, dtype: np.dtype[Any]) -> Array:
-    """Return `result` in `dtype`; no copy where it is that already."""
+def rounded(result: Array, dtype: np.dtype[Any], out: Array | None = None) -> Array:
+    """Return `result` in `dtype`, in `out` if given; else no copy where it is that already."""
     with np.errstate(all="ignore"):
-        return result.astype(dtype, copy=False)
+        if out is None or out is result:
+            return result.astype(dtype, copy=False)
+        np.copyto(out, result, casting="unsafe")
+        return out
 
 
-def divide(total: Array, count: int | float) -> Array:
-    """Return ``total / count`` in the dtype of a mean; in place where it is the same dtype."""
+def divide(total: Array, count: int | float, out: Array | None = None) -> Array:
+    """Return ``total / count`` in the dtype of a mean: in place where it is the same dtype, else in `out` if given."""
     target = mean_dtype(total.dtype)
     with np.errstate(all="ignore"):
         if target == total.dtype:
@@ -38,4 +42,4 @@ def divide(total: Array, count: int | float) -> Array:
             quotient: Array = np.true_divide(total, count, dtype=np.float64).astype(target, copy=False)
             return quotient
         # Divided in float64 and rounded as it is written: no array of that dtype is made.
-        return np.true_divide(total, np.float64(count), out=np.empty(total.shape, target))
+        return np.true_divide(total, np.float64(count), out=np.empty(total.shape, target) if out is None else out)

@@ -29,12 +29,10 @@ class Repeated(NamedTuple):
     Attributes:
         compare: compares the call with those of the other ranks.
         otherwise: does the call in all its steps.
-        failed: is called with an error that comes after the comparison.
     """
 
     compare: Compare
     otherwise: Run
-    failed: Callable[[BaseException], object]
 
 
 class Route(Protocol):

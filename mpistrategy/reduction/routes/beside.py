@@ -15,7 +15,6 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, division, quiet_runner
 from mpistrategy.mpi.contract.check_level import ALWAYS
-from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.contract.sums_by_mpi import LARGEST_BYTES, Companion, Companions, Memory
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
@@ -97,11 +96,7 @@ class BesideRoute:
                 return self._otherwise.run(arrays, targets)
             self._begin(companion, arrays)
         self._companions.finish()
-        try:
-            return self._results(companion, memory, len(arrays))
-        except BaseException as error:
-            mark_after_messages(error)
-            raise
+        return self._results(companion, memory, len(arrays))
 
     def _results(self, companion: Companion, memory: Array, count: int) -> list[Array]:
         memory[...] = companion.sums.reshape(memory.shape)
@@ -118,7 +113,7 @@ class BesideRoute:
 
     def repeated(self, repeated: Repeated) -> Run:
         """Return the all-reduce of one array in the fewest steps."""
-        compare, otherwise, failed = repeated
+        compare, otherwise = repeated
         companions, quiet, empty = self._companions, self._quiet, np.empty
         dtype, shape = self._pack.dtype, self._pack.members[0].shape
         divides = self._division is not None
@@ -140,11 +135,7 @@ class BesideRoute:
             values[...] = value
             companions.begin(companion)
             compare()
-            try:
-                companions.finish()
-            except BaseException as error:
-                failed(error)
-                raise
+            companions.finish()
             result[...] = sums
             if divides:
                 quiet(divide, result, operand, result)

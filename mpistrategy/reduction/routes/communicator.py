@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, division, host_wire_dtype, quiet_runner
-from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory import setup
@@ -109,12 +108,8 @@ class CommunicatorRoute:
                 pairs.setdefault(pack.dtype, []).append((source, target))
         for those in pairs.values():
             self._reduce_pairs(those)
-        try:
-            for index in self._lone:
-                results[index] = results[index].copy()
-        except BaseException as error:
-            mark_after_messages(error)
-            raise
+        for index in self._lone:
+            results[index] = results[index].copy()
         return results
 
     def _source(self, pack: Pack, array: Array, target: Array) -> Array:
@@ -183,7 +178,7 @@ class OneArrayRoute:
         prepare = getattr(self._communicator, "repeated_allreduce", None)
         if prepare is None:
             return None
-        compare, otherwise, failed = repeated
+        compare, otherwise = repeated
         prepared = prepare(self.packs[0].nbytes, self._dtype, self._text)
         new, quiet, divides, is_lanes = self._new, self._quiet, self._division is not None, self._name == "lanes"
         divide, operand = self._division or (None, None)
@@ -200,13 +195,9 @@ class OneArrayRoute:
                     raise
             else:
                 compare()
-            try:
-                prepared.reduce(value, target)
-                if divides:
-                    quiet(divide, target, operand, target)
-            except BaseException as error:
-                failed(error)
-                raise
+            prepared.reduce(value, target)
+            if divides:
+                quiet(divide, target, operand, target)
             return target
 
         return run

@@ -18,7 +18,6 @@ from mpistrategy.arrays.dtypes import Array, divide_by, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, by_value, cupy_for, is_captured, is_of_cuda_malloc, layout_of
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.mpi.contract.call_sites import Signature
-from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.options import ReduceOp
@@ -186,7 +185,7 @@ def repeated_on_gpu(
     order = np.argsort([index for pack in packs for index in pack.indices]).tolist()
     most_bytes, nested = max(pack.nbytes for pack in packs), not where.single
     combine = _combiner(ranks, op)
-    compare, failed_before, failed = _agreement(ranks, signature)
+    compare = _agreement(ranks, signature)
 
     def run(value: Any, out: Any) -> Any:
         path = known.get(word)
@@ -199,34 +198,23 @@ def repeated_on_gpu(
             return MISFIT
         addresses: Addresses = np.array(found, np.uint64) if nested else found
         buckets: list[DeviceArray] = []
-        try:
-            path.make_room(most_bytes)
-            for pack in packs:
-                own = _own(leaves[pack.first]) if out is not None and pack.is_one else None
-                buckets.append(pack.filled(addresses) if own is None else own)
-        except BaseException as error:
-            failed_before(error)
-            raise
+        path.make_room(most_bytes)
+        for pack in packs:
+            own = _own(leaves[pack.first]) if out is not None and pack.is_one else None
+            buckets.append(pack.filled(addresses) if own is None else own)
         compare()
-        made: list[DeviceArray] | None = None
-        try:
-            for bucket in buckets:
-                combine(path, bucket)
-            # All is sent before the results, which may need memory: a rank that has none left must not miss there.
-            made = []
-            for pack, bucket in zip(packs, buckets, strict=True):
-                if out is None:
-                    made += pack.results(bucket)
-                elif bucket.data.ptr != addresses[pack.first]:
-                    pack.move(bucket.data.ptr, addresses, back=True)
-            if out is not None:
-                return out
-            return where.build(map(made.__getitem__, order)) if nested else made[0]
-        except BaseException as error:
-            if made is not None:
-                mark_after_messages(error)
-            failed(error)
-            raise
+        for bucket in buckets:
+            combine(path, bucket)
+        # All is sent before the results, which may need memory: a rank that has none left must not miss there.
+        made: list[DeviceArray] = []
+        for pack, bucket in zip(packs, buckets, strict=True):
+            if out is None:
+                made += pack.results(bucket)
+            elif bucket.data.ptr != addresses[pack.first]:
+                pack.move(bucket.data.ptr, addresses, back=True)
+        if out is not None:
+            return out
+        return where.build(map(made.__getitem__, order)) if nested else made[0]
 
     run.__dict__["signature"] = signature  # for the flight record
     return run
@@ -245,7 +233,7 @@ def repeated_in_arena(
     current, mine = cupy.cuda.runtime.getDevice, buckets[0].data.device_id
     known, most_bytes = device_paths(ranks).known, max(bucket.nbytes for bucket in buckets)
     combine = _combiner(ranks, op)
-    compare, failed_before, failed = _agreement(ranks, signature)
+    compare = _agreement(ranks, signature)
 
     def run(arena: Any, out: Any) -> Any:
         path = known.get(word)
@@ -253,18 +241,10 @@ def repeated_in_arena(
             return MISFIT
         if current() != mine or is_captured(cupy):
             return MISFIT
-        try:
-            path.make_room(most_bytes)
-        except BaseException as error:
-            failed_before(error)
-            raise
+        path.make_room(most_bytes)
         compare()
-        try:
-            for bucket in arena._mine:
-                combine(path, bucket)
-        except BaseException as error:
-            failed(error)
-            raise
+        for bucket in arena._mine:
+            combine(path, bucket)
         return arena._result
 
     run.__dict__["signature"] = signature
@@ -293,18 +273,7 @@ def _own(array: DeviceArray) -> DeviceArray | None:
     return array.reshape(-1) if is_of_cuda_malloc(array) else None
 
 
-def _agreement(
-    ranks: Communicator, signature: Signature
-) -> tuple[Callable[[], None], Callable[[BaseException], None], Callable[[BaseException], None]]:
-    """Return what compares the call, and what tells the other ranks of an error before that, and after it.
-
-    Calls with pointers to GPU memory are always compared.
-    """
-    guard, where = ranks.guard, signature.call
-
-    def failed_before(error: BaseException) -> None:
-        guard.fail(where, error, agreed=False)
-        guard.mark_told(error)
-
-    compare = partial(guard.compare_digest, guard.digest(signature), signature, due=True)
-    return compare, failed_before, partial(guard.fail_after_agreement, where)
+def _agreement(ranks: Communicator, signature: Signature) -> Callable[[], None]:
+    """Return what compares the call; calls with pointers to GPU memory are always compared."""
+    guard = ranks.guard
+    return partial(guard.compare_digest, guard.digest(signature), signature, due=True)

@@ -15,7 +15,6 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array, division, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.check_level import ALWAYS
-from mpistrategy.mpi.contract.error_messages import mark_after_messages
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
@@ -93,16 +92,12 @@ class FirstMessageRoute:
 
     def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Return the sums, each rounded once to its dtype, in new memory."""
-        try:
-            results: list[Array] = self._quiet(list, (read() for read in self._readers))
-        except BaseException as error:
-            mark_after_messages(error)
-            raise
+        results: list[Array] = self._quiet(list, (read() for read in self._readers))
         return results
 
     def repeated(self, repeated: Repeated) -> Run | None:
         """Return the all-reduce of one array of floats in the fewest steps; None for other arrays."""
-        compare, otherwise, failed = repeated
+        compare, otherwise = repeated
         dtype, shape = self._layouts[0]
         if dtype.kind != "f":
             return None
@@ -117,14 +112,9 @@ class FirstMessageRoute:
                 return otherwise(value, out)
             place[...] = value
             compare()
-            try:
-                if divides:
-                    quiet(divide, total, operand, total)
-                return quiet(rounded, dtype) if copy is None else copy()
-            except BaseException as error:
-                mark_after_messages(error)
-                failed(error)
-                raise
+            if divides:
+                quiet(divide, total, operand, total)
+            return quiet(rounded, dtype) if copy is None else copy()
 
         return run
 

@@ -70,6 +70,8 @@ class MailboxRoute:
         #: The same parts as the rows of one array, where `add_rows` adds these up; None on a node of few ranks.
         self.rows: list[list[Array | None]] = [[*self._rows(slot.rows)] for slot in mailboxes.slots]
         me = mailboxes.local_rank
+        #: Memory for the results of each pack, between `bring` and `run`.
+        self._totals: list[Array] = []
         self._places = [
             [place for pack, theirs in zip(self.packs, parts, strict=True) for place in pack.views(theirs[me])]
             for parts in self.parts
@@ -89,33 +91,34 @@ class MailboxRoute:
             start += _room(pack)
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
-        """Put this rank's arrays into its mailbox."""
+        """Take memory for the results, and put this rank's arrays into its mailbox."""
+        self._totals = [np.empty(pack.size, pack.dtype) for pack in self.packs]
         for index, view in self._places[(self.mailboxes.sequence + 1) & 1]:
             view[...] = arrays[index]
 
     def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
-        """Return the combination of all ranks' arrays, in new memory."""
+        """Return the combination of all ranks' arrays, in the memory that was taken."""
         results: list[Any] = [None] * self._count
         slot = self.mailboxes.sequence & 1
-        for pack, theirs, rows in zip(self.packs, self.parts[slot], self.rows[slot], strict=True):
-            for index, view in pack.views(self.total(theirs, rows)):
+        totals, self._totals = self._totals, []
+        for pack, theirs, rows, total in zip(self.packs, self.parts[slot], self.rows[slot], totals, strict=True):
+            self._combine_into(total, theirs, rows)
+            for index, view in pack.views(total):
                 results[index] = view.copy() if view.size == 1 else view  # a lone number must not keep a pack alive
         return results
 
-    def total(self, parts: Sequence[Array], rows: Array | None) -> Array:
-        """Return the combination of the ranks' parts in rank order, divided, in new memory."""
+    def _combine_into(self, total: Array, parts: Sequence[Array], rows: Array | None) -> None:
+        """Write the combination of the ranks' parts in rank order, divided, into `total`."""
         combine, quiet = self.combine, self.quiet
-        total: Array
         if rows is not None:
-            total = quiet(add_rows(combine, rows))
+            quiet(add_rows(combine, rows), out=total)
         else:
-            total = quiet(combine, parts[0], parts[1])
+            quiet(combine, parts[0], parts[1], out=total)
             for part in parts[2:]:
                 quiet(combine, total, part, out=total)
         if total.dtype in self._divisions:
             divide, operand = self._divisions[total.dtype]
             quiet(divide, total, operand, total)
-        return total
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
@@ -193,13 +196,15 @@ def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
     divides = op._divisor(dtype, mailboxes.size) != 1
     divide, operand = division(mailboxes.size, dtype)
     result_dtype = mean_dtype(dtype) if op is ReduceOp.MEAN else dtype
-    empty, is_scalar, is_exact = np.empty, shape == (), result_dtype == dtype
+    empty, is_exact = np.empty, result_dtype == dtype
 
     def run(value: Array, out: Array | None) -> Any:
-        if out is None:
-            total = empty(shape, dtype) if is_scalar else None
+        if out is None:  # memory is taken before the ranks agree
+            total = empty(shape, dtype)
+            result = None if is_exact else empty(shape, result_dtype)
         elif type(out) is np.ndarray and out.dtype == result_dtype and out.shape == shape and out.flags.writeable:
             total = out if is_exact else empty(shape, dtype)
+            result = out
         else:
             return MISFIT
         sequence = mailboxes.sequence + 1
@@ -208,20 +213,14 @@ def _array(route: MailboxRoute, agreed: _Agreed) -> Run:
         if not exchange(sequence, digest):
             guard.resolve(signature)
         if many is not None:
-            total = quiet(many, out=total)
+            quiet(many, out=total)
         else:
-            total = quiet(combine, first, second) if total is None else quiet(combine, first, second, out=total)
+            quiet(combine, first, second, out=total)
             for other in others:
                 quiet(combine, total, other, out=total)
         if divides:
             quiet(divide, total, operand, total)
-        if is_exact:
-            return total
-        total = finish(total, dtype, op, mailboxes.size)
-        if out is None:
-            return total
-        out[...] = total
-        return out
+        return total if is_exact else finish(total, dtype, op, mailboxes.size, result)
 
     return run
 

@@ -83,8 +83,8 @@ class ResultBufferRoute:
         sources, self._sources = self._sources, []
         everybodys = self._buffers.taken(self._sizes)
         if everybodys is None or mine is None:
-            if mine is not None:
-                self._otherwise.bring(arrays, targets)
+            # Some rank has no buffer.  Those that have one have yet to take memory, which may fail: all hear of it.
+            ranks.guard.on_all(lambda: None if mine is None else self._otherwise.bring(arrays, targets))
             return self._otherwise.run(arrays, targets)
         if not self._has_begun:
             self._has_begun = True

@@ -111,7 +111,7 @@ def test_what_travels_through_memory_is_the_failure() -> None:
         told = other.remote_error(other.left_by() or 0)
         assert (told.rank, getattr(told, "error", "")) == (1, "RuntimeError: two\nlines: here")
         assert str(told).startswith("rank 1 failed in reduce: of mine: RuntimeError: two\nlines: here. ")
-    first.tell("x" * 2 * BYTES, ValueError("y" * 2 * BYTES))
+    first.break_off("x" * 2 * BYTES, ValueError("y" * 2 * BYTES))
 
 
 @several

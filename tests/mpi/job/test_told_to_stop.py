@@ -43,7 +43,7 @@ def stop(*_):
 
 
 def watch_rank_0():
-    while not (guard.is_comparing if "nodes" in how else guard.current):
+    while not (guard.stage == COMPARING if "nodes" in how else guard.current):
         pass
     signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
     told()

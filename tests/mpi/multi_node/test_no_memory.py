@@ -64,6 +64,14 @@ def on_two_nodes() -> Iterator[ms.Strategy]:
     made.close()
 
 
+@pytest.fixture
+def contained() -> Iterator[ms.Strategy]:
+    """Each rank on a node of its own; an error after the agreement does not end the job."""
+    made = OnNodes(range(SIZE), ms.MpiAllReduce(), contains_errors=True)
+    yield made
+    made.close()
+
+
 def summed(count: int, op: Any = "SUM", dtype: Any = np.float32, **options: Any) -> Any:
     mine = np.full(count, RANK + 1, dtype)
     return context().all_reduce(op, mine, ms.CommunicationOptions(**options) if options else None)
@@ -123,7 +131,7 @@ def check_the_others_hear(strategy: ms.Strategy, memory: Memory, call: Callable[
     assert {end.error for end in after} == {ContextError}
 
 
-def test_after_the_first_message(apart: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_the_first_message(contained: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     usual = quiet_runner
 
     class Limited:
@@ -136,13 +144,13 @@ def test_after_the_first_message(apart: ms.Strategy, memory: Memory, monkeypatch
     runner = Limited()
     memory.limit(runner, "run")
     monkeypatch.setattr(first_message, "quiet_runner", lambda: runner)
-    check_the_others_hear(apart, memory, lambda: summed(2))
+    check_the_others_hear(contained, memory, lambda: summed(2))
 
 
 @pytest.mark.parametrize("count", [1000, 300_000])
-def test_after_the_sum(apart: ms.Strategy, memory: Memory, count: int) -> None:
+def test_after_the_sum(contained: ms.Strategy, memory: Memory, count: int) -> None:
     memory.limit(plan, "finish")
-    check_the_others_hear(apart, memory, lambda: summed(count, "MEAN", np.int64))
+    check_the_others_hear(contained, memory, lambda: summed(count, "MEAN", np.int64))
 
 
 def check_first_call(strategy: ms.Strategy, memory: Memory, call: Callable[[], Any], right: Any) -> None:
@@ -226,9 +234,9 @@ def test_an_accumulation(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> Non
         check_first_call(made, memory, lambda: made.run(summed, args=(1000,)), right)
 
 
-def test_after_a_weighted_mean(apart: ms.Strategy, memory: Memory) -> None:
+def test_after_a_weighted_mean(contained: ms.Strategy, memory: Memory) -> None:
     memory.limit(weights.WeightedMean, "finish")
-    check_the_others_hear(apart, memory, lambda: context().all_reduce("MEAN", np.ones(1000), weight=RANK + 1.0))
+    check_the_others_hear(contained, memory, lambda: context().all_reduce("MEAN", np.ones(1000), weight=RANK + 1.0))
 
 
 def test_the_memory_of_a_variable(apart: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +256,7 @@ def test_the_memory_of_a_variable(apart: ms.Strategy, memory: Memory, monkeypatc
 def on_gpus(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ms.Strategy]:
     """Each rank on a node of its own, with its values in GPU memory."""
     monkeypatch.setenv(GPU_PATH, "staged")
-    made = OnNodes(range(SIZE), ms.MpiAllReduce(), "GPU")
+    made = OnNodes(range(SIZE), ms.MpiAllReduce(), "GPU", contains_errors=True)
     made.reduce("SUM", cupy.ones(3))  # the path is chosen
     yield made
     made.close()
