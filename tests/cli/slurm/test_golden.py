@@ -39,7 +39,7 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     **{f"sites/{site}": (sites.load(site).templates or tuple(TEMPLATES), {"site": site}) for site in SITES},
     **{f"statements/pbs-{mpi}": (ON_PBS, {"site": "pbs", "mpiexec": mpi}) for mpi in ("mpich", "intel", "pals")},
     **{f"statements/mpirun-{mpi}": (("multi_node_mpirun",), {"mpiexec": mpi}) for mpi in ("mpich", "intel")},
-    "statements/pbs-keys": (ON_PBS, {"site": "pbs", "gpus_per_node": 4, **KEYS}),
+    "statements/pbs-keys": (ON_PBS, {"site": "pbs", "gpus_per_node": 4, **KEYS, "output": "log/j.out"}),
     "statements/keys": (
         ("single_node", "multi_node", "requeue", "chain", "array"),
         {"gpus_per_node": 4, "gpu_option": "gres", "mpi": "pmix", **KEYS},

@@ -18,6 +18,7 @@ import os, signal, sys, threading, time
 import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
+from mpistrategy.mpi.contract.error_messages import COMPARING
 
 world, how = MPI.COMM_WORLD, sys.argv[1]
 if "nodes" in how:  # each rank on a node of its own
