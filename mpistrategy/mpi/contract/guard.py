@@ -287,7 +287,11 @@ class Guard(TellsErrors):
 
     def resolve(self, signature: Signature) -> bool:
         """Raise on every rank after the digests have differed, but for a raised flag; return as `compare`."""
-        return self._resolve(self._report(signature))
+        try:
+            return self._resolve(self._report(signature))
+        except MpiStrategyError:
+            self.stage = BEFORE  # as on the rank that has failed
+            raise
 
     def compare(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> bool:
         """Raise on every rank unless all ranks give an equal `signature`.
