@@ -104,7 +104,7 @@ REDUCTIONS: list[tuple[str, str, Call, Any]] = [
             "reduce_to": lambda value: lambda s, v: s.extended.reduce_to("SUM", value, v),
             "batch_reduce_to": lambda value: lambda s, v: s.extended.batch_reduce_to("SUM", [(ONES, v), (value, v)]),
         }.items()
-        if value is not None or name.endswith("_to")  # the others leave None as it is
+        if value is not None  # which stays as it is
     ],
     *[
         (name, f"destination {where!r}", make(where), ValueError)
@@ -172,7 +172,6 @@ REDUCTIONS: list[tuple[str, str, Call, Any]] = [
     ("batch_reduce_to", "no sequence", lambda s, v: s.extended.batch_reduce_to("SUM", 3), TypeError),
     ("batch_reduce_to", "no pair", lambda s, v: s.extended.batch_reduce_to("SUM", [ONES]), ValueError),
     ("batch_reduce_to", "a triple", lambda s, v: s.extended.batch_reduce_to("SUM", [(ONES, v, v)]), ValueError),
-    ("broadcast_to", "None", lambda s, v: s.extended.broadcast_to(None, v), ValueError),
     ("broadcast_to", "objects", lambda s, v: s.extended.broadcast_to(OBJECTS, v), ValueError),
     ("broadcast_to", "masked", lambda s, v: s.extended.broadcast_to(MASKED, v), ValueError),
     ("broadcast_to", "slices", lambda s, v: s.extended.broadcast_to(SLICES, v), (ValueError, NotImplementedError)),

@@ -100,7 +100,6 @@ CASES: dict[str, tuple[list[str], str]] = {
     ),
     "thread": ([], r"rank 1: has not come, is in no collective: at \S+ in odd; its last was #6 \S+all_reduce"),
     "other MPI": ([], r"rank 1: has not come, is in no collective: at \S+ in odd; its last was #6 \S+all_reduce"),
-    "making": (RUN, r"rank 1: has not come, is in no collective: at \S+ in work_for_ever; it has made no collective"),
 }
 
 
@@ -133,14 +132,11 @@ def test_a_late_collective_ends_the_job_and_says_why(
     assert re.search(CASES[what][1], job.stderr), job
     lines = {0: LINE, 2: LINE}
     waits = STEP
-    if what == "making":
-        waits, lines = "MirroredStrategy", dict.fromkeys(lines, r"\d+")
     absent = "no answer" if what in ("stopped", "holding") else "not come"
     assert f"2 of 3 ranks wait; {absent}: rank 1." in job.stderr, job
     for rank, line in lines.items():
         assert re.search(WAITS.format(rank, waits, line), job.stderr), job
-    if what != "making":
-        assert job.stdout.count("is half way") == 3, "what the program had printed is lost"
+    assert job.stdout.count("is half way") == 3, "what the program had printed is lost"
 
     (records,) = folder.glob("mpistrategy-run-*")
     called = (records / "roll-call.txt").stat().st_mtime - float((folder / "odd").read_text())
@@ -154,8 +150,15 @@ def test_a_late_collective_ends_the_job_and_says_why(
     for rank in {0, 1, 2} - ({1} if what in ("stopped", "holding") else set()):
         record = "\n".join(told["records"][str(rank)])
         assert "thread MainThread (most recent call last):" in record
-        if what != "making":
-            assert len(re.findall(STEP + r" at program_\w+\.py:\d+", record)) >= 5, record
+        assert len(re.findall(STEP + r" at program_\w+\.py:\d+", record)) >= 5, record
+
+
+def test_ranks_that_wait_in_the_constructor_say_so(launch: Callable[..., launching.Finished], tmp_path: Path) -> None:
+    environment = {"MPISTRATEGY_TIMEOUT_SECONDS": str(TIMEOUT)}
+    job = launch(2, [*RUN, launching.program(PROGRAM, tmp_path), "making"], env=environment)
+    assert job.returncode == 124, job
+    assert re.search(r"rank 0: waits in #1 MirroredStrategy for .*; at \S+:\d+ in <module>", job.stderr), job
+    assert "nothing is known of rank 1" in job.stderr, job
 
 
 def test_code_that_holds_the_interpreter_still_shows_its_stack(
