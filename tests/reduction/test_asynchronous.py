@@ -360,13 +360,13 @@ ENDS = {
     "one rank waits": (
         "handle = start()\nif RANK == 0: handle.wait()",
         1,
-        "CollectiveMismatchError",
+        "RankLeftError",
     ),
     "one rank starts and leaves": ("handle = start() if RANK == 0 else None", 0, "end of 1"),
     "one rank starts, the other calls": (
         "handle = start() if RANK == 0 else strategy.reduce('SUM', 1.0)",
         1,
-        "CollectiveMismatchError",
+        "RankLeftError",
     ),
     "an exception on one rank": (
         "handle = start()\nif RANK == 1: raise KeyError('mine')\nhandle.wait()\ntime.sleep(60)",

@@ -44,7 +44,7 @@ ENDS = {
     "well": (0, ""),
     "mismatch": (1, "CollectiveMismatchError: the ranks do not make the same call"),
     "late": (124, f"barrier name='{SHOWN}'"),
-    "contained": (None, f"told: 'rank 1 failed in its program, which has ended: ValueError: no row in {SHOWN}"),
+    "contained": (None, f"told: 'rank 1 has ended: ValueError: no row in {SHOWN}"),
 }
 
 
