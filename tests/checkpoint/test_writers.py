@@ -248,12 +248,12 @@ def test_slots_of_each_rank_are_refused_on_another_number_of_ranks(tmp_path: Pat
 
     def work(*, save: bool) -> None:
         strategy = ms.MirroredStrategy()
+        optimizer = ms.optimizers.SGD(0.1, momentum=0.9)
         with ms.OneDeviceStrategy("CPU:0").scope():
             var = ms.Variable(np.zeros(3))
-        optimizer = ms.optimizers.SGD(0.1, momentum=0.9)
+            optimizer.build([var])
         with strategy.scope():
             checkpoint = ms.Checkpoint(optimizer=optimizer, var=var)
-        optimizer.build([var])
         if save:
             optimizer.slots_of(var)["momentum"].assign(np.full(3, float(strategy.rank)))
             checkpoint.save(tmp_path / "saved")

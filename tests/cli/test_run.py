@@ -234,7 +234,7 @@ def test_one_rank_ends_and_the_job_ends(
     assert (tmp_path / "when").exists(), f"it never came so far: {job}"
     assert seconds < 5, job
     assert job.returncode == status, job
-    lines = job.stderr.splitlines()
+    lines = [line for line in job.stderr.splitlines() if line.startswith(f"[rank {bad}/2] ")]
     assert lines[0] == f"[rank {bad}/2] Traceback (most recent call last):", job
     end = next(number for number, line in enumerate(lines) if re.fullmatch(rf"\[rank {bad}/2\] {last}", line))
     told = "\n".join(lines[:end])

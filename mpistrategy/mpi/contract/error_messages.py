@@ -109,9 +109,7 @@ class TellsErrors(ABC):
         One that was not started is forgotten.
         """
         leave_call: Callable[..., bool] | None = getattr(self._channel, "leave_call", None)
-        return leave_call is not None and leave_call(
-            is_comparing=self.stage == COMPARING, agreed=self.stage == AGREED
-        )
+        return leave_call is not None and leave_call(is_comparing=self.stage == COMPARING, agreed=self.stage == AGREED)
 
     def _break_off(self, where: str, error: BaseException, *, is_cut_short: bool) -> None:
         """Tell the other ranks of an error between this rank's digest, or its data, and their answer."""

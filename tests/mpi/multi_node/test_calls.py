@@ -24,7 +24,9 @@ EXPECTED: dict[int, dict[int, dict[str, int]]] = {
 
 @pytest.fixture(autouse=True)
 def no_peers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(context, "_process_has_peers", False)  # and back: these ranks are not in this job
+    monkeypatch.setattr(
+        context, "_in_process", type(context._in_process)()
+    )  # and back: these ranks are not in this job
 
 
 @pytest.mark.parametrize("nodes", [2, 16, 64])
