@@ -239,12 +239,12 @@ class _Made:
 
     Attributes:
         any: whether there was one; also after it is closed: the other ranks are still there.
-        by_guard: the strategies that are still held, by the guard of their ranks, which copies of a strategy share.
+        by_guard: the strategies that are still held, by the id of their ranks' guard, which copies of a strategy share.
     """
 
     def __init__(self) -> None:
         self.any: bool = False
-        self.by_guard: WeakValueDictionary[Any, Strategy] = WeakValueDictionary()
+        self.by_guard: WeakValueDictionary[int, Strategy] = WeakValueDictionary()
 
 
 class _MadeInThread(threading.local, _Made):
@@ -259,7 +259,7 @@ def note_strategy(strategy: Strategy, communicator: Communicator) -> None:
     if communicator.size > 1:
         made = _in_thread if isinstance(communicator, SimulatedCommunicator) else _in_process
         made.any = True
-        made.by_guard[communicator.guard] = strategy
+        made.by_guard[id(communicator.guard)] = strategy
 
 
 def has_peers() -> bool:
@@ -296,7 +296,10 @@ def open_strategy(where: str, what: str) -> Strategy | None:
 
 def _open_strategies() -> list[Strategy]:
     return [
-        strategy for made in (_in_process, _in_thread) for guard, strategy in made.by_guard.items() if not guard.closed
+        strategy
+        for made in (_in_process, _in_thread)
+        for strategy in list(made.by_guard.values())
+        if not strategy.extended.communicator.guard.closed
     ]
 
 

@@ -211,7 +211,7 @@ LOCAL: list[tuple[str, Call, Any]] = [
     ("update: no variable", lambda s, v: s.extended.update(ONES, lambda v: v), TypeError),
     ("update: no function", lambda s, v: s.extended.update(v, None), TypeError),
     ("update: args no tuple", lambda s, v: s.extended.update(v, lambda v: v, args=3), TypeError),
-    ("update: a variable of nobody", lambda s, v: s.extended.update(ms.Variable(1.0), lambda v: v), TypeError),
+    ("update: a variable of nobody", lambda s, v: s.extended.update(_of_nobody(), lambda v: v), TypeError),
     ("update_non_slot: None", lambda s, v: s.extended.update_non_slot(s.extended.worker_devices, None), TypeError),
     ("update_non_slot: no device", lambda s, v: s.extended.update_non_slot("GPU:0", lambda: 1), ValueError),
     ("distribute values: no function", lambda s, v: s.experimental_distribute_values_from_function(3), TypeError),
@@ -231,6 +231,11 @@ LOCAL: list[tuple[str, Call, Any]] = [
     ("HierarchicalCopyAllReduce: text", lambda s, v: ms.HierarchicalCopyAllReduce("2"), TypeError),
     ("MpiAllReduce outside every strategy", lambda s, v: ms.MpiAllReduce().reduce("SUM", ONES, "CPU:0"), RuntimeError),
 ]  # fmt: skip
+
+
+def _of_nobody() -> ms.Variable:
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        return ms.Variable(1.0)
 
 
 def _enter(strategy: ms.Strategy, make_manager: Any) -> None:

@@ -81,6 +81,8 @@ def in_rank_order(op: str, leaves: list[Any]) -> Array:
     arrays = [np.asarray(leaf) for leaf in leaves]
     dtype = arrays[0].dtype.newbyteorder("=")
     wide = np.dtype(np.float32) if dtype in SIXTEEN_BITS else dtype
+    if op == "MEAN" and dtype.kind in "iu":
+        wide = np.dtype(f"{dtype.kind}8")
     with np.errstate(all="ignore"):
         total = functools.reduce(COMBINE["SUM" if op == "MEAN" else op], [array.astype(wide) for array in arrays])
         total = np.asarray(total).astype(wide)
