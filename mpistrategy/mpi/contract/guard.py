@@ -89,7 +89,7 @@ class Guard(TellsErrors):
         #: Why this guard takes no more calls after a failure; None before.
         self.broken: Failure | None = None
         #: Whether this rank takes no more calls, and the other ranks, which wait for it, have not been told.
-        self.is_untold = False
+        self.is_untold: bool = False
         #: The error that the watchdog makes this rank raise where it waits, and the number of that comparison.
         self.late: tuple[MpiStrategyError, int] | None = None
         #: How far this rank has come with its call: BEFORE, COMPARING or AGREED.
@@ -113,7 +113,7 @@ class Guard(TellsErrors):
         #: Whether the program of this rank has ended.
         self.leaving: bool = False
         #: Whether this rank has begun to tell the other ranks that it takes no more calls.
-        self.has_begun_to_leave = False
+        self.has_begun_to_leave: bool = False
         #: Whether all ranks have agreed to end their programs now; each then waits for the others, whatever its status.
         self.all_leave = False
         #: The call site, where the program made the call in another thread.
