@@ -14,9 +14,18 @@ from mpistrategy.input.sampler import Sampler
 from mpistrategy.objects.shown import show_as as _show_as
 from mpistrategy.torch.collectives import all_gather, all_reduce
 from mpistrategy.torch.optimizer import Distributed, DistributedOptimizer
+from mpistrategy.torch.process_group import init_process_group
 from mpistrategy.torch.starts import broadcast
 
-__all__ = ["Distributed", "DistributedOptimizer", "Sampler", "all_gather", "all_reduce", "broadcast"]
+__all__ = [
+    "Distributed",
+    "DistributedOptimizer",
+    "Sampler",
+    "all_gather",
+    "all_reduce",
+    "broadcast",
+    "init_process_group",
+]
 
 
 def __dir__() -> list[str]:
