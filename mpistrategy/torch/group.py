@@ -110,7 +110,7 @@ class Group:
             op, factor = t.operation(_op_of(opts), call.where)
             targets = [t.checked(each, call.where, is_written=True) for each in tensors]
             if any(each.is_sparse for each in targets):
-                self._all_reduce_rows(call, targets, op)
+                self._all_reduce_rows(call, tensors, op)
             else:
                 summands = [t.Summand(each, op, factor, call.where) for each in targets]
                 call.agree(name, op=op, values=t.values_of(targets))
