@@ -96,7 +96,6 @@ def _nest(nest: Any, root: int, strategy: Strategy, name: str | None, *, must_fi
         except OptionTypeError:
             if is_source or must_fit:
                 raise
-        _refuse_gradients(here)
         text = np.frombuffer(json.dumps(described).encode() if is_source else b"", np.uint8)
         call.agree("broadcast a nest", op=f"from rank {root}")
         call.expect_more()
@@ -104,6 +103,7 @@ def _nest(nest: Any, root: int, strategy: Strategy, name: str | None, *, must_fi
         described = json.loads(strategy.broadcast(text if is_source else np.empty(length, np.uint8), root).tobytes())
         tensors: dict[Path, Any] = {}
         found = _put_together(described, (), here, tensors)
+        call.expect_more()
         if must_fit and nest is not None:
             _refuse_misfit(here, tensors)
         call.agree("broadcast a nest", op="that fits")
@@ -114,17 +114,6 @@ def _nest(nest: Any, root: int, strategy: Strategy, name: str | None, *, must_fi
                 for tensor, result in zip(tensors.values(), [] if is_source else received, strict=False):
                     tensor.copy_(result)
     return nest if is_source else found
-
-
-def _refuse_gradients(here: Mapping[Path, Any]) -> None:
-    for path, tensor in here.items():
-        if torch.is_grad_enabled() and tensor.requires_grad and not tensor.is_leaf:
-            raise UnsupportedError.at(
-                _WHERE,
-                found=f"a computed tensor that wants gradients, at {_shown(path)}",
-                expected="a tensor to write into: no gradients flow through a broadcast",
-                fix="Give tensor.detach(), or call it in `with torch.no_grad():`.",
-            )
 
 
 def _refuse_misfit(here: Mapping[Path, Any], tensors: Mapping[Path, Any]) -> None:
@@ -146,7 +135,7 @@ def _in_words(tensor: Any) -> str:
 
 
 def _shown(path: Path) -> str:
-    return "".join(f"[{part[1] if isinstance(part, tuple) else part!r}]" for part in path) or "the top"
+    return "".join(f"[{part[1] if isinstance(part, tuple) else part}]" for part in path) or "the top"
 
 
 def _key(key: Any) -> tuple[str, str]:
@@ -156,6 +145,13 @@ def _key(key: Any) -> tuple[str, str]:
 def _taken_apart(value: Any, path: Path, tensors: dict[Path, Any]) -> Any:
     """Return a nest as JSON without the numbers in its tensors, which are put into `tensors` by their paths."""
     if isinstance(value, torch.Tensor):
+        if torch.is_grad_enabled() and value.requires_grad and not value.is_leaf:
+            raise UnsupportedError.at(
+                _WHERE,
+                found=f"a computed tensor that wants gradients, at {_shown(path)}",
+                expected="a tensor to write into: no gradients flow through a broadcast",
+                fix="Give tensor.detach(), or call it in `with torch.no_grad():`.",
+            )
         tensors[path] = value.detach()
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, dict):

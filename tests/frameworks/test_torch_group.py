@@ -140,15 +140,15 @@ def test_roots(root: int, dtype: Any) -> None:
     dist.broadcast(mine, root)
     assert torch.equal(mine, of(root, dtype))
     mine = of(RANK, dtype)
-    gathered = [torch.empty_like(mine) for _ in range(SIZE)] if RANK == root else None
+    gathered = [torch.empty_like(mine) for _ in range(SIZE)] if root == RANK else None
     dist.gather(mine, gathered, root)
     assert gathered is None or all(torch.equal(each, of(rank, dtype)) for rank, each in enumerate(gathered))
     scattered = torch.empty_like(mine)
-    dist.scatter(scattered, [of(rank, dtype) for rank in range(SIZE)] if RANK == root else None, root)
+    dist.scatter(scattered, [of(rank, dtype) for rank in range(SIZE)] if root == RANK else None, root)
     assert torch.equal(scattered, mine)
     if dtype is torch.float32:
         dist.reduce(mine, root)
-        assert torch.equal(mine, stacked().sum(0).float() if RANK == root else of(RANK))
+        assert torch.equal(mine, stacked().sum(0).float() if root == RANK else of(RANK))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str)
@@ -192,7 +192,7 @@ def test_all_to_all() -> None:
     received = torch.empty_like(sent)
     dist.all_to_all_single(received, sent)
     assert received.tolist() == [rank * SIZE + RANK for rank in range(SIZE)]
-    counts, taken = [rank for rank in range(SIZE)], [RANK] * SIZE
+    counts, taken = list(range(SIZE)), [RANK] * SIZE
     received = torch.empty(sum(taken), 2)
     dist.all_to_all_single(received, torch.full((sum(counts), 2), float(RANK)), taken, counts)
     assert received[:, 0].tolist() == [rank for rank in range(SIZE) for _ in range(RANK)]
@@ -277,7 +277,7 @@ def test_calls_that_differ_raise_on_all_ranks_before_data_move() -> None:
             lambda: dist.broadcast(torch.ones(2), min(RANK, 1)),
         )
     ):
-        with pytest.raises(ms.errors.CollectiveMismatchError, match="test_torch_group.py"):
+        with pytest.raises(ms.errors.CollectiveMismatchError, match=r"test_torch_group\.py"):
             call()
         mine = torch.ones(1) * number
         dist.all_reduce(mine)
