@@ -11,12 +11,13 @@ import torch
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.gpu import cupy_for
-from mpistrategy.errors import OptionError, ShapeError, UnsupportedError
+from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import Op, ReduceOp
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
+from mpistrategy.torch.group import exchange
 
 #: A collective of tensors, and the one that gives their gradients from those of the results.
 Collective = Callable[[list[Any]], list[Any]]
@@ -228,27 +229,10 @@ def _exchanged(
     strategy: Strategy, tensor: Any, splits: Sequence[int] | None, name: str | None
 ) -> tuple[Any, list[int]]:
     communicator = strategy.extended.communicator
-    ranks = communicator.size
     with Call(communicator.guard, "mpistrategy.torch.all_to_all", called=name) as call:
-        given = torch.as_tensor(tensor).detach()
-        if not given.dim():
-            raise ShapeError.at(call.where, found="a tensor without axes", expected="one axis or more")
-        rows = given.shape[0]
-        chosen = [rows // ranks] * ranks if splits is None else [int(each) for each in splits]
-        if len(chosen) != ranks or sum(chosen) != rows or min(chosen) < 0:
-            raise OptionError.at(
-                call.where,
-                found=f"splits {chosen} of a tensor with {rows} rows",
-                expected=f"{ranks} lengths whose sum is {rows}",
-            )
-        sent = t.flat(given)
-        width = int(np.prod(given.shape[1:])) * given.element_size()
-        call.agree("all_to_all", values=((str(given.dtype), tuple(given.shape[1:])),))
-        call.expect_more()
-        taken = np.empty(ranks, np.int64)
-        communicator.alltoall(np.array(chosen, np.int64), taken)
-        result = torch.empty((int(taken.sum()), *given.shape[1:]), dtype=given.dtype)
-        call.agree("all_to_all")
-        sizes, lengths = [each * width for each in chosen], [int(each) * width for each in taken]
-        communicator.alltoallv(t.in_bytes(sent), sizes, t.in_bytes(result.view(-1)), lengths)
-        return result.to(given.device), taken.tolist()
+        given = tensor.detach()
+        rows = t.lengths(given, splits or (), communicator.size, call.where)
+        call.structure = f"rows of shape {list(given.shape[1:])}"
+        width = given.shape[1:].numel() * given.element_size()
+        received, taken = exchange(communicator, call, t.flat(given), rows, width)
+        return received.view(sum(taken), *given.shape[1:]).to(given.device), taken

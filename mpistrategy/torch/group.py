@@ -87,7 +87,6 @@ class Group:
         self.communicator: MpiCommunicator = communicator
         self._ranks = communicator.size
         self._turn = threading.RLock()
-        self._collected: list[Any] | None = None
 
     @contextmanager
     def _call(self, name: str) -> Iterator[Call]:
@@ -99,32 +98,26 @@ class Group:
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Replace each tensor by its reduction over the ranks."""
-        return self._all_reduce("all_reduce", tensors, opts)
-
-    def allreduce_coalesced(self, tensors: Any, opts: Any = None) -> Any:
-        """Do `allreduce` with several tensors in one call."""
-        return self._all_reduce("all_reduce_coalesced", tensors, opts)
-
-    def _all_reduce(self, name: str, tensors: Sequence[Any], opts: Any) -> Any:
-        with self._call(name) as call:
-            op, factor = t.operation(_op_of(opts), call.where)
+        with self._call("all_reduce") as call:
+            op, factor = t.operation(opts, call.where)
             targets = [t.checked(each, call.where, is_written=True) for each in tensors]
             if any(each.is_sparse for each in targets):
                 self._all_reduce_rows(call, tensors, op)
             else:
                 summands = [t.Summand(each, op, factor, call.where) for each in targets]
-                call.agree(name, op=op, values=t.values_of(targets))
+                call.agree("all_reduce", op=op, values=t.values_of(targets))
                 for target, summand in zip(targets, summands, strict=True):
                     t.copy_back(self._reduced(summand), target)
         return done(list(tensors))
 
+    allreduce_coalesced = allreduce
+
     def _reduced(self, summand: t.Summand) -> Any:
         """Reduce over the ranks, which have agreed."""
-        if summand.elements.numel():
-            if summand.is_bitwise:
-                summand.combine(self._gathered(summand.elements).view(self._ranks, -1))
-            else:
-                self.communicator.allreduce(summand.start(), summand.by)
+        if summand.elements.numel() and summand.is_bitwise:
+            summand.combine(self._gathered(summand.elements).view(self._ranks, -1))
+        elif summand.elements.numel():
+            self.communicator.allreduce(summand.start(), summand.by)
         return summand.finish(self._ranks)
 
     def _all_reduce_rows(self, call: Call, targets: Sequence[Any], op: str) -> None:
@@ -135,27 +128,26 @@ class Group:
                 found=f"ReduceOp.{op} of sparse tensors, or of sparse and dense ones in one call",
                 expected="SUM or AVG of sparse COO tensors",
             )
-        given = [each.coalesce() for each in targets]
-        shapes = ", ".join(f"{list(each.shape)} sparse in {each.sparse_dim()}" for each in given)
-        call.agree(
-            "all_reduce", op=f"{op} of sparse tensors {shapes}", values=tuple((str(each.dtype), ()) for each in given)
-        )
+        given = [each.detach().coalesce() for each in targets]
+        shapes = ", ".join(f"{each.dtype}{list(each.shape)} sparse in {each.sparse_dim()}" for each in given)
+        call.agree("all_reduce", op=f"{op} of sparse tensors {shapes}")
         for target, mine in zip(targets, given, strict=True):
-            counts = self._gathered(torch.tensor([mine._nnz()])).tolist()
-            parts = self._gathered_uneven(t.flat(mine.indices().t()), [n * mine.sparse_dim() for n in counts])
-            indices = parts.view(-1, mine.sparse_dim()).t()
-            tail = mine.values().shape[1:]
-            values = self._gathered_uneven(t.flat(mine.values()), [n * tail.numel() for n in counts]).view(-1, *tail)
+            counts, depth, tail = (
+                self._gathered(torch.tensor([mine._nnz()])),
+                mine.sparse_dim(),
+                mine.values().shape[1:],
+            )
+            indices = self._gathered(t.flat(mine.indices().t()), (counts * depth).tolist()).view(-1, depth).t()
+            values = self._gathered(t.flat(mine.values()), (counts * tail.numel()).tolist()).view(-1, *tail)
             total = torch.sparse_coo_tensor(indices, values, mine.shape, check_invariants=False).coalesce()
             target.copy_(total / self._ranks if op == "AVG" else total)
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Replace the root's tensor by the reduction over the ranks; the others keep theirs."""
         with self._call("reduce") as call:
-            op, factor = t.operation(opts.reduceOp, call.where)
-            root = t.checked_rank(opts.rootRank, self._ranks, "root", call.where)
+            op, factor = t.operation(opts, call.where)
+            root, is_root = self._root(opts, call)
             targets = [t.checked(each, call.where, is_written=True) for each in tensors]
-            is_root = self.communicator.rank == root
             summands = [t.Summand(each, op, factor, call.where, copied=not is_root) for each in targets]
             call.agree("reduce", op=op, values=t.values_of(targets), destination=f"rank {root}")
             for target, summand in zip(targets, summands, strict=True):
@@ -164,52 +156,39 @@ class Group:
                     t.copy_back(result, target)
         return done(list(tensors))
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
-        """Reduce the r-th tensors of the ranks' lists into the output of rank r."""
-        with self._call("reduce_scatter") as call:
-            op, factor = t.operation(opts.reduceOp, call.where)
-            together = []
-            for output, parts in zip(outputs, inputs, strict=True):
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
+        """Reduce the r-th tensors of the ranks' lists into the output of rank r; their sizes may differ."""
+        for output, parts in zip(outputs, inputs, strict=True):
+            with self._call("reduce_scatter") as call:
+                op, factor = t.operation(opts, call.where)
+                target = t.checked(output, call.where, is_written=True)
                 t.check_length(parts, self._ranks, "a list", call.where)
-                t.check_elements(output, parts[self.communicator.rank].numel(), parts[0].dtype, "an output", call.where)
-                together.append(torch.cat([t.flat(each.detach()) for each in parts]))
-            targets = [t.checked(each, call.where, is_written=True) for each in outputs]
-            summands = [t.Summand(each, op, factor, call.where, copied=False) for each in together]
-            values = tuple(value for parts in inputs for value in t.values_of(parts))
-            call.agree("reduce_scatter", op=op, values=values)
-            for target, summand, parts in zip(targets, summands, inputs, strict=True):
-                start = sum(each.numel() for each in parts[: self.communicator.rank])
-                t.copy_back(self._reduced(summand)[start : start + target.numel()], target)
+                t.check_elements(parts[self.communicator.rank], target.numel(), target.dtype, "an input", call.where)
+                together = torch.cat([t.flat(each.detach()) for each in parts])
+                summand = t.Summand(together, op, factor, call.where)
+                call.agree("reduce_scatter", op=op, values=t.values_of(parts))
+                mine = self._reduced(summand).split([each.numel() for each in parts])[self.communicator.rank]
+                t.copy_back(mine, target)
         return done(list(outputs))
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
-        """Reduce a tensor, and write the r-th part of its first axis into the output of rank r."""
-        return self._reduce_scatter_parts("reduce_scatter_tensor", [output], [input], opts)
+        """Reduce a tensor, and write the r-th part of its elements into the output of rank r."""
+        return self.reduce_scatter([output], [t.parts(input, self._ranks)], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Do so with several tensors in one call."""
-        return self._reduce_scatter_parts("reduce_scatter_tensor_coalesced", outputs, inputs, opts)
-
-    def _reduce_scatter_parts(self, name: str, outputs: Sequence[Any], inputs: Sequence[Any], opts: Any) -> Any:
-        with self._call(name) as call:
-            op, factor = t.operation(_op_of(opts), call.where)
-            for output, whole in zip(outputs, inputs, strict=True):
-                t.check_elements(whole, output.numel() * self._ranks, output.dtype, "an input", call.where)
-            targets = [t.checked(each, call.where, is_written=True) for each in outputs]
-            given = [t.checked(each, call.where) for each in inputs]
-            summands = [t.Summand(each, op, factor, call.where, copied=True) for each in given]
-            call.agree(name, op=op, values=t.values_of(given))
-            for target, summand in zip(targets, summands, strict=True):
-                start = self.communicator.rank * target.numel()
-                t.copy_back(self._reduced(summand)[start : start + target.numel()], target)
-        return done(list(outputs))
+        """Do so with several tensors."""
+        return self.reduce_scatter(outputs, [t.parts(each, self._ranks) for each in inputs], opts)
 
     # -------------------------------------------------------------------------------------------------- gathers
+
+    def _root(self, opts: Any, call: Call) -> tuple[int, bool]:
+        root = t.checked_rank(opts.rootRank, self._ranks, "root", call.where)
+        return root, self.communicator.rank == root
 
     def broadcast(self, tensors: Any, opts: Any) -> Any:
         """Replace each tensor by the root's."""
         with self._call("broadcast") as call:
-            root = t.checked_rank(opts.rootRank, self._ranks, "root", call.where)
+            root, _ = self._root(opts, call)
             targets = [t.checked(each, call.where, is_written=True) for each in tensors]
             elements = [t.flat(each) for each in targets]
             call.agree("broadcast", values=t.values_of(targets), destination=f"rank {root}")
@@ -219,117 +198,80 @@ class Group:
                 t.copy_back(each, target)
         return done(list(tensors))
 
-    def _gathered(self, elements: Any) -> Any:
-        """Return the ranks' elements, as many on each, one after the other."""
-        return self._gathered_uneven(elements, [elements.numel()] * self._ranks)
-
-    def _gathered_uneven(self, elements: Any, counts: Sequence[int]) -> Any:
-        together = torch.empty(sum(counts), dtype=elements.dtype)
+    def _gathered(self, elements: Any, counts: Sequence[int] | None = None, into: Any = None) -> Any:
+        """Return the ranks' elements one after the other; `counts` says how many there are, None: equally many."""
+        sizes = [elements.numel()] * self._ranks if counts is None else counts
+        together = torch.empty(sum(sizes), dtype=elements.dtype) if into is None else into
         if together.numel():
-            sizes = [count * elements.element_size() for count in counts]
+            sizes = [size * elements.element_size() for size in sizes]
             self.communicator.allgatherv(t.in_bytes(elements), sizes, t.in_bytes(together))
         return together
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Write the tensor of rank r into the r-th tensor of a list; the tensors' sizes may differ."""
-        with self._call("all_gather") as call:
-            mine, counts = [], []
-            for targets, given in zip(outputs, inputs, strict=True):
+        for targets, given in zip(outputs, inputs, strict=True):
+            with self._call("all_gather") as call:
                 t.check_length(targets, self._ranks, "a list of outputs", call.where)
-                own = targets[self.communicator.rank]
-                t.check_elements(given, own.numel(), own.dtype, "an input", call.where)
-                for each in targets:
-                    t.checked(each, call.where, is_written=True)
-                    t.check_elements(each, each.numel(), given.dtype, "an output", call.where)
-                mine.append(t.flat(t.checked(given, call.where)))
-                counts.append([each.numel() for each in targets])
-            call.agree("all_gather", values=tuple(value for targets in outputs for value in t.values_of(targets)))
-            for targets, given, sizes in zip(outputs, mine, counts, strict=True):
-                parts = self._gathered_uneven(given, sizes).split(sizes)
-                for target, part in zip(targets, parts, strict=True):
-                    t.copy_back(part, target.detach())
+                mine, into = t.checked(given, call.where), t.joined(targets)
+                t.check_elements(targets[self.communicator.rank], mine.numel(), mine.dtype, "an output", call.where)
+                written = [t.checked(each, call.where, is_written=True) for each in targets]
+                for each in written:
+                    t.check_elements(each, each.numel(), mine.dtype, "an output", call.where)
+                elements, counts = t.flat(mine), [each.numel() for each in written]
+                if into is not None and mine.untyped_storage().data_ptr() == into.untyped_storage().data_ptr():
+                    elements = elements.clone()
+                call.agree("all_gather", values=t.values_of(written))
+                together = self._gathered(elements, counts, into)
+                for target, part in zip(written, together.split(counts) if into is None else written, strict=True):
+                    t.copy_back(part, target)
         return done(list(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Write the k-th tensor of rank r into ``outputs[r][k]``."""
-        with self._call("all_gather_coalesced") as call:
-            t.check_length(outputs, self._ranks, "a list of outputs", call.where)
-            given = [t.checked(each, call.where) for each in inputs]
-            for targets in outputs:
-                t.check_length(targets, len(given), "a list of outputs", call.where)
-                for each, mine in zip(targets, given, strict=True):
-                    t.checked(each, call.where, is_written=True)
-                    t.check_elements(each, mine.numel(), mine.dtype, "an output", call.where)
-            elements = [t.flat(each) for each in given]
-            call.agree("all_gather_coalesced", values=t.values_of(given))
-            for at, each in enumerate(elements):
-                for targets, row in zip(outputs, self._gathered(each).view(self._ranks, -1), strict=True):
-                    t.copy_back(row, targets[at].detach())
-        return done(list(outputs))
+        return self.allgather([list(each) for each in zip(*outputs, strict=True)], inputs)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Write the ranks' tensors, all of one size, one after the other into a tensor."""
-        return self._all_gather_into("all_gather_into_tensor", [output], [input])
+        return self.allgather([t.parts(output, self._ranks)], [input])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Do so with several tensors in one call."""
-        return self._all_gather_into("all_gather_into_tensor_coalesced", outputs, inputs)
-
-    def _all_gather_into(self, name: str, outputs: Sequence[Any], inputs: Sequence[Any]) -> Any:
-        with self._call(name) as call:
-            for output, mine in zip(outputs, inputs, strict=True):
-                t.check_elements(output, mine.numel() * self._ranks, mine.dtype, "an output", call.where)
-            targets = [t.checked(each, call.where, is_written=True) for each in outputs]
-            given = [t.checked(each, call.where) for each in inputs]
-            elements = [t.flat(each) for each in given]
-            call.agree(name, values=t.values_of(given))
-            for target, each in zip(targets, elements, strict=True):
-                if not each.numel():
-                    continue
-                if target.is_contiguous() and target.device.type == "cpu" and not _meet(target, each):
-                    sizes = [each.numel() * each.element_size()] * self._ranks
-                    self.communicator.allgatherv(t.in_bytes(each), sizes, t.in_bytes(target.view(-1)))
-                else:
-                    t.copy_back(self._gathered(each), target)
-        return done(list(outputs))
+        """Do so with several tensors."""
+        return self.allgather([t.parts(each, self._ranks) for each in outputs], inputs)
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Write the tensor of rank r into the root's r-th output; all have one size."""
         with self._call("gather") as call:
-            root = t.checked_rank(opts.rootRank, self._ranks, "root", call.where)
-            (given,), is_root = inputs, self.communicator.rank == root
-            targets = outputs[0] if is_root else []
+            root, is_root = self._root(opts, call)
+            targets = [t.checked(each, call.where, is_written=True) for each in outputs[0]] if is_root else []
             t.check_length(targets, self._ranks if is_root else 0, "a list of outputs", call.where)
+            elements = t.flat(t.checked(inputs[0], call.where))
             for each in targets:
-                t.checked(each, call.where, is_written=True)
-                t.check_elements(each, given.numel(), given.dtype, "an output", call.where)
-            elements = t.flat(t.checked(given, call.where))
+                t.check_elements(each, elements.numel(), elements.dtype, "an output", call.where)
             together = torch.empty(elements.numel() * len(targets), dtype=elements.dtype)
             call.agree("gather", values=t.values_of(inputs), destination=f"rank {root}")
             if elements.numel():
                 sizes = [elements.numel() * elements.element_size()] * self._ranks
-                gathered = t.in_bytes(together) if is_root else None
-                self.communicator.gatherv(t.in_bytes(elements), sizes, gathered, root)
-            for target, row in zip(targets, together.view(len(targets), -1) if targets else (), strict=True):
-                t.copy_back(row, target.detach())
-        return done([each for targets in outputs for each in targets])
+                into = t.in_bytes(together) if is_root else None
+                self.communicator.gatherv(t.in_bytes(elements), sizes, into, root)
+            for target, row in zip(targets, t.parts(together, self._ranks) if is_root else (), strict=True):
+                t.copy_back(row, target)
+        return done(targets)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Write the root's r-th input into the output of rank r; all have one size."""
         with self._call("scatter") as call:
-            root = t.checked_rank(opts.rootRank, self._ranks, "root", call.where)
-            (output,), is_root = outputs, self.communicator.rank == root
-            given = inputs[0] if is_root else []
+            root, is_root = self._root(opts, call)
+            target = t.checked(outputs[0], call.where, is_written=True)
+            given = [t.checked(each, call.where) for each in inputs[0]] if is_root else []
             t.check_length(given, self._ranks if is_root else 0, "a list of inputs", call.where)
             for each in given:
-                t.check_elements(each, output.numel(), output.dtype, "an input", call.where)
-            target = t.checked(output, call.where, is_written=True)
-            blocks = [t.in_bytes(t.flat(t.checked(each, call.where))) for each in given] if is_root else None
+                t.check_elements(each, target.numel(), target.dtype, "an input", call.where)
+            blocks = [t.in_bytes(t.flat(each)) for each in given] if is_root else None
             mine = torch.empty(target.numel(), dtype=target.dtype)
             call.agree("scatter", values=t.values_of(outputs), destination=f"rank {root}")
             if mine.numel():
                 self.communicator.scatter_blocks(blocks, t.in_bytes(mine), root)
-                t.copy_back(mine, target)
+            t.copy_back(mine, target)
         return done(list(outputs))
 
     # ----------------------------------------------------------------------------------------------- all to all
@@ -339,94 +281,57 @@ class Group:
         with self._call("all_to_all") as call:
             for each, what in ((outputs, "a list of outputs"), (inputs, "a list of inputs")):
                 t.check_length(each, self._ranks, what, call.where)
-            dtype = inputs[0].dtype
-            for each in (*outputs, *inputs):
-                t.check_elements(each, each.numel(), dtype, "a tensor", call.where)
             targets = [t.checked(each, call.where, is_written=True) for each in outputs]
-            sent = torch.cat([t.flat(t.checked(each, call.where)) for each in inputs])
-            counts, taken = [each.numel() for each in inputs], [each.numel() for each in outputs]
-            received = torch.empty(sum(taken), dtype=dtype)
-            self._exchange(call, "all_to_all", sent, counts, received, taken)
+            for each in (*targets, *inputs):
+                t.check_elements(each, each.numel(), inputs[0].dtype, "a tensor", call.where)
+            sent, counts = torch.cat([t.flat(each.detach()) for each in inputs]), [each.numel() for each in inputs]
+            taken = [each.numel() for each in targets]
+            received, _ = exchange(self.communicator, call, sent, counts, sent.element_size(), taken)
             for target, part in zip(targets, received.split(taken), strict=True):
                 t.copy_back(part, target)
         return done(list(outputs))
 
     def all_to_all_single(
-        self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None
+        self, output: Any, input: Any, output_splits: Any = (), input_splits: Any = (), opts: Any = None
     ) -> Any:
         """Send the r-th part of a tensor's first axis to rank r; without splits the parts are equal."""
         with self._call("all_to_all_single") as call:
-            target = t.checked(output, call.where, is_written=True)
-            given = t.checked(input, call.where)
-            t.check_elements(output, output.numel(), input.dtype, "an output", call.where)
-            counts = self._parts(given, input_splits, "input", call.where)
-            taken = self._parts(target, output_splits, "output", call.where)
-            sent = t.flat(given)
-            received = torch.empty(target.numel(), dtype=target.dtype)
-            self._exchange(call, "all_to_all_single", sent, counts, received, taken)
+            target, given = t.checked(output, call.where, is_written=True), t.checked(input, call.where)
+            t.check_elements(target, target.numel(), given.dtype, "an output", call.where)
+            counts = t.lengths(given, input_splits, self._ranks, call.where)
+            taken = t.lengths(target, output_splits, self._ranks, call.where)
+            width = (given if given.numel() else target)[:1].numel() * given.element_size()
+            received, _ = exchange(self.communicator, call, t.flat(given), counts, width, taken)
             t.copy_back(received, target)
         return done([output])
-
-    def _parts(self, tensor: Any, splits: Sequence[int], what: str, where: str) -> list[int]:
-        """Return how many elements belong to each rank."""
-        rows = tensor.shape[0] if tensor.dim() else 0
-        chosen = list(splits) or [rows // self._ranks] * self._ranks
-        if len(chosen) != self._ranks or sum(chosen) != rows or min(chosen) < 0:
-            raise OptionError.at(
-                where,
-                found=f"{what} splits {chosen} of a tensor of shape {list(tensor.shape)}",
-                expected=f"{self._ranks} lengths along the first axis, whose sum is {rows}",
-            )
-        return [length * (tensor.numel() // rows if rows else 0) for length in chosen]
-
-    def _exchange(
-        self, call: Call, name: str, sent: Any, counts: Sequence[int], received: Any, taken: Sequence[int]
-    ) -> None:
-        """Exchange parts between all ranks; on all of them an error where a part does not fit."""
-        call.agree(name, values=((str(sent.dtype), ()),))
-        call.expect_more()
-        offered, wanted = np.array(counts, np.int64), np.empty(self._ranks, np.int64)
-        self.communicator.alltoall(offered, wanted)
-        if wanted.tolist() != list(taken):
-            raise OptionError.at(
-                call.where,
-                found=f"parts of {wanted.tolist()} elements for rank {self.communicator.rank}, from rank 0 on",
-                expected=f"{list(taken)}, as its outputs are",
-            )
-        call.agree(name)
-        width = sent.element_size()
-        sizes, lengths = [count * width for count in counts], [count * width for count in taken]
-        self.communicator.alltoallv(t.in_bytes(sent), sizes, t.in_bytes(received), lengths)
 
     # -------------------------------------------------------------------------------------- messages, barriers
 
     def send(self, tensors: Any, dst: int, tag: int = 0) -> Any:
         """Begin to send a tensor to a rank of the group; it must not change until the work is done."""
-        where = "torch.distributed.send"
-        (tensor,) = tensors
-        rank = t.checked_rank(dst, self._ranks, "destination", where)
-        elements = t.flat(t.checked(tensor, where))
-        with self._turn:
-            message = self.communicator.begin_to_send(t.in_bytes(elements), rank, _checked_tag(tag, where))
-        return Transfer(message, elements)
+        return self._transfer("send", tensors, dst, tag)
 
     def recv(self, tensors: Any, src: int, tag: int = 0) -> Any:
         """Begin to receive a tensor from a rank of the group."""
-        rank = t.checked_rank(src, self._ranks, "source", "torch.distributed.recv")
-        return self._receive(tensors, rank, tag)
+        return self._transfer("recv", tensors, src, tag)
 
     def recv_anysource(self, tensors: Any, tag: int = 0) -> Any:
         """Begin to receive a tensor from any rank of the group."""
-        return self._receive(tensors, None, tag)
+        return self._transfer("recv", tensors, None, tag)
 
-    def _receive(self, tensors: Any, rank: int | None, tag: int) -> Any:
-        where = "torch.distributed.recv"
-        (tensor,) = tensors
-        target = t.checked(tensor, where, is_written=True)
-        elements = t.flat(target)
+    def _transfer(self, name: str, tensors: Any, peer: int | None, tag: int) -> Any:
+        where = f"torch.distributed.{name}"
+        receives = name == "recv"
+        tensor = t.checked(tensors[0], where, is_written=receives)
+        if peer is not None:
+            t.checked_rank(peer, self._ranks, "peer", where)
+        if not 0 <= tag <= GREATEST_TAG:
+            raise OptionError.at(where, found=f"tag {tag}", expected=f"an int from 0 to {GREATEST_TAG}")
+        elements = t.flat(tensor)
         with self._turn:
-            message = self.communicator.begin_to_receive(t.in_bytes(elements), rank, _checked_tag(tag, where))
-        return Transfer(message, elements, target)
+            begin = self.communicator.begin_to_receive if receives else self.communicator.begin_to_send
+            message = begin(t.in_bytes(elements), peer, tag)
+        return Transfer(message, elements, tensor if receives else None)
 
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks of the group."""
@@ -434,21 +339,43 @@ class Group:
             call.agree("barrier")
         return done([])
 
-    def close(self) -> None:
-        """Free the communicator, where all ranks of the group do so."""
-        self.communicator.free()
 
+def exchange(
+    communicator: MpiCommunicator,
+    call: Call,
+    sent: Any,
+    counts: Sequence[int],
+    width: int,
+    taken: Sequence[int] | None = None,
+) -> tuple[Any, list[int]]:
+    """Send parts of a tensor to all ranks.  Collective.
 
-def _op_of(opts: Any) -> Any:
-    return torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp
+    Args:
+        communicator: the ranks.
+        call: the call that this is a part of; the ranks agree in it.
+        sent: a flat tensor.
+        counts: how many units go to each rank.
+        width: of a unit, in bytes.
+        taken: how many units come from each rank; None if this is to be found out.
 
+    Returns:
+        What all ranks have sent to this one, in rank order, as a flat tensor, and how many units of each.
 
-def _meet(some: Any, others: Any) -> bool:
-    """Return whether two tensors may share memory."""
-    return bool(some.untyped_storage().data_ptr() == others.untyped_storage().data_ptr())
-
-
-def _checked_tag(tag: int, where: str) -> int:
-    if not 0 <= tag <= GREATEST_TAG:
-        raise OptionError.at(where, found=f"tag {tag}", expected=f"an int from 0 to {GREATEST_TAG}")
-    return tag
+    Raises:
+        OptionError: on every rank, where `taken` is wrong.
+    """
+    call.agree(call.where, values=((str(sent.dtype), ()),))
+    call.expect_more()
+    found = np.empty(communicator.size, np.int64)
+    communicator.alltoall(np.array(counts, np.int64), found)
+    if taken is not None and found.tolist() != list(taken):
+        raise OptionError.at(
+            call.where,
+            found=f"parts of {found.tolist()} elements for rank {communicator.rank}, from rank 0 on",
+            expected=f"{list(taken)}, as its outputs are",
+        )
+    received = torch.empty(int(found.sum()) * width // sent.element_size(), dtype=sent.dtype)
+    call.agree(call.where)
+    sizes, lengths = np.multiply(counts, width).tolist(), (found * width).tolist()
+    communicator.alltoallv(t.in_bytes(sent), sizes, t.in_bytes(received), lengths)
+    return received, found.tolist()

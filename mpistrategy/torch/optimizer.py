@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 import torch
@@ -53,7 +53,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
     """
 
     #: The living ones, to find parameters that two of them would sum.
-    _all: weakref.WeakSet[DistributedOptimizer] = weakref.WeakSet()
+    _all: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
 
     def __init__(
         self,

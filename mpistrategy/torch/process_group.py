@@ -40,20 +40,12 @@ class _MpiGroup(Group):
 
     name = getBackendName
 
-    def allgather_into_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self.all_gather_single_coalesced(outputs, inputs, opts)
-
-    def reduce_scatter_tensor_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        return self.reduce_scatter_single_coalesced(outputs, inputs, opts)
-
-    def _allgather_base(self, output: Any, input: Any, opts: Any = None) -> Any:
-        return self.all_gather_single(output, input, opts)
-
-    def _reduce_scatter_base(self, output: Any, input: Any, opts: Any = None) -> Any:
-        return self.reduce_scatter_single(output, input, opts)
-
-    def alltoall_base(self, output: Any, input: Any, output_splits: Any, input_splits: Any, opts: Any = None) -> Any:
-        return self.all_to_all_single(output, input, output_splits, input_splits, opts)
+    # the names before torch 2.13
+    allgather_into_tensor_coalesced = Group.all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced
+    _allgather_base = Group.all_gather_single
+    _reduce_scatter_base = Group.reduce_scatter_single
+    alltoall_base = Group.all_to_all_single
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks: late ones are named after the timeout of the group, as in every call."""
@@ -70,7 +62,7 @@ class _MpiGroup(Group):
 
     def shutdown(self) -> None:
         """Free the group's communicator."""
-        self.close()
+        self.communicator.free()
         if self in _kept:
             _kept.remove(self)
 

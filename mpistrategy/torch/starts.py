@@ -27,8 +27,8 @@ def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, na
 
     Args:
         thing: a module; an optimizer, a scheduler, or another object with `state_dict` and `load_state_dict`, whose
-            state may be there on `root` alone; or a nest of dicts, lists and tuples with tensors and plain values, which
-            may be None on other ranks than `root`.
+            state may be there on `root` alone; or a nest of dicts, lists and tuples with tensors and plain values,
+            which may be None on other ranks than `root`.
         root: whose.
         strategy: whose ranks; None for the strategy of this scope or step.
         name: is compared between the ranks instead of the call site.
@@ -85,7 +85,7 @@ def _nest(nest: Any, root: int, strategy: Strategy, name: str | None, *, must_fi
 
     Args:
         nest, root, strategy, name: as of `broadcast`.
-        must_fit: whether a rank that has a nest needs the root's tensors in it; else it gets new ones where it has none.
+        must_fit: whether a rank that has a nest needs the root's tensors in it; else it gets new ones.
     """
     with Call(strategy.extended.communicator.guard, _WHERE, called=name) as call:
         is_source = strategy.rank == checked_root(root, strategy.size, call.where)

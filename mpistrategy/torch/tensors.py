@@ -28,8 +28,9 @@ _OF_TRUTH = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PRODUCT": "MIN", "MIN": 
 _BY_LIBRARY = {"SUM": "SUM", "AVG": "SUM", "PREMUL_SUM": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
 
 
-def operation(reduce_op: Any, where: str) -> tuple[str, Any]:
-    """Return the name of a ReduceOp of torch.distributed, and the factor of PREMUL_SUM, else None."""
+def operation(opts: Any, where: str) -> tuple[str, Any]:
+    """Return the name of the ReduceOp in options of c10d, without any SUM, and the factor of PREMUL_SUM, else None."""
+    reduce_op = torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp
     names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *_BITWISE, "PREMUL_SUM")
     for name in names:
         kind = getattr(torch.distributed.ReduceOp, name, None)
@@ -153,3 +154,36 @@ def checked_rank(rank: int, size: int, what: str, where: str) -> int:
     if not 0 <= rank < size:
         raise OptionError.at(where, found=f"{what} {rank}", expected=f"a rank of the group, from 0 to {size - 1}")
     return rank
+
+
+def parts(whole: Any, count: int) -> list[Any]:
+    """Return a tensor in equal parts, along its first axis or of its elements; in one where this cannot be."""
+    whole = whole.detach()
+    if not whole.dim() or whole.shape[0] % count:
+        whole = whole.view(-1)
+    return [whole] if whole.shape[0] % count else list(whole.tensor_split(count))
+
+
+def joined(tensors: Sequence[Any]) -> Any:
+    """Return tensors as one flat tensor where they lie one after the other on the host, else None."""
+    first, end = tensors[0], tensors[0].data_ptr()
+    for each in tensors:
+        if (each.device.type, each.dtype, each.data_ptr()) != ("cpu", first.dtype, end) or not each.is_contiguous():
+            return None
+        end += each.numel() * each.element_size()
+    if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
+        return None
+    return first.detach().as_strided((sum(each.numel() for each in tensors),), (1,))
+
+
+def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[int]:
+    """Return how many rows of a tensor belong to each rank; without splits equally many."""
+    rows = tensor.shape[0] if tensor.dim() else 0
+    chosen = [int(each) for each in splits] or [rows // ranks] * ranks
+    if not tensor.dim() or len(chosen) != ranks or sum(chosen) != rows or min(chosen) < 0:
+        raise OptionError.at(
+            where,
+            found=f"splits {chosen} of a tensor of shape {list(tensor.shape)}",
+            expected=f"{ranks} lengths along the first axis, whose sum is {rows}",
+        )
+    return chosen
