@@ -34,7 +34,7 @@ def replica_context(strategy: Strategy, device: Any = None) -> Iterator[ReplicaC
         yield entered.enter_context(ReplicaContext(strategy, strategy.rank))
 
 
-class _Through(torch.autograd.Function):
+class _Through(torch.autograd.Function):  # type: ignore[misc]
     """A collective through which gradients flow."""
 
     @staticmethod

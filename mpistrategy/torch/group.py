@@ -13,15 +13,15 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.futures import Future
 
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.torch import tensors as t
-
-_Work: Any = torch._C._distributed_c10d.Work
 
 
 def done(result: Any) -> Any:
@@ -31,7 +31,7 @@ def done(result: Any) -> Any:
     return torch._C._distributed_c10d._create_work_from_future(future)
 
 
-class Transfer(_Work):  # type: ignore[misc]
+class Transfer(dist.Work):  # type: ignore[misc]
     """The work of a message between two ranks.
 
     Args:
@@ -328,9 +328,13 @@ class Group:
         if not 0 <= tag <= GREATEST_TAG:
             raise OptionError.at(where, found=f"tag {tag}", expected=f"an int from 0 to {GREATEST_TAG}")
         elements = t.flat(tensor)
+        block = t.in_bytes(elements)
         with self._turn:
-            begin = self.communicator.begin_to_receive if receives else self.communicator.begin_to_send
-            message = begin(t.in_bytes(elements), peer, tag)
+            if receives:
+                message = self.communicator.begin_to_receive(block, peer, tag)
+            else:
+                assert peer is not None
+                message = self.communicator.begin_to_send(block, peer, tag)
         return Transfer(message, elements, tensor if receives else None)
 
     def barrier(self, opts: Any = None) -> Any:
@@ -341,7 +345,7 @@ class Group:
 
 
 def exchange(
-    communicator: MpiCommunicator,
+    communicator: Communicator,
     call: Call,
     sent: Any,
     counts: Sequence[int],

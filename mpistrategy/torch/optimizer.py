@@ -24,7 +24,7 @@ _WHERE = "DistributedOptimizer"
 _NONE, _SPARSE, _DENSE = 0, 1, 2
 
 
-class DistributedOptimizer(torch.optim.Optimizer):
+class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     """An optimizer whose gradients are combined over all ranks.  Creation is collective.
 
     `step` combines the gradient of every parameter, in one all-reduce, and then makes the optimizer's step.  To clip or
@@ -52,8 +52,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
         CollectiveMismatchError: on every rank, when the ranks' parameters differ.
     """
 
-    #: The living ones, to find parameters that two of them would sum.
-    _all: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
+    #: The living ones under "SUM", to find parameters that two of them would sum.
+    _summing: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
 
     def __init__(
         self,
@@ -86,7 +86,7 @@ class DistributedOptimizer(torch.optim.Optimizer):
         self._is_synchronized, self._synchronizes, self._steps = False, True, 0
         if self._op is ReduceOp.SUM:
             self._refuse_shared()
-        self._all.add(self)
+            self._summing.add(self)
         parameters = self._parameters()
         with Call(self._strategy.extended.communicator.guard, _WHERE, called=name) as call:
             call.structure = ", ".join(f"{key} {_dtype(each)}{list(each.shape)}" for key, each in parameters)
@@ -112,8 +112,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def _refuse_shared(self) -> None:
         mine = {id(tensor): name for name, tensor in self._parameters()}
-        for other in self._all:
-            for _, tensor in other._parameters() if other._op is ReduceOp.SUM else ():
+        for other in self._summing:
+            for tensor in (each for group in other.param_groups for each in group["params"]):
                 if id(tensor) in mine:
                     raise OptionError.at(
                         _WHERE,
@@ -214,7 +214,8 @@ class DistributedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""
-        return self.optimizer.state_dict()
+        state: dict[str, Any] = self.optimizer.state_dict()
+        return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the optimizer a state."""

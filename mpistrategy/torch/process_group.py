@@ -73,22 +73,23 @@ class _MpiGroup(Group):
 
 if _HAS_BACKENDS:
 
-    class ProcessGroupMPI(_MpiGroup, torch._C._distributed_c10d.Backend):  # type: ignore[name-defined,misc]
+    class ProcessGroupMPI(_MpiGroup, torch._C._distributed_c10d.Backend):  # type: ignore[misc]
         """A backend of torch in which the ranks of a communicator meet."""
 
-        def __init__(self, communicator: MpiCommunicator) -> None:
-            torch._C._distributed_c10d.Backend.__init__(self, communicator.rank, communicator.size)  # type: ignore[attr-defined]
+        def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
+            torch._C._distributed_c10d.Backend.__init__(self, communicator.rank, communicator.size)
             Group.__init__(self, communicator)
 
 else:
 
-    class ProcessGroupMPI(_MpiGroup, dist.ProcessGroup):  # type: ignore[no-redef]
+    class ProcessGroupMPI(_MpiGroup, dist.ProcessGroup):  # type: ignore[misc,no-redef]
         """A process group of torch in which the ranks of a communicator meet."""
 
-        def __init__(self, communicator: MpiCommunicator) -> None:
+        def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
             dist.ProcessGroup.__init__(self, communicator.rank, communicator.size)
             Group.__init__(self, communicator)
             self._name = self._words = ""
+            self._store = store
 
         def setGroupName(self, name: str) -> None:  # noqa: N802
             self._name = name
@@ -136,7 +137,7 @@ else:
         splitGroup = split_group  # noqa: N815
 
         def get_group_store(self) -> Any:
-            return dist.distributed_c10d._get_default_store()
+            return self._store
 
         def _start_coalescing(self, device: Any) -> None:
             """Do nothing: each call of a coalescing manager is made at once."""
@@ -148,23 +149,30 @@ else:
 def _make(options: Any, strategy: Any = None) -> Any:
     """Make the group that torch asks for: the default one, or one of some ranks, on which alone this is called."""
     ranks = list(options.global_ranks_in_group)
-    if ranks:
-        communicator = _kept[0].communicator.part(ranks)
-    else:
-        communicator = (strategy or _next.pop()).extended.communicator.duplicate()
+    whole = _kept[0].communicator if ranks else _of_mpi(strategy or _next.pop())
+    communicator = whole.part(ranks) if ranks else whole.duplicate()
     seconds = options.timeout.total_seconds()
     if seconds > 0 and options.timeout != dist.constants.default_pg_timeout:
         communicator.guard.timeout = timeouts.limit(seconds)
-    made = ProcessGroupMPI(communicator)
+    made = ProcessGroupMPI(communicator, options.store)
     if not ranks:
         _kept.clear()
     _kept.append(made)
     return made
 
 
+def _of_mpi(strategy: Strategy) -> MpiCommunicator:
+    communicator = strategy.extended.communicator
+    if not isinstance(communicator, MpiCommunicator):
+        raise ContextError.at(
+            _WHERE, found=f"{strategy!r:.60}, whose ranks are not MPI's", expected="a MirroredStrategy"
+        )
+    return communicator
+
+
 def _store(strategy: Strategy) -> Any:
     """Return a store that all ranks of a strategy share: rank 0 listens on a free port.  Collective."""
-    communicator = strategy.extended.communicator
+    communicator = _of_mpi(strategy)
     is_first, is_one_node = strategy.rank == 0, communicator.nodes == 1
     host = "127.0.0.1" if is_one_node else socket.gethostname()
     store = error = None
@@ -181,7 +189,6 @@ def _store(strategy: Strategy) -> Any:
     if store is None:
         host, port = said.split()
         store = dist.TCPStore(host, int(port), strategy.num_replicas_in_sync, is_master=False)
-    _kept.append(store)
     return store
 
 

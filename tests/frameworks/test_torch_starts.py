@@ -72,6 +72,13 @@ def test_collectives_of_nests(strategy: ms.Strategy) -> None:
     assert mst.all_gather(torch.full((RANK, 2), RANK), strategy=strategy).shape == (SIZE * LAST // 2, 2)
 
 
+def test_all_to_all_of_one_rank_without_mpi() -> None:
+    alone = ms.OneDeviceStrategy("CPU:0")
+    found, received = mst.all_to_all(torch.arange(6).view(3, 2), strategy=alone)
+    assert found.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert received == [3]
+
+
 def test_gradients_flow_through_collectives_or_are_refused(strategy: ms.Strategy) -> None:
     mine = torch.full((2, SIZE), RANK + 1.0, requires_grad=True)
     weight = torch.arange(2.0 * SIZE).reshape(2, SIZE) + RANK

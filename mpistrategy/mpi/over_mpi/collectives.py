@@ -399,7 +399,7 @@ class Collectives:
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
         """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
 
-        Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order; ``counts[r]`` here is what rank r takes.
+        Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
         """
         self._meet()
         ours, theirs = buffers.as_bytes(sent), buffers.as_bytes(received)
