@@ -39,6 +39,8 @@ class _MpiGroup(Group):
         return NAME
 
     name = getBackendName
+    # torch asks for these as properties, some of which in C++ call themselves without end
+    supports_splitting = supports_coalescing = supports_time_estimate = supports_tensor_alloc = False
 
     # the names before torch 2.13
     allgather_into_tensor_coalesced = Group.all_gather_single_coalesced
@@ -56,9 +58,6 @@ class _MpiGroup(Group):
         self.communicator.guard.timeout = timeouts.limit(timeout.total_seconds())
 
     _set_default_timeout = set_timeout
-
-    def supports_splitting(self) -> bool:
-        return False
 
     def shutdown(self) -> None:
         """Free the group's communicator."""
