@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, from_json, to_json
@@ -17,9 +16,6 @@ from mpistrategy.strategy.current import strategy_for
 from mpistrategy.strategy.strategy import Strategy
 
 _WHERE = "mpistrategy.torch.broadcast"
-
-#: The keys and numbers that lead to a leaf; keys with their types, since 1, True and "1" are different keys.
-Path = tuple[Any, ...]
 
 
 def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
@@ -87,103 +83,95 @@ def _nest(nest: Any, root: int, strategy: Strategy, name: str | None, *, must_fi
         nest, root, strategy, name: as of `broadcast`.
         must_fit: whether a rank that has a nest needs the root's tensors in it; else it gets new ones.
     """
-    with Call(strategy.extended.communicator.guard, _WHERE, called=name) as call:
+    communicator = strategy.extended.communicator
+    with Call(communicator.guard, _WHERE, called=name) as call:
         is_source = strategy.rank == checked_root(root, strategy.size, call.where)
-        here: dict[Path, Any] = {}
-        described: Any = None
-        try:
-            described = _taken_apart(nest, (), here)
-        except OptionTypeError:
-            if is_source or must_fit:
-                raise
-        text = np.frombuffer(json.dumps(described).encode() if is_source else b"", np.uint8)
+        fits = nest is not None and (is_source or must_fit)
+        mine: dict[str, str] = {}
+        text = json.dumps(_described(nest, "", mine)) if fits else "null"
         call.agree("broadcast a nest", op=f"from rank {root}")
+        described = json.loads(communicator.allgather_text(text if is_source else "")[root])
         call.expect_more()
-        length = int(strategy.broadcast(text.size, root))
-        described = json.loads(strategy.broadcast(text if is_source else np.empty(length, np.uint8), root).tobytes())
-        tensors: dict[Path, Any] = {}
-        found = _put_together(described, (), here, tensors)
-        call.expect_more()
-        if must_fit and nest is not None:
-            _refuse_misfit(here, tensors)
+        tensors: dict[str, Any] = {}
+        found = _like(described, nest, "", tensors)
+        if fits:
+            _refuse_misfit(mine, {path: _in_words(tensor) for path, tensor in tensors.items()})
         call.agree("broadcast a nest", op="that fits")
         call.expect_more()
-        if tensors:
-            received = strategy.broadcast(list(tensors.values()), root)
-            with torch.no_grad():
-                for tensor, result in zip(tensors.values(), [] if is_source else received, strict=False):
+        received = strategy.broadcast(list(tensors.values()), root) if tensors else []
+        with torch.no_grad():
+            for tensor, result in zip(tensors.values(), received, strict=True):
+                if not is_source:
                     tensor.copy_(result)
     return nest if is_source else found
 
 
-def _refuse_misfit(here: Mapping[Path, Any], tensors: Mapping[Path, Any]) -> None:
+def _refuse_misfit(mine: dict[str, str], theirs: dict[str, str]) -> None:
     """Raise unless each tensor of the root has its place in the nest of this rank, and there is no other."""
-    for path in [*tensors, *here]:
-        mine, theirs = here.get(path), tensors.get(path)
-        if mine is not theirs:
+    for path in theirs | mine:
+        here, there = mine.get(path, "no tensor"), theirs.get(path, "no tensor")
+        if here != there:
             raise ShapeError.at(
                 _WHERE,
-                found=f"{_in_words(mine)} at {_shown(path)}, where the root has {_in_words(theirs)}",
+                found=f"{here} at {path or 'the top'}, where the root has {there}",
                 expected="a nest with the same tensors on all ranks, or None where a rank has nothing yet",
             )
 
 
 def _in_words(tensor: Any) -> str:
-    if tensor is None:
-        return "no tensor"
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
 
 
-def _shown(path: Path) -> str:
-    return "".join(f"[{part[1] if isinstance(part, tuple) else part}]" for part in path) or "the top"
-
-
-def _key(key: Any) -> tuple[str, str]:
-    return type(key).__name__, repr(key)
-
-
-def _taken_apart(value: Any, path: Path, tensors: dict[Path, Any]) -> Any:
+def _described(value: Any, path: str, tensors: dict[str, str]) -> Any:
     """Return a nest as JSON without the numbers in its tensors, which are put into `tensors` by their paths."""
     if isinstance(value, torch.Tensor):
         if torch.is_grad_enabled() and value.requires_grad and not value.is_leaf:
             raise UnsupportedError.at(
                 _WHERE,
-                found=f"a computed tensor that wants gradients, at {_shown(path)}",
+                found=f"a computed tensor that wants gradients, at {path or 'the top'}",
                 expected="a tensor to write into: no gradients flow through a broadcast",
                 fix="Give tensor.detach(), or call it in `with torch.no_grad():`.",
             )
-        tensors[path] = value.detach()
+        tensors[path] = _in_words(value)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
     if isinstance(value, dict):
         return {
-            "dict": [[to_json(key), _taken_apart(inner, (*path, _key(key)), tensors)] for key, inner in value.items()]
+            "dict": [
+                [_plain(key, path), _described(inner, f"{path}[{key!r}]", tensors)] for key, inner in value.items()
+            ]
         }
     if isinstance(value, (list, tuple)):
-        items = [_taken_apart(inner, (*path, number), tensors) for number, inner in enumerate(value)]
-        return {"list" if isinstance(value, list) else "tuple": items}
+        items = [_described(inner, f"{path}[{number}]", tensors) for number, inner in enumerate(value)]
+        return items if isinstance(value, list) else {"tuple": items}
+    return _plain(value, path)
+
+
+def _plain(value: Any, path: str) -> Any:
     plain = to_json(value)
     if plain is NOT_PLAIN:
         raise OptionTypeError.at(
-            _WHERE, found=f"a {type(value).__name__} at {_shown(path)}", expected="tensors and plain values"
+            _WHERE, found=f"a {type(value).__name__} at {path or 'the top'}", expected="tensors and plain values"
         )
-    return {"plain": plain}
+    return plain
 
 
-def _put_together(described: Any, path: Path, here: Mapping[Path, Any], tensors: dict[Path, Any]) -> Any:
-    """Return the nest that was taken apart, with tensors of `here` or new ones, which are added to `tensors`."""
-    ((kind, inner),) = described.items()
+def _like(described: Any, mine: Any, path: str, tensors: dict[str, Any]) -> Any:
+    """Return the nest that was described, with tensors of this rank's nest or new ones, added to `tensors`."""
+    kind, inner = next(iter(described.items())) if isinstance(described, dict) else ("", described)
     if kind == "tensor":
-        dtype, shape = getattr(torch, inner[0]), tuple(inner[1])
-        known = here.get(path)
-        if known is None or known.dtype is not dtype or tuple(known.shape) != shape:
-            known = torch.empty(shape, dtype=dtype)
-        tensors[path] = known
-        return known
+        dtype, shape = getattr(torch, inner[0]), torch.Size(inner[1])
+        is_same = isinstance(mine, torch.Tensor) and (mine.dtype, mine.shape) == (dtype, shape)
+        tensors[path] = mine.detach() if is_same else torch.empty(shape, dtype=dtype)
+        return mine if is_same else tensors[path]
     if kind == "dict":
-        return {
-            from_json(key): _put_together(value, (*path, _key(from_json(key))), here, tensors) for key, value in inner
-        }
-    if kind == "plain":
-        return from_json(inner)
-    items = [_put_together(value, (*path, number), here, tensors) for number, value in enumerate(inner)]
-    return items if kind == "list" else tuple(items)
+        known = mine if isinstance(mine, dict) else {}
+        found = copy.copy(known)  # of its class, such as the Counter of MultiStepLR
+        found.clear()
+        for key, value in ((from_json(key), value) for key, value in inner):
+            found[key] = _like(value, known.get(key), f"{path}[{key!r}]", tensors)
+        return found
+    if kind == "tuple" or isinstance(inner, list):
+        known = mine if isinstance(mine, (list, tuple)) and len(mine) == len(inner) else [None] * len(inner)
+        items = [_like(each, known[at], f"{path}[{at}]", tensors) for at, each in enumerate(inner)]
+        return tuple(items) if kind else items
+    return from_json(described)

@@ -53,6 +53,13 @@ def test_a_nest(strategy: ms.Strategy) -> None:
         mst.broadcast({"a": 1}, SIZE, strategy=strategy)
 
 
+def test_a_scheduler_keeps_the_classes_of_its_state(strategy: ms.Strategy) -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)], 1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2 + RANK, 9])
+    mst.broadcast(scheduler, LAST, strategy=strategy)
+    assert list(scheduler.milestones.elements()) == [2 + LAST, 9]
+
+
 def test_sync_batch_norm_is_refused_by_name(strategy: ms.Strategy) -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.SyncBatchNorm(3))
     with pytest.raises(errors.UnsupportedError, match=r"SyncBatchNorm as '1'.*GroupNorm"):
