@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -330,8 +331,10 @@ def test_ddp_trains_as_one_process_with_all_rows(options: dict[str, Any]) -> Non
 def test_a_mistake_under_ddp_is_named() -> None:
     model = torch.nn.parallel.DistributedDataParallel(network())
     loss = model(torch.ones(2, 6)).sum()
-    with pytest.raises(ms.errors.CollectiveMismatchError, match="barrier"):
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="barrier") as caught:
         dist.barrier() if RANK == 0 else loss.backward()
+    for call in ("all_reduce", "barrier"):
+        assert re.search(rf"call=torch.distributed.{call} .* at \S*test_torch_group.py:\d+", str(caught.value))
     dist.barrier()
 
 

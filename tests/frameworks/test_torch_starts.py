@@ -119,6 +119,22 @@ def test_gradients_flow_through_collectives_or_are_refused(strategy: ms.Strategy
         assert (mst.all_reduce(mine, "MAX", strategy=strategy) == SIZE).all()
 
 
+def test_a_contrastive_loss_has_the_gradients_of_one_process(strategy: ms.Strategy) -> None:
+    """Each rank compares its rows with those of all ranks."""
+    rows = torch.randn(3 * SIZE, 4, generator=torch.Generator().manual_seed(3))
+    mine = slice(3 * RANK, 3 * RANK + 3)
+    weight, alone = (torch.eye(4)[:2].clone().requires_grad_() for _ in range(2))
+    optimizer = mst.DistributedOptimizer(torch.optim.SGD([weight], 0.1), strategy=strategy)
+    views = torch.nn.functional.linear(rows[mine], weight)
+    together = mst.all_gather(views, strategy=strategy)
+    labels = torch.arange(3 * SIZE)
+    torch.nn.functional.cross_entropy(views @ together.T, labels[mine]).backward()
+    optimizer.synchronize()
+    everything = torch.nn.functional.linear(rows, alone)
+    torch.nn.functional.cross_entropy(everything @ everything.T, labels).backward()
+    torch.testing.assert_close(weight.grad, alone.grad)
+
+
 @pytest.mark.mpi(min_size=2)
 def test_a_nest_that_does_not_fit_raises_on_all_ranks(strategy: ms.Strategy) -> None:
     mine = torch.zeros(2 + (RANK == 1))
