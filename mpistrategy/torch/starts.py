@@ -171,7 +171,7 @@ def _like(described: Any, mine: Any, path: str, tensors: dict[str, Any]) -> Any:
             found[key] = _like(value, known.get(key), f"{path}[{key!r}]", tensors)
         return found
     if kind == "tuple" or isinstance(inner, list):
-        known = mine if isinstance(mine, (list, tuple)) and len(mine) == len(inner) else [None] * len(inner)
-        items = [_like(each, known[at], f"{path}[{at}]", tensors) for at, each in enumerate(inner)]
+        old = mine if isinstance(mine, (list, tuple)) and len(mine) == len(inner) else [None] * len(inner)
+        items = [_like(each, old[at], f"{path}[{at}]", tensors) for at, each in enumerate(inner)]
         return tuple(items) if kind else items
     return from_json(described)
