@@ -25,7 +25,12 @@ except ImportError:
     hvd = None
 
 WORLD = MPI.COMM_WORLD
-VARIANTS = ("compute", "mpistrategy", "DDP", "DDP-bucket-views", *(["Horovod"] if hvd else []))
+#: DDP's names say by which backend it travels.
+VARIANTS = (
+    *("compute", "optimizer", "DDP-mpistrategy", "DDP-mpistrategy-views", "DDP-gloo", "DDP-gloo-views"),
+    *(["Horovod"] if hvd else []),
+)
+OURS = VARIANTS[1:4]
 
 
 class Transformer(torch.nn.Module):
@@ -61,16 +66,16 @@ def transformer() -> tuple[Any, Any, Any]:
 MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
 
 
-def start_gloo() -> None:
-    """Make torch's process group of the ranks of this job."""
-    here = socket.gethostname()
-    if len(set(WORLD.allgather(here))) == 1:
+GROUPS: dict[str, Any] = {}
+
+
+def start_groups(strategy: ms.Strategy) -> None:
+    """Make the process groups of torch: ours is the default one."""
+    if len(set(WORLD.allgather(socket.gethostname()))) == 1:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        here = "127.0.0.1"
-    store = torch.distributed.TCPStore(here, 0, WORLD.size, True, wait_for_workers=False) if WORLD.rank == 0 else None
-    host, port = WORLD.bcast((here, store.port) if store else None)
-    store = store or torch.distributed.TCPStore(host, port, WORLD.size, False)
-    torch.distributed.init_process_group("gloo", store=store, rank=WORLD.rank, world_size=WORLD.size)
+    mst.init_process_group(strategy)
+    GROUPS["mpistrategy"] = torch.distributed.group.WORLD
+    GROUPS["gloo"] = torch.distributed.new_group(backend="gloo")
 
 
 @contextlib.contextmanager
@@ -92,14 +97,15 @@ def step_of(variant: str, model: str, strategy: ms.Strategy) -> tuple[Callable[[
     mst.broadcast(net, strategy=strategy)
     optimizer = torch.optim.SGD(net.parameters(), 0.01, momentum=0.9)
     called = net
-    if variant == "mpistrategy":
-        mst.DistributedOptimizer(optimizer, strategy=strategy)
+    if variant == "optimizer":
+        optimizer = mst.DistributedOptimizer(optimizer, strategy=strategy)
     elif variant == "Horovod":
         with at_work(variant):
             optimizer = hvd.DistributedOptimizer(optimizer, net.named_parameters())
     elif variant != "compute":
-        views = variant != "DDP"
-        called = torch.nn.parallel.DistributedDataParallel(net, gradient_as_bucket_view=views)
+        group = GROUPS[variant.split("-")[1]]
+        views = variant.endswith("views")
+        called = torch.nn.parallel.DistributedDataParallel(net, process_group=group, gradient_as_bucket_view=views)
 
     def step() -> None:
         optimizer.zero_grad()
@@ -145,11 +151,39 @@ def times_of(model: str, rounds: int, strategy: ms.Strategy) -> None:
         for variant, value in middle.items():
             quarter = statistics.quantiles(found[variant], n=4)
             print(
-                f"  {variant:18} {1e3 * value:8.2f} ms a step (quartiles {1e3 * quarter[0]:.2f}-{1e3 * quarter[2]:.2f})"
+                f"  {variant:22} {1e3 * value:8.2f} ms a step (quartiles {1e3 * quarter[0]:.2f}-{1e3 * quarter[2]:.2f})"
             )
-        for other in VARIANTS[2:]:
-            more = middle["mpistrategy"] - middle["compute"], middle[other] - middle["compute"]
-            print(f"  (mpistrategy - compute) / ({other} - compute) = {more[0] / more[1]:.2f}", flush=True)
+        for ours in OURS:
+            for other in VARIANTS[4:]:
+                more = middle[ours] - middle["compute"], middle[other] - middle["compute"]
+                print(f"  ({ours} - compute) / ({other} - compute) = {more[0] / more[1]:.2f}", flush=True)
+
+
+def all_reduces(rounds: int, strategy: ms.Strategy) -> None:
+    """Print how long one all-reduce takes: torch's by both backends, and mpi4py's, in turns."""
+    for count in (1, 2**14, 2**18, 2**24):
+        tensor = torch.ones(count)
+        array = tensor.numpy()
+        calls = {
+            "mpistrategy": lambda tensor=tensor: torch.distributed.all_reduce(tensor),
+            "gloo": lambda tensor=tensor: torch.distributed.all_reduce(tensor, group=GROUPS["gloo"]),
+            "mpi4py": lambda array=array: WORLD.Allreduce(MPI.IN_PLACE, array),
+        }
+        found: dict[str, list[float]] = {name: [] for name in calls}
+        repeats = max(1, min(50, 2**22 // count))
+        for number in range(rounds + 2):
+            for name, call in calls.items():
+                tensor.fill_(0)
+                WORLD.Barrier()
+                began = time.perf_counter()
+                for _ in range(repeats):
+                    call()
+                took = WORLD.allreduce(time.perf_counter() - began, MPI.MAX) / repeats
+                if number >= 2:
+                    found[name].append(took)
+        if WORLD.rank == 0:
+            words = ", ".join(f"{name} {1e6 * statistics.median(times):.1f} us" for name, times in found.items())
+            print(f"all_reduce of {4 * count} bytes: {words}", flush=True)
 
 
 class Watch:
@@ -202,15 +236,18 @@ def memory_of(model: str, variants: Sequence[str], strategy: ms.Strategy) -> Non
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--all-reduce", action="store_true", help="time single all-reduces, not steps")
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
         "--memory", nargs="+", choices=VARIANTS, metavar="VARIANT", help="measure their memory, not times"
     )
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    start_gloo()
     strategy = ms.MirroredStrategy()
-    for model in arguments.models:
+    start_groups(strategy)
+    if arguments.all_reduce:
+        all_reduces(arguments.rounds, strategy)
+    for model in arguments.models if not arguments.all_reduce else ():
         if arguments.memory:
             memory_of(model, arguments.memory, strategy)
         else:

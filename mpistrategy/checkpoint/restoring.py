@@ -40,6 +40,7 @@ _UNSOUND = (ValueError, TypeError, KeyError, AttributeError, IndexError, Overflo
 _REPLACEABLE = {kind.name for kind in KINDS if kind.is_replaceable}
 #: The longest text about one problem, and how many problems are shown.
 _LONGEST, _MOST_PROBLEMS = 1000, 10
+_IN_PART = "; partial=True restores the others"
 #: The longest text of a value in a note; buckets of gradients are long lists.
 _LONGEST_NOTE = 500
 
@@ -96,7 +97,10 @@ def restore(
             if partial:
                 fit.left_out.append(missing)
             else:
-                fit.problem(missing, f"{manifest.items[missing].kind} in the checkpoint, nothing here")
+                fit.problem(
+                    missing,
+                    f"{manifest.items[missing].kind} in the checkpoint, nothing here{_IN_PART}",
+                )
         notes, saved_layout = tuple(_notes(manifest, layout)), _printable(manifest.layout)
     if fit.problems:
         raise _mismatch(call.where, path, fit)
@@ -247,7 +251,7 @@ class Fit:
         if value is ABSENT:
             return self.problem(path, "the checkpoint names it and does not have it")
         if not self._partial:
-            return self.problem(path, f"{_named(value)} here, nothing in the checkpoint")
+            return self.problem(path, f"{_named(value)} here, nothing in the checkpoint{_IN_PART}")
         self.left_out.append(path)
         return lambda: value
 

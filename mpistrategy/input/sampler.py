@@ -52,6 +52,8 @@ class Sampler:
         if self._rows < 0 or self._seed < 0:
             raise OptionError.at(_WHERE, found=f"{self._rows} rows, seed={seed}", expected="numbers from 0 on")
         self._epoch = self._done = 0
+        #: How many rows had been done when this rank began to read.
+        self._start = 0
 
     @property
     def epoch(self) -> int:
@@ -61,20 +63,21 @@ class Sampler:
     def set_epoch(self, epoch: int) -> None:
         """Go to the beginning of an epoch; to the epoch that it is in: stay."""
         if whole_number("Sampler.set_epoch", "epoch", epoch) != self._epoch:
-            self._epoch, self._done = epoch, 0
+            self._epoch, self._done, self._start = epoch, 0, 0
 
     def __len__(self) -> int:
-        """Return how many rows of this epoch are left for this rank."""
-        return len(self._left())
+        """Return how many rows this rank reads in this epoch: all, or after a restore those that were left then."""
+        return len(self._rows_from(self._start))
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._left().tolist())
+        self._start = self._done
+        return iter(self._rows_from(self._start).tolist())
 
-    def _left(self) -> Any:
+    def _rows_from(self, done: int) -> Any:
         order = np.arange(self._rows)
         if self._shuffle:
             order = np.random.default_rng([self._seed, self._epoch]).permutation(self._rows)
-        left = order[self._done :]
+        left = order[done:]
         missing = -len(left) % self._ranks
         if self._pad and missing:
             left = np.concatenate([left, np.resize(order, missing)])
@@ -113,6 +116,7 @@ class Sampler:
                 "Sampler.load_state_dict", found=f"seed and rows {theirs}", expected=f"those of this sampler, {mine}"
             )
         self._epoch, self._done = state["epoch"], state["done"]
+        self._start = self._done
 
     def __repr__(self) -> str:
         return (

@@ -228,7 +228,13 @@ class SimulatedCommunicator:
     def alltoall(self, sent: Array, received: Array) -> None:
         """Send the r-th part of `sent` to rank r; row r of `received` gets the part from rank r."""
         everything = self._meeting.allgather(self.rank, "alltoall", sent.copy())
-        received[...] = [theirs.reshape(self.size, -1)[self.rank] for theirs in everything]
+        received[...] = np.reshape([theirs.reshape(self.size, -1)[self.rank] for theirs in everything], received.shape)
+
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
+        """Send ``counts[r]`` elements of `sent` to rank r; `received` gets ``taken[r]`` of rank r, in rank order."""
+        parts = np.split(sent.copy(), np.cumsum(counts)[:-1])
+        everything = self._meeting.allgather(self.rank, "alltoallv", parts)
+        np.concatenate([theirs[self.rank] for theirs in everything], out=received)
 
     def allgather_text(
         self,

@@ -12,11 +12,21 @@ The rest of a training loop for one process stays as it is.  Nothing of torch is
 
 from mpistrategy.input.sampler import Sampler
 from mpistrategy.objects.shown import show_as as _show_as
-from mpistrategy.torch.collectives import all_gather, all_reduce
-from mpistrategy.torch.optimizer import Distributed, DistributedOptimizer
+from mpistrategy.torch.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from mpistrategy.torch.optimizer import DistributedOptimizer
+from mpistrategy.torch.process_group import init_process_group
 from mpistrategy.torch.starts import broadcast
 
-__all__ = ["Distributed", "DistributedOptimizer", "Sampler", "all_gather", "all_reduce", "broadcast"]
+__all__ = [
+    "DistributedOptimizer",
+    "Sampler",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "broadcast",
+    "init_process_group",
+    "reduce_scatter",
+]
 
 
 def __dir__() -> list[str]:

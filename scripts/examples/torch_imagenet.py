@@ -7,7 +7,6 @@ Start it with: mpiexec -n 2 python scripts/examples/torch_imagenet.py --steps 10
 from __future__ import annotations
 
 import argparse
-import contextlib
 from typing import Any
 
 import torch
@@ -65,13 +64,12 @@ def main() -> None:
     while progress["step"] < arguments.steps:
         for images, classes in sampler.over(loader):  # was: for ... in loader, after sampler.set_epoch(epoch)
             progress["batch"] += 1
-            last = progress["batch"] % arguments.accumulate == 0
-            with contextlib.nullcontext() if last else optimizer.no_sync():  # was: model.no_sync()
-                outputs = model(images.to(torch.get_default_dtype()))
-                loss = nn.functional.cross_entropy(outputs, classes) / arguments.accumulate
-                loss.backward()
-            if not last:
+            outputs = model(images.to(torch.get_default_dtype()))  # was: in model.no_sync(), but for the last batch
+            loss = nn.functional.cross_entropy(outputs, classes) / arguments.accumulate
+            loss.backward()
+            if progress["batch"] % arguments.accumulate:
                 continue
+            optimizer.synchronize()  # new: the gradients are those of all ranks now
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             scheduler.step()

@@ -47,10 +47,17 @@ def test_a_nest(strategy: ms.Strategy) -> None:
     assert found["a"][1] == ("words" * SIZE, None)
     assert found[3] == LAST
     assert own.tolist() == [LAST, LAST]
-    with pytest.raises(errors.OptionTypeError, match="a object at /a"):
+    with pytest.raises(errors.OptionTypeError, match=r"a object at \['a'\]"):
         mst.broadcast({"a": object()}, strategy=strategy)
     with pytest.raises(errors.OptionError, match="root"):
         mst.broadcast({"a": 1}, SIZE, strategy=strategy)
+
+
+def test_a_scheduler_keeps_the_classes_of_its_state(strategy: ms.Strategy) -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)], 1.0)
+    scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2 + RANK, 9])
+    mst.broadcast(scheduler, LAST, strategy=strategy)
+    assert list(scheduler.milestones.elements()) == [2 + LAST, 9]
 
 
 def test_sync_batch_norm_is_refused_by_name(strategy: ms.Strategy) -> None:
@@ -60,17 +67,92 @@ def test_sync_batch_norm_is_refused_by_name(strategy: ms.Strategy) -> None:
 
 
 def test_collectives_of_nests(strategy: ms.Strategy) -> None:
-    value = {"loss": torch.tensor(RANK + 1.0, requires_grad=True), "n": 2}
+    value = {"loss": torch.tensor(RANK + 1.0), "n": 2}
     total = mst.all_reduce(value, "SUM", strategy=strategy)
     assert total["loss"] == SIZE * (SIZE + 1) / 2
     assert total["n"] == 2 * SIZE
-    assert not total["loss"].requires_grad
     with strategy.scope():
         assert mst.all_reduce(torch.ones(2) * RANK).tolist() == [LAST / 2] * 2
     out = torch.zeros(2)
     assert strategy.run(lambda: mst.all_reduce(torch.ones(2), "SUM", out=out)) is out
     assert out.tolist() == [SIZE, SIZE]
     assert mst.all_gather(torch.full((RANK, 2), RANK), strategy=strategy).shape == (SIZE * LAST // 2, 2)
+
+
+def test_all_to_all_of_one_rank_without_mpi() -> None:
+    alone = ms.OneDeviceStrategy("CPU:0")
+    found, received = mst.all_to_all(torch.arange(6).view(3, 2), strategy=alone)
+    assert found.tolist() == [[0, 1], [2, 3], [4, 5]]
+    assert received == [3]
+
+
+def test_gradients_flow_through_collectives_or_are_refused(strategy: ms.Strategy) -> None:
+    mine = torch.full((2, SIZE), RANK + 1.0, requires_grad=True)
+    weight = torch.arange(2.0 * SIZE).reshape(2, SIZE) + RANK
+    for call, wanted in (
+        (lambda: (mst.all_reduce(mine, "SUM", strategy=strategy) * weight).sum(), lambda w: w.sum(0)),
+        (lambda: (mst.all_reduce({"a": [mine]}, strategy=strategy)["a"][0] * weight).sum(), lambda w: w.mean(0)),
+        (lambda: (mst.all_gather(mine, strategy=strategy) * weight.repeat(SIZE, 1)).sum(), lambda w: w.sum(0)),
+        (
+            lambda: (mst.reduce_scatter(mine, "SUM", 1, strategy=strategy) * weight[:, :1]).sum(),
+            lambda w: torch.stack([each[:, 0] for each in w], 1),
+        ),
+    ):
+        mine.grad = None
+        call().backward()
+        everybody = torch.stack([torch.arange(2.0 * SIZE).reshape(2, SIZE) + rank for rank in range(SIZE)])
+        torch.testing.assert_close(mine.grad, wanted(everybody))
+    rows = torch.full((SIZE * (SIZE - 1) // 2, 2), RANK + 1.0, requires_grad=True)
+    got, counts = mst.all_to_all(rows, list(range(SIZE)), strategy=strategy)
+    assert counts == [RANK] * SIZE
+    assert got[:, 0].tolist() == [rank + 1 for rank in range(SIZE) for _ in range(RANK)]
+    (got * (RANK + 1)).sum().backward()
+    assert rows.grad[:, 0].tolist() == [rank + 1 for rank in range(SIZE) for _ in range(rank)]
+    for refused in (
+        lambda: mst.all_reduce(mine, "MAX", strategy=strategy),
+        lambda: mst.all_reduce(mine, "SUM", strategy=strategy, out=torch.empty(2, SIZE)),
+        lambda: mst.broadcast(mine * 2, strategy=strategy),
+    ):
+        with pytest.raises(errors.UnsupportedError, match="wants gradients"):
+            refused()
+    with torch.no_grad():
+        assert (mst.all_reduce(mine, "MAX", strategy=strategy) == SIZE).all()
+
+
+def test_a_contrastive_loss_has_the_gradients_of_one_process(strategy: ms.Strategy) -> None:
+    """Each rank compares its rows with those of all ranks."""
+    rows = torch.randn(3 * SIZE, 4, generator=torch.Generator().manual_seed(3))
+    mine = slice(3 * RANK, 3 * RANK + 3)
+    weight, alone = (torch.eye(4)[:2].clone().requires_grad_() for _ in range(2))
+    optimizer = mst.DistributedOptimizer(torch.optim.SGD([weight], 0.1), strategy=strategy)
+    views = torch.nn.functional.linear(rows[mine], weight)
+    together = mst.all_gather(views, strategy=strategy)
+    labels = torch.arange(3 * SIZE)
+    torch.nn.functional.cross_entropy(views @ together.T, labels[mine]).backward()
+    optimizer.synchronize()
+    everything = torch.nn.functional.linear(rows, alone)
+    torch.nn.functional.cross_entropy(everything @ everything.T, labels).backward()
+    torch.testing.assert_close(weight.grad, alone.grad)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_nest_that_does_not_fit_raises_on_all_ranks(strategy: ms.Strategy) -> None:
+    mine = torch.zeros(2 + (RANK == 1))
+    with pytest.raises(errors.ShapeError, match="has float32"):
+        mst.broadcast(mine, strategy=strategy)
+    with pytest.raises(errors.ShapeError, match="no tensor"):
+        mst.broadcast({"a": torch.zeros(1)} if RANK else {"a": torch.zeros(1), "b": torch.zeros(1)}, strategy=strategy)
+    nest = {"a/b": torch.tensor(RANK), "a": {"b": torch.tensor(10 + RANK)}, 1: torch.tensor(20), "1": torch.tensor(30)}
+    found = mst.broadcast(nest, LAST, strategy=strategy)
+    assert (found["a/b"], found["a"]["b"], found[1], found["1"]) == (LAST, 10 + LAST, 20, 30)
+    assert mst.broadcast({"x": torch.ones(1)} if RANK == 0 else None, strategy=strategy)["x"] == 1
+
+
+def test_the_length_of_a_loader_is_the_same_through_an_epoch(strategy: ms.Strategy) -> None:
+    sampler = mst.Sampler(12 * SIZE, strategy=strategy)
+    loader = torch.utils.data.DataLoader(range(12 * SIZE), batch_size=3, sampler=sampler)
+    assert [len(loader) for _ in sampler.over(loader)] == [4] * 4
+    assert len(loader) == 4
 
 
 def test_every_row_comes_once_in_each_epoch(strategy: ms.Strategy) -> None:

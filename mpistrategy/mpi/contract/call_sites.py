@@ -59,6 +59,8 @@ _current_step: Callable[[], Any] = _no_step
 _step_caller: CodeType | None = None
 #: Whether a file belongs to this package, for the files seen so far.
 _ours: dict[str, bool] = {}
+#: The folders whose frames are no call sites of the program.
+_passed_over: list[str] = [_FOLDER]
 
 
 def ask_for_step(current_step: Callable[[], Any]) -> None:
@@ -83,8 +85,14 @@ def code_of(function: Any) -> Any:
     return getattr(type(function).__call__, "__code__", NO_CODE)
 
 
+def pass_over(folder: str) -> None:
+    """Take the files in a folder for this package's: their frames are no call sites of the program."""
+    _passed_over.append(os.path.join(os.path.abspath(folder), ""))
+    _ours.clear()
+
+
 def _is_ours(name: str) -> bool:
-    found = _ours[name] = name.startswith(_FOLDER) and not name.startswith(_PROGRAMS)
+    found = _ours[name] = name.startswith(tuple(_passed_over)) and not name.startswith(_PROGRAMS)
     return found
 
 

@@ -110,6 +110,12 @@ class Communicator(Protocol):
         Any dtype; so few bytes that one MPI call takes them.
         """
 
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
+        """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
+
+        Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
+        """
+
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order; for descriptions, never for data."""
 
@@ -209,7 +215,11 @@ class SingleCommunicator:
 
     def alltoall(self, sent: Array, received: Array) -> None:
         """Copy `sent`."""
-        received[0] = sent
+        received[...] = sent.reshape(received.shape)
+
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
+        """Copy `sent`."""
+        received[...] = sent
 
     def allgather_text(self, text: str) -> list[str]:
         """Return the only text there is."""

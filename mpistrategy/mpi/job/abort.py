@@ -80,7 +80,9 @@ class _Watch:
     def say(self, text: str) -> None:
         prefix = f"[rank {self.rank}/{self.size}] "
         sys.stdout.flush()
-        reports.write("".join(prefix + line + "\n" for line in text.splitlines()))
+        sys.stderr.flush()
+        # To the descriptor: torch calls excepthooks with a buffer as sys.stderr, which would end with this process.
+        reports.write_at_once("".join(prefix + line + "\n" for line in text.splitlines()))
 
     def abort(self, status: int) -> NoReturn:
         for each in before_abort:

@@ -53,6 +53,56 @@ _UNEQUAL = (
 )
 
 
+#: Tags of messages between two ranks: of an exchange of uneven parts, and the first of those that a program chooses.
+_EXCHANGE, _PROGRAM = 2**10, 2**11
+#: The greatest tag that every MPI takes.
+GREATEST_TAG = 2**15 - 1 - _PROGRAM
+
+
+def _spans(start: int, size: int, most: int) -> list[tuple[int, int]]:
+    """Return begins and ends of pieces of at most `most` bytes."""
+    return [(at, min(at + most, start + size)) for at in range(start, start + size, most)]
+
+
+class Message:
+    """A message between two ranks that is under way, in pieces that MPI can count.
+
+    Attributes:
+        source: the rank that has sent what was received; None before.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, block: Array, rank: int | None, tag: int, most: int, *, sends: bool
+    ) -> None:
+        self._comm, self._block, self._tag = comm, block, tag
+        self.source: int | None = rank
+        self._rest: list[tuple[int, int]] = []
+        spans = _spans(0, block.size, most) or [(0, 0)]
+        if rank is None:  # the other pieces come from the rank that has sent the first
+            self._rest, spans = spans[1:], spans[:1]
+        start = comm.Isend if sends else comm.Irecv
+        peer = MPI.ANY_SOURCE if rank is None else rank
+        self._requests = [start([block[begin:end], MPI.BYTE], peer, tag) for begin, end in spans]
+
+    def test(self) -> bool:
+        """Return whether the block has been sent or received."""
+        return bool(MPI.Request.Testall(self._requests)) and not self._rest
+
+    def wait(self) -> None:
+        """Wait until the block has been sent or received."""
+        if not self._requests:
+            return
+        status = MPI.Status()
+        self._requests[0].Wait(status)
+        if self.source is None:
+            self.source = status.Get_source()
+            for begin, end in self._rest:
+                self._requests.append(self._comm.Irecv([self._block[begin:end], MPI.BYTE], self.source, self._tag))
+            self._rest = []
+        MPI.Request.Waitall(self._requests)
+        self._requests = []
+
+
 class Collectives:
     """The part of a `Communicator` that moves arrays, on ranks that have agreed on the call.
 
@@ -347,6 +397,35 @@ class Collectives:
         """
         if self.failures is not None and self.pipelined is not None:
             self.pipelined.barrier()
+
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
+        """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
+
+        Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
+        """
+        self._meet()
+        ours, theirs = buffers.as_bytes(sent), buffers.as_bytes(received)
+        sizes = np.multiply(counts, sent.itemsize), np.multiply(taken, received.itemsize)
+        starts = tuple(np.concatenate([[0], np.cumsum(each)[:-1]]) for each in sizes)
+        most = max(1, self.max_count // self.size)
+        requests = [
+            self._comm.Irecv([theirs[start:stop], MPI.BYTE], rank, _EXCHANGE)
+            for rank in range(self.size)
+            for start, stop in _spans(starts[1][rank], sizes[1][rank], most)
+        ] + [
+            self._comm.Isend([ours[start:stop], MPI.BYTE], rank, _EXCHANGE)
+            for rank in (*range(self.rank, self.size), *range(self.rank))  # not all to rank 0 first
+            for start, stop in _spans(starts[0][rank], sizes[0][rank], most)
+        ]
+        MPI.Request.Waitall(requests)
+
+    def begin_to_send(self, block: Array, rank: int, tag: int) -> Message:
+        """Begin to send `block`, of any dtype, to one rank, which receives as many bytes with this tag."""
+        return Message(self._comm, buffers.as_bytes(block), rank, _PROGRAM + tag, self.max_count, sends=True)
+
+    def begin_to_receive(self, block: Array, rank: int | None, tag: int) -> Message:
+        """Begin to receive into `block`, of any dtype, from one rank; None means any."""
+        return Message(self._comm, buffers.as_bytes(block), rank, _PROGRAM + tag, self.max_count, sends=False)
 
     def isend(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
         """Begin to send `block`, of any dtype; it must not change until the requests are done."""

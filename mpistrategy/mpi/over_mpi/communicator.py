@@ -282,6 +282,22 @@ class MpiCommunicator(Collectives):
         made.devices = self.devices
         return made
 
+    def part(self, ranks: Sequence[int]) -> MpiCommunicator:
+        """Return a communicator of some of these ranks, in their order.  Collective over them alone."""
+        everybody = self._comm.Get_group()
+        chosen = everybody.Incl(list(ranks))
+        comm = self._comm.Create_group(chosen)
+        chosen.Free()
+        everybody.Free()
+        try:
+            made = MpiCommunicator(comm, contains_errors=self.guard.contains_errors)
+        finally:
+            comm.Free()
+        made.guard.timeout = self.guard.timeout
+        made.guard.check_as(self.guard.level)
+        made.devices = tuple(self.devices[rank] for rank in ranks)
+        return made
+
     @property
     def place_in_job(self) -> tuple[int, int]:
         """This rank's number in the job, and the number of ranks."""

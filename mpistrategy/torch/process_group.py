@@ -1,0 +1,257 @@
+"""The backend "mpistrategy" of torch.distributed: a process group whose ranks, store and messages are MPI's.
+
+Up to torch 2.13 only a ProcessGroup can be written in Python, from 2.14 on a Backend: one thin class for each.  What a
+call does is in `mpistrategy.torch.group`.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mpistrategy.errors import ContextError, LaunchError, UnsupportedError
+from mpistrategy.mpi.contract import call_sites, timeouts
+from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.strategy.mirrored import MirroredStrategy
+from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.torch.group import Group, done
+
+NAME = "mpistrategy"
+_WHERE = "mpistrategy.torch.init_process_group"
+_HAS_BACKENDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+
+#: C++ holds groups, works and stores, and falls back to its base class once their Python half is gone.
+_kept: list[Any] = []
+#: The strategy whose ranks the next default group has.
+_next: list[Strategy] = []
+
+
+class _MpiGroup(Group):
+    """What is the same for both classes of torch."""
+
+    def getBackendName(self) -> str:  # noqa: N802  # torch's name
+        return NAME
+
+    name = getBackendName
+    # torch asks for these as properties, some of which in C++ call themselves without end
+    supports_splitting = supports_coalescing = supports_time_estimate = supports_tensor_alloc = False
+
+    # the names before torch 2.13
+    allgather_into_tensor_coalesced = Group.all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced
+    _allgather_base = Group.all_gather_single
+    _reduce_scatter_base = Group.reduce_scatter_single
+    alltoall_base = Group.all_to_all_single
+
+    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks: late ones are named after the timeout of the group, as in every call."""
+        self.barrier()
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        """Set how long calls wait for the other ranks."""
+        self.communicator.guard.timeout = timeouts.limit(timeout.total_seconds())
+
+    _set_default_timeout = set_timeout
+
+    def shutdown(self) -> None:
+        """Free the group's communicator."""
+        self.communicator.free()
+        if self in _kept:
+            _kept.remove(self)
+
+    def abort(self) -> None:
+        """Take no more calls."""
+        self.communicator.guard.closed = True
+
+
+if _HAS_BACKENDS:
+
+    class ProcessGroupMPI(_MpiGroup, torch._C._distributed_c10d.Backend):  # type: ignore[misc]
+        """A backend of torch in which the ranks of a communicator meet."""
+
+        def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
+            torch._C._distributed_c10d.Backend.__init__(self, communicator.rank, communicator.size)
+            Group.__init__(self, communicator)
+
+else:
+
+    class ProcessGroupMPI(_MpiGroup, dist.ProcessGroup):  # type: ignore[misc,no-redef]
+        """A process group of torch in which the ranks of a communicator meet."""
+
+        def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
+            dist.ProcessGroup.__init__(self, communicator.rank, communicator.size)
+            Group.__init__(self, communicator)
+            self._name = self._words = ""
+            self._store = store
+
+        def setGroupName(self, name: str) -> None:  # noqa: N802
+            self._name = name
+
+        def getGroupName(self) -> str:  # noqa: N802
+            return self._name
+
+        _set_group_name = setGroupName
+
+        @property
+        def group_name(self) -> str:
+            """The name that torch gives the group."""
+            return self._name
+
+        def setGroupDesc(self, words: str) -> None:  # noqa: N802
+            self._words = words
+
+        def getGroupDesc(self) -> str:  # noqa: N802
+            return self._words
+
+        _set_group_desc = setGroupDesc
+
+        @property
+        def group_desc(self) -> str:
+            """What the program calls the group."""
+            return self._words
+
+        @property
+        def _device_types(self) -> list[torch.device]:
+            return [torch.device("cpu"), torch.device("cuda")]
+
+        def _get_backend(self, device: Any) -> Any:
+            return self
+
+        get_backend = _get_backend
+
+        def split_group(self, *arguments: Any, **more: Any) -> Any:
+            raise UnsupportedError.at(
+                "torch.distributed.split_group",
+                found=f"the backend {NAME!r}",
+                expected="a group made of ranks",
+                fix="Use torch.distributed.new_group(ranks) on all ranks.",
+            )
+
+        splitGroup = split_group  # noqa: N815
+
+        def get_group_store(self) -> Any:
+            return self._store
+
+        def _start_coalescing(self, device: Any) -> None:
+            """Do nothing: each call of a coalescing manager is made at once."""
+
+        def _end_coalescing(self, device: Any) -> Any:
+            return done([])
+
+
+def _make(options: Any, strategy: Any = None) -> Any:
+    """Make the group that torch asks for: the default one, or one of some ranks, on which alone this is called."""
+    ranks = list(options.global_ranks_in_group)
+    whole = _kept[0].communicator if ranks else _of_mpi(strategy or _next.pop())
+    communicator = whole.part(ranks) if ranks else whole.duplicate()
+    seconds = options.timeout.total_seconds()
+    if seconds > 0 and options.timeout != dist.constants.default_pg_timeout:
+        communicator.guard.timeout = timeouts.limit(seconds)
+    made = ProcessGroupMPI(communicator, options.store)
+    if not ranks:
+        _kept.clear()
+    _kept.append(made)
+    return made
+
+
+def _of_mpi(strategy: Strategy) -> MpiCommunicator:
+    communicator = strategy.extended.communicator
+    if not isinstance(communicator, MpiCommunicator):
+        raise ContextError.at(
+            _WHERE, found=f"{strategy!r:.60}, whose ranks are not MPI's", expected="a MirroredStrategy"
+        )
+    return communicator
+
+
+def _store(strategy: Strategy) -> Any:
+    """Return a store that all ranks of a strategy share: rank 0 listens on a free port.  Collective."""
+    communicator = _of_mpi(strategy)
+    is_first, is_one_node = strategy.rank == 0, communicator.nodes == 1
+    host = "127.0.0.1" if is_one_node else socket.gethostname()
+    store = error = None
+    if is_first:
+        try:
+            store = dist.TCPStore(host, 0, strategy.num_replicas_in_sync, is_master=True, wait_for_workers=False)
+        except (RuntimeError, OSError) as failure:
+            error = failure
+    said = communicator.allgather_text(f"error {error}" if error else f"{host} {store.port}" if store else "")[0]
+    if said.startswith("error"):
+        raise LaunchError.at(
+            _WHERE, found=f"no TCPStore on rank 0: {said[6:]}", expected="a port to listen on"
+        ) from error
+    if store is None:
+        host, port = said.split()
+        store = dist.TCPStore(host, int(port), strategy.num_replicas_in_sync, is_master=False)
+    return store
+
+
+def _refuse_other_launchers() -> None:
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        raise LaunchError.at(
+            _WHERE,
+            found="a program that torchrun has started",
+            expected="ranks of MPI",
+            fix="Start it with `mpiexec -n 4 python program.py`, or with srun: torchrun is not needed.",
+        )
+
+
+def _rendezvous(url: str, timeout: timedelta | None = None, **more: Any) -> Iterator[tuple[Any, int, int]]:
+    """Answer ``init_method="mpistrategy://"``."""
+    _refuse_other_launchers()
+    strategy = MirroredStrategy()
+    _next.append(strategy)
+    yield _store(strategy), strategy.rank, strategy.num_replicas_in_sync
+
+
+def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta | float | None = None) -> None:
+    """Make the ranks of a strategy the default process group of torch.distributed.  Collective.
+
+    Afterwards DDP, FSDP, DTensor, `torch.distributed.checkpoint` and what else is made of process groups run over the
+    strategy's MPI.  The environment needs neither MASTER_ADDR nor ports nor torchrun.  The group has messages of its
+    own: collectives of the strategy may be made between those of torch.
+
+    Args:
+        strategy: whose ranks; None for a new MirroredStrategy of all ranks.
+        timeout: how long a call waits for the other ranks before the roll call ends the job: a timedelta, or seconds;
+            None for the strategy's.
+
+    Raises:
+        LaunchError: when the program was started by torchrun; as MirroredStrategy.
+        ContextError: when there is a default process group already.
+
+    >>> import torch, torch.distributed as dist, mpistrategy.torch as mst
+    >>> mst.init_process_group()
+    >>> dist.get_backend()
+    'mpistrategy'
+    >>> dist.destroy_process_group()
+    """
+    _refuse_other_launchers()
+    if dist.is_initialized():
+        raise ContextError.at(
+            _WHERE,
+            found="a default process group",
+            expected="none",
+            fix="Call torch.distributed.destroy_process_group() before, or use the group that there is.",
+        )
+    if isinstance(timeout, (int, float)):
+        timeout = timedelta(seconds=timeout)
+    chosen = MirroredStrategy() if strategy is None else strategy
+    dist.init_process_group(
+        NAME,
+        store=_store(chosen),
+        rank=chosen.rank,
+        world_size=chosen.num_replicas_in_sync,
+        timeout=timeout,
+        pg_options=chosen,
+    )
+
+
+dist.Backend.register_backend(NAME, _make, extended_api=True, devices=["cpu", "cuda"])
+dist.register_rendezvous_handler(NAME, _rendezvous)
+call_sites.pass_over(os.path.dirname(torch.__file__))

@@ -1,0 +1,345 @@
+"""The process group of torch.distributed over MPI: its collectives, what torch builds on them, and mistakes."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+from mpi4py import MPI
+
+import mpistrategy as ms
+
+torch: Any = pytest.importorskip("torch")
+dist: Any = pytest.importorskip("torch.distributed")
+mst: Any = pytest.importorskip("mpistrategy.torch")
+
+RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+HAS_BACKENDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+several = pytest.mark.mpi(min_size=2)
+# torch's own words about names of another version, and about sparse tensors
+pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Sparse")
+WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
+FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
+COMPLEX = [torch.complex64, torch.complex128]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[Any]:
+    with ms.MirroredStrategy() as strategy:
+        mst.init_process_group(strategy)
+        yield dist.group.WORLD
+        dist.destroy_process_group()
+
+
+def of(rank: int, dtype: Any = torch.float32, shape: tuple[int, ...] = (2, 3)) -> Any:
+    """Return what a rank gives: small whole numbers, other ones on each rank."""
+    count = int(np.prod(shape))
+    values = torch.arange(count).reshape(shape) % 5 + rank + 1
+    return (values % 2 == 0) if dtype is torch.bool else values.to(dtype)
+
+
+def stacked(dtype: Any = torch.float32, shape: tuple[int, ...] = (2, 3)) -> Any:
+    wide = torch.complex128 if dtype.is_complex else torch.float64 if dtype.is_floating_point else torch.int64
+    return torch.stack([of(rank, dtype, shape).to(wide) for rank in range(SIZE)])
+
+
+REDUCED: dict[str, Callable[[Any], Any]] = {
+    "SUM": lambda rows: rows.sum(0),
+    "AVG": lambda rows: rows.sum(0) / SIZE,
+    "PRODUCT": lambda rows: rows.prod(0),
+    "MIN": lambda rows: rows.amin(0),
+    "MAX": lambda rows: rows.amax(0),
+}
+
+
+@pytest.mark.parametrize("op", REDUCED)
+@pytest.mark.parametrize("dtype", WHOLE + FLOATS, ids=str)
+def test_all_reduce(op: str, dtype: Any) -> None:
+    mine = of(RANK, dtype)
+    work = dist.all_reduce(mine, op=getattr(dist.ReduceOp, op), async_op=True)
+    assert work.wait()
+    expected = REDUCED[op](stacked(dtype))
+    if not dtype.is_floating_point:
+        expected = expected.trunc()
+    torch.testing.assert_close(mine, expected.to(dtype), rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=0)
+
+
+@pytest.mark.parametrize("dtype", COMPLEX, ids=str)
+def test_complex_sums(dtype: Any) -> None:
+    mine = of(RANK, dtype) * (1 + 2j)
+    dist.all_reduce(mine)
+    assert torch.equal(mine, (stacked(dtype).sum(0) * (1 + 2j)).to(dtype))
+    with pytest.raises((ms.errors.DTypeError, ValueError)):
+        dist.all_reduce(mine, op=dist.ReduceOp.MAX)
+
+
+@pytest.mark.parametrize(("op", "reduce"), [("SUM", "any"), ("MAX", "any"), ("PRODUCT", "all"), ("MIN", "all")])
+def test_truth_values(op: str, reduce: str) -> None:
+    mine = of(RANK, torch.bool)
+    dist.all_reduce(mine, op=getattr(dist.ReduceOp, op))
+    rows = torch.stack([of(rank, torch.bool) for rank in range(SIZE)])
+    assert torch.equal(mine, getattr(rows, reduce)(0))
+
+
+@pytest.mark.parametrize("op", ["BAND", "BOR", "BXOR"])
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.bool], ids=str)
+def test_bits(op: str, dtype: Any) -> None:
+    mine = of(RANK, dtype)
+    dist.all_reduce(mine, op=getattr(dist.ReduceOp, op))
+    expected = of(0, dtype)
+    for rank in range(1, SIZE):
+        expected = {"BAND": expected & of(rank, dtype), "BOR": expected | of(rank, dtype)}.get(
+            op, expected ^ of(rank, dtype)
+        )
+    assert torch.equal(mine, expected)
+    with pytest.raises(ms.errors.DTypeError):
+        dist.all_reduce(torch.ones(2), op=dist.ReduceOp.BAND)
+
+
+def test_layouts() -> None:
+    total = float(sum(range(1, SIZE + 1)))
+    for made in (
+        torch.ones(()),
+        torch.ones(3, 4).t(),
+        torch.ones(4, 6)[:, ::2],
+        torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last),
+        torch.ones(2, requires_grad=True),
+        torch.ones(300_000),
+    ):
+        mine = made.detach() * (RANK + 1)
+        mine.requires_grad_(made.requires_grad)
+        before = mine.stride()
+        dist.all_reduce(mine)
+        assert (mine == total).all()
+        assert mine.stride() == before
+    dist.all_reduce(torch.empty(0, 3))
+    with pytest.raises(ms.errors.ShapeError, match="share memory"):
+        dist.all_reduce(torch.ones(1).expand(3))
+
+
+def test_sparse() -> None:
+    mine = torch.sparse_coo_tensor([[0, RANK + 1]], torch.ones(2, 3), (SIZE + 1, 3))
+    dist.all_reduce(mine)
+    expected = torch.ones(SIZE + 1, 3)
+    expected[0] = SIZE
+    assert torch.equal(mine.to_dense(), expected)
+
+
+def test_premul() -> None:
+    mine = of(RANK)
+    dist.all_reduce(mine, op=dist._make_nccl_premul_sum(0.5))
+    assert torch.equal(mine, stacked().sum(0).float() / 2)
+
+
+@pytest.mark.parametrize("root", range(SIZE))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64, torch.int16], ids=str)
+def test_roots(root: int, dtype: Any) -> None:
+    mine = of(RANK, dtype)
+    dist.broadcast(mine, root)
+    assert torch.equal(mine, of(root, dtype))
+    mine = of(RANK, dtype)
+    gathered = [torch.empty_like(mine) for _ in range(SIZE)] if root == RANK else None
+    dist.gather(mine, gathered, root)
+    assert gathered is None or all(torch.equal(each, of(rank, dtype)) for rank, each in enumerate(gathered))
+    scattered = torch.empty_like(mine)
+    dist.scatter(scattered, [of(rank, dtype) for rank in range(SIZE)] if root == RANK else None, root)
+    assert torch.equal(scattered, mine)
+    if dtype is torch.float32:
+        dist.reduce(mine, root)
+        assert torch.equal(mine, stacked().sum(0).float() if root == RANK else of(RANK))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.bool, torch.complex64], ids=str)
+def test_gathers(dtype: Any) -> None:
+    uneven = [torch.empty(rank, 2, dtype=dtype) for rank in range(SIZE)]
+    dist.all_gather(uneven, of(RANK, dtype, (RANK, 2)))
+    assert all(torch.equal(each, of(rank, dtype, (rank, 2))) for rank, each in enumerate(uneven))
+    together = torch.empty(SIZE * 2, 3, dtype=dtype)
+    dist.all_gather_into_tensor(together, of(RANK, dtype))
+    expected = torch.cat([of(rank, dtype) for rank in range(SIZE)])
+    assert torch.equal(together, expected)
+    in_place = torch.zeros(SIZE * 2, 3, dtype=dtype)
+    part = in_place[2 * RANK : 2 * RANK + 2]
+    part.copy_(of(RANK, dtype))
+    dist.all_gather_into_tensor(in_place, part)
+    assert torch.equal(in_place, expected)
+    crossed = torch.zeros(SIZE * 2, 3, dtype=dtype)
+    crossed[:2].copy_(of(RANK, dtype))
+    dist.all_gather_into_tensor(crossed, crossed[:2])  # another part of the result than this rank's
+    assert torch.equal(crossed, expected)
+
+
+@pytest.mark.parametrize("op", ["SUM", "AVG", "MAX"])
+def test_reduce_scatter(op: str) -> None:
+    rows = stacked(torch.float32, (SIZE, 4))
+    expected = REDUCED[op](rows)[RANK].float()
+    out = torch.empty(4)
+    dist.reduce_scatter_tensor(out, of(RANK, torch.float32, (SIZE, 4)), op=getattr(dist.ReduceOp, op))
+    torch.testing.assert_close(out, expected)
+    whole = of(RANK, torch.float32, (SIZE, 4))
+    dist.reduce_scatter_tensor(whole[RANK], whole, op=getattr(dist.ReduceOp, op))
+    torch.testing.assert_close(whole[RANK], expected)
+    uneven = [of(RANK, torch.float32, (rank + 1,)) for rank in range(SIZE)]
+    out = torch.empty(RANK + 1)
+    dist.reduce_scatter(out, uneven, op=getattr(dist.ReduceOp, op))
+    torch.testing.assert_close(out, REDUCED[op](stacked(torch.float32, (RANK + 1,))).float())
+
+
+def test_all_to_all() -> None:
+    sent = torch.arange(SIZE) + SIZE * RANK
+    received = torch.empty_like(sent)
+    dist.all_to_all_single(received, sent)
+    assert received.tolist() == [rank * SIZE + RANK for rank in range(SIZE)]
+    counts, taken = list(range(SIZE)), [RANK] * SIZE
+    received = torch.empty(sum(taken), 2)
+    dist.all_to_all_single(received, torch.full((sum(counts), 2), float(RANK)), taken, counts)
+    assert received[:, 0].tolist() == [rank for rank in range(SIZE) for _ in range(RANK)]
+    outputs = [torch.empty(RANK, dtype=torch.bfloat16) for _ in range(SIZE)]
+    dist.all_to_all(outputs, [torch.full((rank,), RANK, dtype=torch.bfloat16) for rank in range(SIZE)])
+    assert [each.tolist() for each in outputs] == [[rank] * RANK for rank in range(SIZE)]
+
+
+@several
+def test_parts_that_do_not_fit_raise_on_all_ranks() -> None:
+    counts = [1] * SIZE
+    taken = [2 if RANK == 0 and rank == SIZE - 1 else 1 for rank in range(SIZE)]
+    with pytest.raises(ms.errors.OptionError, match="parts of"):
+        dist.all_to_all_single(torch.empty(sum(taken)), torch.ones(SIZE), taken, counts)
+    dist.barrier()
+
+
+@several
+def test_messages() -> None:
+    after, before = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    sent = of(RANK, torch.bfloat16)
+    work = dist.isend(sent, after, tag=3)
+    got = torch.empty_like(sent)
+    assert dist.recv(got, before, tag=3) == before
+    work.wait()
+    assert torch.equal(got, of(before, torch.bfloat16))
+    if RANK == 0 and HAS_BACKENDS:  # which forgets who has sent
+        for _ in range(SIZE - 1):
+            dist.irecv(torch.empty(2), tag=5).wait()
+    elif RANK == 0:
+        found = sorted(dist.recv(torch.empty(2), tag=5) for _ in range(SIZE - 1))
+        assert found == list(range(1, SIZE))
+    else:
+        dist.send(torch.ones(2), 0, tag=5)
+    mine = torch.empty(3)
+    works = dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, torch.full((3,), float(RANK)), after), dist.P2POp(dist.irecv, mine, before)]
+    )
+    for each in works:
+        each.wait()
+    assert mine.tolist() == [before] * 3
+
+
+def test_objects_and_coalescing() -> None:
+    found = [None] * SIZE
+    dist.all_gather_object(found, {"rank": RANK})
+    assert found == [{"rank": rank} for rank in range(SIZE)]
+    values = [RANK, "x"]
+    dist.broadcast_object_list(values, SIZE - 1)
+    assert values == [SIZE - 1, "x"]
+    some, others = torch.ones(2), torch.ones(3)
+    with dist.distributed_c10d._coalescing_manager():
+        dist.all_reduce(some)
+        dist.all_reduce(others)
+    assert some.tolist() == [SIZE] * 2
+    assert others.tolist() == [SIZE] * 3
+
+
+@several
+def test_groups_of_some_ranks() -> None:
+    part = dist.new_group([0, 1])
+    alone = [dist.new_group([rank]) for rank in range(SIZE)]
+    if RANK < 2:
+        mine = torch.ones(2) * (RANK + 1)
+        dist.all_reduce(mine, group=part)
+        assert mine.tolist() == [3, 3]
+        dist.destroy_process_group(part)
+    mine = torch.ones(1)
+    dist.all_reduce(mine, group=alone[RANK])
+    assert mine.item() == 1
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("dp", "tp"))
+    mine = torch.ones(1)
+    dist.all_reduce(mine, group=mesh.get_group("tp"))
+    assert mine.item() == SIZE
+
+
+@several
+def test_calls_that_differ_raise_on_all_ranks_before_data_move() -> None:
+    for number, call in enumerate(
+        (
+            lambda: dist.all_reduce(torch.ones(2 + (RANK == 1))),
+            lambda: dist.all_reduce(torch.ones(2, dtype=torch.float64 if RANK else torch.float32)),
+            lambda: dist.all_reduce(torch.ones(2), op=dist.ReduceOp.MAX if RANK else dist.ReduceOp.SUM),
+            lambda: dist.all_reduce(torch.ones(2)) if RANK else dist.broadcast(torch.ones(2), 0),
+            lambda: dist.broadcast(torch.ones(2), min(RANK, 1)),
+        )
+    ):
+        with pytest.raises(ms.errors.CollectiveMismatchError, match=r"test_torch_group\.py"):
+            call()
+        mine = torch.ones(1) * number
+        dist.all_reduce(mine)
+        assert mine.item() == number * SIZE
+
+
+@several
+def test_an_error_on_one_rank_is_raised_on_all() -> None:
+    outputs = [torch.empty(2) for _ in range(SIZE - (RANK == 0))]
+    with pytest.raises((ms.errors.ShapeError, ms.errors.RemoteError)):
+        dist.all_gather(outputs, torch.ones(2))
+    dist.barrier()
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.BatchNorm1d(8), torch.nn.ReLU(), torch.nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True, "static_graph": True},
+        {"find_unused_parameters": True, "bucket_cap_mb": 1e-5},
+    ],
+    ids=str,
+)
+def test_ddp_trains_as_one_process_with_all_rows(options: dict[str, Any]) -> None:
+    alone, wrapped = network().eval(), network().eval()  # without the statistics of a batch
+    model = torch.nn.parallel.DistributedDataParallel(wrapped, **options)
+    optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (alone, wrapped)]
+    for step in range(5):
+        rows = torch.randn(4 * SIZE, 6, generator=torch.Generator().manual_seed(step))
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        alone(rows).square().mean().backward()
+        model(rows[4 * RANK : 4 * RANK + 4]).square().mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for mine, expected in zip(wrapped.parameters(), alone.parameters(), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-4, atol=1e-6)
+
+
+@several
+def test_a_mistake_under_ddp_is_named() -> None:
+    model = torch.nn.parallel.DistributedDataParallel(network())
+    loss = model(torch.ones(2, 6)).sum()
+    with pytest.raises(ms.errors.CollectiveMismatchError, match="barrier") as caught:
+        dist.barrier() if RANK == 0 else loss.backward()
+    for call in ("all_reduce", "barrier"):
+        assert re.search(rf"call=torch.distributed.{call} .* at \S*test_torch_group.py:\d+", str(caught.value))
+    dist.barrier()
+
+
+def test_a_second_default_group_and_a_copy_are_refused(group: Any) -> None:
+    with pytest.raises(ms.errors.ContextError):
+        mst.init_process_group()
+    with pytest.raises((TypeError, RuntimeError, ms.errors.MpiStrategyError)):
+        copy.deepcopy(group)
