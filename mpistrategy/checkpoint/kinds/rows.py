@@ -35,7 +35,7 @@ class Rows(NamesOurs):
         OptionTypeError: for anything else than an array.
         ShapeError: for an array without axes.
 
-    >>> import os, tempfile, mpistrategy as ms
+    >>> import os, tempfile, numpy as np, mpistrategy as ms
     >>> field = ms.Rows(np.arange(6.0).reshape(3, 2))
     >>> with tempfile.TemporaryDirectory() as folder, ms.OneDeviceStrategy("CPU:0").scope():
     ...     checkpoint = ms.Checkpoint(field=field)
