@@ -98,8 +98,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def _follow(self) -> None:
         """Share the groups and the state of the optimizer that makes the steps."""
-        self.param_groups = self.optimizer.param_groups
-        self.state = self.optimizer.state
+        self.__dict__["param_groups"] = self.optimizer.param_groups
+        self.__dict__["state"] = self.optimizer.state
 
     def _parameters(self) -> list[tuple[str, Any]]:
         """Return the names and tensors of all parameters, each once."""

@@ -38,16 +38,16 @@ class _MpiGroup(Group):
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return NAME
 
-    name = getBackendName
+    name: Any = getBackendName
     # torch asks for these as properties, some of which in C++ call themselves without end
     supports_splitting = supports_coalescing = supports_time_estimate = supports_tensor_alloc = False
 
     # the names before torch 2.13
-    allgather_into_tensor_coalesced = Group.all_gather_single_coalesced
-    reduce_scatter_tensor_coalesced = Group.reduce_scatter_single_coalesced
-    _allgather_base = Group.all_gather_single
-    _reduce_scatter_base = Group.reduce_scatter_single
-    alltoall_base = Group.all_to_all_single
+    allgather_into_tensor_coalesced: Any = Group.all_gather_single_coalesced
+    reduce_scatter_tensor_coalesced: Any = Group.reduce_scatter_single_coalesced
+    _allgather_base: Any = Group.all_gather_single
+    _reduce_scatter_base: Any = Group.reduce_scatter_single
+    alltoall_base: Any = Group.all_to_all_single
 
     def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
         """Wait for all ranks: late ones are named after the timeout of the group, as in every call."""

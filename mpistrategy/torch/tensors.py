@@ -16,11 +16,7 @@ _WIDER = {
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
     torch.bool: torch.uint8,
-    **{
-        dtype: torch.float32
-        for name in dir(torch)
-        if name.startswith("float8") and isinstance(dtype := getattr(torch, name), torch.dtype)
-    },
+    **dict.fromkeys((getattr(torch, name) for name in dir(torch) if name.startswith("float8_")), torch.float32),
 }
 _BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
 #: What torch's operations on truth values are on bytes of 0 and 1.
@@ -103,9 +99,9 @@ class Summand:
         if copied and elements.data_ptr() == tensor.data_ptr():
             elements = elements.clone()
         self.elements = elements
-        self.is_bitwise = op in _BITWISE
+        self.is_bitwise: bool = op in _BITWISE
         #: The library's name of the operation.
-        self.by = _BY_LIBRARY.get(op, "")
+        self.by: str = _BY_LIBRARY.get(op, "")
 
     def start(self) -> Array:
         """Return the buffer that is reduced where it is; the ranks have agreed."""
