@@ -24,11 +24,16 @@ from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.torch import tensors as t
 
 
-def done(result: Any) -> Any:
-    """Return the work of a call that is over, whose future holds the result."""
+def _completed(result: Any) -> Any:
+    """Return a future that holds a result."""
     future: Any = Future()
     future.set_result(result)
-    return torch._C._distributed_c10d._create_work_from_future(future)
+    return future
+
+
+def done(result: Any) -> Any:
+    """Return the work of a call that is over, whose future holds the result."""
+    return torch._C._distributed_c10d._create_work_from_future(_completed(result))
 
 
 class Transfer(dist.Work):  # type: ignore[misc]
@@ -69,9 +74,7 @@ class Transfer(dist.Work):  # type: ignore[misc]
     def get_future(self) -> Any:
         """Return a future that is done; waits."""
         self.wait()
-        future: Any = Future()
-        future.set_result([self._elements])
-        return future
+        return _completed([self._elements])
 
 
 class Group:
@@ -132,11 +135,8 @@ class Group:
         shapes = ", ".join(f"{each.dtype}{list(each.shape)} sparse in {each.sparse_dim()}" for each in given)
         call.agree("all_reduce", op=f"{op} of sparse tensors {shapes}")
         for target, mine in zip(targets, given, strict=True):
-            counts, depth, tail = (
-                self._gathered(torch.tensor([mine._nnz()])),
-                mine.sparse_dim(),
-                mine.values().shape[1:],
-            )
+            depth, tail = mine.sparse_dim(), mine.values().shape[1:]
+            counts = self._gathered(torch.tensor([mine._nnz()]))
             indices = self._gathered(t.flat(mine.indices().t()), (counts * depth).tolist()).view(-1, depth).t()
             values = self._gathered(t.flat(mine.values()), (counts * tail.numel()).tolist()).view(-1, *tail)
             total = torch.sparse_coo_tensor(indices, values, mine.shape, check_invariants=False).coalesce()

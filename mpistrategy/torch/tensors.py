@@ -92,7 +92,7 @@ class Summand:
             if op not in _OF_TRUTH:
                 raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected=f"{', '.join(_OF_TRUTH)}")
             op = _OF_TRUTH[op]
-        if dtype.is_floating_point is False and op == "PREMUL_SUM":
+        if not dtype.is_floating_point and op == "PREMUL_SUM":
             raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected="a floating dtype")
         self._op, self._factor = op, factor
         elements = flat(tensor, _WIDER.get(dtype))
