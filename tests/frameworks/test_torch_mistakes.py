@@ -42,7 +42,7 @@ MISTAKES = {
         START,
         ["CollectiveMismatchError", "values=float32[1]", ".py:10", ".py:14"],
     ),
-    "an early exit": ("sys.exit()", START, ["CollectiveMismatchError", "rank 1", "left"]),
+    "an early exit": ("sys.exit()", START, ["RankLeftError", "rank 1", "left"]),
     "an exception": ("raise ValueError('my own')", START, ["[rank 1/3]", "in <module>", "ValueError: my own"]),
     "an exception, with a strategy": (
         "raise ValueError('my own')",
