@@ -296,8 +296,10 @@ def _tell(accounts: Sequence[Account], told: str | None = None) -> str:
     return "\n".join([head, *reasons])
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     ranks = config.stash[RANKS]
+    _mark_further_jobs(items)
     if ranks.size > 1:
         _drop(config, items, lambda item: _is_of_one_rank(item) or _starts_jobs(item))
     elif config.option.second_mpi:
@@ -306,6 +308,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         handle = getattr(getattr(item, "obj", None), "hypothesis", None)
         if ranks.size > 1 and handle is not None and not hasattr(handle.inner_test, "agreed"):
             handle.inner_test = _agree_on_examples(handle.inner_test, item.nodeid, ranks)
+
+
+def _mark_further_jobs(items: Sequence[pytest.Item]) -> None:
+    """Mark as slow all but the first case of each table of jobs: a job takes seconds."""
+    begun: set[str] = set()
+    for item in filter(_starts_jobs, items):
+        table = item.nodeid.partition("[")[0]
+        if table in begun:
+            item.add_marker(pytest.mark.slow)
+        begun.add(table)
 
 
 def _is_of_one_rank(item: pytest.Item) -> bool:

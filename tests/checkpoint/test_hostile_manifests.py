@@ -189,6 +189,7 @@ def test_a_small_manifest_that_speaks_of_much(tmp_path: Path, make: Callable[[in
     assert time.process_time() - began < 4
 
 
+@pytest.mark.slow
 def test_of_many_problems_only_some_are_kept(tmp_path: Path) -> None:
     path, checkpoint = forged(tmp_path / "c", slots(1000)), local(a=ms.optimizers.SGD(0.1))
     found: list[str] = []
@@ -280,6 +281,7 @@ def test_no_memory_for_the_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ),
     ],
 )
+@pytest.mark.slow
 def test_copies_are_combined_without_much_memory(tmp_path: Path, dtype: str, how: str) -> None:
     count = 2**25 // np.dtype(dtype).itemsize
     array = (np.arange(count) % 50).astype(dtype)

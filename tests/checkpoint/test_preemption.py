@@ -557,6 +557,7 @@ def test_simulated_replicas(tmp_path: Path) -> None:
 
 
 @pytest.mark.each_mpi
+@pytest.mark.slow
 def test_a_job_ends_with_75_and_goes_on(launch: Launch, tmp_path: Path) -> None:
     """Told on one rank, then through the launcher."""
     run = ["-m", "mpistrategy", "run", ROOT / "tests" / "jobs" / "preempted.py", tmp_path]

@@ -82,6 +82,7 @@ def test_one_array_and_small_values(launch: Launch, tmp_path: Path) -> None:
     assert environment["blas_threads"] == "1"
 
 
+@pytest.mark.slow
 def test_tables_and_picture(launch: Launch, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     figures(launch, tmp_path, "--only", "all_reduce", "--sizes", "4,1KiB", "--markdown", "t.md", "--plot", "p.png")
@@ -99,6 +100,7 @@ def test_lists(launch: Launch, tmp_path: Path) -> None:
     check(case, "mpi4py loop", "mpi4py loop in place", "mpistrategy", "mpistrategy out=", "mpistrategy arena")
 
 
+@pytest.mark.slow
 def test_steps(launch: Launch, tmp_path: Path) -> None:
     [case] = figures(launch, tmp_path, "--only", "steps", "--networks", "64-128-10")["cases"]
     check(case, "NumPy, no communication", "NumPy, mpi4py in place", "NumPy, mpistrategy arena")
@@ -138,6 +140,7 @@ pretends = pytest.mark.skipif(launching.IS_OPEN_MPI, reason="MPICH alone can pre
 
 
 @pretends
+@pytest.mark.slow
 def test_nodes(launch: Launch, tmp_path: Path) -> None:
     pytest.importorskip("ml_dtypes")
     found = figures(launch, tmp_path, "--only", "nodes", "--line-rate", "1", env=TWO_NODES)

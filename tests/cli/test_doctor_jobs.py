@@ -58,6 +58,7 @@ def test_a_job_that_is_well(launch: Launch) -> None:
     assert job.stderr == "", job
 
 
+@pytest.mark.slow
 def test_several_faults_at_once_and_no_secret(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "ompi.4194305").mkdir()
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "16")
@@ -82,6 +83,7 @@ def test_several_faults_at_once_and_no_secret(launch: Launch, tmp_path: Path) ->
     assert "[hidden]/mpistrategy" in output, job
 
 
+@pytest.mark.slow
 def test_unequal_versions(launch: Launch, tmp_path: Path) -> None:
     copied = tmp_path / "old" / "mpistrategy"
     shutil.copytree(PACKAGE, copied, ignore=shutil.ignore_patterns("__pycache__"))
@@ -129,6 +131,7 @@ cuda = SimpleNamespace(
 """
 
 
+@pytest.mark.slow
 def test_gpus_that_are_shared_an_mpi_that_takes_their_memory_and_two_mpis(launch: Launch, tmp_path: Path) -> None:
     """The word of the user says that MPI takes GPU memory; two ranks of their own try it, with a CuPy that errs."""
     (tmp_path / "cupy.py").write_text(CUPY)

@@ -186,6 +186,7 @@ def test_the_sum_is_within_the_bound(dtype: np.dtype[Any], kind: str, seed: int,
 @settings(max_examples=part_of(100))
 @given(st.permutations(range(6)), st.integers(0, 2**32))
 @example([0, 1, 2, 3, 4, 5], 0)
+@pytest.mark.slow
 def test_the_other_operations(order: list[int], seed: int) -> None:
     arrays = [random_floats([seed, number], np.dtype(np.float32), COUNT) for number in range(6)]
     for op in ("MIN", "MAX", "PROD", "MEAN"):

@@ -62,6 +62,7 @@ print("given back")
 
 
 @pytest.mark.one_rank
+@pytest.mark.slow
 def test_hooks_and_threads_are_given_back_at_the_last_close(launch: Launch) -> None:
     job = launch(4, FREE, timeout=60).check()
     assert job.stdout.count("given back") == 4, job
@@ -176,6 +177,7 @@ def test_a_failure_stays_in_its_communicator(launch: Launch, tmp_path: Path, how
 
 
 @pytest.mark.one_rank
+@pytest.mark.slow
 def test_an_exception_in_a_thread_of_the_programs_is_its_own(launch: Launch, tmp_path: Path) -> None:
     path = launching.program(ENSEMBLE, tmp_path)
     job = launch(4, [path, "in a thread"], timeout=60).check()

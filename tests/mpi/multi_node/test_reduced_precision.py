@@ -235,6 +235,7 @@ for algorithm, wire, shared in itertools.product(algorithms, ("bfloat16", None),
 
 @pytest.mark.each_mpi
 @pytest.mark.skipif(not launching.LIBRARY.startswith("MPICH"), reason="only MPICH pretends to run on several nodes")
+@pytest.mark.slow
 def test_empty_arrays_on_nodes_of_two_ranks_and_of_one(launch: Callable[..., launching.Finished]) -> None:
     """What the ranks make together the first time must not depend on whether there is something to reduce."""
     launch(3, EMPTY, env={"MPIR_CVAR_NUM_CLIQUES": "2", "MPIR_CVAR_CLIQUES_BY_BLOCK": "1"}).check()

@@ -306,6 +306,7 @@ def test_an_interrupt_while_waiting_ends_the_job(launch: Launch, tmp_path: Path,
 
 
 @pytest.mark.each_mpi
+@pytest.mark.slow
 def test_more_ranks_than_cores_get_on(launch: Launch) -> None:
     ranks = 2 * len(os.sched_getaffinity(0)) if len(os.sched_getaffinity(0)) <= 4 else 8
     source = START.replace("{value}", "1.0") + (

@@ -385,6 +385,7 @@ def test_one_call_may_have_a_limit_of_its_own(what: str, launch: Launch, tmp_pat
         ("MPISTRATEGY_CHECK", "--check", "sometimes", '"always" or "off"'),
     ],
 )
+@pytest.mark.slow
 def test_a_malformed_setting_is_refused_on_every_rank(
     variable: str, flag: str, value: str, expected: str, launch: Launch, tmp_path: Path
 ) -> None:
@@ -416,6 +417,7 @@ def hasty() -> Iterator[None]:
 
 
 @pytest.mark.one_rank
+@pytest.mark.slow
 def test_a_record_is_read_while_the_program_goes_on(hasty: None) -> None:
     guard = Guard(None, 0, 2)
     over = threading.Event()
