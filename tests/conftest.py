@@ -39,7 +39,7 @@ from mpistrategy.mpi.watchdog.reports import wait_until_read
 # How long a rank waits for the others, in seconds: GRACE when its own test was cut short, so that they may be
 # stuck in a collective that it never entered, else PATIENCE.
 GRACE = float(os.environ.get("MPISTRATEGY_TEST_GRACE", "10"))
-PATIENCE = float(os.environ.get("MPISTRATEGY_TEST_PATIENCE", "90"))
+PATIENCE = float(os.environ.get("MPISTRATEGY_TEST_PATIENCE", "270"))
 CUT_SHORT = ("failed", "skipped", "xfailed")
 ABORT_STATUS = 3
 os.environ.setdefault("MPISTRATEGY_PATHS", "")  # not what somebody once measured on this machine
