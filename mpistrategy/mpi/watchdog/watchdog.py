@@ -165,10 +165,10 @@ class Watchdog:
                 group.note_calls()
             group.update_nodes(now)
             group.tell_of_end()
-            if not group.guard.is_told_late and (failure := group.waits_in_vain(now)) is not None:
-                if group.guard.contains_errors:
+            if (failure := group.waits_in_vain(now)) is not None:
+                if group.guard.contains_errors and not group.guard.is_told_late:
                     group.guard.stop_waiting(failure.as_error())
-                else:
+                elif not group.guard.contains_errors or group.cannot_leave(now):
                     alarm.end_for(group, failure, self.rank, self.size, self._end)
         self._second = second
         crossed = crossed_waits.find(groups, self.rank, now)
