@@ -1,4 +1,4 @@
-"""Files in folders where other users may write: opening and creating them safely, and printing their text.
+"""Files in folders where other users may write: opening and creating them safely.
 
 A name in such a folder may be another user's file, a symbolic link, or a pipe or device that blocks its reader.  So a
 file is opened without following links and without blocking, and is checked after it is open, never by name.  Files of
@@ -209,17 +209,3 @@ def replacing(name: str, place: int, temporary: str, folder: int) -> Iterator[IO
 
 
 # ------------------------------------------------------------------------------------------------ their text
-
-
-def printable(text: str, keep: str = "\n\t") -> str:
-    """Return a text for a terminal, with control characters and other unprintable ones as escapes.
-
-    Args:
-        text: the text.
-        keep: control characters to keep; "" for a text of one line.
-    """
-    if text.isprintable():
-        return text
-    return "".join(
-        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
-    )

@@ -31,7 +31,7 @@ from mpistrategy.checkpoint.storage.shards import dtype_text
 from mpistrategy.errors import CheckpointDamagedError, CheckpointMismatchError, MpiStrategyError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.own_files import printable
+from mpistrategy.objects.text import printable
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.variable import Variable
 

@@ -8,7 +8,7 @@ import os
 import sys
 
 from mpistrategy.errors import TraceError
-from mpistrategy.own_files import printable
+from mpistrategy.objects.text import printable
 
 _COULD_NOT = 2
 _NAME = "trace.json"

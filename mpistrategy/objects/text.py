@@ -28,3 +28,17 @@ def encoded(text: str, most: int | None = None) -> bytes:
 def decoded(data: bytes | bytearray | memoryview) -> str:
     """Return the text of `encoded`; it never fails."""
     return str(data, "utf-8", "surrogateescape")
+
+
+def printable(text: str, keep: str = "\n\t") -> str:
+    """Return a text for a terminal, with control characters and other unprintable ones as escapes.
+
+    Args:
+        text: the text.
+        keep: control characters to keep; "" for a text of one line.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
+    )

@@ -41,10 +41,10 @@ class Policy(NamedTuple):
     """
 
     read: Callable[[Replica, str | None], Array]
-    assign: Callable[[Write], Change]
-    add: Callable[[Write], Change]
-    scatter_add: Callable[[Write], Change]
-    scatter_set: Callable[[Write], Change]
+    assign: Callable[[Write], None]
+    add: Callable[[Write], None]
+    scatter_add: Callable[[Write], None]
+    scatter_set: Callable[[Write], None]
 
 
 class Creation(NamedTuple):
@@ -123,19 +123,19 @@ def no_read(variable: Replica, called: str | None) -> Array:
 # ---------------------------------------------------------------------------------------------------- writes
 
 
-def alone(write: Write) -> Change:
+def alone(write: Write) -> None:
     """Each replica writes its own value; never communicates."""
-    return write.checked()
+    write.apply(write.checked())
 
 
-def mirrored(write: Write) -> Change:
+def mirrored(write: Write) -> None:
     """Each replica writes its own value, which the others have, too; never communicates."""
     if type(write.value) is not np.ndarray:
         refuse_drift(write.variable, write.value, write.full_name)
-    return write.checked()
+    write.apply(write.checked())
 
 
-def combined(write: Write) -> Change:
+def combined(write: Write) -> None:
     """All replicas write the sum or the mean of their values.  Collective."""
     variable = write.variable
     extended = variable._extended
@@ -143,28 +143,29 @@ def combined(write: Write) -> Change:
     with Call(extended.communicator.guard, write.where, name=variable._key, called=write.called) as call:
         mine = write.checked()
         if not isinstance(mine, IndexedSlices):
-            return extended._reducer.all_reduce_array(call, op, mine)
+            write.apply(extended._reducer.all_reduce_array(call, op, mine))
+            return
         value = PerReplica((mine,))
         with context.cross_replica(variable.strategy):
-            gathered: IndexedSlices = local_component(extended.reduce_to(op, value, value))
-        return gathered
+            write.apply(local_component(extended.reduce_to(op, value, value)))
 
 
-def replica_0s(write: Write) -> Change:
+def replica_0s(write: Write) -> None:
     """All replicas write replica 0's value.  Collective."""
     variable = write.variable
     communicator = variable._extended.communicator
     with Call(communicator.guard, write.where, name=variable._key, called=write.called) as call:
         mine = write.checked()
         if isinstance(mine, IndexedSlices):
-            return _rows_of_replica_0(write, mine, call)
+            write.apply(_rows_of_replica_0(write, mine, call))
+            return
         if is_on_device(mine):
             from mpistrategy.reduction.routes import on_device  # here, for the quick import
 
             on_device.prepare(communicator, [mine], call.where)
         memory, copy = _copied(mine)
         call.agree("broadcast", values=((dtype_name(mine.dtype), mine.shape),), sparingly=not is_on_device(mine))
-        return _of_replica_0(memory, copy, communicator)
+        write.apply(_of_replica_0(memory, copy, communicator))
 
 
 def _rows_of_replica_0(write: Write, mine: IndexedSlices, call: Call) -> IndexedSlices:
@@ -218,8 +219,22 @@ def _of_replica_0(memory: Any, copy: Array, communicator: Communicator) -> Array
     return copy
 
 
-def alike(write: Write) -> Change:
+def alike(write: Write) -> None:
     """All replicas write the same value, which every rank has.  Collective: errors raise everywhere.  Sends no data."""
+    _write_alike(write, lambda value: value)
+
+
+def shared(write: Write) -> None:
+    """Each replica writes its share of one value: the sum of the copies is the value.  Otherwise as `alike`."""
+    communicator = write.variable._extended.communicator
+
+    def share(value: Array) -> Array:
+        return placed_as(share_of(host_array(value), communicator.rank, communicator.size), value)
+
+    _write_alike(write, share)
+
+
+def _write_alike(write: Write, part: Callable[[Any], Change]) -> None:
     variable = write.variable
     communicator = variable._extended.communicator
     with Call(communicator.guard, write.where, name=variable._key, called=write.called) as call:
@@ -230,18 +245,10 @@ def alike(write: Write) -> Change:
                 expected="one value, the same on every rank",
                 fix="To give each replica its own: strategy.run(lambda x: v.assign(x), args=(value,)).",
             )
-        mine = write.checked()
+        mine = part(write.checked())
         layout = ((dtype_name(variable.dtype), variable.shape),)
         call.agree("write", op=write.where, values=layout, sparingly=True)
-        return mine
-
-
-def shared(write: Write) -> Change:
-    """Each replica writes its share of one value: the sum of the copies is the value.  Otherwise as `alike`."""
-    value = alike(write)
-    communicator = write.variable._extended.communicator
-    assert not isinstance(value, IndexedSlices)
-    return placed_as(share_of(host_array(value), communicator.rank, communicator.size), value)
+        write.apply(mine)
 
 
 def share_of(value: Array, rank: int, size: int) -> Array:
@@ -268,8 +275,8 @@ def share_of(value: Array, rank: int, size: int) -> Array:
 # -------------------------------------------------------------------------------------------------- refusals
 
 
-def _refused(kind: type[MpiStrategyError], found: str, expected: str, fix: str) -> Callable[[Write], Change]:
-    def refuse(write: Write) -> Change:
+def _refused(kind: type[MpiStrategyError], found: str, expected: str, fix: str) -> Callable[[Write], None]:
+    def refuse(write: Write) -> None:
         variable = write.variable
         policy = f"{variable.synchronization.name}/{variable.aggregation.name}"
         raise kind.at(write.full_name, found=f"{found} ({policy})", expected=expected, fix=fix)
@@ -277,25 +284,25 @@ def _refused(kind: type[MpiStrategyError], found: str, expected: str, fix: str) 
     return refuse
 
 
-drifts: Callable[[Write], Change] = _refused(
+drifts: Callable[[Write], None] = _refused(
     AggregationError,
     "a write in replica context to an ON_WRITE variable with aggregation NONE",
     "an aggregation that combines the replicas' values",
     "Create it with aggregation='SUM', 'MEAN' or 'ONLY_FIRST_REPLICA', or write in cross-replica context.",
 )
-n_times: Callable[[Write], Change] = _refused(
+n_times: Callable[[Write], None] = _refused(
     AggregationError,
     "an ON_READ variable with aggregation SUM in cross-replica context, where it would be added to every copy",
     "a call in a step function, where each replica adds to its own copy",
     "Call it inside strategy.run, or use assign to set the total.",
 )
-no_rows: Callable[[Write], Change] = _refused(
+no_rows: Callable[[Write], None] = _refused(
     UnsupportedError,
     "an ON_READ variable",
     "an ON_WRITE variable",
     "Write whole values: v.assign(...), v.assign_add(slices.to_dense()).",
 )
-not_sum: Callable[[Write], Change] = _refused(
+not_sum: Callable[[Write], None] = _refused(
     UnsupportedError,
     "an aggregation that adds",
     "aggregation NONE or ONLY_FIRST_REPLICA",

@@ -48,6 +48,7 @@ class Replica(Protocol):
     name: str
     _key: str
     _extended: Extended
+    _storage: Array
 
     @property
     def strategy(self) -> Any:

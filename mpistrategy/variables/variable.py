@@ -351,8 +351,7 @@ class Variable(ArrayLike, Settable):
 
     def _write(self, method: str, value: Any, name: str | None) -> Self:
         where, column = _WRITES[method]
-        write = Write(self, method, where, value, name)
-        write.apply(self._storage, getattr(self._policy(where), column)(write))
+        getattr(self._policy(where), column)(Write(self, method, where, value, name))
         return self
 
     def _policy(self, where: str) -> Policy:

@@ -1,6 +1,7 @@
 """One write to a variable: `Write.checked` checks the value, and `Write.apply` changes the storage.
 
-`checked` raises before anything has changed; `apply` cannot fail.
+`checked` raises before anything has changed.  Where ranks write together, `apply` belongs into their call: a rank that
+fails in it has another copy than the others, which must hear of it.
 """
 
 from __future__ import annotations
@@ -113,8 +114,9 @@ class Write:
             return value  # the usual case, quickly
         return self._array()
 
-    def apply(self, storage: Array, change: Array | IndexedSlices) -> None:
-        """Change `storage` in place, with the result of `checked` or the combination of several replicas' results."""
+    def apply(self, change: Array | IndexedSlices) -> None:
+        """Change the storage in place, with the result of `checked` or the combination of several replicas' results."""
+        storage = self.variable._storage
         if type(storage) is type(change) is np.ndarray:
             DENSE[self.method](storage, change)
             return
@@ -142,11 +144,7 @@ class Write:
         array = self._of_dtype(value)
         if array.shape != self.variable.shape:
             raise ShapeError.at(self.full_name, found=f"shape {array.shape}", expected=f"shape {self.variable.shape}")
-        return placed_as(array, self._storage)
-
-    @property
-    def _storage(self) -> Array:
-        return self.variable.local_view
+        return placed_as(array, self.variable._storage)
 
     def _slices(self) -> IndexedSlices:
         slices, shape = local_component(self.value), self.variable.shape
@@ -176,7 +174,7 @@ class Write:
         return IndexedSlices(values, indices.astype(np.int64))
 
     def _of_dtype(self, value: Any) -> Array:
-        on_device = is_on_device(value) and is_on_device(self._storage)
+        on_device = is_on_device(value) and is_on_device(self.variable._storage)
         array = as_device_array(value, self.full_name) if on_device else to_array(value, self.full_name)
         if array.dtype == self.variable.dtype:
             return array

@@ -14,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mpistrategy import own_files
+from mpistrategy.objects.text import printable
 
 pytestmark = pytest.mark.one_rank
 
@@ -125,14 +126,14 @@ def test_a_file_is_written_as_a_whole(tmp_path: Path) -> None:
 
 
 def test_what_steers_a_terminal_is_shown_as_an_escape() -> None:
-    shown = own_files.printable("a\x1b[2J\x9b31m\x07\r\n\tb\u202ec\u2066\u2028\x00\ud800é")
+    shown = printable("a\x1b[2J\x9b31m\x07\r\n\tb\u202ec\u2066\u2028\x00\ud800é")
     assert shown == "a\\x1b[2J\\x9b31m\\x07\\r\n\tb\\u202ec\\u2066\\u2028\\x00\\ud800é"
-    assert own_files.printable("a\nb\tc", "") == "a\\nb\\tc"
+    assert printable("a\nb\tc", "") == "a\\nb\\tc"
 
 
 @given(st.text())
 def test_all_text_becomes_printable(text: str) -> None:
-    shown = own_files.printable(text, "")
+    shown = printable(text, "")
     assert shown.isprintable()
     assert shown == text or not text.isprintable()
-    assert own_files.printable(text).replace("\n", "").replace("\t", "").isprintable()
+    assert printable(text).replace("\n", "").replace("\t", "").isprintable()

@@ -40,7 +40,7 @@ from mpistrategy.checkpoint.storage.shards import (
     part_name,
 )
 from mpistrategy.errors import CheckpointDamagedError, CheckpointError
-from mpistrategy.own_files import printable
+from mpistrategy.objects.text import printable
 
 NAME = "manifest.json"
 FORMAT, VERSION = "mpistrategy checkpoint", 3

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from mpistrategy.cli.doctor.checks.finding import count, mebibytes
 from mpistrategy.mpi.shared_memory.segments import FOLDER
-from mpistrategy.own_files import printable
+from mpistrategy.objects.text import printable
 
 #: The inode of the first PID namespace.
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC

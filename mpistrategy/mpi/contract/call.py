@@ -94,11 +94,11 @@ class Call:
         self._outer = guard.current
         try:
             self._begin(guard, guard.current)
+            return self
         except BaseException:
             if guard.current is self:  # a signal has come
                 self._leave()
             raise
-        return self
 
     def _begin(self, guard: Guard, outer: CurrentCall | None) -> None:
         me = threading.get_ident()

@@ -18,6 +18,8 @@ from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from mpistrategy.objects.text import printable
+
 T = TypeVar("T")
 
 #: Frames of files in here are the library's own, except for the benchmarks, which use it as programs do.
@@ -258,8 +260,6 @@ def _without_column(place: str) -> str:
 
 def warn(text: str, category: type[Warning]) -> None:
     """Warn at the call site in the user's program, not at a line of this package.  Control characters are escaped."""
-    from mpistrategy.own_files import printable  # here, for the quick import
-
     text = printable(text)
     frame = outside(sys._getframe(1))
     if frame is None:  # a thread of this package

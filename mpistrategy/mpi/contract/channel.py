@@ -73,7 +73,7 @@ class Steps(NamedTuple):
     """`ControlChannel.all_equal` of one digest, step by step, for callers that repeat it.
 
     Attributes:
-        place, numbers: ``place[:] = numbers`` comes first.
+        place, numbers, result, unknown: ``place[:] = numbers`` and ``result[:] = unknown`` come first.
         start, wait: are called next.
         told, expected: all ranks have the digest if ``told() == expected`` afterwards.
         companions: are told where they have; where these expect a call, other steps come first.
@@ -82,6 +82,8 @@ class Steps(NamedTuple):
     place: memoryview
     numbers: bytes
     expected: bytes
+    result: memoryview
+    unknown: bytes
     start: Callable[[], object]
     wait: Callable[[], object]
     told: Callable[[], bytes]

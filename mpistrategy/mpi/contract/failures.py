@@ -119,13 +119,17 @@ class Failures:
 
     def remote_error(self, rank: int) -> MpiStrategyError:
         """Take no more calls; return the error that tells of another rank's failure."""
-        numbers, text = self._numbers[rank], self._texts[rank]
-        first, last = numbers[_WHERE], numbers[_LENGTH]
-        where, error = (decoded(part) for part in (text[:first], text[first:last]))
-        failure = Failure(error, int(numbers[_ORIGIN]), where)
+        failure = self.failure_of(rank)
         if not self._is_broken:
             self._break(failure)
         return failure.as_error()
+
+    def failure_of(self, rank: int) -> Failure:
+        """Return why a rank takes no more calls."""
+        numbers, text = self._numbers[rank], self._texts[rank]
+        first, last = numbers[_WHERE], numbers[_LENGTH]
+        where, error = (decoded(part) for part in (text[:first], text[first:last]))
+        return Failure(error, int(numbers[_ORIGIN]), where)
 
     def _break(self, failure: Failure) -> None:
         self._write(failure)

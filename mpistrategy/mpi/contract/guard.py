@@ -242,7 +242,7 @@ class Guard(TellsErrors):
         steps: Steps | None = None if self._is_patient or self.skips or steps_of is None else steps_of(digest)
         if steps is None:
             return partial(self.compare_digest, digest, signature)
-        place, numbers, totals, start, wait, told, companions = steps
+        place, numbers, totals, result, unknown, start, wait, told, companions = steps
         calls, made = companions.calls, companions.made
 
         # All of it is in one function, since to call others takes a tenth of a small sum.
@@ -257,6 +257,7 @@ class Guard(TellsErrors):
                 self.stage = AGREED
                 return
             place[:] = numbers
+            result[:] = unknown
             start()
             if work is not None:
                 work()

@@ -34,6 +34,8 @@ _BITS = 16
 _REMEMBERED = 4096
 #: The number of no companion.
 _NONE = -1
+#: Stands where the totals of the header will be, until they are there: a request that was never started leaves it.
+UNKNOWN = np.full(_HEADER, np.nan).tobytes()
 
 
 def elements_for(size: int, library: str) -> int:
@@ -120,7 +122,8 @@ class MpiControlChannel:
         if companions is None:
             return None
         request, told = self._request, self._told.tobytes
-        return Steps(self._header, *self._numbers_of(digest), request.Start, request.Wait, told, companions)
+        numbers, totals = self._numbers_of(digest)
+        return Steps(self._header, numbers, totals, self._told, UNKNOWN, request.Start, request.Wait, told, companions)
 
     def start(self, digest: int) -> None:
         """Begin `all_equal` without waiting.
@@ -128,10 +131,11 @@ class MpiControlChannel:
         After an interruption in a comparison that one comes first, and where all ranks agree there, that of `digest`.
         """
         self._digest, companions = digest, self._companions
-        if self._is_interrupted:
-            self._is_interrupted, self._following = False, digest
-            self._expected_sum = None if companions is None else companions.calls.known
-            if self._expected_sum is None:
+        was_interrupted, self._is_interrupted = self._is_interrupted, False
+        expected = None if companions is None else companions.calls.known
+        if was_interrupted and self._was_started(expected):
+            self._following, self._expected_sum = digest, expected
+            if expected is None:
                 self._digest = digest_in(self._mine.tolist())
                 self._expected = (self._comm.size * self._mine[:_HEADER]).tobytes()
             return
@@ -140,7 +144,14 @@ class MpiControlChannel:
         if self._expected_sum is None:
             self._start_first(digest)
 
+    def _was_started(self, expected: Companion | None) -> bool:
+        """Return whether this rank had come to the start of the comparison that it has left; MPI does not say it."""
+        if expected is None:
+            return not (self._request.Test() and self._told == UNKNOWN)
+        return not (expected.request.Test() and expected.is_unknown)
+
     def _start_first(self, digest: int) -> None:
+        self._told[:] = UNKNOWN
         self._header[:], self._expected = self._numbers_of(digest)
         if self._persistent:
             self._request.Start()

@@ -62,11 +62,23 @@ class Companion:
         self.count: Array = totals[-1:]
         self._mark = mine[-1:]
         self._mark[0] = 1
+        self._count = totals[-1:].data.cast("B")
+        self._unknown = b"\xff" * totals.itemsize  # no number of ranks
+
+    def start_as_first(self) -> None:
+        """Begin to add up as the first message, on a rank that makes the call that all have expected."""
+        self._count[:] = self._unknown
+        self.start()
+
+    @property
+    def is_unknown(self) -> bool:
+        """Whether the ranks were not counted since."""
+        return self._count == self._unknown
 
     def start_without(self) -> None:
         """Begin to add up as the first message, on a rank that makes another call than all have expected."""
         self._mark[0] = 0
-        self.start()
+        self.start_as_first()
 
     def is_of_all(self, size: int) -> bool:
         """Return, after that, whether all ranks make the call."""
@@ -186,12 +198,12 @@ class Companions:
         """
         expected = self.calls.known
         if expected is not None:
-            (expected.start if self.is_expected(digest) else expected.start_without)()
+            (expected.start_as_first if self.is_expected(digest) else expected.start_without)()
         return expected
 
     def carries(self, expected: Companion) -> bool:
         """Compare this rank's call, which is the one that is expected, by its sum; return as `were_expected`."""
-        expected.start()
+        expected.start_as_first()
         expected.wait()
         return self.were_expected(expected)
 

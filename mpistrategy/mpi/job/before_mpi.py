@@ -32,8 +32,8 @@ def start(where: str, seconds: float | None = None, status: int = _LATE, longer:
         longer: how to give it longer, in words.
 
     Raises:
-        LaunchError: when this MPI library would abort or crash at its start, or multiprocessing has started this
-            process in a rank, or the program has kept mpi4py from starting MPI and has not started it.
+        LaunchError: when this MPI library would abort or crash at its start, or a rank has started this process, or
+            the program has kept mpi4py from starting MPI and has not started it.
         ContextError: after MPI.Finalize().
         ImportError, RuntimeError: what mpi4py raises where it finds no MPI library.
     """
@@ -47,8 +47,8 @@ def start(where: str, seconds: float | None = None, status: int = _LATE, longer:
 def _import(where: str, seconds: float | None, status: int, longer: str) -> None:
     environment = os.environ
     claim = launcher.claim_in(environment)
-    if claim is not None and launcher.is_of_multiprocessing(claim):
-        raise launcher.refusal_of_worker(where, claim)
+    if claim is not None and launcher.is_of_rank(claim):
+        raise launcher.refusal_of_child(where, claim)
     with _in_time(where, claim, timeouts.expected() if seconds is None else seconds, status, longer):
         if "PMIX_NAMESPACE" in environment or _lacks(claim, environment):
             _start_checked(where, environment, claim)

@@ -50,6 +50,9 @@ _BATCH_PLACES = (
 )
 #: They count this node only, and are used where there are no others.
 _PLACE_ON_NODE = (_MPICH, "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
+#: What leads MPI to the launcher; without any it runs alone.
+_TO_LAUNCHER = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE")
+_IS_LAUNCHER = re.compile("mpi(exec|run)|hydra|prte|orte|orted|srun|slurmstepd|flux|jsrun|jsmd|pals|aprun")
 #: Slurm numbers what is no step of srun (the batch script, the shell of salloc, ...) from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
@@ -211,30 +214,46 @@ def check_world(world_size: int, library: str, where: str = "MirroredStrategy") 
         raise error
 
 
-def is_of_multiprocessing(claim: Claim) -> bool:
-    """Return whether multiprocessing has started this process, from a rank to which the launcher spoke.
+def is_of_rank(claim: Claim) -> bool:
+    """Return whether a rank, to which the launcher spoke, has started this process, which MPI would take for the rank.
 
-    It is so where the methods 'spawn' and 'forkserver' import the program's module, and after that; MPI would take the
-    process for its parent.  A single program under srun tells MPI nothing.
+    It aborts there (MPICH), or waits for other such processes (Open MPI).  A single program under srun tells MPI
+    nothing.
+    """
+    is_single = claim.tasks == 1 and claim.variables[0].startswith("SLURM_")
+    if is_single or is_on(os.environ.get(ALONE, "")):
+        return False
+    if _is_of_multiprocessing():
+        return True
+    return any(name in os.environ for name in _TO_LAUNCHER) and _is_child_of_rank(claim)
+
+
+def _is_of_multiprocessing() -> bool:
+    """Return whether multiprocessing has started this process.
+
+    It is so where the methods 'spawn' and 'forkserver' import the program's module, and after that.
     """
     main = sys.modules.get("__mp_main__")  # in other processes it is another name of __main__
-    if (main is None or main.__name__ != "__mp_main__") and not any(
+    return (main is not None and main.__name__ == "__mp_main__") or any(
         "from multiprocessing." in each for each in sys.orig_argv
-    ):
-        return False
-    is_single = claim.tasks == 1 and claim.variables[0].startswith("SLURM_")
-    return not is_single and not is_on(os.environ.get(ALONE, ""))
-
-
-def refusal_of_worker(where: str, claim: Claim) -> LaunchError:
-    """Return what is raised in a process that multiprocessing has started."""
-    return LaunchError.at(
-        where,
-        found=f"a process that multiprocessing has started in rank {claim.rank} of {claim.tasks}",
-        expected="a strategy in the ranks alone",
-        fix="Such a process imports the program's module: put what only the ranks shall do, as MirroredStrategy(), "
-        'below `if __name__ == "__main__":`. OneDeviceStrategy works in it.',
     )
+
+
+def refusal_of_child(where: str, claim: Claim) -> LaunchError:
+    """Return what is raised in a process that a rank has started."""
+    if _is_of_multiprocessing():
+        found = f"a process that multiprocessing has started in rank {claim.rank} of {claim.tasks}"
+        fix = (
+            "Such a process imports the program's module: put what only the ranks shall do, as MirroredStrategy(), "
+            'below `if __name__ == "__main__":`. OneDeviceStrategy works in it.'
+        )
+    else:
+        found = f"a program that rank {claim.rank} of {claim.tasks} has started"
+        fix = (
+            f"It has the rank's variables ({', '.join(claim.variables)}, ...), and MPI would take it for that rank. "
+            "OneDeviceStrategy works in it; or start it with the MPI's mpiexec, without these variables."
+        )
+    return LaunchError.at(where, found=found, expected="a strategy in the ranks alone", fix=fix)
 
 
 def no_mpi(where: str, error: BaseException) -> LaunchError:
@@ -283,13 +302,16 @@ def _parents(process: int) -> Iterator[int]:
 def _is_child_of_rank(claim: Claim) -> bool:
     """Return whether a parent of this process was told the same, and is a Python program that uses MPI.
 
-    A shell between launcher and program was told the same, too; but it has no MPI, or one that was preloaded.
+    A shell between launcher and program was told the same, too; but it has no MPI, or one that was preloaded.  A
+    launcher that a rank has started may tell its ranks what that one was told.
     """
     told = {encoded(f"{name}={os.environ[name]}") for name in claim.variables}
     for parent in _parents(os.getpid()):
         try:
             if not told <= set(_read(parent, "environ").split(b"\0")):
                 return False  # the launcher: what is above it does not matter
+            if _IS_LAUNCHER.match(_read(parent, "comm").decode(errors="replace")):
+                return False
             maps = _read(parent, "maps").decode(errors="replace")
             is_python = "python" in os.readlink(f"/proc/{parent}/exe") or "libpython" in maps
         except OSError:

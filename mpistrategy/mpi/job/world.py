@@ -8,7 +8,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import WeakSet
+from weakref import ref
 
 from mpi4py import MPI
 
@@ -68,22 +68,24 @@ def rank_in_job() -> int:
     return int(MPI.COMM_WORLD.rank)
 
 
-_guards: WeakSet[Guard] = WeakSet()
+# No WeakSet: see `mpistrategy.mpi.contract.forks`.
+_guards: list[ref[Guard]] = []
 _keyval = MPI.KEYVAL_INVALID
 
 
 def close_at_finalize(guard: Guard) -> None:
     """Let `guard` take no more calls from `MPI.Finalize` on, which first deletes the attributes of COMM_SELF."""
     global _keyval
-    _guards.add(guard)
+    _guards[:] = [known for known in _guards if known() is not None] + [ref(guard)]
     if _keyval == MPI.KEYVAL_INVALID:
         _keyval = MPI.Comm.Create_keyval(delete_fn=_close_guards)
         MPI.COMM_SELF.Set_attr(_keyval, True)
 
 
 def _close_guards(comm: MPI.Comm, keyval: int, attribute: Any) -> None:
-    for guard in list(_guards):
-        guard.close_with_mpi()
+    for known in _guards:
+        if (guard := known()) is not None:
+            guard.close_with_mpi()
 
 
 def watch(guard: Guard, free: Any) -> None:

@@ -21,7 +21,7 @@ from mpistrategy.mpi.watchdog.status_board import RankStatus, call_in
 _LEAST_SECONDS = 1.5
 _OUR_THREADS = "mpistrategy"
 #: Statuses that are older than this, in seconds, say nothing about what a rank does now.
-_OLDEST_SECONDS = 2.5
+OLDEST_SECONDS = 2.5
 
 
 def only_wait(groups: Sequence[Group], now: float) -> Group | None:
@@ -49,7 +49,7 @@ def find(groups: Sequence[Group], rank: int, now: float) -> tuple[Group, Collect
     for peer in _statuses(groups):
         if peer.rank == rank or peer.rank not in mine.ranks or not peer.strategy or peer.strategy == mine.identity:
             continue
-        waits = peer.waited > _LEAST_SECONDS and now - peer.beat < _OLDEST_SECONDS
+        waits = peer.waited > _LEAST_SECONDS and now - peer.beat < OLDEST_SECONDS
         there = known.get(peer.strategy)
         for_me = peer.has_all_ranks if there is None else not there.was_met_by(rank, peer.rank)
         if waits and for_me and not mine.was_met_by(peer.rank, rank):

@@ -38,6 +38,8 @@ _FIRST_PAUSE_SECONDS = 0.5
 #: How old the status of a rank may be that reads for its node, and how long the others wait for it to read again.
 _READER_SECONDS = 3.0
 _CLAIM_LOOKS, _CLAIM_SECONDS = 50, 0.02
+#: How long a rank may take to leave a wait that is in vain, after `PATIENCE_SECONDS`; it cannot leave a call of MPI.
+_LEAVING_SECONDS = 1.5
 _LONGEST_SECONDS_BETWEEN_LOOKS = 2.5
 _LONGEST_SECONDS_BETWEEN_FILES = 60.0
 
@@ -90,6 +92,11 @@ class Group:
         self._heard_of: dict[int, tuple[bool, list[Account]]] = {}
         self._noted = 0
         self._told_left = False
+        #: The wait in which this rank has seen that another one takes no more calls, and since when.
+        self._left_call: Entry | None = None
+        self._left_since = 0.0
+        #: Since when this rank has been told to stop waiting; infinity if it has not.
+        self._told_since = math.inf
         self._entry: Entry | None = None
         self._again = False
 
@@ -181,12 +188,30 @@ class Group:
             self.board.note_left()
 
     def waits_in_vain(self, now: float) -> Failure | None:
-        """Return why this rank waits in vain: for one that takes no more calls; None where it does not."""
+        """Return why this rank waits in vain: for one that takes no more calls; None where it does not.
+
+        A rank that finds that out where it waits is given the time to leave.
+        """
+        failures = self.guard.failures
+        left = None if failures is None or not self._again else failures.left_by()
+        if failures is not None and left is not None:
+            if self._left_call is not self._entry:
+                self._left_call, self._left_since = self._entry, now
+            if now - self._left_since > PATIENCE_SECONDS + _LEAVING_SECONDS and self.host_waited(now):
+                return failures.failure_of(left)
         if not self.board.has_left() or self.host_waited(now) < PATIENCE_SECONDS:
             return None
         with contextlib.suppress(ValueError, TypeError):
             return Failure(*json.loads(self.directory.read(LEFT)))
         return Failure("another rank takes no more calls")
+
+    def cannot_leave(self, now: float) -> bool:
+        """Return whether this rank was told to stop waiting, and is in a call of MPI, which it cannot leave."""
+        if not self.guard.is_told_late or not self.host_waited(now):
+            self._told_since = math.inf
+            return False
+        self._told_since = min(self._told_since, now)
+        return now - self._told_since > PATIENCE_SECONDS
 
     def is_alarmed(self) -> bool:
         """Return whether this rank knows of a rank that has found a collective late."""

@@ -60,6 +60,8 @@ class Watchdog:
         #: When this rank has last noted its calls, as a whole second of time.time().
         self._second = 0
         self._reminded = self._failed = False
+        #: Until when this rank's status stays as it was when ranks were found to wait for each other.
+        self._shown_until = 0.0
         self._changed = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -160,19 +162,22 @@ class Watchdog:
         second = int(time.time())
         for group in groups:
             group.look()
-            group.board.write(status)
+            if now > self._shown_until:
+                group.board.write(status)
             if second != self._second:
                 group.note_calls()
             group.update_nodes(now)
             group.tell_of_end()
-            if not group.guard.is_told_late and (failure := group.waits_in_vain(now)) is not None:
-                if group.guard.contains_errors:
+            if (failure := group.waits_in_vain(now)) is not None:
+                if group.guard.contains_errors and not group.guard.is_told_late:
                     group.guard.stop_waiting(failure.as_error())
-                else:
+                elif not group.guard.contains_errors or group.cannot_leave(now):
                     alarm.end_for(group, failure, self.rank, self.size, self._end)
         self._second = second
         crossed = crossed_waits.find(groups, self.rank, now)
-        if crossed is not None:
+        if crossed is not None and not crossed[0].guard.is_told_late:
+            # The peer may not have looked yet: it must see that this rank has waited, though it waits no longer.
+            self._shown_until = now + crossed_waits.OLDEST_SECONDS
             crossed[0].guard.stop_waiting(crossed[1])
         contained = [group for group in groups if group.guard.contains_errors]
         for group in contained:

@@ -472,3 +472,62 @@ def test_a_contained_error_after_the_agreement_reaches_the_others_in_their_next_
     for kind in kinds:
         assert f"rank 1: {kind}: {error}: planted" in job.stdout, job
         assert f"rank 0: {kind}: RemoteError: rank 1 failed in " in job.stdout, job
+
+
+INTERRUPTED_AT_A_LINE = """
+import linecache, sys
+import numpy as np
+import mpistrategy as ms
+
+kind, line = sys.argv[1:]
+
+
+def trace(frame, what, _):
+    return local if "/mpistrategy/" in frame.f_code.co_filename else None
+
+
+def local(frame, what, _):
+    if what == "line" and line in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
+        sys.settrace(None)
+        raise KeyboardInterrupt("planted")
+    return local
+
+
+with ms.MirroredStrategy(on_error="raise") as strategy:
+    variable = ms.Variable(np.zeros(30_000), aggregation="SUM")
+    ones = np.ones(30_000)
+    call = {
+        "all_gather": lambda: ms.get_replica_context().all_gather(ones, 0),
+        "assign": lambda: variable.assign(ones),
+    }[kind]
+    strategy.run(call)
+    sys.settrace(trace if strategy.rank == 1 else None)
+    for _ in range(2):
+        try:
+            strategy.run(call)
+        except (KeyboardInterrupt, ms.errors.RemoteError, ms.errors.ContextError) as caught:
+            print(f"rank {strategy.rank}: {type(caught).__name__}: {caught}", flush=True)
+"""
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(
+    ("kind", "line", "nodes"),
+    [
+        ("all_gather", "comm.Allgather(", 1),  # the other rank is in this call of MPI, and cannot leave it
+        ("all_gather", "self._request.Start()", 2),  # it waits for the message that was not started
+        ("assign", "DENSE[self.method](storage, change)", 1),  # it has written the sum
+    ],
+)
+def test_no_rank_waits_for_one_that_was_interrupted(
+    launch: Launch, tmp_path: Path, kind: str, line: str, nodes: int
+) -> None:
+    program = launching.program(INTERRUPTED_AT_A_LINE, tmp_path)
+    job = launch(2, [program, kind, line], timeout=40, env={"MPIR_CVAR_NUM_CLIQUES": str(nodes)})
+    assert "rank 1: KeyboardInterrupt: planted" in job.stdout, job
+    if "Allgather" in line:
+        assert job.returncode == 1, job
+        assert "waits in vain: rank 1 failed in ReplicaContext.all_gather: KeyboardInterrupt: planted" in job.stderr
+    else:
+        assert job.returncode == 0, job
+        assert "rank 0: RemoteError: rank 1 failed in " in job.stdout, job

@@ -1,4 +1,4 @@
-"""Processes that multiprocessing starts in a rank import the program: they say what to change, before MPI starts."""
+"""Processes that a rank starts are no ranks: a strategy in them says what to change, before MPI starts."""
 
 from __future__ import annotations
 
@@ -41,6 +41,25 @@ def test_a_worker_of_a_rank_says_what_to_change(launch: Launch, tmp_path: Path, 
     assert "LaunchError: MirroredStrategy: found a process that multiprocessing has started in rank" in job.stderr, job
     assert '`if __name__ == "__main__":`' in job.stderr, job
     assert "Abort(" not in job.stderr, job
+
+
+OTHER_PROGRAM = """
+import subprocess, sys
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+if strategy.rank == 1:
+    other = "import mpistrategy as ms; print(ms.OneDeviceStrategy().reduce('SUM', 3.0)); ms.MirroredStrategy()"
+    print(subprocess.run(["sh", "-c", 'exec "$0" -c "$1"', sys.executable, other], timeout=30).returncode, flush=True)
+print(strategy.reduce("SUM", 1.0), flush=True)
+"""
+
+
+@pytest.mark.each_mpi
+def test_a_program_that_a_rank_starts_is_no_rank(launch: Launch, tmp_path: Path) -> None:
+    job = launch(2, launching.program(OTHER_PROGRAM, tmp_path), timeout=60).check()
+    assert sorted(job.stdout.split()) == ["1", "2.0", "2.0", "3.0"], job
+    assert "LaunchError: MirroredStrategy: found a program that rank 1 of 2 has started" in job.stderr, job
 
 
 def test_a_worker_of_a_program_without_a_launcher_has_a_replica_of_its_own(launch: Launch, tmp_path: Path) -> None:

@@ -15,12 +15,12 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from mpistrategy import own_files
 from mpistrategy.cli.doctor.running_job import node_view
 from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls
 from mpistrategy.cli.doctor.running_job.run_files import Seen
 from mpistrategy.cli.doctor.running_job.slurm_job import answer_of
 from mpistrategy.mpi.watchdog.local_process import node_name
+from mpistrategy.objects.text import printable
 
 _PATIENCE_SECONDS = 40
 _MOST_LETTERS = 700
@@ -60,7 +60,7 @@ def look(number: str, nodes: int) -> JobView:
     missing = nodes - len({name for name, *_ in _LINE.findall(done.stdout)})
     if not missing:
         return view
-    why = own_files.printable((done.stderr.strip().splitlines() or ["no answer"])[-1])
+    why = printable((done.stderr.strip().splitlines() or ["no answer"])[-1])
     return JobView(view.seen, view.calls, (*view.troubles, f"{missing} of {nodes} nodes: {why}"))
 
 
@@ -91,12 +91,12 @@ def read(output: str) -> JobView:
         seen += here
         calls += of_all
         if not here:
-            troubles.append(f"{name}: {own_files.printable(str(told['trouble']))}")
+            troubles.append(f"{name}: {printable(str(told['trouble']))}")
     return JobView(tuple(sorted(seen, key=lambda each: each.rank)), tuple(calls), tuple(troubles))
 
 
 def _seen(told: Any) -> Seen:
-    texts = {name: own_files.printable(str(told[name]), "") for name in ("text", "silent", "host")}
+    texts = {name: printable(str(told[name]), "") for name in ("text", "silent", "host")}
     return Seen(**{**told, **texts})
 
 

@@ -20,7 +20,7 @@ from mpistrategy.mpi.watchdog import run_directory
 from mpistrategy.mpi.watchdog.local_process import node_name
 from mpistrategy.mpi.watchdog.roll_call import absent_in_words
 from mpistrategy.objects.shown import ranks_in_words
-from mpistrategy.own_files import printable
+from mpistrategy.objects.text import printable
 
 #: Waits of so many seconds, or of a tenth of the timeout, are reported.
 _LONG_SECONDS = 10.0

@@ -17,6 +17,7 @@ from typing import Any
 
 from mpistrategy import own_files
 from mpistrategy.mpi.watchdog import run_directory
+from mpistrategy.objects.text import printable
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _MOST_RANK, _MOST_PROCESS = 2**24, 2**22
@@ -166,7 +167,7 @@ def _seen_in(folder: int, now: float, left_out: list[str]) -> tuple[dict[int, Se
                 if own_files.others_can_write(state):
                     raise PermissionError(0, "others can write to it")
                 told = own_files.read_all(descriptor, run_directory.MOST_BYTES, name)
-                return own_files.printable(told.decode(errors="replace")), state
+                return printable(told.decode(errors="replace")), state
             finally:
                 os.close(descriptor)
         except OSError as error:
@@ -201,8 +202,8 @@ def _called(text: str, age: float) -> list[Seen]:
                 age,
                 _finite(told["waited_seconds"]),
                 _finite(told["timeout_seconds"] or 0.0),
-                own_files.printable(str(told["text"]), ""),
-                silent=own_files.printable(str(told["silent"]), ""),
+                printable(str(told["text"]), ""),
+                silent=printable(str(told["silent"]), ""),
             )
             for rank, told in ranks.items()
             if 0 <= rank < _MOST_RANK
@@ -231,11 +232,11 @@ def _rank(line: Any, silent: Any, passed: float, where: tuple[int, str], trusted
         passed - min(0.0, _finite(line["beat"])),
         _finite(line["waited"]),
         _finite(line["limit"]) if line["limit"] != math.inf else 0.0,
-        own_files.printable(str(line["text"]), ""),
+        printable(str(line["text"]), ""),
         process,
         trusted and bool(line["signal"]),
         where[0],
-        own_files.printable(str(silent.get(str(rank), "")), ""),
+        printable(str(silent.get(str(rank), "")), ""),
         where[1],
     )
 
