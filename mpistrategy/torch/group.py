@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -32,16 +32,11 @@ from mpistrategy.torch import tensors as t
 _LEAST_IN_PLACE = 4 * 2**20
 
 
-def _completed(result: Any) -> Any:
-    """Return a future that holds a result."""
-    future: Any = Future()
-    future.set_result(result)
-    return future
-
-
 def done(result: Any) -> Any:
     """Return the work of a call that is over, whose future holds the result."""
-    return torch._C._distributed_c10d._create_work_from_future(_completed(result))
+    future: Any = Future()
+    future.set_result(result)
+    return torch._C._distributed_c10d._create_work_from_future(future)
 
 
 class Transfer(dist.Work):  # type: ignore[misc]
@@ -76,11 +71,6 @@ class Transfer(dist.Work):  # type: ignore[misc]
         return self._message.source
 
     source_rank = _source_rank
-
-    def get_future(self) -> Any:
-        """Return a future that is done; waits."""
-        self.wait()
-        return _completed([self._elements])
 
 
 class Group:
@@ -139,14 +129,12 @@ class Group:
         """
         op, factor = t.operation(opts, call.where)
         dtype, by, bits, truncates = t.reduction(op, tensors[0].dtype, call.where)
-        elements = [t.on_host(each, dtype) for each in tensors]
+        elements = [t.on_host(each, dtype, factor) for each in tensors]
         words = {"op": op, "values": t.values_of(tensors), **words}
         if bits is not None:
             call.agree(call.where, **words)
-            gathered = [self._gathered(t.flat(each)).view(self._ranks, each.numel()) for each in elements]
-            return [functools.reduce(bits, each) for each in gathered]
-        if factor != 1:
-            elements = [each * factor for each in elements]
+            rows = [self._gathered(t.flat(each)).view(self._ranks, each.numel()) for each in elements]
+            return [functools.reduce(bits, each) for each in rows]
         arrays = [each.numpy() for each in elements]
         plan = plan_of(self.communicator, tuple([(each.dtype, each.shape) for each in arrays]), by, 0, usual_route)
         is_large = in_place and sum([each.nbytes for each in arrays]) >= _LEAST_IN_PLACE
@@ -154,13 +142,10 @@ class Group:
         plan.bring(arrays, into)
         call.agree(call.where, **words)
         totals = plan.run(arrays, into)
-        if in_place:
-            for array, total in zip(arrays, totals, strict=True):
-                if total is not array:
-                    array[...] = total
-        else:
-            elements = [torch.from_numpy(total) for total in totals]
-        return [each.div_(self._ranks, rounding_mode="trunc") for each in elements] if truncates else elements
+        for array, total in zip(arrays, totals, strict=True) if in_place else ():
+            array[...] = total  # nothing to do where it is the array
+        results = elements if in_place else [torch.from_numpy(each) for each in totals]
+        return [each.div_(self._ranks, rounding_mode="trunc") for each in results] if truncates else results
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _all_reduce_rows(self, call: Call, targets: Sequence[Any], op: str) -> None:
@@ -230,9 +215,8 @@ class Group:
         """Return the ranks' elements one after the other; `counts` says how many there are, None: equally many."""
         sizes = [elements.numel()] * self._ranks if counts is None else counts
         together = torch.empty(sum(sizes), dtype=elements.dtype) if into is None else into
-        if together.numel():
-            sizes = [size * elements.element_size() for size in sizes]
-            self.communicator.allgatherv(t.in_bytes(elements), sizes, t.in_bytes(together))
+        lengths = [size * elements.element_size() for size in sizes]
+        self.communicator.allgatherv(t.in_bytes(elements), lengths, t.in_bytes(together))
         return together
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -263,11 +247,22 @@ class Group:
 
     # ------------------------------------------------------------------------------------ parts for single ranks
 
-    def _exchange(self, call: Call, targets: Sequence[Any], given: Sequence[Any], **words: Any) -> None:
-        """Send the r-th tensor to rank r, and write what rank r sends into the r-th target."""
+    def _exchange(
+        self,
+        call: Call,
+        targets: Sequence[Any],
+        given: Sequence[Any],
+        alike: Sequence[Any] = (),
+        destination: str = "",
+    ) -> None:
+        """Send the r-th tensor to rank r, and write what rank r sends into the r-th target.
+
+        The ranks compare the numbers of elements of the tensors that are `alike` on all of them, and the destination.
+        """
         t.checked([*targets, *given], call.where, dtype=given[0].dtype)
         sent = t.together(given)
         counts, taken = ([each.numel() for each in tensors] for tensors in (given, targets))
+        words = {"values": t.values_of(alike or [sent[:0]]), "destination": destination}
         received, _ = exchange(self.communicator, call, sent, counts, sent.element_size(), taken, **words)
         t.write(received.split(taken), targets)
 
@@ -279,23 +274,21 @@ class Group:
         """Write the tensor of rank r into the root's r-th output; all have one size."""
         with self._call("gather") as call:
             root, (mine,) = self._member(opts.rootRank, "root", call.where), t.checked(inputs, call.where)
-            wanted = outputs[0] if self._rank == root else self._only(-1, mine)
-            numel = mine.numel() if self._rank == root else 0
+            wanted, numel = (outputs[0], mine.numel()) if self._rank == root else (self._only(-1, mine), 0)
             targets = t.checked(wanted, call.where, count=self._ranks, numel=numel, is_written=True)
-            words = {"values": t.values_of([mine]), "destination": f"rank {root}"}
-            self._exchange(call, targets, self._only(root, mine), **words)
+            self._exchange(call, targets, self._only(root, mine), [mine], f"rank {root}")
         return done(targets)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Write the root's r-th input into the output of rank r; all have one size."""
         with self._call("scatter") as call:
-            root = self._member(opts.rootRank, "root", call.where)
-            (target,) = t.checked(outputs, call.where, is_written=True)
-            brought = inputs[0] if self._rank == root else self._only(-1, target)
-            numel = target.numel() if self._rank == root else 0
-            given = t.checked(brought, call.where, count=self._ranks, numel=numel)
-            words = {"values": t.values_of([target]), "destination": f"rank {root}"}
-            self._exchange(call, self._only(root, target), given, **words)
+            root, (mine,) = (
+                self._member(opts.rootRank, "root", call.where),
+                t.checked(outputs, call.where, is_written=True),
+            )
+            given, numel = (inputs[0], mine.numel()) if self._rank == root else (self._only(-1, mine), 0)
+            given = t.checked(given, call.where, count=self._ranks, numel=numel)
+            self._exchange(call, self._only(root, mine), given, [mine], f"rank {root}")
         return done(list(outputs))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -331,21 +324,15 @@ class Group:
         return self._transfer("recv", tensors, None, tag)
 
     def _transfer(self, name: str, tensors: Any, peer: int | None, tag: int) -> Any:
-        where = f"torch.distributed.{name}"
-        receives = name == "recv"
+        where, receives = f"torch.distributed.{name}", name == "recv"
         targets = t.checked(tensors, where, count=1, is_written=receives)
-        if peer is not None:
-            self._member(peer, "peer", where)
+        self._member(peer or 0, "peer", where)
         if not 0 <= tag <= GREATEST_TAG:
             raise OptionError.at(where, found=f"tag {tag}", expected=f"an int from 0 to {GREATEST_TAG}")
-        elements = t.flat(targets[0])
+        elements, ranks = t.flat(targets[0]), self.communicator
+        begin: Callable[..., Message] = ranks.begin_to_receive if receives else ranks.begin_to_send
         with self._turn:
-            if receives:
-                message = self.communicator.begin_to_receive(t.in_bytes(elements), peer, tag)
-            else:
-                assert peer is not None
-                message = self.communicator.begin_to_send(t.in_bytes(elements), peer, tag)
-        return Transfer(message, elements, targets if receives else ())
+            return Transfer(begin(t.in_bytes(elements), peer, tag), elements, targets if receives else ())
 
     def _member(self, rank: int, what: str, where: str) -> int:
         """Return a rank of the group."""
@@ -400,6 +387,6 @@ def exchange(
         )
     received = torch.empty(int(found.sum()) * width // sent.element_size(), dtype=sent.dtype)
     call.agree(call.where)
-    sizes, lengths = np.multiply(counts, width).tolist(), (found * width).tolist()
-    communicator.alltoallv(t.in_bytes(sent), sizes, t.in_bytes(received), lengths)
+    lengths = (found * width).tolist()
+    communicator.alltoallv(t.in_bytes(sent), np.multiply(counts, width).tolist(), t.in_bytes(received), lengths)
     return received, found.tolist()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -36,15 +37,18 @@ _BY_LIBRARY = {
 }
 
 
+_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_OPERATIONS = torch.distributed.ReduceOp
+_KINDS = {name: getattr(_OPERATIONS, name) for name in _NAMES if hasattr(_OPERATIONS, name)}
+
+
 def operation(opts: Any, where: str) -> tuple[str, Any]:
     """Return the name of the ReduceOp in options of c10d, without any SUM, and the factor of PREMUL_SUM, else 1."""
-    reduce_op = torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp
-    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *_BITWISE, "PREMUL_SUM")
-    for name in names:
-        kind = getattr(torch.distributed.ReduceOp, name, None)
-        if kind is not None and reduce_op == kind:
+    reduce_op = _OPERATIONS.SUM if opts is None else opts.reduceOp
+    for name, kind in _KINDS.items():
+        if reduce_op == kind:
             return name, reduce_op.__getstate__()[1] if name == "PREMUL_SUM" else 1
-    raise ReduceOpError.at(where, found=repr(reduce_op), expected=f"torch.distributed.ReduceOp.{' or '.join(names)}")
+    raise ReduceOpError.at(where, found=repr(reduce_op), expected=f"torch.distributed.ReduceOp.{' or '.join(_KINDS)}")
 
 
 @cache
@@ -110,10 +114,11 @@ def flat(tensor: Any, dtype: Any = None) -> Any:
     return tensor.resolve_conj().resolve_neg().to("cpu", dtype or tensor.dtype).contiguous().view(-1)
 
 
-def on_host(tensor: Any, dtype: Any) -> Any:
-    """Return a tensor of a dtype that NumPy has: itself where NumPy can look into it, else its elements, flat."""
+def on_host(tensor: Any, dtype: Any, factor: Any = 1) -> Any:
+    """Return a tensor times a factor, in a dtype that NumPy has: itself where it is that, else its elements, flat."""
     is_seen = tensor.is_cpu and tensor.dtype is dtype and not (tensor.is_conj() or tensor.is_neg())
-    return tensor if is_seen else flat(tensor, dtype)
+    found = tensor if is_seen else flat(tensor, dtype)
+    return found if factor == 1 else found * factor
 
 
 def in_bytes(elements: Any) -> Any:
@@ -144,22 +149,23 @@ def parts(whole: Any, count: int) -> list[Any]:
 
 def joined(tensors: Sequence[Any]) -> Any:
     """Return tensors as one flat tensor where they lie one after the other on the host, else None."""
-    first, end = tensors[0], tensors[0].data_ptr()
-    for each in tensors:
-        if (each.device.type, each.dtype, each.data_ptr()) != ("cpu", first.dtype, end) or not each.is_contiguous():
-            return None
-        end += each.numel() * each.element_size()
-    if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
-        return None
-    return first.as_strided((sum(each.numel() for each in tensors),), (1,))
+    first, counts = tensors[0], [each.numel() for each in tensors]
+    begins = accumulate(counts, lambda begin, count: begin + count * first.element_size(), initial=first.data_ptr())
+    lie_so = [
+        (each.is_cpu, each.dtype, each.data_ptr(), each.is_contiguous() and not each.is_conj())
+        == (True, first.dtype, begin, True)
+        for each, begin in zip(tensors, begins, strict=False)
+    ]
+    is_one = first.untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr()
+    return first.as_strided((sum(counts),), (1,)) if all(lie_so) and is_one else None
 
 
 def together(tensors: Sequence[Any]) -> Any:
     """Return the elements of tensors of one dtype one after the other."""
     found = joined(tensors)
-    if found is not None:
-        return flat(found)
-    return torch.cat([flat(each).view(torch.uint8) for each in tensors]).view(tensors[0].dtype)
+    if found is None:
+        found = torch.cat([flat(each).view(torch.uint8) for each in tensors]).view(tensors[0].dtype)
+    return found
 
 
 def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[int]:
