@@ -1,6 +1,6 @@
 """The backend "mpistrategy" of torch.distributed: a process group whose ranks, store and messages are MPI's.
 
-Up to torch 2.13 only a ProcessGroup can be written in Python, from 2.14 on a Backend: one thin class for each.  What a
+Up to torch 2.13 only a ProcessGroup can be written in Python, from 2.14 on a Backend, behind torch's own group.  What a
 call does is in `mpistrategy.torch.group`.
 """
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from mpistrategy.errors import ContextError, LaunchError, UnsupportedError
 from mpistrategy.mpi.contract import call_sites, timeouts
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
@@ -26,14 +27,26 @@ NAME = "mpistrategy"
 _WHERE = "mpistrategy.torch.init_process_group"
 _HAS_BACKENDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 
+_BASE: Any = torch._C._distributed_c10d.Backend if _HAS_BACKENDS else dist.ProcessGroup
+
 #: C++ holds groups, works and stores, and falls back to its base class once their Python half is gone.
 _kept: list[Any] = []
 #: The strategy whose ranks the next default group has.
 _next: list[Strategy] = []
 
 
-class _MpiGroup(Group):
-    """What is the same for both classes of torch."""
+class ProcessGroupMPI(Group, _BASE):  # type: ignore[misc]
+    """A process group of torch, or a backend of one, in which the ranks of a communicator meet.
+
+    Args:
+        communicator: the ranks.
+        store: the one that torch has made.
+    """
+
+    def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
+        _BASE.__init__(self, communicator.rank, communicator.size)
+        Group.__init__(self, communicator)
+        self._store = store
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return NAME
@@ -69,80 +82,48 @@ class _MpiGroup(Group):
         """Take no more calls."""
         self.communicator.guard.closed = True
 
+    # what C++ cannot do for a group that is written in Python, up to torch 2.13
+    #: The name that torch gives the group, and what the program calls it.
+    group_name = group_desc = ""
+    _device_types = (torch.device("cpu"), torch.device("cuda"))
 
-if _HAS_BACKENDS:
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self.group_name = name
 
-    class ProcessGroupMPI(_MpiGroup, torch._C._distributed_c10d.Backend):  # type: ignore[misc]
-        """A backend of torch in which the ranks of a communicator meet."""
+    def getGroupName(self) -> str:  # noqa: N802
+        return self.group_name
 
-        def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
-            torch._C._distributed_c10d.Backend.__init__(self, communicator.rank, communicator.size)
-            Group.__init__(self, communicator)
+    def setGroupDesc(self, words: str) -> None:  # noqa: N802
+        self.group_desc = words
 
-else:
+    def getGroupDesc(self) -> str:  # noqa: N802
+        return self.group_desc
 
-    class ProcessGroupMPI(_MpiGroup, dist.ProcessGroup):  # type: ignore[misc,no-redef]
-        """A process group of torch in which the ranks of a communicator meet."""
+    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
 
-        def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
-            dist.ProcessGroup.__init__(self, communicator.rank, communicator.size)
-            Group.__init__(self, communicator)
-            self._name = self._words = ""
-            self._store = store
+    def _get_backend(self, device: Any) -> Any:
+        return self
 
-        def setGroupName(self, name: str) -> None:  # noqa: N802
-            self._name = name
+    get_backend = _get_backend
 
-        def getGroupName(self) -> str:  # noqa: N802
-            return self._name
+    def split_group(self, *arguments: Any, **more: Any) -> Any:
+        raise UnsupportedError.at(
+            "torch.distributed.split_group",
+            found=f"the backend {NAME!r}",
+            expected="a group made of ranks",
+            fix="Use torch.distributed.new_group(ranks) on all ranks.",
+        )
 
-        _set_group_name = setGroupName
+    splitGroup = split_group  # noqa: N815
 
-        @property
-        def group_name(self) -> str:
-            """The name that torch gives the group."""
-            return self._name
+    def get_group_store(self) -> Any:
+        return self._store
 
-        def setGroupDesc(self, words: str) -> None:  # noqa: N802
-            self._words = words
+    def _start_coalescing(self, device: Any) -> None:
+        """Do nothing: each call of a coalescing manager is made at once."""
 
-        def getGroupDesc(self) -> str:  # noqa: N802
-            return self._words
-
-        _set_group_desc = setGroupDesc
-
-        @property
-        def group_desc(self) -> str:
-            """What the program calls the group."""
-            return self._words
-
-        @property
-        def _device_types(self) -> list[torch.device]:
-            return [torch.device("cpu"), torch.device("cuda")]
-
-        def _get_backend(self, device: Any) -> Any:
-            return self
-
-        get_backend = _get_backend
-
-        def split_group(self, *arguments: Any, **more: Any) -> Any:
-            raise UnsupportedError.at(
-                "torch.distributed.split_group",
-                found=f"the backend {NAME!r}",
-                expected="a group made of ranks",
-                fix="Use torch.distributed.new_group(ranks) on all ranks.",
-            )
-
-        splitGroup = split_group  # noqa: N815
-
-        def get_group_store(self) -> Any:
-            return self._store
-
-        def _start_coalescing(self, device: Any) -> None:
-            """Do nothing: each call of a coalescing manager is made at once."""
-
-        def _end_coalescing(self, device: Any) -> Any:
-            return done([])
+    def _end_coalescing(self, device: Any) -> Any:
+        return done([])
 
 
 def _make(options: Any, strategy: Any = None) -> Any:
@@ -154,9 +135,7 @@ def _make(options: Any, strategy: Any = None) -> Any:
     if seconds > 0 and options.timeout != dist.constants.default_pg_timeout:
         communicator.guard.timeout = timeouts.limit(seconds)
     made = ProcessGroupMPI(communicator, options.store)
-    if not ranks:
-        _kept.clear()
-    _kept.append(made)
+    _kept[:] = [*(_kept if ranks else ()), made]  # torch 2.4 does not say that the former ones are destroyed
     return made
 
 
@@ -172,23 +151,14 @@ def _of_mpi(strategy: Strategy) -> MpiCommunicator:
 def _store(strategy: Strategy) -> Any:
     """Return a store that all ranks of a strategy share: rank 0 listens on a free port.  Collective."""
     communicator = _of_mpi(strategy)
-    is_first, is_one_node = strategy.rank == 0, communicator.nodes == 1
-    host = "127.0.0.1" if is_one_node else socket.gethostname()
-    store = error = None
-    if is_first:
-        try:
-            store = dist.TCPStore(host, 0, strategy.num_replicas_in_sync, is_master=True, wait_for_workers=False)
-        except (RuntimeError, OSError) as failure:
-            error = failure
-    said = communicator.allgather_text(f"error {error}" if error else f"{host} {store.port}" if store else "")[0]
-    if said.startswith("error"):
-        raise LaunchError.at(
-            _WHERE, found=f"no TCPStore on rank 0: {said[6:]}", expected="a port to listen on"
-        ) from error
-    if store is None:
-        host, port = said.split()
-        store = dist.TCPStore(host, int(port), strategy.num_replicas_in_sync, is_master=False)
-    return store
+    host = "127.0.0.1" if communicator.nodes == 1 else socket.gethostname()
+    count, store = communicator.size, None
+    with Call(communicator.guard, _WHERE, anywhere=True) as call:  # the other ranks hear of an error
+        if communicator.rank == 0:
+            store = dist.TCPStore(host, 0, count, is_master=True, wait_for_workers=False)
+        call.agree("make a store")
+    host, port = communicator.allgather_text(f"{host} {store.port}" if store else "")[0].split()
+    return store or dist.TCPStore(host, int(port), count, is_master=False)
 
 
 def _refuse_other_launchers() -> None:
