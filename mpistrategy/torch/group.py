@@ -16,7 +16,6 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.futures import Future
 
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
@@ -34,7 +33,7 @@ _LEAST_IN_PLACE = 4 * 2**20
 
 def done(result: Any) -> Any:
     """Return the work of a call that is over, whose future holds the result."""
-    future: Any = Future()
+    future: Any = torch.futures.Future()
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)
 
@@ -44,20 +43,19 @@ class Transfer(dist.Work):  # type: ignore[misc]
 
     Args:
         message: is under way.
-        elements: a flat tensor with the message's memory, which lives as long as the work.
-        targets: the tensor that gets the elements; nothing for what is sent.
+        results: a flat tensor of what is received, with the message's memory; nothing for what is sent.
+        targets: the tensor that gets its elements.
     """
 
-    def __init__(self, message: Message, elements: Any, targets: Sequence[Any]) -> None:
+    def __init__(self, message: Message, results: Sequence[Any] = (), targets: Sequence[Any] = ()) -> None:
         super().__init__()
-        self._message, self._elements, self._targets = message, elements, targets
+        self._message, self._results, self._targets = message, results, targets
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait until the tensor may be used again, or has what was sent."""
         self._message.wait()
-        for target in self._targets:
-            t.write([self._elements], [target])
-        self._targets = ()
+        t.write(self._results, self._targets)
+        self._results = self._targets = ()
         return True
 
     def is_completed(self) -> bool:
@@ -66,8 +64,7 @@ class Transfer(dist.Work):  # type: ignore[misc]
 
     is_success = is_completed
 
-    def _source_rank(self) -> int:
-        assert self._message.source is not None
+    def _source_rank(self) -> int | None:
         return self._message.source
 
     source_rank = _source_rank
@@ -91,14 +88,13 @@ class Group:
 
     @contextmanager
     def _call(self, name: str) -> Iterator[Call]:
-        guard = self.communicator.guard
+        guard, backward = self.communicator.guard, torch._C._current_graph_task_id()
         with self._turn, Call(guard, f"torch.distributed.{name}", anywhere=True) as call:
-            guard.site, backward = None, torch._C._current_graph_task_id()
-            if backward >= 0:  # the program has one line for all of its calls
-                self._calls = self._calls + 1 if backward == self._backward else 1
-                site = site_of(sys._getframe(2))  # past contextlib's
+            self._calls, self._backward = self._calls + 1 if backward == self._backward else 1, backward
+            guard.site = None
+            if backward >= 0:  # the program has one line for all of its calls; it is found beyond contextlib's
+                site = site_of(sys._getframe(2))
                 guard.site = site._replace(text=f"{site.text}, {name} number {self._calls} of this backward")
-            self._backward = backward
             yield call
 
     # ------------------------------------------------------------------------------------------------- reductions
@@ -133,12 +129,11 @@ class Group:
         words = {"op": op, "values": t.values_of(tensors), **words}
         if bits is not None:
             call.agree(call.where, **words)
-            rows = [self._gathered(t.flat(each)).view(self._ranks, each.numel()) for each in elements]
-            return [functools.reduce(bits, each) for each in rows]
+            return [functools.reduce(bits, self._gathered(t.flat(each)).chunk(self._ranks)) for each in elements]
         arrays = [each.numpy() for each in elements]
         plan = plan_of(self.communicator, tuple([(each.dtype, each.shape) for each in arrays]), by, 0, usual_route)
         is_large = in_place and sum([each.nbytes for each in arrays]) >= _LEAST_IN_PLACE
-        into = arrays if is_large and all(each.flags.c_contiguous for each in arrays) else None
+        into = [each if each.flags.c_contiguous else None for each in arrays] if is_large else None
         plan.bring(arrays, into)
         call.agree(call.where, **words)
         totals = plan.run(arrays, into)
@@ -173,8 +168,7 @@ class Group:
             root = self._member(opts.rootRank, "root", call.where)
             targets = t.checked(tensors, call.where, dtype=tensors[0].dtype, is_written=True)
             totals = self._reduced(call, targets, opts, in_place=self._rank == root, destination=f"rank {root}")
-            if self._rank == root:
-                t.write(totals, targets)
+            t.write(totals, targets if self._rank == root else totals)
         return done(list(tensors))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -184,9 +178,8 @@ class Group:
                 targets = t.checked([output], call.where, is_written=True)
                 given = t.checked(parts, call.where, count=self._ranks, dtype=output.dtype)
                 t.checked([given[self._rank]], call.where, numel=output.numel())
-                sizes = [each.numel() for each in given]
                 (total,) = self._reduced(call, [t.together(given)], opts, values=t.values_of(given))
-                t.write([total.split(sizes)[self._rank]], targets)
+                t.write([total.split([each.numel() for each in given])[self._rank]], targets)
         return done(list(outputs))
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
@@ -215,8 +208,8 @@ class Group:
         """Return the ranks' elements one after the other; `counts` says how many there are, None: equally many."""
         sizes = [elements.numel()] * self._ranks if counts is None else counts
         together = torch.empty(sum(sizes), dtype=elements.dtype) if into is None else into
-        lengths = [size * elements.element_size() for size in sizes]
-        self.communicator.allgatherv(t.in_bytes(elements), lengths, t.in_bytes(together))
+        nbytes = [size * elements.element_size() for size in sizes]
+        self.communicator.allgatherv(t.in_bytes(elements), nbytes, t.in_bytes(together))
         return together
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -226,11 +219,9 @@ class Group:
                 (mine,) = t.checked([given], call.where)
                 targets = t.checked(written, call.where, count=self._ranks, dtype=mine.dtype, is_written=True)
                 t.checked([targets[self._rank]], call.where, numel=mine.numel())
-                elements, into, counts = t.flat(mine), t.joined(targets), [each.numel() for each in targets]
-                if into is not None and mine.untyped_storage().data_ptr() == into.untyped_storage().data_ptr():
-                    elements = elements.clone()
+                elements, counts = t.flat(mine).clone(), [each.numel() for each in targets]  # it may be in the outputs
                 call.agree(call.where, values=t.values_of(targets))
-                t.write(self._gathered(elements, counts, into).split(counts), targets)
+                t.write(self._gathered(elements, counts, t.joined(targets)).split(counts), targets)
         return done(list(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -304,9 +295,11 @@ class Group:
         """Send the r-th part of a tensor's first axis to rank r; without splits the parts are equal."""
         with self._call("all_to_all_single") as call:
             (target,), (given,) = t.checked([output], call.where, is_written=True), t.checked([input], call.where)
-            taken = t.lengths(target, output_splits, self._ranks, call.where)
-            counts = t.lengths(given, input_splits, self._ranks, call.where)
-            self._exchange(call, target.split(taken), given.split(counts))
+            self._exchange(
+                call,
+                target.split(t.lengths(target, output_splits, self._ranks, call.where)),
+                given.split(t.lengths(given, input_splits, self._ranks, call.where)),
+            )
         return done([output])
 
     # -------------------------------------------------------------------------------------- messages, barriers
@@ -332,7 +325,8 @@ class Group:
         elements, ranks = t.flat(targets[0]), self.communicator
         begin: Callable[..., Message] = ranks.begin_to_receive if receives else ranks.begin_to_send
         with self._turn:
-            return Transfer(begin(t.in_bytes(elements), peer, tag), elements, targets if receives else ())
+            message = begin(t.in_bytes(elements), peer, tag)
+        return Transfer(message, [elements], targets) if receives else Transfer(message)
 
     def _member(self, rank: int, what: str, where: str) -> int:
         """Return a rank of the group."""
@@ -387,6 +381,7 @@ def exchange(
         )
     received = torch.empty(int(found.sum()) * width // sent.element_size(), dtype=sent.dtype)
     call.agree(call.where)
-    lengths = (found * width).tolist()
-    communicator.alltoallv(t.in_bytes(sent), np.multiply(counts, width).tolist(), t.in_bytes(received), lengths)
+    communicator.alltoallv(
+        t.in_bytes(sent), np.multiply(counts, width).tolist(), t.in_bytes(received), (found * width).tolist()
+    )
     return received, found.tolist()

@@ -25,9 +25,12 @@ from mpistrategy.torch.group import Group, done
 
 NAME = "mpistrategy"
 _WHERE = "mpistrategy.torch.init_process_group"
-_HAS_BACKENDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
-
-_BASE: Any = torch._C._distributed_c10d.Backend if _HAS_BACKENDS else dist.ProcessGroup
+#: What can be written in Python.
+_BASE: Any = (
+    torch._C._distributed_c10d.Backend
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+    else dist.ProcessGroup
+)
 
 #: C++ holds groups, works and stores, and falls back to its base class once their Python half is gone.
 _kept: list[Any] = []
@@ -75,16 +78,15 @@ class ProcessGroupMPI(Group, _BASE):  # type: ignore[misc]
     def shutdown(self) -> None:
         """Free the group's communicator."""
         self.communicator.free()
-        if self in _kept:
-            _kept.remove(self)
+        _kept[:] = [each for each in _kept if each is not self]
 
     def abort(self) -> None:
         """Take no more calls."""
         self.communicator.guard.closed = True
 
     # what C++ cannot do for a group that is written in Python, up to torch 2.13
-    #: The name that torch gives the group, and what the program calls it.
-    group_name = group_desc = ""
+    #: The name that torch gives the group.
+    group_name = ""
     _device_types = (torch.device("cpu"), torch.device("cuda"))
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
@@ -93,13 +95,7 @@ class ProcessGroupMPI(Group, _BASE):  # type: ignore[misc]
     def getGroupName(self) -> str:  # noqa: N802
         return self.group_name
 
-    def setGroupDesc(self, words: str) -> None:  # noqa: N802
-        self.group_desc = words
-
-    def getGroupDesc(self) -> str:  # noqa: N802
-        return self.group_desc
-
-    _set_group_name, _set_group_desc = setGroupName, setGroupDesc
+    _set_group_name = setGroupName
 
     def _get_backend(self, device: Any) -> Any:
         return self
@@ -130,11 +126,9 @@ def _make(options: Any, strategy: Any = None) -> Any:
     """Make the group that torch asks for: the default one, or one of some ranks, on which alone this is called."""
     ranks = list(options.global_ranks_in_group)
     whole = _kept[0].communicator if ranks else _of_mpi(strategy or _next.pop())
-    communicator = whole.part(ranks) if ranks else whole.duplicate()
-    seconds = options.timeout.total_seconds()
-    if seconds > 0 and options.timeout != dist.constants.default_pg_timeout:
-        communicator.guard.timeout = timeouts.limit(seconds)
-    made = ProcessGroupMPI(communicator, options.store)
+    made = ProcessGroupMPI(whole.part(ranks) if ranks else whole.duplicate(), options.store)
+    if dist.constants.default_pg_timeout != options.timeout > timedelta():
+        made.set_timeout(options.timeout)
     _kept[:] = [*(_kept if ranks else ()), made]  # torch 2.4 does not say that the former ones are destroyed
     return made
 
@@ -152,13 +146,15 @@ def _store(strategy: Strategy) -> Any:
     """Return a store that all ranks of a strategy share: rank 0 listens on a free port.  Collective."""
     communicator = _of_mpi(strategy)
     host = "127.0.0.1" if communicator.nodes == 1 else socket.gethostname()
-    count, store = communicator.size, None
     with Call(communicator.guard, _WHERE, anywhere=True) as call:  # the other ranks hear of an error
-        if communicator.rank == 0:
-            store = dist.TCPStore(host, 0, count, is_master=True, wait_for_workers=False)
+        store = (
+            None
+            if communicator.rank
+            else dist.TCPStore(host, 0, communicator.size, is_master=True, wait_for_workers=False)
+        )
         call.agree("make a store")
     host, port = communicator.allgather_text(f"{host} {store.port}" if store else "")[0].split()
-    return store or dist.TCPStore(host, int(port), count, is_master=False)
+    return store or dist.TCPStore(host, int(port), communicator.size, is_master=False)
 
 
 def _refuse_other_launchers() -> None:
@@ -209,15 +205,13 @@ def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta |
             expected="none",
             fix="Call torch.distributed.destroy_process_group() before, or use the group that there is.",
         )
-    if isinstance(timeout, (int, float)):
-        timeout = timedelta(seconds=timeout)
     chosen = MirroredStrategy() if strategy is None else strategy
     dist.init_process_group(
         NAME,
         store=_store(chosen),
         rank=chosen.rank,
         world_size=chosen.num_replicas_in_sync,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
         pg_options=chosen,
     )
 

@@ -37,9 +37,12 @@ _BY_LIBRARY = {
 }
 
 
-_NAMES = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _OPERATIONS = torch.distributed.ReduceOp
-_KINDS = {name: getattr(_OPERATIONS, name) for name in _NAMES if hasattr(_OPERATIONS, name)}
+_KINDS = {
+    name: getattr(_OPERATIONS, name)
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+    if hasattr(_OPERATIONS, name)
+}
 
 
 def operation(opts: Any, where: str) -> tuple[str, Any]:
@@ -64,7 +67,7 @@ def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[
     if name is None or is_refused or (dtype.is_complex and op not in ("SUM", "AVG")):
         raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected="an operation that this dtype has")
     truncates = name == "AVG" and is_whole
-    by = ReduceOp.SUM if truncates else _BY_LIBRARY.get(name, ReduceOp.SUM)
+    by = _BY_LIBRARY.get("SUM" if truncates else name, ReduceOp.SUM)
     return _WIDER.get(dtype, dtype), by, _BITWISE.get(name), truncates
 
 
@@ -129,9 +132,8 @@ def in_bytes(elements: Any) -> Any:
 def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
     """Write the elements of tensors into others, unless the memory is theirs already."""
     for result, target in zip(results, targets, strict=True):
-        if result is target or (result.data_ptr() == target.data_ptr() and target.is_contiguous()):
-            continue
-        target.copy_(result.view(target.shape))
+        if result is not target and (result.data_ptr() != target.data_ptr() or not target.is_contiguous()):
+            target.copy_(result.view(target.shape))
 
 
 def values_of(tensors: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
@@ -141,9 +143,8 @@ def values_of(tensors: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]
 
 def parts(whole: Any, count: int) -> list[Any]:
     """Return a tensor in equal parts of its elements; in one where this cannot be."""
-    whole = whole.detach()
-    if not whole.dim() or whole.shape[0] % count:
-        whole = whole.view(-1)
+    is_even = whole.dim() and not whole.shape[0] % count
+    whole = whole.detach() if is_even else whole.detach().view(-1)
     return [whole] if whole.shape[0] % count else list(whole.tensor_split(count))
 
 
@@ -156,8 +157,8 @@ def joined(tensors: Sequence[Any]) -> Any:
         == (True, first.dtype, begin, True)
         for each, begin in zip(tensors, begins, strict=False)
     ]
-    is_one = first.untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr()
-    return first.as_strided((sum(counts),), (1,)) if all(lie_so) and is_one else None
+    lie_so.append(first.untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr())
+    return first.as_strided((sum(counts),), (1,)) if all(lie_so) else None
 
 
 def together(tensors: Sequence[Any]) -> Any:
