@@ -306,12 +306,10 @@ def test_the_call_that_differs_is_counted_in_backward() -> None:
     for _ in range(2):  # the first pass finds the order of the buckets
         model(torch.ones(2, 1)).sum().backward()
     loss = model(torch.ones(2, 1)).sum()
+    if RANK == 0:
+        dist.all_reduce(torch.ones(1))  # as the first bucket
     with pytest.raises(ms.errors.CollectiveMismatchError) as caught:
-        if RANK == 0:
-            dist.all_reduce(torch.ones(1))  # as the first bucket
-            dist.all_reduce(torch.ones(7))
-        else:
-            loss.backward()
+        dist.all_reduce(torch.ones(7)) if RANK == 0 else loss.backward()
     line = r"at \S*test_torch_group.py:\d+"
     assert re.search(rf"values=float32\[7\] +{line}\n", str(caught.value))
     assert re.search(rf"values=float32\[1\] +{line}, all_reduce number 2 of this backward", str(caught.value))
