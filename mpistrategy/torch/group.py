@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import site_of
+from mpistrategy.mpi.contract.call_sites import Site, site_of
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
@@ -94,7 +94,7 @@ class Group:
             guard.site = None
             if backward >= 0:  # the program has one line for all of its calls; it is found beyond contextlib's
                 site = site_of(sys._getframe(2))
-                guard.site = site._replace(text=f"{site.text}, {name} number {self._calls} of this backward")
+                guard.site = Site(f"{site.text}, {name} number {self._calls} of this backward", site.place)
             yield call
 
     # ------------------------------------------------------------------------------------------------- reductions
