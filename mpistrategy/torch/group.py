@@ -7,7 +7,6 @@ line of the program is reported and not compared, since ranks of torch programs 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -19,7 +18,7 @@ import torch.distributed as dist
 
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import Site, site_of
+from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
@@ -83,18 +82,13 @@ class Group:
         self.communicator: MpiCommunicator = communicator
         self._ranks, self._rank = communicator.size, communicator.rank
         self._turn = threading.RLock()
-        #: The backward pass that has called last, and how often.
-        self._backward, self._calls = -1, 0
+        #: The backward pass that has reduced last, and how often.
+        self._backward, self._reductions = -1, 0
 
     @contextmanager
     def _call(self, name: str) -> Iterator[Call]:
-        guard, backward = self.communicator.guard, torch._C._current_graph_task_id()
-        with self._turn, Call(guard, f"torch.distributed.{name}", anywhere=True) as call:
-            self._calls, self._backward = self._calls + 1 if backward == self._backward else 1, backward
-            guard.site = None
-            if backward >= 0:  # the program has one line for all of its calls; it is found beyond contextlib's
-                site = site_of(sys._getframe(2))
-                guard.site = Site(f"{site.text}, {name} number {self._calls} of this backward", site.place)
+        with self._turn, Call(self.communicator.guard, f"torch.distributed.{name}", anywhere=True) as call:
+            self.communicator.guard.site = None
             yield call
 
     # ------------------------------------------------------------------------------------------------- reductions
@@ -123,6 +117,7 @@ class Group:
             in_place: whether results may be written into the tensors' own memory; else they are flat.
             words: what else the ranks compare.
         """
+        self._count()
         op, factor = t.operation(opts, call.where)
         dtype, by, bits, truncates = t.reduction(op, tensors[0].dtype, call.where)
         elements = [t.on_host(each, dtype, factor) for each in tensors]
@@ -141,6 +136,14 @@ class Group:
             array[...] = total  # nothing to do where it is the array
         results = elements if in_place else [torch.from_numpy(each) for each in totals]
         return [each.div_(self._ranks, rounding_mode="trunc") for each in results] if truncates else results
+
+    def _count(self) -> None:
+        """Say which reduction of a backward pass this is: the program has one line for all of them."""
+        backward = torch._C._current_graph_task_id()
+        self._reductions, self._backward = self._reductions + 1 if backward == self._backward else 1, backward
+        if backward >= 0:
+            text = f"{call_site().text}, reduction {self._reductions} of this backward"
+            self.communicator.guard.site = Site(text, call_site().place)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _all_reduce_rows(self, call: Call, targets: Sequence[Any], op: str) -> None:

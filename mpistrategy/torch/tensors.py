@@ -143,8 +143,7 @@ def values_of(tensors: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]
 
 def parts(whole: Any, count: int) -> list[Any]:
     """Return a tensor in equal parts of its elements; in one where this cannot be."""
-    is_even = whole.dim() and not whole.shape[0] % count
-    whole = whole.detach() if is_even else whole.detach().view(-1)
+    whole = whole.detach() if whole.dim() and not whole.shape[0] % count else whole.detach().view(-1)
     return [whole] if whole.shape[0] % count else list(whole.tensor_split(count))
 
 

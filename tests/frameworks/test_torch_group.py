@@ -300,7 +300,7 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
 
 
 @several
-def test_the_call_that_differs_is_counted_in_backward() -> None:
+def test_the_reduction_that_differs_is_counted_in_backward() -> None:
     layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(3)]
     model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1e-6)
     for _ in range(2):  # the first pass finds the order of the buckets
@@ -312,7 +312,7 @@ def test_the_call_that_differs_is_counted_in_backward() -> None:
         dist.all_reduce(torch.ones(7)) if RANK == 0 else loss.backward()
     line = r"at \S*test_torch_group.py:\d+"
     assert re.search(rf"values=float32\[7\] +{line}\n", str(caught.value))
-    assert re.search(rf"values=float32\[1\] +{line}, all_reduce number 2 of this backward", str(caught.value))
+    assert re.search(rf"values=float32\[1\] +{line}, reduction 2 of this backward", str(caught.value))
 
 
 def network() -> Any:
