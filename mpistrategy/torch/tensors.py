@@ -114,7 +114,14 @@ def checked(
 
 def flat(tensor: Any, dtype: Any = None) -> Any:
     """Return the elements of a tensor on the host, contiguous: the tensor's own memory where that is such already."""
-    return tensor.resolve_conj().resolve_neg().to("cpu", dtype or tensor.dtype).contiguous().view(-1)
+    # of a single element a view may have another stride than 1
+    return (
+        tensor.resolve_conj()
+        .resolve_neg()
+        .to("cpu", dtype or tensor.dtype)
+        .contiguous()
+        .as_strided((tensor.numel(),), (1,))
+    )
 
 
 def on_host(tensor: Any, dtype: Any, factor: Any = 1) -> Any:

@@ -129,6 +129,9 @@ def test_sparse() -> None:
     expected = torch.ones(SIZE + 1, 3)
     expected[0] = SIZE
     assert torch.equal(mine.to_dense(), expected)
+    mine = torch.sparse_coo_tensor([[RANK, RANK]], torch.ones(2, 3), (SIZE, 3))  # of which one row is made
+    dist.all_reduce(mine)
+    assert torch.equal(mine.to_dense(), 2 * torch.ones(SIZE, 3))
 
 
 def test_premul() -> None:
