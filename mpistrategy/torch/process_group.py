@@ -1,6 +1,6 @@
 """The backend "mpistrategy" of torch.distributed: a process group whose ranks, store and messages are MPI's.
 
-Up to torch 2.13 only a ProcessGroup can be written in Python, from 2.14 on a Backend: one thin class for each.  What a
+Up to torch 2.13 only a ProcessGroup can be written in Python, from 2.14 on a Backend, behind torch's own group.  What a
 call does is in `mpistrategy.torch.group`.
 """
 
@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from mpistrategy.errors import ContextError, LaunchError, UnsupportedError
 from mpistrategy.mpi.contract import call_sites, timeouts
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
@@ -24,7 +25,12 @@ from mpistrategy.torch.group import Group, done
 
 NAME = "mpistrategy"
 _WHERE = "mpistrategy.torch.init_process_group"
-_HAS_BACKENDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+#: What can be written in Python.
+_BASE: Any = (
+    torch._C._distributed_c10d.Backend
+    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
+    else dist.ProcessGroup
+)
 
 #: C++ holds groups, works and stores, and falls back to its base class once their Python half is gone.
 _kept: list[Any] = []
@@ -32,8 +38,18 @@ _kept: list[Any] = []
 _next: list[Strategy] = []
 
 
-class _MpiGroup(Group):
-    """What is the same for both classes of torch."""
+class ProcessGroupMPI(Group, _BASE):  # type: ignore[misc]
+    """A process group of torch, or a backend of one, in which the ranks of a communicator meet.
+
+    Args:
+        communicator: the ranks.
+        store: the one that torch has made.
+    """
+
+    def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
+        _BASE.__init__(self, communicator.rank, communicator.size)
+        Group.__init__(self, communicator)
+        self._store = store
 
     def getBackendName(self) -> str:  # noqa: N802  # torch's name
         return NAME
@@ -62,101 +78,58 @@ class _MpiGroup(Group):
     def shutdown(self) -> None:
         """Free the group's communicator."""
         self.communicator.free()
-        if self in _kept:
-            _kept.remove(self)
+        _kept[:] = [each for each in _kept if each is not self]
 
     def abort(self) -> None:
         """Take no more calls."""
         self.communicator.guard.closed = True
 
+    # what C++ cannot do for a group that is written in Python, up to torch 2.13
+    #: The name that torch gives the group.
+    group_name = ""
+    _device_types = (torch.device("cpu"), torch.device("cuda"))
 
-if _HAS_BACKENDS:
+    def setGroupName(self, name: str) -> None:  # noqa: N802
+        self.group_name = name
 
-    class ProcessGroupMPI(_MpiGroup, torch._C._distributed_c10d.Backend):  # type: ignore[misc]
-        """A backend of torch in which the ranks of a communicator meet."""
+    def getGroupName(self) -> str:  # noqa: N802
+        return self.group_name
 
-        def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
-            torch._C._distributed_c10d.Backend.__init__(self, communicator.rank, communicator.size)
-            Group.__init__(self, communicator)
+    _set_group_name = setGroupName
 
-else:
+    def _get_backend(self, device: Any) -> Any:
+        return self
 
-    class ProcessGroupMPI(_MpiGroup, dist.ProcessGroup):  # type: ignore[misc,no-redef]
-        """A process group of torch in which the ranks of a communicator meet."""
+    get_backend = _get_backend
 
-        def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
-            dist.ProcessGroup.__init__(self, communicator.rank, communicator.size)
-            Group.__init__(self, communicator)
-            self._name = self._words = ""
-            self._store = store
+    def split_group(self, *arguments: Any, **more: Any) -> Any:
+        raise UnsupportedError.at(
+            "torch.distributed.split_group",
+            found=f"the backend {NAME!r}",
+            expected="a group made of ranks",
+            fix="Use torch.distributed.new_group(ranks) on all ranks.",
+        )
 
-        def setGroupName(self, name: str) -> None:  # noqa: N802
-            self._name = name
+    splitGroup = split_group  # noqa: N815
 
-        def getGroupName(self) -> str:  # noqa: N802
-            return self._name
+    def get_group_store(self) -> Any:
+        return self._store
 
-        _set_group_name = setGroupName
+    def _start_coalescing(self, device: Any) -> None:
+        """Do nothing: each call of a coalescing manager is made at once."""
 
-        @property
-        def group_name(self) -> str:
-            """The name that torch gives the group."""
-            return self._name
-
-        def setGroupDesc(self, words: str) -> None:  # noqa: N802
-            self._words = words
-
-        def getGroupDesc(self) -> str:  # noqa: N802
-            return self._words
-
-        _set_group_desc = setGroupDesc
-
-        @property
-        def group_desc(self) -> str:
-            """What the program calls the group."""
-            return self._words
-
-        @property
-        def _device_types(self) -> list[torch.device]:
-            return [torch.device("cpu"), torch.device("cuda")]
-
-        def _get_backend(self, device: Any) -> Any:
-            return self
-
-        get_backend = _get_backend
-
-        def split_group(self, *arguments: Any, **more: Any) -> Any:
-            raise UnsupportedError.at(
-                "torch.distributed.split_group",
-                found=f"the backend {NAME!r}",
-                expected="a group made of ranks",
-                fix="Use torch.distributed.new_group(ranks) on all ranks.",
-            )
-
-        splitGroup = split_group  # noqa: N815
-
-        def get_group_store(self) -> Any:
-            return self._store
-
-        def _start_coalescing(self, device: Any) -> None:
-            """Do nothing: each call of a coalescing manager is made at once."""
-
-        def _end_coalescing(self, device: Any) -> Any:
-            return done([])
+    def _end_coalescing(self, device: Any) -> Any:
+        return done([])
 
 
 def _make(options: Any, strategy: Any = None) -> Any:
     """Make the group that torch asks for: the default one, or one of some ranks, on which alone this is called."""
     ranks = list(options.global_ranks_in_group)
     whole = _kept[0].communicator if ranks else _of_mpi(strategy or _next.pop())
-    communicator = whole.part(ranks) if ranks else whole.duplicate()
-    seconds = options.timeout.total_seconds()
-    if seconds > 0 and options.timeout != dist.constants.default_pg_timeout:
-        communicator.guard.timeout = timeouts.limit(seconds)
-    made = ProcessGroupMPI(communicator, options.store)
-    if not ranks:
-        _kept.clear()
-    _kept.append(made)
+    made = ProcessGroupMPI(whole.part(ranks) if ranks else whole.duplicate(), options.store)
+    if dist.constants.default_pg_timeout != options.timeout > timedelta():
+        made.set_timeout(options.timeout)
+    _kept[:] = [*(_kept if ranks else ()), made]  # torch 2.4 does not say that the former ones are destroyed
     return made
 
 
@@ -172,23 +145,16 @@ def _of_mpi(strategy: Strategy) -> MpiCommunicator:
 def _store(strategy: Strategy) -> Any:
     """Return a store that all ranks of a strategy share: rank 0 listens on a free port.  Collective."""
     communicator = _of_mpi(strategy)
-    is_first, is_one_node = strategy.rank == 0, communicator.nodes == 1
-    host = "127.0.0.1" if is_one_node else socket.gethostname()
-    store = error = None
-    if is_first:
-        try:
-            store = dist.TCPStore(host, 0, strategy.num_replicas_in_sync, is_master=True, wait_for_workers=False)
-        except (RuntimeError, OSError) as failure:
-            error = failure
-    said = communicator.allgather_text(f"error {error}" if error else f"{host} {store.port}" if store else "")[0]
-    if said.startswith("error"):
-        raise LaunchError.at(
-            _WHERE, found=f"no TCPStore on rank 0: {said[6:]}", expected="a port to listen on"
-        ) from error
-    if store is None:
-        host, port = said.split()
-        store = dist.TCPStore(host, int(port), strategy.num_replicas_in_sync, is_master=False)
-    return store
+    host = "127.0.0.1" if communicator.nodes == 1 else socket.gethostname()
+    with Call(communicator.guard, _WHERE, anywhere=True) as call:  # the other ranks hear of an error
+        store = (
+            None
+            if communicator.rank
+            else dist.TCPStore(host, 0, communicator.size, is_master=True, wait_for_workers=False)
+        )
+        call.agree("make a store")
+    host, port = communicator.allgather_text(f"{host} {store.port}" if store else "")[0].split()
+    return store or dist.TCPStore(host, int(port), communicator.size, is_master=False)
 
 
 def _refuse_other_launchers() -> None:
@@ -239,15 +205,13 @@ def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta |
             expected="none",
             fix="Call torch.distributed.destroy_process_group() before, or use the group that there is.",
         )
-    if isinstance(timeout, (int, float)):
-        timeout = timedelta(seconds=timeout)
     chosen = MirroredStrategy() if strategy is None else strategy
     dist.init_process_group(
         NAME,
         store=_store(chosen),
         rank=chosen.rank,
         world_size=chosen.num_replicas_in_sync,
-        timeout=timeout,
+        timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
         pg_options=chosen,
     )
 

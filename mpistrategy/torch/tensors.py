@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
 from typing import Any
 
 import torch
 
-from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import DeviceError, DTypeError, OptionError, ReduceOpError, ShapeError
+from mpistrategy.options import ReduceOp
 
 #: Sums of these are taken in the dtype beside it, and rounded once.
 _WIDER = {
@@ -18,158 +20,159 @@ _WIDER = {
     torch.bool: torch.uint8,
     **dict.fromkeys((getattr(torch, name) for name in dir(torch) if name.startswith("float8_")), torch.float32),
 }
-_BITWISE = {"BAND": torch.bitwise_and, "BOR": torch.bitwise_or, "BXOR": torch.bitwise_xor}
+_BITWISE: dict[str, Callable[..., Any]] = {
+    "BAND": torch.bitwise_and,
+    "BOR": torch.bitwise_or,
+    "BXOR": torch.bitwise_xor,
+}
 #: What torch's operations on truth values are on bytes of 0 and 1.
 _OF_TRUTH = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "BAND": "MIN", "BXOR": "BXOR"}
-_BY_LIBRARY = {"SUM": "SUM", "AVG": "SUM", "PREMUL_SUM": "SUM", "PRODUCT": "PROD", "MIN": "MIN", "MAX": "MAX"}
+_BY_LIBRARY = {
+    "SUM": ReduceOp.SUM,
+    "AVG": ReduceOp.MEAN,
+    "PREMUL_SUM": ReduceOp.SUM,
+    "PRODUCT": ReduceOp.PROD,
+    "MIN": ReduceOp.MIN,
+    "MAX": ReduceOp.MAX,
+}
+
+
+_OPERATIONS = torch.distributed.ReduceOp
+_KINDS = {
+    name: getattr(_OPERATIONS, name)
+    for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+    if hasattr(_OPERATIONS, name)
+}
 
 
 def operation(opts: Any, where: str) -> tuple[str, Any]:
-    """Return the name of the ReduceOp in options of c10d, without any SUM, and the factor of PREMUL_SUM, else None."""
-    reduce_op = torch.distributed.ReduceOp.SUM if opts is None else opts.reduceOp
-    names = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", *_BITWISE, "PREMUL_SUM")
-    for name in names:
-        kind = getattr(torch.distributed.ReduceOp, name, None)
-        if kind is not None and reduce_op == kind:
-            return name, reduce_op.__getstate__()[1] if name == "PREMUL_SUM" else None
-    raise ReduceOpError.at(where, found=repr(reduce_op), expected=f"torch.distributed.ReduceOp.{' or '.join(names)}")
+    """Return the name of the ReduceOp in options of c10d, without any SUM, and the factor of PREMUL_SUM, else 1."""
+    reduce_op = _OPERATIONS.SUM if opts is None else opts.reduceOp
+    for name, kind in _KINDS.items():
+        if reduce_op == kind:
+            return name, reduce_op.__getstate__()[1] if name == "PREMUL_SUM" else 1
+    raise ReduceOpError.at(where, found=repr(reduce_op), expected=f"torch.distributed.ReduceOp.{' or '.join(_KINDS)}")
 
 
-def checked(tensor: Any, where: str, *, is_written: bool = False) -> Any:
-    """Return a tensor that can be sent, without its gradient.
+@cache
+def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[..., Any] | None, bool]:
+    """Return how tensors of a dtype are reduced by an operation that `operation` has named.
+
+    That is: the dtype in which they are combined; the library's operation; None, or torch's on the bits of two tensors,
+    which is made instead; whether the sum is divided, too, and rounded towards zero.
+    """
+    is_whole = not (dtype.is_floating_point or dtype.is_complex)
+    name = _OF_TRUTH.get(op) if dtype is torch.bool else op
+    is_refused = op == "PREMUL_SUM" if is_whole else op in _BITWISE
+    if name is None or is_refused or (dtype.is_complex and op not in ("SUM", "AVG")):
+        raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected="an operation that this dtype has")
+    truncates = name == "AVG" and is_whole
+    by = _BY_LIBRARY.get("SUM" if truncates else name, ReduceOp.SUM)
+    return _WIDER.get(dtype, dtype), by, _BITWISE.get(name), truncates
+
+
+def checked(
+    tensors: Sequence[Any],
+    where: str,
+    *,
+    count: int | None = None,
+    dtype: Any = None,
+    numel: int | None = None,
+    is_written: bool = False,
+) -> list[Any]:
+    """Return tensors that can be sent, without their gradients.
 
     Args:
-        tensor: a dense tensor, or COO where sparse ones are taken.
+        tensors: dense tensors, or COO where sparse ones are taken.
         where: the public name.
-        is_written: whether a result is written into it.
+        count: how many there must be, one for each rank; None: any number.
+        dtype: that of each; None: any.
+        numel: the number of elements of each; None: any.
+        is_written: whether results are written into them.
     """
-    if tensor.device.type not in ("cpu", "cuda"):
-        raise DeviceError.at(where, found=f"a tensor on {tensor.device}", expected="one on a CPU or a CUDA GPU")
-    if is_written and not tensor.is_sparse and torch._debug_has_internal_overlap(tensor) == 1:
-        raise ShapeError.at(
-            where,
-            found=f"a result tensor of shape {list(tensor.shape)} whose elements share memory",
-            expected="a tensor with memory for each element",
-            fix="Give tensor.contiguous(), or torch.empty(...).",
-        )
-    return tensor.detach()
+    if count is not None and len(tensors) != count:
+        raise ShapeError.at(where, found=f"a list of {len(tensors)} tensors", expected=f"{count}: one for each rank")
+    for each in tensors:
+        if not (each.is_cpu or each.is_cuda):
+            raise DeviceError.at(where, found=f"a tensor on {each.device}", expected="one on a CPU or a CUDA GPU")
+        if is_written and not each.is_sparse and torch._debug_has_internal_overlap(each) == 1:
+            raise ShapeError.at(
+                where,
+                found=f"a result tensor of shape {list(each.shape)} whose elements share memory",
+                expected="a tensor with memory for each element",
+                fix="Give tensor.contiguous(), or torch.empty(...).",
+            )
+        expected = each.numel() if numel is None else numel, each.dtype if dtype is None else dtype
+        if (each.numel(), each.dtype) != expected:
+            raise ShapeError.at(
+                where,
+                found=f"a tensor of {each.numel()} elements of {each.dtype}",
+                expected="{} elements of {}".format(*expected),
+            )
+    return [each.detach() if each.requires_grad else each for each in tensors]
 
 
 def flat(tensor: Any, dtype: Any = None) -> Any:
     """Return the elements of a tensor on the host, contiguous: the tensor's own memory where that is such already."""
-    return tensor.resolve_conj().resolve_neg().to("cpu", dtype or tensor.dtype).contiguous().view(-1)
+    # of a single element a view may have another stride than 1
+    return (
+        tensor.resolve_conj()
+        .resolve_neg()
+        .to("cpu", dtype or tensor.dtype)
+        .contiguous()
+        .as_strided((tensor.numel(),), (1,))
+    )
 
 
-def in_bytes(elements: Any) -> Array:
+def on_host(tensor: Any, dtype: Any, factor: Any = 1) -> Any:
+    """Return a tensor times a factor, in a dtype that NumPy has: itself where it is that, else its elements, flat."""
+    is_seen = tensor.is_cpu and tensor.dtype is dtype and not (tensor.is_conj() or tensor.is_neg())
+    found = tensor if is_seen else flat(tensor, dtype)
+    return found if factor == 1 else found * factor
+
+
+def in_bytes(elements: Any) -> Any:
     """Return the memory of a flat tensor as an array of bytes."""
-    found: Array = elements.view(torch.uint8).numpy()
-    return found
+    return elements.view(torch.uint8).numpy()
 
 
-def copy_back(elements: Any, target: Any) -> None:
-    """Write the elements of a flat tensor into a tensor, unless the memory is the tensor's own."""
-    if elements.data_ptr() != target.data_ptr() or elements.dtype != target.dtype or not target.is_contiguous():
-        target.copy_(elements.view(target.shape))
-
-
-class Summand:
-    """A tensor that is reduced over the ranks: this rank's elements, and afterwards the result.
-
-    Args:
-        tensor: of any dtype and layout; it does not change before `finish`.
-        op: an operation's name, as `operation` returns it.
-        factor: of PREMUL_SUM.
-        where: the public name.
-        copied: whether the elements are copied, since the tensor must keep its own.
-    """
-
-    def __init__(self, tensor: Any, op: str, factor: Any, where: str, *, copied: bool = False) -> None:
-        self._dtype = dtype = tensor.dtype
-        is_float = dtype.is_floating_point or dtype.is_complex
-        if (op in _BITWISE and is_float) or (dtype.is_complex and op in ("MIN", "MAX", "PRODUCT")):
-            raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected="an operation that this dtype has")
-        if dtype is torch.bool:
-            if op not in _OF_TRUTH:
-                raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected=f"{', '.join(_OF_TRUTH)}")
-            op = _OF_TRUTH[op]
-        if not dtype.is_floating_point and op == "PREMUL_SUM":
-            raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected="a floating dtype")
-        self._op, self._factor = op, factor
-        elements = flat(tensor, _WIDER.get(dtype))
-        if copied and elements.data_ptr() == tensor.data_ptr():
-            elements = elements.clone()
-        self.elements = elements
-        self.is_bitwise: bool = op in _BITWISE
-        #: The library's name of the operation.
-        self.by: str = _BY_LIBRARY.get(op, "")
-
-    def start(self) -> Array:
-        """Return the buffer that is reduced where it is; the ranks have agreed."""
-        if self._op == "PREMUL_SUM":
-            self.elements.mul_(self._factor)
-        buffer: Array = self.elements.numpy()
-        return buffer
-
-    def combine(self, rows: Any) -> None:
-        """Take the elements of all ranks, in rank order, for a bitwise operation."""
-        self.elements.copy_(rows[0])
-        for row in rows[1:]:
-            _BITWISE[self._op](self.elements, row, out=self.elements)
-
-    def finish(self, ranks: int) -> Any:
-        """Return the result's elements, in the dtype in which they were summed."""
-        if self._op == "AVG":
-            is_whole = not (self._dtype.is_floating_point or self._dtype.is_complex)
-            self.elements.div_(ranks, rounding_mode="trunc" if is_whole else None)
-        return self.elements
+def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Write the elements of tensors into others, unless the memory is theirs already."""
+    for result, target in zip(results, targets, strict=True):
+        if result is not target and (result.data_ptr() != target.data_ptr() or not target.is_contiguous()):
+            target.copy_(result.view(target.shape))
 
 
 def values_of(tensors: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return dtypes and numbers of elements, as ranks compare them."""
-    return tuple((str(each.dtype).removeprefix("torch."), (each.numel(),)) for each in tensors)
-
-
-def check_elements(tensor: Any, expected: int, dtype: Any, what: str, where: str) -> None:
-    """Raise unless a tensor has so many elements of this dtype."""
-    if tensor.numel() != expected or tensor.dtype != dtype:
-        raise ShapeError.at(
-            where,
-            found=f"{what} of {tensor.numel()} elements of {tensor.dtype}",
-            expected=f"{expected} elements of {dtype}",
-        )
-
-
-def check_length(values: Sequence[Any], expected: int, what: str, where: str) -> None:
-    """Raise unless there is a tensor for each rank."""
-    if len(values) != expected:
-        raise ShapeError.at(where, found=f"{what} of {len(values)} tensors", expected=f"{expected}: one for each rank")
-
-
-def checked_rank(rank: int, size: int, what: str, where: str) -> int:
-    """Return a rank of the group."""
-    if not 0 <= rank < size:
-        raise OptionError.at(where, found=f"{what} {rank}", expected=f"a rank of the group, from 0 to {size - 1}")
-    return rank
+    return tuple([(str(each.dtype).removeprefix("torch."), (each.numel(),)) for each in tensors])
 
 
 def parts(whole: Any, count: int) -> list[Any]:
-    """Return a tensor in equal parts, along its first axis or of its elements; in one where this cannot be."""
-    whole = whole.detach()
-    if not whole.dim() or whole.shape[0] % count:
-        whole = whole.view(-1)
+    """Return a tensor in equal parts of its elements; in one where this cannot be."""
+    whole = whole.detach() if whole.dim() and not whole.shape[0] % count else whole.detach().view(-1)
     return [whole] if whole.shape[0] % count else list(whole.tensor_split(count))
 
 
 def joined(tensors: Sequence[Any]) -> Any:
     """Return tensors as one flat tensor where they lie one after the other on the host, else None."""
-    first, end = tensors[0], tensors[0].data_ptr()
-    for each in tensors:
-        if (each.device.type, each.dtype, each.data_ptr()) != ("cpu", first.dtype, end) or not each.is_contiguous():
-            return None
-        end += each.numel() * each.element_size()
-    if first.untyped_storage().data_ptr() != tensors[-1].untyped_storage().data_ptr():
-        return None
-    return first.detach().as_strided((sum(each.numel() for each in tensors),), (1,))
+    first, counts = tensors[0], [each.numel() for each in tensors]
+    begins = accumulate(counts, lambda begin, count: begin + count * first.element_size(), initial=first.data_ptr())
+    lie_so = [
+        (each.is_cpu, each.dtype, each.data_ptr(), each.is_contiguous() and not each.is_conj())
+        == (True, first.dtype, begin, True)
+        for each, begin in zip(tensors, begins, strict=False)
+    ]
+    lie_so.append(first.untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr())
+    return first.as_strided((sum(counts),), (1,)) if all(lie_so) else None
+
+
+def together(tensors: Sequence[Any]) -> Any:
+    """Return the elements of tensors of one dtype one after the other."""
+    found = joined(tensors)
+    if found is None:
+        found = torch.cat([flat(each).view(torch.uint8) for each in tensors]).view(tensors[0].dtype)
+    return found
 
 
 def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[int]:

@@ -109,6 +109,8 @@ def test_layouts() -> None:
         torch.ones(1, 2, 3, 4).to(memory_format=torch.channels_last),
         torch.ones(2, requires_grad=True),
         torch.ones(300_000),
+        torch.ones(2**21 + 1),
+        torch.ones(2**11, 2**11).t(),
     ):
         mine = made.detach() * (RANK + 1)
         mine.requires_grad_(made.requires_grad)
@@ -127,6 +129,9 @@ def test_sparse() -> None:
     expected = torch.ones(SIZE + 1, 3)
     expected[0] = SIZE
     assert torch.equal(mine.to_dense(), expected)
+    mine = torch.sparse_coo_tensor([[RANK, RANK]], torch.ones(2, 3), (SIZE, 3))  # of which one row is made
+    dist.all_reduce(mine)
+    assert torch.equal(mine.to_dense(), 2 * torch.ones(SIZE, 3))
 
 
 def test_premul() -> None:
@@ -295,6 +300,22 @@ def test_an_error_on_one_rank_is_raised_on_all() -> None:
     with pytest.raises((ms.errors.ShapeError, ms.errors.RemoteError)):
         dist.all_gather(outputs, torch.ones(2))
     dist.barrier()
+
+
+@several
+def test_the_reduction_that_differs_is_counted_in_backward() -> None:
+    layers = [torch.nn.Linear(1, 1, bias=False) for _ in range(3)]
+    model = torch.nn.parallel.DistributedDataParallel(torch.nn.Sequential(*layers), bucket_cap_mb=1e-6)
+    for _ in range(2):  # the first pass finds the order of the buckets
+        model(torch.ones(2, 1)).sum().backward()
+    loss = model(torch.ones(2, 1)).sum()
+    if RANK == 0:
+        dist.all_reduce(torch.ones(1))  # as the first bucket
+    with pytest.raises(ms.errors.CollectiveMismatchError) as caught:
+        dist.all_reduce(torch.ones(7)) if RANK == 0 else loss.backward()
+    line = r"at \S*test_torch_group.py:\d+"
+    assert re.search(rf"values=float32\[7\] +{line}\n", str(caught.value))
+    assert re.search(rf"values=float32\[1\] +{line}, reduction 2 of this backward", str(caught.value))
 
 
 def network() -> Any:
