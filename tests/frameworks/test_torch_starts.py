@@ -138,9 +138,9 @@ def test_a_contrastive_loss_has_the_gradients_of_one_process(strategy: ms.Strate
 @pytest.mark.mpi(min_size=2)
 def test_a_nest_that_does_not_fit_raises_on_all_ranks(strategy: ms.Strategy) -> None:
     mine = torch.zeros(2 + (RANK == 1))
-    with pytest.raises(errors.ShapeError, match="has float32"):
+    with pytest.raises(errors.CollectiveMismatchError, match=r"float32\[2\]"):
         mst.broadcast(mine, strategy=strategy)
-    with pytest.raises(errors.ShapeError, match="no tensor"):
+    with pytest.raises(errors.CollectiveMismatchError, match="structure"):
         mst.broadcast({"a": torch.zeros(1)} if RANK else {"a": torch.zeros(1), "b": torch.zeros(1)}, strategy=strategy)
     nest = {"a/b": torch.tensor(RANK), "a": {"b": torch.tensor(10 + RANK)}, 1: torch.tensor(20), "1": torch.tensor(30)}
     found = mst.broadcast(nest, LAST, strategy=strategy)
