@@ -287,7 +287,7 @@ def test_a_gradient_that_is_sparse_on_one_rank_is_dense(strategy: ms.Strategy) -
 @pytest.mark.mpi(min_size=2)
 def test_models_and_steps_that_differ_are_named(strategy: ms.Strategy) -> None:
     other = torch.nn.Linear(2, 3 if RANK == 0 else 4)
-    with pytest.raises(errors.CollectiveMismatchError, match="parameter 0 of group 0"):
+    with pytest.raises(errors.CollectiveMismatchError, match=r"float32\[3, 2\]"):
         mst.DistributedOptimizer(torch.optim.SGD(other.parameters(), 0.1), strategy=strategy)
     net = network()
     optimizer = mst.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
@@ -316,10 +316,10 @@ def test_wrong_arguments_and_copies(strategy: ms.Strategy) -> None:
     with pytest.raises(errors.OptionError, match="wire"):
         mst.DistributedOptimizer(optimizer, strategy=strategy, wire="float8")
     twice = [("w", net[0].weight), ("w", net[0].bias)]
-    with pytest.raises(errors.OptionError, match="two parameters named"):
+    with pytest.raises(errors.OptionError, match="a name of its own"):
         mst.DistributedOptimizer(optimizer, twice, strategy=strategy)
     made = mst.DistributedOptimizer(optimizer, strategy=strategy, aggregation="SUM")
-    with pytest.raises(errors.OptionError, match="already"):
+    with pytest.raises(errors.OptionTypeError, match="not distributed yet"):
         mst.DistributedOptimizer(made, strategy=strategy)
     with pytest.raises(errors.OptionError, match="another DistributedOptimizer"):
         mst.DistributedOptimizer(torch.optim.Adam(net[0].parameters()), strategy=strategy, aggregation="SUM")
