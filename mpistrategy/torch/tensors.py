@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpistrategy.arrays.dtypes import Array
@@ -62,8 +64,9 @@ def flat(tensor: Any, dtype: Any = None) -> Any:
 
 def in_bytes(elements: Any) -> Array:
     """Return the memory of a flat tensor as an array of bytes."""
-    found: Array = elements.view(torch.uint8).numpy()
-    return found
+    # not by numpy(), after which torch refuses to resize the tensor's memory, as FSDP does
+    layout = {"data": (elements.data_ptr(), False), "shape": (elements.nbytes,), "typestr": "|u1", "version": 3}
+    return np.asarray(SimpleNamespace(__array_interface__=layout, elements=elements))
 
 
 def copy_back(elements: Any, target: Any) -> None:
@@ -107,8 +110,7 @@ class Summand:
         """Return the buffer that is reduced where it is; the ranks have agreed."""
         if self._op == "PREMUL_SUM":
             self.elements.mul_(self._factor)
-        buffer: Array = self.elements.numpy()
-        return buffer
+        return in_bytes(self.elements).view(str(self.elements.dtype).removeprefix("torch."))
 
     def combine(self, rows: Any) -> None:
         """Take the elements of all ranks, in rank order, for a bitwise operation."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter, OrderedDict
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from checkpoints import shared_folder
 from replicas import RANK, SIZE
@@ -53,11 +55,33 @@ def test_a_nest(strategy: ms.Strategy) -> None:
         mst.broadcast({"a": 1}, SIZE, strategy=strategy)
 
 
-def test_a_scheduler_keeps_the_classes_of_its_state(strategy: ms.Strategy) -> None:
-    optimizer = torch.optim.SGD([torch.ones(1)], 1.0)
+def test_a_state_keeps_its_types(strategy: ms.Strategy) -> None:
+    optimizer = torch.optim.SGD([torch.ones(1)], np.float32(0.1 + RANK))
     scheduler = torch.optim.lr_scheduler.MultiStepLR(optimizer, [2 + RANK, 9])
+    mst.broadcast(optimizer, LAST, strategy=strategy)
     mst.broadcast(scheduler, LAST, strategy=strategy)
-    assert list(scheduler.milestones.elements()) == [2 + LAST, 9]
+    rate = optimizer.param_groups[0]["lr"]
+    assert (type(rate), rate) == (np.float32, np.float32(0.1 + LAST))
+    assert scheduler.milestones == Counter([2 + LAST, 9])
+    assert type(scheduler.milestones) is Counter
+    state = mst.broadcast(torch.nn.Linear(1, 1).state_dict() if RANK == LAST else None, LAST, strategy=strategy)
+    assert type(state) is OrderedDict
+
+
+def test_tensors_that_cannot_be_written_are_refused_on_all_ranks(strategy: ms.Strategy) -> None:
+    net = torch.nn.BatchNorm1d(2)
+    net.register_buffer("mask", torch.ones(1).expand(3))
+    with pytest.raises(errors.ShapeError, match=r"'mask'.*share memory"):
+        mst.broadcast(net, strategy=strategy)
+    net.mask = torch.tensor([True, RANK == 0])
+    assert mst.broadcast(net, strategy=strategy).mask.all()
+    with pytest.raises(errors.OptionTypeError, match="containers"):
+        mst.broadcast({(1, 2): 3}, strategy=strategy)
+    whole = torch.tensor([RANK])
+    with pytest.raises(errors.ShapeError, match="float64"):
+        mst.all_reduce(whole, strategy=strategy, out=whole)  # a mean of integers is none
+    half = torch.ones(2, dtype=torch.bfloat16)
+    assert mst.all_reduce(half, "SUM", strategy=strategy, out=half).tolist() == [SIZE, SIZE]
 
 
 def test_sync_batch_norm_is_refused_by_name(strategy: ms.Strategy) -> None:
