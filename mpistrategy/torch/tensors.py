@@ -66,7 +66,8 @@ def in_bytes(elements: Any) -> Array:
     """Return the memory of a flat tensor as an array of bytes."""
     # not by numpy(), after which torch refuses to resize the tensor's memory, as FSDP does
     layout = {"data": (elements.data_ptr(), False), "shape": (elements.nbytes,), "typestr": "|u1", "version": 3}
-    return np.asarray(SimpleNamespace(__array_interface__=layout, elements=elements))
+    shown = SimpleNamespace(__array_interface__=layout, elements=elements)
+    return np.asarray(shown) if elements.numel() else np.empty(0, np.uint8)  # older NumPy takes no memory at 0
 
 
 def copy_back(elements: Any, target: Any) -> None:

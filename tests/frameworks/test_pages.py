@@ -1,4 +1,4 @@
-"""The programs of the guide's pages for torch and JAX print what the pages show."""
+"""The programs for torch and JAX, of the README and of the guide's pages, print what is shown."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(SIZE > 1, reason="starts jobs of its own: runs i
 PROGRAMS = [
     pytest.param(block, following, id=f"{block.page}-{block.file}")
     for block, following in itertools.pairwise(each for each in pages.BLOCKS if each.file or each.kind == "text")
-    if block.page in ("torch", "jax") and block.file
+    if block.file and (block.page in ("torch", "jax") or (block.page, block.file) == ("README", "ddp.py"))
 ]
 
 
@@ -25,7 +25,7 @@ PROGRAMS = [
 def test_a_program_prints_what_is_shown_each_time(
     launch: Callable[..., launching.Finished], tmp_path: Path, program: pages.Block, shown: pages.Block
 ) -> None:
-    pytest.importorskip(program.page)
+    pytest.importorskip("jax" if program.page == "jax" else "torch")
     (tmp_path / program.file).write_text(program.source, encoding="utf-8")
     for _ in range(2):
         job = launch(2, tmp_path / program.file, timeout=100).check()

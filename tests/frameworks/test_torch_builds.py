@@ -227,7 +227,7 @@ def test_a_mesh_of_two_dimensions(shape: tuple[int, int]) -> None:
         of_torch = pytest.importorskip("torch.distributed._tensor")
     mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("rows", "columns"))
     generator = torch.Generator().manual_seed(2)
-    one, two = (torch.randn(5, 5, generator=generator) for _ in "ab")
+    one, two = (torch.randn(6, 6, generator=generator) for _ in "ab")
     split = [of_torch.Shard(0), of_torch.Shard(1)]
     product = of_torch.distribute_tensor(one, mesh, split) @ of_torch.distribute_tensor(two, mesh, split)
     torch.testing.assert_close(product.full_tensor(), one @ two)
