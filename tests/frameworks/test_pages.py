@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -25,7 +26,8 @@ PROGRAMS = [
 def test_a_program_prints_what_is_shown_each_time(
     launch: Callable[..., launching.Finished], tmp_path: Path, program: pages.Block, shown: pages.Block
 ) -> None:
-    pytest.importorskip("jax" if program.page == "jax" else "torch")
+    for library in re.findall(r"(?m)^(?:import|from) (\w+)", program.source):
+        pytest.importorskip(library)
     (tmp_path / program.file).write_text(program.source, encoding="utf-8")
     for _ in range(2):
         job = launch(2, tmp_path / program.file, timeout=100).check()

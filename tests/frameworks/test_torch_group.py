@@ -295,6 +295,8 @@ def test_groups_of_some_ranks() -> None:
 
 
 @several
+@pytest.mark.slow
+@pytest.mark.timeout(280)  # Open MPI polls, and takes its time where ranks share cores
 def test_many_groups_are_made_and_freed() -> None:
     for number in range(200):
         made = dist.new_group()
