@@ -88,7 +88,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._is_synchronized, self._synchronizes, self._steps = False, True, 0
         parameters = dict(self._parameters())
         if self._op is ReduceOp.SUM:
-            summed = {id(tensor) for other in self._summing for _, tensor in other._parameters()}
+            groups = [group for other in self._summing for group in other.param_groups]
+            summed = {id(tensor) for group in groups for tensor in group["params"]}
             shared = [name for name, tensor in parameters.items() if id(tensor) in summed]
             if shared:
                 raise OptionError.at(

@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.utils import _pytree as pytree
 
 from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, from_json, to_json
 from mpistrategy.errors import OptionTypeError, UnsupportedError
@@ -20,6 +19,7 @@ from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
 
 _WHERE = "mpistrategy.torch.broadcast"
+pytree: Any = torch.utils._pytree
 
 
 def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:

@@ -204,7 +204,7 @@ def _real(value: Any, where: str) -> Array:
 def _add(total: Variable, values: Array) -> None:
     """Add the sum of some values to this rank's part of a total, in a step or in a loop without steps."""
     strategy, frame = total.strategy, context.current_frame()
-    is_own = total._extended._is_local or (frame is not None and frame.mode is context.Mode.REPLICA)
+    is_own = strategy.extended._is_local or (frame is not None and frame.mode is context.Mode.REPLICA)
     with nullcontext() if is_own else ReplicaContext(strategy, strategy.extended.communicator.rank):
         total.assign_add(float(np.sum(values)))
 

@@ -180,7 +180,8 @@ SHARED = {
     *("_check_can_go", "_go_to", "_walk", "_go_on_with", "_partial_sums", "_position", "_slots"),
     *("_describe", "_empty_batch", "_lazy_batches"),  # of datasets
     *("_kernel", "_reduced_early", "_abandon"),  # of optimizers, gradient buckets, traces
-    *("_C", "_distributed_c10d", "_create_work_from_future", "_debug_has_internal_overlap", "_nnz"),  # of torch
+    *("_C", "_distributed_c10d", "_create_work_from_future", "_debug_has_internal_overlap"),  # of torch
+    *("_nnz", "_pytree"),
 }
 
 
