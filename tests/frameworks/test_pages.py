@@ -22,6 +22,7 @@ PROGRAMS = [
 ]
 
 
+@pytest.mark.timeout(220)  # two jobs, which import much
 @pytest.mark.parametrize(("program", "shown"), PROGRAMS)
 def test_a_program_prints_what_is_shown_each_time(
     launch: Callable[..., launching.Finished], tmp_path: Path, program: pages.Block, shown: pages.Block
