@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, is_on_device
+from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, host_array, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, event_of_reads, local_component
@@ -330,7 +330,7 @@ def _write(results: Sequence[Any], targets: Sequence[Any]) -> None:
         if is_on_device(target):
             on_device.append((as_device_array(result, "a result in GPU memory"), target))
         else:
-            target[...] = result
+            target[...] = host_array(result)
     if on_device:
         from mpistrategy.reduction.routes.gpu_copy import move  # here, for the quick import
 

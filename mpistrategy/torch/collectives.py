@@ -19,8 +19,8 @@ from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
 from mpistrategy.torch.group import exchange
 
-#: A collective of tensors, and the one that gives their gradients from those of the results.
-Collective = Callable[[list[Any]], list[Any]]
+#: A collective in a context: of a nest, or of the gradients of its results.
+Collective = Callable[[ReplicaContext, Any], Any]
 
 
 @contextlib.contextmanager
@@ -35,53 +35,48 @@ def replica_context(strategy: Strategy, device: Any = None) -> Iterator[ReplicaC
 
 
 class _Through(torch.autograd.Function):  # type: ignore[misc]
-    """A collective through which gradients flow."""
+    """A collective of a nest's leaves, through which gradients flow."""
 
     @staticmethod
-    def forward(ctx: Any, collective: Collective, backward: Collective, *tensors: Any) -> Any:
-        ctx.backward_collective = backward
-        return tuple(collective([each.detach() for each in tensors]))
+    def forward(
+        ctx: Any, strategy: Strategy, collective: Collective, backward: Collective, structure: Any, *leaves: Any
+    ) -> Any:
+        ctx.strategy, ctx.of_gradients = strategy, backward
+        with replica_context(strategy) as context:
+            return tuple(nest.flatten(collective(context, structure.pack([each.detach() for each in leaves])))[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        return None, None, *ctx.backward_collective([each.contiguous() for each in gradients])
+        with replica_context(ctx.strategy) as context:
+            return None, None, None, None, *ctx.of_gradients(context, [each.contiguous() for each in gradients])
 
 
-def _wants_gradients(leaves: Sequence[Any]) -> bool:
-    return torch.is_grad_enabled() and any(isinstance(each, torch.Tensor) and each.requires_grad for each in leaves)
-
-
-def _carried(value: Any, collective: Callable[[Any], Any], backward: Collective | None, where: str) -> Any:
-    """Return `collective` of a nest, through which gradients flow if some tensor wants them.
+def _carried(
+    strategy: Strategy, value: Any, collective: Collective, backward: Collective, where: str, *, carries: bool = True
+) -> Any:
+    """Return what a collective makes of a nest; gradients flow through it if some tensor wants them.
 
     Args:
+        strategy: whose ranks.
         value: the nest.
         collective: takes and returns nests of one structure.
-        backward: gives the gradients of the leaves; None where there is no such collective.
+        backward: makes the gradients of the leaves from those of the results.
         where: the public name.
+        carries: whether there are such gradients.
     """
     leaves, structure = nest.flatten(value)
-    if not _wants_gradients(leaves):
-        return collective(value)
-    if backward is None:
+    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
+    if not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors):
+        with replica_context(strategy) as context:
+            return collective(context, value)
+    if not carries or len(tensors) < len(leaves):
         raise UnsupportedError.at(
             where,
             found="a tensor that wants gradients",
-            expected="SUM or MEAN, and no out=, for gradients to flow through",
+            expected="SUM or MEAN of nothing but tensors, and no out=, for gradients to flow through",
             fix="Give tensor.detach(), or call it in `with torch.no_grad():`.",
         )
-    if not all(isinstance(each, torch.Tensor) for each in leaves):
-        raise UnsupportedError.at(
-            where,
-            found="tensors that want gradients beside other values",
-            expected="tensors alone",
-            fix="Make two calls.",
-        )
-
-    def of_leaves(tensors: list[Any]) -> list[Any]:
-        return nest.flatten(collective(structure.pack(tensors)))[0]
-
-    return structure.pack(list(_Through.apply(of_leaves, backward, *leaves)))
+    return structure.pack(list(_Through.apply(strategy, collective, backward, structure, *leaves)))
 
 
 def all_reduce(
@@ -104,15 +99,19 @@ def all_reduce(
         As `ReplicaContext.all_reduce`.
     """
     where = "mpistrategy.torch.all_reduce"
-    of = strategy_for(strategy, where)
+    return _carried(
+        strategy_for(strategy, where),
+        value,
+        lambda context, values: context.all_reduce(op, values, name=name, out=out),
+        lambda context, gradients: context.all_reduce(op, gradients, name=_of_backward(name, where)),
+        where,
+        carries=out is None and ReduceOp._parse(op, where) in (ReduceOp.SUM, ReduceOp.MEAN),
+    )
 
-    def reduce(values: Any, name: str | None = name) -> Any:
-        with replica_context(of) as context:
-            return context.all_reduce(op, values, name=name, out=out)
 
-    carries = out is None and ReduceOp._parse(op, where) in (ReduceOp.SUM, ReduceOp.MEAN)
-    backward = (lambda gradients: reduce(gradients, f"backward of {name or where}")) if carries else None
-    return _carried(value, reduce, backward, where)
+def _of_backward(name: str | None, where: str) -> str:
+    """Return the name of the call that a collective makes in backward."""
+    return f"backward of {name or where}"
 
 
 def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
@@ -131,26 +130,19 @@ def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, n
         As `ReplicaContext.all_gather`.
     """
     where = "mpistrategy.torch.all_gather"
-    of = strategy_for(strategy, where)
+    of, called = strategy_for(strategy, where), _of_backward(name, where)
+    shapes = [np.shape(each) for each in nest.flatten(value)[0]]
 
-    def gather(values: Any) -> Any:
-        with replica_context(of) as context:
-            return context.all_gather(values, axis, name=name)
-
-    leaves = nest.flatten(value)[0]
-
-    def backward(gradients: list[Any]) -> list[Any]:
-        lengths = np.array([each.shape[axis] for each in leaves], np.int64)[None]
-        with replica_context(of) as context:
-            called = f"backward of {name or where}"
-            begins = context.all_gather(lengths, 0, name=called)[: of.rank].sum(0)
-            totals = context.all_reduce("SUM", gradients, name=called)
+    def backward(context: ReplicaContext, gradients: list[Any]) -> list[Any]:
+        lengths = np.array([shape[axis] for shape in shapes], np.int64)[None]
+        begins = context.all_gather(lengths, 0, name=called)[: of.rank].sum(0)
+        totals = context.all_reduce("SUM", gradients, name=called)
         return [
             total.narrow(axis, int(begin), int(length))
             for total, begin, length in zip(totals, begins, lengths[0], strict=True)
         ]
 
-    return _carried(value, gather, backward, where)
+    return _carried(of, value, lambda context, values: context.all_gather(values, axis, name=name), backward, where)
 
 
 def reduce_scatter(
@@ -172,19 +164,20 @@ def reduce_scatter(
         As `ReplicaContext.reduce_scatter`; UnsupportedError as `all_reduce`.
     """
     where = "mpistrategy.torch.reduce_scatter"
-    of = strategy_for(strategy, where)
     kind = ReduceOp._parse(op, where)
 
-    def scatter(values: Any) -> Any:
-        with replica_context(of) as context:
-            return context.reduce_scatter(op, values, axis, name=name)
+    def backward(context: ReplicaContext, gradients: list[Any]) -> list[Any]:
+        whole = context.all_gather(gradients, axis, name=_of_backward(name, where))
+        return [each / context.num_replicas_in_sync for each in whole] if kind is ReduceOp.MEAN else whole
 
-    def backward(gradients: list[Any]) -> list[Any]:
-        with replica_context(of) as context:
-            whole = context.all_gather(gradients, axis, name=f"backward of {name or where}")
-        return [each / of.num_replicas_in_sync for each in whole] if kind is ReduceOp.MEAN else whole
-
-    return _carried(value, scatter, backward if kind in (ReduceOp.SUM, ReduceOp.MEAN) else None, where)
+    return _carried(
+        strategy_for(strategy, where),
+        value,
+        lambda context, values: context.reduce_scatter(op, values, axis, name=name),
+        backward,
+        where,
+        carries=kind in (ReduceOp.SUM, ReduceOp.MEAN),
+    )
 
 
 def all_to_all(
@@ -207,28 +200,24 @@ def all_to_all(
         ShapeError, OptionError: on every rank, for a tensor without axes, or splits that do not fit.
         CollectiveMismatchError: on every rank, when dtypes or the other axes differ.
     """
-    of = strategy_for(strategy, "mpistrategy.torch.all_to_all")
-    found: list[int] = []
+    where = "mpistrategy.torch.all_to_all"
+    received: list[int] = []
 
-    def exchange(tensors: list[Any]) -> list[Any]:
-        result, received = _exchanged(of, tensors[0], splits, name)
-        found[:] = received
+    def forward(context: ReplicaContext, tensors: list[Any]) -> list[Any]:
+        result, received[:] = _exchanged(context, tensors[0], splits, name)
         return [result]
 
-    def backward(gradients: list[Any]) -> list[Any]:
-        return [_exchanged(of, gradients[0], found, f"backward of {name or 'all_to_all'}")[0]]
+    def backward(context: ReplicaContext, gradients: list[Any]) -> list[Any]:
+        return [_exchanged(context, gradients[0], received, _of_backward(name, where))[0]]
 
-    if _wants_gradients([tensor]):
-        (result,) = _Through.apply(exchange, backward, tensor)
-    else:
-        (result,) = exchange([tensor])
-    return result, list(found)
+    (result,) = _carried(strategy_for(strategy, where), [tensor], forward, backward, where)
+    return result, list(received)
 
 
 def _exchanged(
-    strategy: Strategy, tensor: Any, splits: Sequence[int] | None, name: str | None
+    context: ReplicaContext, tensor: Any, splits: Sequence[int] | None, name: str | None
 ) -> tuple[Any, list[int]]:
-    communicator = strategy.extended.communicator
+    communicator = context.strategy.extended.communicator
     with Call(communicator.guard, "mpistrategy.torch.all_to_all", called=name) as call:
         given = tensor.detach()
         rows = t.lengths(given, splits or (), communicator.size, call.where)

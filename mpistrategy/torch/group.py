@@ -125,7 +125,7 @@ class Group:
         if bits is not None:
             call.agree(call.where, **words)
             return [functools.reduce(bits, self._gathered(t.flat(each)).chunk(self._ranks)) for each in elements]
-        arrays = [each.numpy() for each in elements]
+        arrays = [*map(t.in_numpy, elements)]
         plan = plan_of(self.communicator, tuple([(each.dtype, each.shape) for each in arrays]), by, 0, usual_route)
         is_large = in_place and sum([each.nbytes for each in arrays]) >= _LEAST_IN_PLACE
         into = [each if each.flags.c_contiguous else None for each in arrays] if is_large else None

@@ -10,14 +10,14 @@ from typing import Any, ClassVar, NoReturn
 import numpy as np
 import torch
 
-from mpistrategy.arrays.convert import host_array
-from mpistrategy.arrays.values import IndexedSlices
-from mpistrategy.errors import CopyError, OptionError, OptionTypeError, ShapeError, UnsupportedError
+from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.torch import tensors as t
 from mpistrategy.torch.collectives import all_reduce, replica_context
+from mpistrategy.torch.starts import broadcast
 
 _WHERE = "DistributedOptimizer"
 #: What a rank has of a parameter's gradient; the greatest of all ranks decides.
@@ -36,7 +36,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     gradients stay sparse.  Which parameters there are, and which are frozen, is looked at anew each time.
 
     Every parameter gets rank 0's value at creation; buffers do not, see `broadcast`.  The optimizer that was given
-    makes the steps; `param_groups` and `state` are the same objects, so that schedulers work with either.
+    makes the steps, and has `param_groups`, `state` and all else, so that schedulers work with either.
 
     Args:
         optimizer: any of `torch.optim`.
@@ -54,6 +54,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     #: The living ones under "SUM", to find parameters that two of them would sum.
     _summing: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
+    #: Of a fused optimizer, which would take the factor of a GradScaler from the scaler itself.
+    _step_supports_amp_scaling: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -65,62 +67,52 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         wire: Any = None,
         name: str | None = None,
     ) -> None:
-        if not isinstance(optimizer, torch.optim.Optimizer):
+        if not isinstance(optimizer, torch.optim.Optimizer) or isinstance(optimizer, DistributedOptimizer):
             raise OptionTypeError.at(
                 _WHERE,
                 found=f"optimizer={optimizer!r:.60}",
-                expected="an optimizer of torch.optim",
+                expected="an optimizer of torch.optim, which is not distributed yet",
                 fix="Make one of the parameters first: DistributedOptimizer(torch.optim.SGD(...)).",
             )
-        if isinstance(optimizer, DistributedOptimizer):
-            raise OptionError.at(_WHERE, found="an optimizer that is distributed already", expected="it as it was made")
+        self.optimizer: torch.optim.Optimizer = optimizer
         self._op = ReduceOp._parse(aggregation, _WHERE)
         if self._op not in (ReduceOp.MEAN, ReduceOp.SUM):
             raise OptionError.at(_WHERE, found=f"aggregation={aggregation!r}", expected="'MEAN' or 'SUM'")
-        self._names = _names_of(named_parameters)
+        named = list(named_parameters or ())
+        if len(dict(named)) < len(named):
+            names = [name for name, _ in named]
+            raise OptionError.at(_WHERE, found=f"names {names!r:.200}", expected="a name of its own for each parameter")
+        self._names = {id(tensor): name for name, tensor in named}
         self._strategy: Strategy = strategy_for(strategy, _WHERE)
         self._options = CommunicationOptions(wire=wire)
-        self.optimizer: torch.optim.Optimizer = optimizer
-        super().__init__(optimizer.param_groups, optimizer.defaults)
-        self._follow()
         self._is_synchronized, self._synchronizes, self._steps = False, True, 0
+        parameters = dict(self._parameters())
         if self._op is ReduceOp.SUM:
-            self._refuse_shared()
+            groups = [group for other in self._summing for group in other.param_groups]
+            summed = {id(tensor) for group in groups for tensor in group["params"]}
+            shared = [name for name, tensor in parameters.items() if id(tensor) in summed]
+            if shared:
+                raise OptionError.at(
+                    _WHERE,
+                    found=f"{shared!r:.200}, whose gradients another DistributedOptimizer sums, too",
+                    expected="a parameter in one of them: its gradient would be summed twice",
+                    fix="Delete the other optimizer first, or use aggregation='MEAN'.",
+                )
             self._summing.add(self)
-        parameters = self._parameters()
-        with Call(self._strategy.extended.communicator.guard, _WHERE, called=name) as call:
-            call.structure = ", ".join(f"{key} {_dtype(each)}{list(each.shape)}" for key, each in parameters)
-            call.agree("distribute an optimizer", op=self._op.value, options=f"{type(optimizer).__name__}, {wire=}")
-            call.expect_more()
-            tensors = [each.detach() for _, each in parameters]
-            for tensor, value in zip(tensors, self._strategy.broadcast(tensors), strict=True):
-                tensor.copy_(value)
+        broadcast(parameters, strategy=self._strategy, name=name)
 
-    def _follow(self) -> None:
-        """Share the groups and the state of the optimizer that makes the steps."""
-        self.__dict__["param_groups"] = self.optimizer.param_groups
-        self.__dict__["state"] = self.optimizer.state
+    def __getattr__(self, name: str) -> Any:
+        """Return what the optimizer that makes the steps has: its groups, state, defaults, hooks."""
+        return getattr(object.__getattribute__(self, "optimizer"), name)
 
     def _parameters(self) -> list[tuple[str, Any]]:
         """Return the names and tensors of all parameters, each once."""
-        found: dict[int, tuple[str, Any]] = {}
-        for at, group in enumerate(self.param_groups):
-            names = group.get("param_names") or [f"parameter {n} of group {at}" for n in range(len(group["params"]))]
-            for tensor, name in zip(group["params"], names, strict=True):
-                found.setdefault(id(tensor), (self._names.get(id(tensor), name), tensor))
+        found = {
+            id(tensor): (self._names.get(id(tensor), f"parameter {number} of group {at}"), tensor)
+            for at, group in enumerate(self.optimizer.param_groups)
+            for number, tensor in enumerate(group["params"])
+        }
         return list(found.values())
-
-    def _refuse_shared(self) -> None:
-        mine = {id(tensor): name for name, tensor in self._parameters()}
-        for other in self._summing:
-            for tensor in (each for group in other.param_groups for each in group["params"]):
-                if id(tensor) in mine:
-                    raise OptionError.at(
-                        _WHERE,
-                        found=f"{mine[id(tensor)]!r}, whose gradient another DistributedOptimizer sums, too",
-                        expected="a parameter in one of them: its gradient would be summed twice",
-                        fix="Delete the other optimizer first, or use aggregation='MEAN'.",
-                    )
 
     # ------------------------------------------------------------------------------------------------ the steps
 
@@ -142,27 +134,30 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             Call(guard, f"{_WHERE}.synchronize", anywhere=True) as call,
         ):
             call.name = f"step {self._steps}"
-            call.structure = ", ".join(f"{key} {_dtype(each)}{list(each.shape)}" for key, each in parameters)
-            kinds = np.array([_kind(*each) for each in parameters], np.int8)
-            kinds = context.all_reduce("MAX", kinds)
-            dense = [_dense(each) for (_, each), kind in zip(parameters, kinds, strict=True) if kind == _DENSE]
-            self._combine({each.data_ptr(): each for each in dense if each.numel()}, context)
-            for (name, each), kind in zip(parameters, kinds, strict=True):
+            call.structure = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in parameters)
+            kinds = context.all_reduce("MAX", np.array([_kind(*each) for each in parameters], np.int8))
+            dense: dict[int, Any] = {}
+            for (_, each), kind in zip(parameters, kinds, strict=True):
                 if kind == _SPARSE:
-                    each.grad = _combined_rows(name, each, self._op, context)
+                    each.grad = _combined_rows(each, self._op, context)
+                elif kind == _DENSE:
+                    if each.grad is None:
+                        each.grad = torch.zeros_like(each)
+                    elif each.grad.is_sparse:
+                        each.grad = each.grad.to_dense()
+                    dense[each.grad.data_ptr()] = each.grad.detach()
+            self._combine([each for each in dense.values() if each.numel()], context)
         self._is_synchronized = True
         self._steps += 1
 
-    def _combine(self, gradients: dict[int, Any], context: ReplicaContext) -> None:
+    def _combine(self, gradients: list[Any], context: ReplicaContext) -> None:
         """Write the combined gradients into the tensors that are there."""
-        found = list(gradients.values())
-        if not found:
-            return
-        whole = [each.float() if each.dtype in (torch.bfloat16, torch.float16) else each for each in found]
-        context.all_reduce(self._op, whole, self._options, out=whole)
-        for each, total in zip(found, whole, strict=True):
-            if total is not each:
-                each.copy_(total)
+        if gradients:
+            wide = [_wide(each) for each in gradients]
+            context.all_reduce(self._op, wide, self._options, out=wide)
+            for each, total in zip(gradients, wide, strict=True):
+                if total is not each:
+                    each.copy_(total)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -183,18 +178,16 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         Returns:
             What the optimizer returns.
         """
-        if closure is None:
-            if self._synchronizes and not self._is_synchronized:
-                self.synchronize()
-            self._is_synchronized = False
-            return self.optimizer.step()
 
         def together() -> Any:
+            assert closure is not None
             loss = closure()
             self.synchronize()
             return loss if loss is None else all_reduce(loss.detach(), strategy=self._strategy, name="a closure's loss")
 
-        result = self.optimizer.step(together)
+        if closure is None and self._synchronizes and not self._is_synchronized:
+            self.synchronize()
+        result = self.optimizer.step(*([together] if closure else []))
         self._is_synchronized = False
         return result
 
@@ -207,10 +200,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, which must be equal on all ranks: call `broadcast` on them."""
-        if "param_groups" in vars(self) and self.param_groups is self.optimizer.param_groups:
-            self.optimizer.add_param_group(param_group)
-        else:
-            super().add_param_group(param_group)  # of the groups that the optimizer has
+        self.optimizer.add_param_group(param_group)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""
@@ -220,87 +210,41 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the optimizer a state."""
         self.optimizer.load_state_dict(state_dict)
-        self._follow()
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise _no_copy()
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        raise _no_copy()
-
-    def __repr__(self) -> str:
-        return f"<DistributedOptimizer, {self._op.value}, of {self.optimizer!r}>"
-
-
-def _no_copy() -> CopyError:
-    return CopyError.at(
-        _WHERE,
-        found="a copy or a pickle of a distributed optimizer",
-        expected="one that works with the ranks of its strategy",
-        fix="Copy `optimizer.optimizer` and make a DistributedOptimizer of the copy, or save optimizer.state_dict().",
-    )
-
-
-def _names_of(named_parameters: Iterable[tuple[str, Any]] | None) -> dict[int, str]:
-    found: dict[int, str] = {}
-    for name, tensor in named_parameters or ():
-        if name in found.values():
-            raise OptionError.at(_WHERE, found=f"two parameters named {name!r}", expected="a name for each parameter")
-        found.setdefault(id(tensor), name)
-    return found
-
-
-def _dtype(tensor: Any) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+        raise CopyError.at(
+            _WHERE,
+            found="a copy or a pickle of a distributed optimizer",
+            expected="one that works with the ranks of its strategy",
+            fix="Make a DistributedOptimizer of a copy of `optimizer.optimizer`, or save optimizer.state_dict().",
+        )
 
 
 def _kind(name: str, parameter: Any) -> int:
     """Return what this rank has of a parameter's gradient; raise for one that cannot be written."""
-    grad = parameter.grad
-    if grad is None:
-        return _NONE
-    if grad.is_sparse:
-        return _SPARSE
-    if torch._debug_has_internal_overlap(grad) == 1:
-        raise ShapeError.at(
-            _WHERE,
-            found=f"a gradient of {name!r} whose elements share memory",
-            expected="a tensor with memory for each element",
-            fix="Set .grad to a contiguous tensor.",
-        )
-    return _DENSE
-
-
-def _dense(parameter: Any) -> Any:
-    """Return a parameter's gradient as a dense tensor: zeros where this rank has none."""
-    grad = parameter.grad
-    if grad is None:
-        grad = parameter.grad = torch.zeros_like(parameter)
-    elif grad.is_sparse:
-        grad = parameter.grad = grad.to_dense()
-    return grad.detach()
-
-
-def _combined_rows(name: str, parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any:
-    """Return a sparse gradient: the rows of all ranks."""
-    shape = parameter.shape
     if parameter.grad is None:
-        indices = np.empty(0, np.int64)
-        values = torch.empty((0, *shape[1:]), dtype=parameter.dtype)
-    else:
-        grad = parameter.grad.coalesce()
-        if grad.sparse_dim() != 1:
-            raise UnsupportedError.at(
-                _WHERE,
-                found=f"a gradient of {name!r} that is sparse in {grad.sparse_dim()} dimensions",
-                expected="one whose rows are sparse, as Embedding(sparse=True) makes",
-                fix="Make it dense.",
-            )
-        indices, values = host_array(grad.indices()[0]), grad.values()
-    wide = values.float() if values.dtype in (torch.bfloat16, torch.float16) else values
-    total = context.all_reduce(op, IndexedSlices(host_array(wide), indices, tuple(shape)))
-    rows = torch.as_tensor(total.values).to(values.dtype)
-    found = torch.sparse_coo_tensor(
-        torch.as_tensor(total.indices)[None], rows, shape, device=parameter.device, check_invariants=False
-    )
-    return found.coalesce()
+        return _NONE
+    t.checked(parameter.grad, f"{_WHERE}.synchronize, the gradient of {name!r}", is_written=True)
+    return _SPARSE if parameter.grad.is_sparse else _DENSE
+
+
+def _wide(tensor: Any) -> Any:
+    """Return a tensor in a dtype in which sums are exact enough: the tensor itself unless it has 16 bits or fewer."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+
+
+def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any:
+    """Return a sparse gradient: the rows of all ranks."""
+    grad = parameter.grad
+    if grad is None:
+        nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        grad = _sparse(nowhere, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+    grad = grad.coalesce()
+    places, values = context.all_gather([grad.indices().t().contiguous(), _wide(grad.values())], 0)
+    total = _sparse(places.t(), values, grad.shape).coalesce()
+    return (total / context.num_replicas_in_sync if op is ReduceOp.MEAN else total).to(grad.dtype)
+
+
+def _sparse(places: Any, values: Any, shape: Any) -> Any:
+    # without checks, and saying so: else torch warns of them
+    return torch.sparse_coo_tensor(places, values, shape, check_invariants=False)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-import copy
 import json
+from collections import Counter
+from contextlib import suppress
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, from_json, to_json
-from mpistrategy.errors import OptionTypeError, ShapeError, UnsupportedError
+from mpistrategy.errors import OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.reduction.broadcast import checked_root
 from mpistrategy.strategy.current import strategy_for
 from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.torch import tensors as t
 
 _WHERE = "mpistrategy.torch.broadcast"
+pytree: Any = torch.utils._pytree
 
 
 def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
@@ -24,7 +28,7 @@ def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, na
     Args:
         thing: a module; an optimizer, a scheduler, or another object with `state_dict` and `load_state_dict`, whose
             state may be there on `root` alone; or a nest of dicts, lists and tuples with tensors and plain values,
-            which may be None on other ranks than `root`.
+            which may be None on other ranks than `root`.  Numbers of NumPy and Counters keep their types.
         root: whose.
         strategy: whose ranks; None for the strategy of this scope or step.
         name: is compared between the ranks instead of the call site.
@@ -33,10 +37,11 @@ def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, na
         `thing`, changed in place; of a nest, `root`'s nest, with this rank's own tensors.
 
     Raises:
-        UnsupportedError: for a module with SyncBatchNorm, which needs torch.distributed.
+        CollectiveMismatchError: on every rank, when a rank's module or nest has other tensors than `root`'s.
+        ShapeError: on every rank, for a tensor whose elements share memory.
         OptionTypeError: for a nest with other objects.
-        ShapeError: on every rank, when a rank's nest has other tensors than `root`'s.
-        CollectiveMismatchError: on every rank, when the modules differ in names, dtypes or shapes.
+        UnsupportedError: for computed tensors that want gradients, unless in `torch.no_grad()`; for a module with
+            SyncBatchNorm while torch.distributed is not initialized, with which it would be each rank's own.
 
     >>> import torch, mpistrategy as ms, mpistrategy.torch as mst
     >>> strategy = ms.OneDeviceStrategy("CPU:0")
@@ -45,133 +50,100 @@ def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, na
     """
     of = strategy_for(strategy, _WHERE)
     if isinstance(thing, torch.nn.Module):
-        _module(thing, root, of, name)
-        return thing
-    stateful = callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None))
-    found = _nest(thing.state_dict() if stateful else thing, root, of, name, must_fit=not stateful)
-    if not stateful:
-        return found
-    if of.rank != root:
-        thing.load_state_dict(found)
+        _refuse_lonely_statistics(thing)
+        _received({**dict(thing.named_parameters()), **dict(thing.named_buffers())}, root, of, name, must_fit=True)
+    elif callable(getattr(thing, "state_dict", None)) and callable(getattr(thing, "load_state_dict", None)):
+        state = _received(thing.state_dict(), root, of, name, must_fit=False)
+        if of.rank != root:
+            thing.load_state_dict(state)
+    else:
+        return _received(thing, root, of, name, must_fit=True)
     return thing
 
 
-def _module(module: Any, root: int, strategy: Strategy, name: str | None) -> None:
-    """Write `root`'s parameters and buffers into everybody's."""
-    with Call(strategy.extended.communicator.guard, _WHERE, called=name) as call:
-        for path, inner in module.named_modules():
-            if isinstance(inner, torch.nn.SyncBatchNorm):
-                raise UnsupportedError.at(
-                    call.where,
-                    found=f"a SyncBatchNorm as {path or 'the module'!r}, which speaks through torch.distributed",
-                    expected="layers that need no process group",
-                    fix="Use GroupNorm or LayerNorm, or BatchNorm, whose statistics are each rank's own: average them "
-                    "with mst.all_reduce before you evaluate or save.",
-                )
-        tensors = {key: tensor.detach() for key, tensor in [*module.named_parameters(), *module.named_buffers()]}
-        call.structure = ", ".join(tensors)
-        received = strategy.broadcast(tensors, root)
-    with torch.no_grad():
-        for key, tensor in tensors.items() if strategy.rank != root else ():
-            tensor.copy_(received[key])
+def _refuse_lonely_statistics(module: Any) -> None:
+    for path, inner in module.named_modules():
+        if isinstance(inner, torch.nn.SyncBatchNorm) and not torch.distributed.is_initialized():
+            raise UnsupportedError.at(
+                _WHERE,
+                found=f"a SyncBatchNorm as {path or 'the module'!r}, which speaks through torch.distributed",
+                expected="layers that need no process group",
+                fix="Use GroupNorm or LayerNorm, or BatchNorm, whose statistics are each rank's own: average them "
+                "with mst.all_reduce before you evaluate or save.",
+            )
 
 
-def _nest(nest: Any, root: int, strategy: Strategy, name: str | None, *, must_fit: bool) -> Any:
-    """Return `root`'s nest: its plain values as JSON, then its tensors, in this rank's own.
+def _received(nest: Any, root: int, strategy: Strategy, name: str | None, *, must_fit: bool) -> Any:
+    """Return `root`'s nest: its structure and plain values come as text, then its tensors.
 
     Args:
         nest, root, strategy, name: as of `broadcast`.
-        must_fit: whether a rank that has a nest needs the root's tensors in it; else it gets new ones.
+        must_fit: whether a rank that has a nest needs the root's tensors in it, and gets the values there; else it gets
+            new ones.
     """
     communicator = strategy.extended.communicator
     with Call(communicator.guard, _WHERE, called=name) as call:
         is_source = strategy.rank == checked_root(root, strategy.size, call.where)
-        fits = nest is not None and (is_source or must_fit)
-        mine: dict[str, str] = {}
-        text = json.dumps(_described(nest, "", mine)) if fits else "null"
+        is_there = nest is not None and (is_source or must_fit)
+        leaves, structure = pytree.tree_flatten_with_path(nest if is_there else ())
+        mine = {pytree.keystr(path): leaf for path, leaf in leaves}
+        described = {path: _described(leaf, path or "the top") for path, leaf in mine.items()}
+        text = json.dumps([_in_text(structure), described]) if is_source else ""
         call.agree("broadcast a nest", op=f"from rank {root}")
-        described = json.loads(communicator.allgather_text(text if is_source else "")[root])
+        structure, theirs = json.loads(communicator.allgather_text(text)[root])
         call.expect_more()
-        tensors: dict[str, Any] = {}
-        found = _like(described, nest, "", tensors)
-        if fits:
-            _refuse_misfit(mine, {path: _in_words(tensor) for path, tensor in tensors.items()})
-        call.agree("broadcast a nest", op="that fits")
-        call.expect_more()
-        received = strategy.broadcast(list(tensors.values()), root) if tensors else []
+        found = {path: _made(each, mine.get(path)) for path, each in theirs.items()}
+        tensors = {path: each for path, each in (mine or found).items() if isinstance(each, torch.Tensor)}
+        # on the host: a state that is on the root alone may be on another device than the others make it
+        received = strategy.broadcast({path: each.detach().cpu() for path, each in tensors.items()}, root)
         with torch.no_grad():
-            for tensor, result in zip(tensors.values(), received, strict=True):
-                if not is_source:
-                    tensor.copy_(result)
-    return nest if is_source else found
+            for path, tensor in tensors.items():
+                tensor.copy_(received[path])
+    return nest if is_source else pytree.tree_unflatten(found.values(), pytree.treespec_loads(structure))
 
 
-def _refuse_misfit(mine: dict[str, str], theirs: dict[str, str]) -> None:
-    """Raise unless each tensor of the root has its place in the nest of this rank, and there is no other."""
-    for path in theirs | mine:
-        here, there = mine.get(path, "no tensor"), theirs.get(path, "no tensor")
-        if here != there:
-            raise ShapeError.at(
-                _WHERE,
-                found=f"{here} at {path or 'the top'}, where the root has {there}",
-                expected="a nest with the same tensors on all ranks, or None where a rank has nothing yet",
-            )
+def _in_text(structure: Any) -> str:
+    """Return the containers of a nest as text, from which other ranks make them."""
+    with suppress(NotImplementedError, TypeError):
+        text: str = pytree.treespec_dumps(structure)
+        if pytree.treespec_loads(text) == structure:
+            return text
+    raise OptionTypeError.at(
+        _WHERE,
+        found=f"the containers {structure!s:.200}",
+        expected="dicts with keys that are text or numbers, lists, tuples",
+    )
 
 
-def _in_words(tensor: Any) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
-
-
-def _described(value: Any, path: str, tensors: dict[str, str]) -> Any:
-    """Return a nest as JSON without the numbers in its tensors, which are put into `tensors` by their paths."""
-    if isinstance(value, torch.Tensor):
-        if torch.is_grad_enabled() and value.requires_grad and not value.is_leaf:
+def _described(leaf: Any, path: str) -> Any:
+    """Return a leaf as JSON, a tensor without its numbers."""
+    if isinstance(leaf, torch.Tensor):
+        if torch.is_grad_enabled() and leaf.requires_grad and not leaf.is_leaf:
             raise UnsupportedError.at(
                 _WHERE,
-                found=f"a computed tensor that wants gradients, at {path or 'the top'}",
+                found=f"a computed tensor that wants gradients, at {path}",
                 expected="a tensor to write into: no gradients flow through a broadcast",
                 fix="Give tensor.detach(), or call it in `with torch.no_grad():`.",
             )
-        tensors[path] = _in_words(value)
-        return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
-    if isinstance(value, dict):
-        return {
-            "dict": [
-                [_plain(key, path), _described(inner, f"{path}[{key!r}]", tensors)] for key, inner in value.items()
-            ]
-        }
-    if isinstance(value, (list, tuple)):
-        items = [_described(inner, f"{path}[{number}]", tensors) for number, inner in enumerate(value)]
-        return items if isinstance(value, list) else {"tuple": items}
-    return _plain(value, path)
-
-
-def _plain(value: Any, path: str) -> Any:
-    plain = to_json(value)
+        t.checked(leaf, f"{_WHERE}, {path}", is_written=True)
+        return {"tensor": [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]}
+    if isinstance(leaf, np.generic):
+        return {"number": [leaf.dtype.str, leaf.tobytes().hex()]}
+    plain = {"Counter": to_json(dict(leaf))} if isinstance(leaf, Counter) else to_json(leaf)
     if plain is NOT_PLAIN:
         raise OptionTypeError.at(
-            _WHERE, found=f"a {type(value).__name__} at {path or 'the top'}", expected="tensors and plain values"
+            _WHERE, found=f"a {type(leaf).__name__} at {path}", expected="tensors and plain values"
         )
     return plain
 
 
-def _like(described: Any, mine: Any, path: str, tensors: dict[str, Any]) -> Any:
-    """Return the nest that was described, with tensors of this rank's nest or new ones, added to `tensors`."""
-    kind, inner = next(iter(described.items())) if isinstance(described, dict) else ("", described)
-    if kind == "tensor":
-        dtype, shape = getattr(torch, inner[0]), torch.Size(inner[1])
-        is_same = isinstance(mine, torch.Tensor) and (mine.dtype, mine.shape) == (dtype, shape)
-        tensors[path] = mine.detach() if is_same else torch.empty(shape, dtype=dtype)
-        return mine if is_same else tensors[path]
-    if kind == "dict":
-        known = mine if isinstance(mine, dict) else {}
-        found = copy.copy(known)  # of its class, such as the Counter of MultiStepLR
-        found.clear()
-        for key, value in ((from_json(key), value) for key, value in inner):
-            found[key] = _like(value, known.get(key), f"{path}[{key!r}]", tensors)
-        return found
-    if kind == "tuple" or isinstance(inner, list):
-        old = mine if isinstance(mine, (list, tuple)) and len(mine) == len(inner) else [None] * len(inner)
-        items = [_like(each, old[at], f"{path}[{at}]", tensors) for at, each in enumerate(inner)]
-        return tuple(items) if kind else items
+def _made(described: Any, mine: Any) -> Any:
+    """Return the leaf that was described: a tensor of this rank's nest if there is one, else a new one."""
+    match described:
+        case {"tensor": [dtype, shape]}:
+            return torch.empty(shape, dtype=getattr(torch, dtype)) if mine is None else mine
+        case {"number": [dtype, data]}:
+            return np.frombuffer(bytes.fromhex(data), dtype)[0]
+        case {"Counter": pairs}:
+            return Counter(from_json(pairs))
     return from_json(described)

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 
 from mpistrategy.errors import DeviceError, DTypeError, OptionError, ReduceOpError, ShapeError
@@ -131,9 +133,22 @@ def on_host(tensor: Any, dtype: Any, factor: Any = 1) -> Any:
     return found if factor == 1 else found * factor
 
 
+def in_numpy(tensor: Any) -> Any:
+    """Return a tensor on the host as an array of the same memory.
+
+    Not by numpy(), after which torch refuses to resize the tensor's memory, as FSDP does.
+    """
+    dtype, shape = np.dtype(str(tensor.dtype).removeprefix("torch.")), tuple(tensor.shape)
+    if not tensor.numel():  # older NumPy takes no memory at 0
+        return np.empty(shape, dtype)
+    strides = tuple([step * dtype.itemsize for step in tensor.stride()])
+    layout = {"data": (tensor.data_ptr(), False), "shape": shape, "strides": strides, "typestr": dtype.str}
+    return np.asarray(SimpleNamespace(__array_interface__=layout | {"version": 3}, tensor=tensor))
+
+
 def in_bytes(elements: Any) -> Any:
     """Return the memory of a flat tensor as an array of bytes."""
-    return elements.view(torch.uint8).numpy()
+    return in_numpy(elements.view(torch.uint8))
 
 
 def write(results: Sequence[Any], targets: Sequence[Any]) -> None:

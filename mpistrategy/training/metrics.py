@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.nearest import NamesOurs, not_in_module, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
+from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import weights_of_rows
 from mpistrategy.variables.variable import Variable
 
@@ -60,12 +62,12 @@ class Sum(NamesOurs):
 
     @refuses(values="Write value.", sample_weight="Use Mean, which takes weight.")
     def update_state(self, value: Any) -> None:
-        """Add all elements of `value`; local, for step functions.
+        """Add all elements of this rank's `value`; local, in any context.
 
         Raises:
             LeafError: for a value that is not an array of real numbers.
         """
-        self._total.assign_add(float(np.sum(_real(value, "Sum.update_state"))))
+        _add(self._total, _real(value, "Sum.update_state"))
 
     def result(self, *, name: str | None = None) -> float:
         """Return the sum over all replicas.  Collective in cross-replica context.
@@ -109,7 +111,7 @@ class Mean(NamesOurs):
 
     @refuses(values="Write value.", sample_weight="Write weight.")
     def update_state(self, value: Any, weight: Any = 1.0) -> None:
-        """Add the elements of `value`, each with its weight; local.
+        """Add the elements of this rank's `value`, each with its weight; local, in any context.
 
         Args:
             value: real numbers; the first axis is the rows.
@@ -123,8 +125,8 @@ class Mean(NamesOurs):
         where = f"{type(self).__name__}.update_state"
         value, weights = _real(value, where), _real(weight, where)
         weights = np.broadcast_to(weights_of_rows(weights, value.shape, where, "weight"), value.shape)
-        self._total.assign_add(float(np.sum(value * weights)))
-        self._count.assign_add(float(np.sum(weights)))
+        _add(self._total, value * weights)
+        _add(self._count, weights)
 
     def result(self, *, name: str | None = None) -> float:
         """Return the weighted mean over all replicas; NaN when nothing was added.  Collective.
@@ -158,7 +160,7 @@ class Accuracy(Mean):
 
     @refuses(y_true="Write labels.", y_pred="Write predictions.", sample_weight="Write weight.")
     def update_state(self, labels: Any, predictions: Any, weight: Any = 1.0) -> None:  # type: ignore[override]
-        """Count rows; local, for step functions.
+        """Count this rank's rows; local, in any context.
 
         Args:
             labels: class numbers of shape ``(rows,)``.
@@ -197,6 +199,14 @@ def _real(value: Any, where: str) -> Array:
         return array.astype(np.float64)
     except (TypeError, ValueError) as error:
         raise LeafError.at(where, found=f"{value!r}", expected="real numbers") from error
+
+
+def _add(total: Variable, values: Array) -> None:
+    """Add the sum of some values to this rank's part of a total, in a step or in a loop without steps."""
+    strategy, frame = total.strategy, context.current_frame()
+    is_own = strategy.extended._is_local or (frame is not None and frame.mode is context.Mode.REPLICA)
+    with nullcontext() if is_own else ReplicaContext(strategy, strategy.extended.communicator.rank):
+        total.assign_add(float(np.sum(values)))
 
 
 def _per_replica_sum(metric: str, part: str) -> Variable:

@@ -68,6 +68,7 @@ def checkpoint_of(training: Training, strategy: ms.Strategy) -> ms.Checkpoint:
         return ms.Checkpoint(**vars(training))
 
 
+@pytest.mark.filterwarnings("ignore:The epoch parameter:UserWarning")  # of torch 2.4's own SequentialLR
 def test_everything_comes_back_on_another_number_of_ranks(strategy: ms.Strategy, tmp_path: Path) -> None:
     saved = Training(1)
     for number in range(1, 4):

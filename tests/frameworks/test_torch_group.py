@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import inspect
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -73,6 +75,10 @@ def test_complex_sums(dtype: Any) -> None:
     mine = of(RANK, dtype) * (1 + 2j)
     dist.all_reduce(mine)
     assert torch.equal(mine, (stacked(dtype).sum(0) * (1 + 2j)).to(dtype))
+    lazy = (torch.ones(2, dtype=dtype) * 1j * (RANK + 1)).conj()
+    rows = [torch.empty(2, dtype=dtype) for _ in range(SIZE)] if RANK == 0 else None
+    dist.gather(lazy, rows, 0)
+    assert rows is None or [row[0].item() for row in rows] == [-1j * (rank + 1) for rank in range(SIZE)]
     with pytest.raises((ms.errors.DTypeError, ValueError)):
         dist.all_reduce(mine, op=dist.ReduceOp.MAX)
 
@@ -241,6 +247,10 @@ def test_messages() -> None:
     for each in works:
         each.wait()
     assert mine.tolist() == [before] * 3
+    to_self, mine = dist.isend(torch.ones(1), RANK, tag=9), torch.zeros(1)
+    dist.irecv(mine, RANK, tag=9).wait()
+    to_self.wait()
+    assert mine.item() == 1
 
 
 def test_objects_and_coalescing() -> None:
@@ -250,6 +260,12 @@ def test_objects_and_coalescing() -> None:
     values = [RANK, "x"]
     dist.broadcast_object_list(values, SIZE - 1)
     assert values == [SIZE - 1, "x"]
+    gathered = [None] * SIZE if RANK == SIZE - 1 else None
+    dist.gather_object({"rank": RANK}, gathered, SIZE - 1)
+    assert gathered is None or gathered == found
+    scattered = [None]
+    dist.scatter_object_list(scattered, found if RANK == 0 else None, 0)
+    assert scattered == [{"rank": RANK}]
     some, others = torch.ones(2), torch.ones(3)
     with dist.distributed_c10d._coalescing_manager():
         dist.all_reduce(some)
@@ -260,13 +276,20 @@ def test_objects_and_coalescing() -> None:
 
 @several
 def test_groups_of_some_ranks() -> None:
+    takes_order = "sort_ranks" in inspect.signature(dist.new_group).parameters  # not before torch 2.13
     part = dist.new_group([0, 1])
+    backwards = dist.new_group(list(range(SIZE))[::-1], **({"sort_ranks": False} if takes_order else {}))
     alone = [dist.new_group([rank]) for rank in range(SIZE)]
+    gc.collect()  # what only torch's C++ holds is still ours
     if RANK < 2:
         mine = torch.ones(2) * (RANK + 1)
         dist.all_reduce(mine, group=part)
         assert mine.tolist() == [3, 3]
         dist.destroy_process_group(part)
+    assert dist.get_rank(backwards) == (SIZE - 1 - RANK if takes_order else RANK)
+    together = torch.empty(SIZE)
+    dist.all_gather_into_tensor(together, torch.full((1,), float(RANK)), group=backwards)
+    assert together.tolist() == [dist.get_global_rank(backwards, number) for number in range(SIZE)]
     mine = torch.ones(1)
     dist.all_reduce(mine, group=alone[RANK])
     assert mine.item() == 1
@@ -274,6 +297,19 @@ def test_groups_of_some_ranks() -> None:
     mine = torch.ones(1)
     dist.all_reduce(mine, group=mesh.get_group("tp"))
     assert mine.item() == SIZE
+
+
+@several
+@pytest.mark.slow
+@pytest.mark.timeout(280)  # Open MPI polls, and takes its time where ranks share cores
+def test_many_groups_are_made_and_freed() -> None:
+    for number in range(200):
+        made = dist.new_group()
+        if not number % 20:
+            mine = torch.ones(1)
+            dist.all_reduce(mine, group=made)
+            assert mine.item() == SIZE
+        dist.destroy_process_group(made)
 
 
 @several
@@ -292,6 +328,33 @@ def test_calls_that_differ_raise_on_all_ranks_before_data_move() -> None:
         mine = torch.ones(1) * number
         dist.all_reduce(mine)
         assert mine.item() == number * SIZE
+
+
+@several
+def test_errors_keep_their_type_through_torch() -> None:
+    functional = pytest.importorskip("torch.distributed._functional_collectives")
+
+    def coalesced() -> None:
+        with dist.distributed_c10d._coalescing_manager():
+            dist.all_reduce(torch.ones(2))
+            dist.all_reduce(torch.ones(2 + (RANK == 1)))
+
+    def in_a_hook() -> None:
+        model = torch.nn.parallel.DistributedDataParallel(network())
+        model.register_comm_hook(None, lambda state, bucket: dist.all_reduce(torch.ones(2 + (RANK == 1))))
+        model(torch.ones(2, 6)).sum().backward()
+
+    for call in (
+        coalesced,
+        in_a_hook,
+        lambda: functional.all_reduce(torch.ones(2 + (RANK == 1)), "sum", dist.group.WORLD).sum(),
+        lambda: dist.all_reduce(torch.ones(2 + (RANK == 1)), async_op=True).wait(),
+    ):
+        with pytest.raises(ms.errors.CollectiveMismatchError):
+            call()
+        mine = torch.ones(1)
+        dist.all_reduce(mine)
+        assert mine.item() == SIZE
 
 
 @several

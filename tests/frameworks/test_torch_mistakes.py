@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 
 import launching
 import pytest
@@ -28,8 +31,8 @@ backward()  # of the third batch
 dist.barrier()
 """
 START = "mst.init_process_group()"
+LATE = "mst.init_process_group(timeout=2)"
 AFTER_A_STRATEGY = "import mpistrategy as ms; mst.init_process_group(ms.MirroredStrategy())"
-LATE = {"MPISTRATEGY_TIMEOUT_SECONDS": "2"}
 #: What rank 1 does, how the group is made, and what the job says.
 MISTAKES = {
     "a batch is skipped": (
@@ -49,14 +52,43 @@ MISTAKES = {
         AFTER_A_STRATEGY,
         ["[rank 1/3]", "in <module>", "ValueError: my own"],
     ),
-    "a stopped rank": ("os.kill(os.getpid(), signal.SIGSTOP)", START, ["roll call", "rank 1", "stopped"]),
+    "a stopped rank": ("os.kill(os.getpid(), signal.SIGSTOP)", LATE, ["roll call", "rank 1", "stopped"]),
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_it_ends_the_job_and_is_named(launch: Callable[..., launching.Finished], name: str) -> None:
     mistake, start, said = MISTAKES[name]
-    job = launch(3, PROGRAM.format(start=start, mistake=mistake), timeout=40, env=LATE)
+    job = launch(3, PROGRAM.format(start=start, mistake=mistake), timeout=40)
     assert job.returncode, job
     for words in said:
         assert words in job.stderr, job
+
+
+BY_URL = """
+import torch, torch.distributed as dist
+import mpistrategy.torch as mst
+
+for _ in range(2):
+    dist.init_process_group("mpistrategy", init_method="mpistrategy://")
+    mine = torch.ones(1)
+    dist.all_reduce(mine)
+    dist.destroy_process_group()
+if mine.item() == 3:
+    print("right", flush=True)
+"""
+
+
+def test_a_group_is_made_by_its_address_again_and_again(launch: Callable[..., launching.Finished]) -> None:
+    assert launch(3, BY_URL, timeout=60).check().stdout.split() == ["right"] * 3
+
+
+@pytest.mark.slow
+def test_torchrun_is_refused_in_words(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text("import mpistrategy.torch as mst\nmst.init_process_group()\n", encoding="utf-8")
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
+    job = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    assert job.returncode
+    assert "LaunchError" in job.stderr
+    assert "mpiexec -n 4 python program.py" in job.stderr

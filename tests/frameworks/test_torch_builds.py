@@ -1,0 +1,280 @@
+"""What torch builds on process groups runs over mpistrategy: wrappers, sharded optimizers, DTensor, pipelines, DCP."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import shared_folder
+from replicas import RANK, SIZE
+
+import mpistrategy as ms
+
+torch: Any = pytest.importorskip("torch")
+dist: Any = pytest.importorskip("torch.distributed")
+mst: Any = pytest.importorskip("mpistrategy.torch")
+
+# torch's own words about names of another version
+pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.filterwarnings("ignore")]
+nn, DDP = torch.nn, torch.nn.parallel.DistributedDataParallel
+ROWS = torch.randn(4 * SIZE, 6, generator=torch.Generator().manual_seed(1))
+MINE = ROWS[4 * RANK : 4 * RANK + 4]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def group() -> Iterator[Any]:
+    with ms.MirroredStrategy() as strategy:
+        mst.init_process_group(strategy)
+        yield dist.group.WORLD
+        dist.destroy_process_group()
+
+
+def network(width: int = 8) -> Any:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, width), nn.ReLU(), nn.Linear(width, 1))
+
+
+def loss_of(model: Any, rows: Any) -> Any:
+    return model(rows).square().mean()
+
+
+def gradients(model: Any) -> list[Any]:
+    return [each.grad for each in model.parameters()]
+
+
+def alone() -> list[Any]:
+    """Return the gradients of one process with all rows."""
+    model = network()
+    loss_of(model, ROWS).backward()
+    return gradients(model)
+
+
+def close(found: list[Any], expected: list[Any], tolerance: float = 1e-5) -> None:
+    for mine, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(whole(mine), other, rtol=tolerance, atol=tolerance)
+
+
+def whole(tensor: Any) -> Any:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+# --------------------------------------------------------------------------------------------------------------- DDP
+
+
+def accumulated(model: Any) -> None:
+    with model.no_sync():
+        (loss_of(model, MINE) / 2).backward()
+    (loss_of(model, MINE) / 2).backward()
+
+
+def retained(model: Any) -> None:
+    loss = loss_of(model, MINE)
+    loss.backward(retain_graph=True)
+    torch.autograd.grad(loss, model.module[2].bias)  # once more, of the same graph
+
+
+def checkpointed(model: Any) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    inner = model.module
+    forward = inner.forward
+    inner.forward = lambda rows: checkpoint(forward, rows, use_reentrant=False)
+    loss_of(model, MINE).backward()
+
+
+def by_halves(model: Any) -> None:
+    from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+
+    model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    loss_of(model, MINE).backward()
+
+
+def by_a_python_hook(model: Any) -> None:
+    def mean(bucket: Any) -> Any:
+        work = dist.all_reduce(bucket.buffer().div_(SIZE), async_op=True)
+        return work.get_future().then(lambda future: future.value()[0])
+
+    model.register_comm_hook(None, lambda state, bucket: mean(bucket))
+    loss_of(model, MINE).backward()
+
+
+def by_power_sgd(model: Any) -> None:
+    """Send the gradients of the first step whole, and those of the second as products."""
+    from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook as hook
+
+    model.register_comm_hook(
+        hook.PowerSGDState(None, start_powerSGD_iter=2, min_compression_rate=1), hook.powerSGD_hook
+    )
+    for _ in range(4):
+        model.zero_grad()
+        loss_of(model, MINE).backward()
+
+
+@pytest.mark.parametrize("backward", [accumulated, retained, checkpointed, by_halves, by_a_python_hook, by_power_sgd])
+def test_ddp_has_the_gradients_of_one_process(backward: Callable[[Any], None]) -> None:
+    model = DDP(network(), bucket_cap_mb=1e-4)
+    backward(model)
+    close(gradients(model), alone(), {by_halves: 1e-2, by_power_sgd: 0.3}.get(backward, 1e-5))
+
+
+def test_two_wrapped_models_in_one_backward() -> None:
+    first, second = DDP(network()), DDP(network())
+    (loss_of(first, MINE) + loss_of(second, MINE)).backward()
+    close(gradients(first) + gradients(second), alone() * 2)
+
+
+def test_ranks_with_different_numbers_of_batches_join() -> None:
+    from torch.distributed.algorithms.join import Join
+
+    model = DDP(network())
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with Join([model]):
+        for _ in range(RANK + 1):
+            optimizer.zero_grad()
+            loss_of(model, MINE).backward()
+            optimizer.step()
+    for mine in model.parameters():
+        last = mine.detach().clone()
+        dist.broadcast(last, SIZE - 1)
+        assert torch.equal(mine.detach(), last)
+    assert not torch.equal(model.module[0].weight, network()[0].weight)
+
+
+def test_buffers_are_those_of_the_first_rank() -> None:
+    model = DDP(nn.BatchNorm1d(6), broadcast_buffers=True)
+    for step in range(2):
+        model(ROWS[RANK + step : RANK + step + 3]).sum().backward()
+    expected = nn.BatchNorm1d(6)
+    for step in range(2):
+        expected(ROWS[step : step + 3])
+    model(MINE)  # sends the buffers first
+    expected(MINE)
+    torch.testing.assert_close(model.module.running_mean, expected.running_mean)
+
+
+def test_sparse_embeddings() -> None:
+    model = DDP(nn.Embedding(SIZE + 1, 2, sparse=True))
+    model(torch.tensor([RANK, SIZE])).sum().backward()
+    assert model.module.weight.grad.is_sparse
+    torch.testing.assert_close(model.module.weight.grad.to_dense()[:, 0], torch.tensor([1 / SIZE] * SIZE + [1.0]))
+
+
+# ---------------------------------------------------------------------------------------------------------- sharding
+
+
+def norm_alone() -> Any:
+    model = network()
+    loss_of(model, ROWS).backward()
+    return nn.utils.clip_grad_norm_(model.parameters(), 0.01), gradients(model)
+
+
+def test_fsdp_shards_and_clips() -> None:
+    """The older one."""
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    model = FullyShardedDataParallel(network(), device_id=torch.device("cpu"), use_orig_params=True)
+    loss_of(model, MINE).backward()
+    norm, expected = norm_alone()
+    torch.testing.assert_close(model.clip_grad_norm_(0.01), norm)
+    total = sum(each.grad.square().sum() for each in model.parameters() if each.grad is not None and each.numel())
+    total = torch.as_tensor(total)
+    dist.all_reduce(total)
+    torch.testing.assert_close(total, sum(each.square().sum() for each in expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_fully_shard_in_mixed_precision_and_clipped(dtype: Any) -> None:
+    place = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(place, "fully_shard"):
+        pytest.skip("this torch has no FSDP2 in public")
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    model = network()
+    policy = place.MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    for layer in (model[0], model[2], model):
+        place.fully_shard(layer, mesh=mesh, mp_policy=policy)
+    loss_of(model, MINE).float().backward()
+    norm, expected = norm_alone()
+    tolerance = 1e-5 if dtype is torch.float32 else 5e-2
+    found = nn.utils.clip_grad_norm_(model.parameters(), 0.01)
+    torch.testing.assert_close(whole(found), norm, rtol=tolerance, atol=tolerance)
+    close(gradients(model), expected, tolerance)
+
+
+def test_a_sharded_optimizers_state_comes_together() -> None:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    model = DDP(network())
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), torch.optim.Adam, lr=0.1)
+    loss_of(model, MINE).backward()
+    optimizer.step()
+    optimizer.consolidate_state_dict(to=SIZE - 1)
+    if RANK == SIZE - 1:
+        state = optimizer.state_dict()["state"]
+        assert len(state) == 4
+        torch.testing.assert_close(state[0]["exp_avg"], alone()[0] * 0.1)
+
+
+# ------------------------------------------------------------------------------------------- DTensor, parts of models
+
+
+@pytest.mark.parametrize("shape", [(1, SIZE), (SIZE, 1)], ids=str)
+def test_a_mesh_of_two_dimensions(shape: tuple[int, int]) -> None:
+    from torch.distributed import tensor as of_torch
+
+    if not hasattr(of_torch, "distribute_tensor"):
+        pytest.skip("this torch has no DTensor in public, and multiplies wrong parts, on gloo too")
+    mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("rows", "columns"))
+    generator = torch.Generator().manual_seed(2)
+    one, two = (torch.randn(6, 6, generator=generator) for _ in "ab")
+    split = [of_torch.Shard(0), of_torch.Shard(1)]
+    product = of_torch.distribute_tensor(one, mesh, split) @ of_torch.distribute_tensor(two, mesh, split)
+    torch.testing.assert_close(product.full_tensor(), one @ two)
+    again = product.redistribute(mesh, [of_torch.Replicate(), of_torch.Shard(0)])
+    torch.testing.assert_close(again.full_tensor(), one @ two)
+
+
+def test_tensor_parallel_layers() -> None:
+    from torch.distributed.tensor import parallel
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (SIZE,))
+    plan = {"0": parallel.ColwiseParallel(), "2": parallel.RowwiseParallel()}
+    model = parallel.parallelize_module(network(4 * SIZE), mesh, plan)
+    single = network(4 * SIZE)
+    for each in (model, single):
+        loss_of(each, ROWS).backward()
+    close(gradients(model), gradients(single))
+
+
+def test_a_pipeline_of_the_ranks() -> None:
+    pipelining = pytest.importorskip("torch.distributed.pipelining")
+    torch.manual_seed(4)
+    layers, loss_fn, target = [nn.Linear(6, 6) for _ in range(SIZE)], nn.functional.mse_loss, torch.zeros_like(ROWS)
+    loss_fn(nn.Sequential(*layers)(ROWS), target).backward()
+    expected = layers[RANK].weight.grad
+    layers[RANK].zero_grad()
+    stage = pipelining.PipelineStage(layers[RANK], RANK, SIZE, torch.device("cpu"), input_args=(ROWS[:SIZE],))
+    schedule = pipelining.ScheduleGPipe(stage, n_microbatches=4, loss_fn=loss_fn)
+    schedule.step(*([ROWS] if RANK == 0 else []), **({"target": target} if RANK == SIZE - 1 else {}))
+    found = layers[RANK].weight.grad  # of the sum or the mean of the parts, as torch's version has it
+    torch.testing.assert_close(found / found.norm(), expected / expected.norm())
+
+
+# ------------------------------------------------------------------------------------------------------- checkpoints
+
+
+def test_a_checkpoint_is_written_beside_training(tmp_path: Path) -> None:
+    import torch.distributed.checkpoint as dcp
+
+    folder = shared_folder(tmp_path) / "dcp"
+    model, beside = DDP(network()), dist.new_group()
+    saved = {name: each.clone() for name, each in model.module.state_dict().items()}
+    writing = dcp.async_save({"model": saved}, checkpoint_id=folder, process_group=beside)
+    for _ in range(3):
+        loss_of(model, MINE).backward()
+    writing.result()
+    found = {"model": {name: torch.zeros_like(each) for name, each in saved.items()}}
+    dcp.load(found, checkpoint_id=folder)
+    assert all(torch.equal(found["model"][name], each) for name, each in saved.items())
+    dist.destroy_process_group(beside)
