@@ -224,7 +224,7 @@ def _kind(name: str, parameter: Any) -> int:
     """Return what this rank has of a parameter's gradient; raise for one that cannot be written."""
     if parameter.grad is None:
         return _NONE
-    t.checked(parameter.grad, f"{_WHERE}.synchronize, the gradient of {name!r}", is_written=True)
+    t.checked([parameter.grad], f"{_WHERE}.synchronize, the gradient of {name!r}", is_written=True)
     return _SPARSE if parameter.grad.is_sparse else _DENSE
 
 

@@ -125,7 +125,7 @@ def _described(leaf: Any, path: str) -> Any:
                 expected="a tensor to write into: no gradients flow through a broadcast",
                 fix="Give tensor.detach(), or call it in `with torch.no_grad():`.",
             )
-        t.checked(leaf, f"{_WHERE}, {path}", is_written=True)
+        t.checked([leaf], f"{_WHERE}, {path}", is_written=True)
         return {"tensor": [str(leaf.dtype).removeprefix("torch."), list(leaf.shape)]}
     if isinstance(leaf, np.generic):
         return {"number": [leaf.dtype.str, leaf.tobytes().hex()]}
