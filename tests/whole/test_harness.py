@@ -221,7 +221,7 @@ def test_a_job_over_its_time_leaves_nothing_running(launch: Callable[..., launch
         while True:
             signal.pause()
     """
-    with pytest.raises(TimeoutError, match=r"did not end within 5 s(.|\n)*started"):
+    with pytest.raises(TimeoutError, match=r"did not end within 15 s(.|\n)*started"):
         launch(2, source, timeout=5)
     processes = [path.name[3:] for path in tmp_path.glob("pid*")]
     assert len(processes) == 2
