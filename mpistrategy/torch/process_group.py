@@ -10,7 +10,7 @@ import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,14 +23,14 @@ from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch.group import Group, done
 
+# What can be written in Python.
+if TYPE_CHECKING or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+    from torch.distributed import ProcessGroup as _Base
+else:
+    from torch._C._distributed_c10d import Backend as _Base
+
 NAME = "mpistrategy"
 _WHERE = "mpistrategy.torch.init_process_group"
-#: What can be written in Python.
-_BASE: Any = (
-    torch._C._distributed_c10d.Backend
-    if tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
-    else dist.ProcessGroup
-)
 
 #: C++ holds groups, works and stores, and falls back to its base class once their Python half is gone.
 _kept: list[Any] = []
@@ -38,7 +38,7 @@ _kept: list[Any] = []
 _next: list[Strategy] = []
 
 
-class ProcessGroupMPI(Group, _BASE):  # type: ignore[misc]
+class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
     """A process group of torch, or a backend of one, in which the ranks of a communicator meet.
 
     Args:
@@ -47,7 +47,7 @@ class ProcessGroupMPI(Group, _BASE):  # type: ignore[misc]
     """
 
     def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
-        _BASE.__init__(self, communicator.rank, communicator.size)
+        _Base.__init__(self, communicator.rank, communicator.size)
         Group.__init__(self, communicator)
         self._store = store
 
@@ -86,8 +86,8 @@ class ProcessGroupMPI(Group, _BASE):  # type: ignore[misc]
 
     # what C++ cannot do for a group that is written in Python, up to torch 2.13
     #: The name that torch gives the group.
-    group_name = ""
-    _device_types = (torch.device("cpu"), torch.device("cuda"))
+    group_name: str = ""
+    _device_types: tuple[Any, ...] = (torch.device("cpu"), torch.device("cuda"))
 
     def setGroupName(self, name: str) -> None:  # noqa: N802
         self.group_name = name
