@@ -27,7 +27,8 @@ if "nodes" in how:  # each rank on a node of its own
     def on_nodes(self, comm=None, key=None, *arguments, **more):
         usual(self, comm, world.rank if key is None else key, *arguments, **more)
     communicator.MpiCommunicator.__init__ = on_nodes
-signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+may_go = threading.Event()
+signal.signal(signal.SIGUSR1, lambda *_: may_go.set())  # threads of the MPI that do not block it would end the process
 strategy = ms.MirroredStrategy()
 rank, pids, guard = world.rank, world.allgather(os.getpid()), strategy.extended.communicator.guard
 
@@ -83,7 +84,7 @@ try:
     if rank == 0:
         threading.Thread(target=watch_rank_0, daemon=True).start()
     else:
-        signal.sigwait([signal.SIGUSR1])
+        may_go.wait()
     while True:
         strategy.run(step)
 except KeyboardInterrupt:
