@@ -84,11 +84,13 @@ def test_a_group_is_made_by_its_address_again_and_again(launch: Callable[..., la
 
 
 @pytest.mark.slow
+@pytest.mark.one_rank
 def test_torchrun_is_refused_in_words(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text("import mpistrategy.torch as mst\nmst.init_process_group()\n", encoding="utf-8")
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", str(program)]
-    job = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=100, check=False)
+    env = launching.environment()  # without that of this session's own launcher
+    job = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert job.returncode
     assert "LaunchError" in job.stderr
     assert "mpiexec -n 4 python program.py" in job.stderr
