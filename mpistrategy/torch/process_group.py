@@ -27,7 +27,7 @@ from mpistrategy.torch.group import Group, done
 if TYPE_CHECKING or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
     from torch.distributed import ProcessGroup as _Base
 else:
-    from torch._C._distributed_c10d import Backend as _Base
+    _Base = torch._C._distributed_c10d.Backend
 
 NAME = "mpistrategy"
 _WHERE = "mpistrategy.torch.init_process_group"
