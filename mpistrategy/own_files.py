@@ -206,6 +206,3 @@ def replacing(name: str, place: int, temporary: str, folder: int) -> Iterator[IO
         with suppress(OSError):
             os.unlink(temporary, dir_fd=folder)
         raise
-
-
-# ------------------------------------------------------------------------------------------------ their text

@@ -142,8 +142,9 @@ class Group:
         backward = torch._C._current_graph_task_id()
         self._reductions, self._backward = self._reductions + 1 if backward == self._backward else 1, backward
         if backward >= 0:
-            text = f"{call_site().text}, reduction {self._reductions} of this backward"
-            self.communicator.guard.site = Site(text, call_site().place)
+            site = call_site()
+            text = f"{site.text}, reduction {self._reductions} of this backward"
+            self.communicator.guard.site = Site(text, site.place)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _all_reduce_rows(self, call: Call, targets: Sequence[Any], op: str) -> None:
@@ -222,9 +223,11 @@ class Group:
                 (mine,) = t.checked([given], call.where)
                 targets = t.checked(written, call.where, count=self._ranks, dtype=mine.dtype, is_written=True)
                 t.checked([targets[self._rank]], call.where, numel=mine.numel())
-                elements, counts = t.flat(mine).clone(), [each.numel() for each in targets]  # it may be in the outputs
+                elements, counts, into = t.flat(mine), [each.numel() for each in targets], t.joined(targets)
+                if into is not None and elements.untyped_storage().data_ptr() == into.untyped_storage().data_ptr():
+                    elements = elements.clone()
                 call.agree(call.where, values=t.values_of(targets))
-                t.write(self._gathered(elements, counts, t.joined(targets)).split(counts), targets)
+                t.write(self._gathered(elements, counts, into).split(counts), targets)
         return done(list(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:

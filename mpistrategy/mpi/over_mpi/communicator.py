@@ -265,11 +265,14 @@ class MpiCommunicator(Collectives):
 
     def links(self, counterparts: Sequence[Sequence[int]]) -> list[_Group]:
         """Return a communicator for each list of ranks, this one among them; all of a list make theirs alike."""
-        everybody, made = self._comm.Get_group(), []
-        for ranks in counterparts:
-            group = everybody.Incl(ranks)
-            made.append(_Group(self._comm.Create_group(group), self.max_count))
-            group.Free()
+        return [_Group(self._comm_of(ranks), self.max_count) for ranks in counterparts]
+
+    def _comm_of(self, ranks: Sequence[int]) -> MPI.Intracomm:
+        """Return MPI's communicator of some of these ranks, in their order.  Collective over them alone."""
+        everybody = self._comm.Get_group()
+        chosen = everybody.Incl(ranks)
+        made = self._comm.Create_group(chosen)
+        chosen.Free()
         everybody.Free()
         return made
 
@@ -284,11 +287,7 @@ class MpiCommunicator(Collectives):
 
     def part(self, ranks: Sequence[int]) -> MpiCommunicator:
         """Return a communicator of some of these ranks, in their order.  Collective over them alone."""
-        everybody = self._comm.Get_group()
-        chosen = everybody.Incl(list(ranks))
-        comm = self._comm.Create_group(chosen)
-        chosen.Free()
-        everybody.Free()
+        comm = self._comm_of(list(ranks))
         try:
             made = MpiCommunicator(comm, contains_errors=self.guard.contains_errors)
         finally:
