@@ -230,7 +230,7 @@ def _kind(name: str, parameter: Any) -> int:
 
 def _wide(tensor: Any) -> Any:
     """Return a tensor in a dtype in which sums are exact enough: the tensor itself unless it has 16 bits or fewer."""
-    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+    return tensor.to(t.WIDER.get(tensor.dtype, tensor.dtype))
 
 
 def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any:

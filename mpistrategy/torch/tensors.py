@@ -15,7 +15,7 @@ from mpistrategy.errors import DeviceError, DTypeError, OptionError, ReduceOpErr
 from mpistrategy.options import ReduceOp
 
 #: Sums of these are taken in the dtype beside it, and rounded once.
-_WIDER = {
+WIDER = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
     torch.complex32: torch.complex64,
@@ -70,7 +70,7 @@ def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[
         raise DTypeError.at(where, found=f"ReduceOp.{op} of {dtype}", expected="an operation that this dtype has")
     truncates = name == "AVG" and is_whole
     by = _BY_LIBRARY.get("SUM" if truncates else name, ReduceOp.SUM)
-    return _WIDER.get(dtype, dtype), by, _BITWISE.get(name), truncates
+    return WIDER.get(dtype, dtype), by, _BITWISE.get(name), truncates
 
 
 def checked(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,25 +10,19 @@ import pytest
 from checkpoints import shared_folder
 from replicas import RANK, SIZE
 
-import mpistrategy as ms
-
 torch: Any = pytest.importorskip("torch")
 dist: Any = pytest.importorskip("torch.distributed")
 mst: Any = pytest.importorskip("mpistrategy.torch")
 
 # torch's own words about names of another version
-pytestmark = [pytest.mark.mpi(min_size=2), pytest.mark.filterwarnings("ignore")]
+pytestmark = [
+    pytest.mark.mpi(min_size=2),
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.usefixtures("group"),
+]
 nn, DDP = torch.nn, torch.nn.parallel.DistributedDataParallel
 ROWS = torch.randn(4 * SIZE, 6, generator=torch.Generator().manual_seed(1))
 MINE = ROWS[4 * RANK : 4 * RANK + 4]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[Any]:
-    with ms.MirroredStrategy() as strategy:
-        mst.init_process_group(strategy)
-        yield dist.group.WORLD
-        dist.destroy_process_group()
 
 
 def network(width: int = 8) -> Any:

@@ -6,7 +6,7 @@ import copy
 import gc
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,18 +23,13 @@ RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 HAS_BACKENDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 several = pytest.mark.mpi(min_size=2)
 # torch's own words about names of another version, and about sparse tensors
-pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Sparse")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Sparse"),
+    pytest.mark.usefixtures("group"),
+]
 WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 COMPLEX = [torch.complex64, torch.complex128]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def group() -> Iterator[Any]:
-    with ms.MirroredStrategy() as strategy:
-        mst.init_process_group(strategy)
-        yield dist.group.WORLD
-        dist.destroy_process_group()
 
 
 def of(rank: int, dtype: Any = torch.float32, shape: tuple[int, ...] = (2, 3)) -> Any:
