@@ -29,7 +29,7 @@ from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_ta
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, is_simple, plan_of, usual_route
-from mpistrategy.reduction.routes.base import Repeated, Targets
+from mpistrategy.reduction.routes.base import Targets
 from mpistrategy.reduction.routes.mailboxes import MISFIT, NUMBERS, MailboxRoute, Run, repeated_in_mailboxes
 from mpistrategy.reduction.weights import weighted_mean
 
@@ -325,7 +325,7 @@ def _repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kin
     digest, nested, only_arrays = guard.digest(signature), not where.single, kinds == {np.ndarray}
     dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
     some_go_alone = any(len(pack.members) == 1 for pack in route.packs)
-    bring, reduce, compare = plan.bring, plan.run, guard.comparison(digest, signature)
+    bring, reduce, compare = plan.bring, plan.run, guard.compare_digest
 
     def run(value: Any, out: Any) -> Any:
         leaves = where.take(value) if nested else (value,)
@@ -338,7 +338,7 @@ def _repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kin
             if targets is None:
                 return MISFIT
         bring(arrays, targets)
-        compare()
+        compare(digest, signature)
         results: Any = reduce(arrays, targets)
         if out is not None:
             if not nested and results[0] is out:
@@ -351,10 +351,7 @@ def _repeated(plan: Plan, guard: Guard, signature: Signature, where: Leaves, kin
             results = [*map(as_leaf, results, leaves)]
         return where.build(results) if nested else results[0]
 
-    shortest: Callable[[Repeated], Run | None] | None = getattr(route, "repeated", None)
-    if nested or not only_arrays or not plan.is_exact or shortest is None:
-        return run
-    return shortest(Repeated(compare, run)) or run
+    return run
 
 
 def _are_arrays(kinds: set[type]) -> bool:
