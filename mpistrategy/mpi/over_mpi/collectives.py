@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across, way_between
     from mpistrategy.mpi.over_mpi import gathering
     from mpistrategy.mpi.over_mpi.operations import operation
-    from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
     from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
     from mpistrategy.mpi.tuning import costs
 else:
@@ -42,8 +41,6 @@ _MESSAGE_BYTES = 60 * 2**10 if MPI.get_vendor()[0] == "Open MPI" else buffers.MA
 _DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
 _ROUTES: dict[costs.Route, RouteName] = {"flat": "mpi", "lanes": "lanes", "pairwise": "across"}
 _REMEMBERED = 4096
-#: On one node larger arrays are broadcast through shared memory, smaller ones by one MPI Bcast.
-SHARED_BROADCAST_BYTES = 2**19
 _UNEQUAL = (
     "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
     "See MPI's settings for the algorithm of Allreduce"
@@ -296,19 +293,10 @@ class Collectives:
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
-        flat = buffers.as_bytes(buffer)
-        is_large = flat.size >= SHARED_BROADCAST_BYTES and self.nodes == 1
-        slots, pieces = self.node_broadcast() if is_large else None, [*buffers.pieces(flat, self.max_count)]
+        pieces = [*buffers.pieces(buffers.as_bytes(buffer), self.max_count)]
         self._meet()
-        if slots is not None:
-            slots.run(flat, root)
-            return
         for piece in pieces:
             self._comm.Bcast(piece, root)
-
-    def node_broadcast(self) -> NodeBroadcast | None:
-        """Return what sends large arrays through the node's shared memory; None where MPI does it."""
-        return None
 
     def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.

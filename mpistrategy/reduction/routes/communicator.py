@@ -23,11 +23,9 @@ from mpistrategy.reduction.routes.base import Copies, Description, Targets, grou
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node import two_level
-    from mpistrategy.mpi.shared_memory import pipelined
     from mpistrategy.mpi.tuning import costs
 else:
     later(globals(), "mpistrategy.mpi.multi_node.two_level")
-    later(globals(), "mpistrategy.mpi.shared_memory.pipelined")
     later(globals(), "mpistrategy.mpi.tuning.costs")
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
@@ -231,8 +229,6 @@ def described(
         case "pipelined":
             chunk = setup.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
             way = f"through the node's bounce buffers, in {_pieces(packs, chunk, 'chunk')}"
-            if nbytes >= pipelined.LEAST_BYTES and local <= pipelined.MOST_RANKS and nodes == 1:
-                way += f", or of {size_in_words(pipelined.LARGE_BYTES)} while these are faster"
             part = (local - 1) / local
             copies = (*copies, (part, f"{local - 1}/{local} into the bounce buffers"), (1, "the result out of it"))
             moved = f"each rank writes {size_in_words(nbytes)} there and reads {size_in_words(2 * part * nbytes)}"
