@@ -481,7 +481,7 @@ import linecache, sys
 import numpy as np
 import mpistrategy as ms
 
-kind, line = sys.argv[1:]
+kind, line, error, folder = sys.argv[1:]
 
 
 def trace(frame, what, _):
@@ -491,42 +491,51 @@ def trace(frame, what, _):
 def local(frame, what, _):
     if what == "line" and line in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
         sys.settrace(None)
-        raise KeyboardInterrupt("planted")
+        raise {"KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError}[error]("planted")
     return local
 
 
 with ms.MirroredStrategy(on_error="raise") as strategy:
     variable = ms.Variable(np.zeros(30_000), aggregation="SUM")
+    checkpoint = ms.Checkpoint(variable=variable)
+    checkpoint.save(folder)
     ones = np.ones(30_000)
     call = {
-        "all_gather": lambda: ms.get_replica_context().all_gather(ones, 0),
-        "assign": lambda: variable.assign(ones),
+        "all_gather": lambda: strategy.run(lambda: ms.get_replica_context().all_gather(ones, 0)),
+        "assign": lambda: strategy.run(lambda: variable.assign(ones)),
+        "restore": lambda: checkpoint.restore(folder),
     }[kind]
-    strategy.run(call)
+    call()
     sys.settrace(trace if strategy.rank == 1 else None)
     for _ in range(2):
         try:
-            strategy.run(call)
-        except (KeyboardInterrupt, ms.errors.RemoteError, ms.errors.ContextError) as caught:
+            call()
+        except (KeyboardInterrupt, MemoryError, ms.errors.RemoteError, ms.errors.ContextError) as caught:
             print(f"rank {strategy.rank}: {type(caught).__name__}: {caught}", flush=True)
 """
 
 
 @pytest.mark.one_rank
 @pytest.mark.parametrize(
-    ("kind", "line", "nodes"),
+    ("kind", "line", "error", "nodes"),
     [
-        ("all_gather", "comm.Allgather(", 1),  # the other rank is in this call of MPI, and cannot leave it
-        ("all_gather", "self._request.Start()", 2),  # it waits for the message that was not started
-        ("assign", "DENSE[self.method](storage, change)", 1),  # it has written the sum
+        # the other rank is in this call of MPI, and cannot leave it
+        ("all_gather", "comm.Allgather(", "KeyboardInterrupt", 1),
+        # it waits for the message that was not started
+        ("all_gather", "self._request.Start()", "KeyboardInterrupt", 2),
+        # it has written the sum
+        ("assign", "DENSE[self.method](storage, change)", "KeyboardInterrupt", 1),
+        # it waits for its part of the manifest
+        ("restore", "np.flatnonzero(self.readers == communicator.rank)", "MemoryError", 1),
     ],
 )
 def test_no_rank_waits_for_one_that_was_interrupted(
-    launch: Launch, tmp_path: Path, kind: str, line: str, nodes: int
+    launch: Launch, tmp_path: Path, kind: str, line: str, error: str, nodes: int
 ) -> None:
     program = launching.program(INTERRUPTED_AT_A_LINE, tmp_path)
-    job = launch(2, [program, kind, line], timeout=40, env={"MPIR_CVAR_NUM_CLIQUES": str(nodes)})
-    assert "rank 1: KeyboardInterrupt: planted" in job.stdout, job
+    words = [program, kind, line, error, str(tmp_path / "checkpoint")]
+    job = launch(2, words, timeout=40, env={"MPIR_CVAR_NUM_CLIQUES": str(nodes)})
+    assert f"rank 1: {error}: planted" in job.stdout, job
     if "Allgather" in line:
         assert job.returncode == 1, job
         assert "waits in vain: rank 1 failed in ReplicaContext.all_gather: KeyboardInterrupt: planted" in job.stderr
