@@ -13,7 +13,7 @@ from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.routes import beside, first_message
+from mpistrategy.reduction.routes import first_message
 from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 
@@ -129,8 +129,6 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
         route: Route = OneArrayRoute(communicator, packs[0], op, names[0])
     else:
         route = CommunicatorRoute(communicator, packs, op, names)
-    if message is not None and message.companions is not None and beside.fits(communicator, packs, op, names):
-        return beside.BesideRoute(communicator, message.companions, packs[0], op, route)
     if isinstance(route, OneArrayRoute):
         return route
     return with_result_buffers(communicator, op, route, names)

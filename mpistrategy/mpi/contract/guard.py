@@ -21,14 +21,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpistrategy import errors
 from mpistrategy.errors import MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import forks
 from mpistrategy.mpi.contract.call_sites import Digests, Signature, Site, call_site
-from mpistrategy.mpi.contract.channel import Compare, ControlChannel, Steps
+from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.error_messages import (
     AGREED,
@@ -213,52 +212,10 @@ class Guard(TellsErrors):
         self.level = level
         self.skips = level == OFF and not self._is_free
 
-    def compare_digest(
-        self, digest: int, signature: Signature, work: Callable[[], object] | None = None, *, due: bool = False
-    ) -> None:
-        """Do `compare` with a known digest, sparingly unless it is `due`, outside every `Call`; first do `work`."""
-        if work is not None:
-            work()
+    def compare_digest(self, digest: int, signature: Signature, *, due: bool = False) -> None:
+        """Do `compare` with a known digest, sparingly unless it is `due`, outside every `Call`."""
         if self._channel is not None and not self._agrees(digest, signature, due=due):
             self.resolve(signature)
-
-    def comparison(self, digest: int, signature: Signature) -> Compare:
-        """Return what does `compare_digest`; in one step where the digest takes the first message between nodes.
-
-        It may be given work to do while the message travels, which must not fail.
-        """
-        steps_of = getattr(self._channel, "steps_of", None)
-        steps: Steps | None = None if self._is_patient or self.skips or steps_of is None else steps_of(digest)
-        if steps is None:
-            return partial(self.compare_digest, digest, signature)
-        place, numbers, totals, result, unknown, start, wait, told, companions = steps
-        calls, made = companions.calls, companions.made
-
-        # All of it is in one function, since to call others takes a tenth of a small sum.
-        def compare(work: Callable[[], object] | None = None) -> None:
-            expected = calls.known
-            if self._flag or not (expected is None or companions.is_expected(digest)):
-                self.compare_digest(digest, signature, work)
-                return
-            self.comparisons += 1
-            self.stage = COMPARING
-            if expected is not None and companions.carries(expected):
-                self.stage = AGREED
-                return
-            place[:] = numbers
-            result[:] = unknown
-            start()
-            if work is not None:
-                work()
-            wait()
-            if told() != totals:  # bytes: a memoryview is compared number by number
-                self.resolve(signature)
-                return
-            if made:
-                calls.note(digest, companions.started)
-            self.stage = AGREED  # not before: a rank that leaves without the note would expect other calls
-
-        return compare
 
     def on_all(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, on ranks that have agreed on a call, before its messages.  Collective.
@@ -321,7 +278,7 @@ class Guard(TellsErrors):
         self.stage = COMPARING
         try:
             equal = channel.all_equal(digest | flag, self.look if patiently or self._is_patient else None)
-        except MpiStrategyError:  # an answer, too
+        except errors.CollectiveMismatchError:  # an answer, too, of replicas in threads
             self.stage = BEFORE
             raise
         if not equal:

@@ -6,14 +6,13 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer, quiet_runner
+from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
@@ -24,18 +23,16 @@ from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.contract.guard import Guard
-    from mpistrategy.mpi.multi_node.two_level import AcrossNodes, Manner, across_nodes, allreduce_across, way_between
+    from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across, way_between
     from mpistrategy.mpi.over_mpi import gathering
     from mpistrategy.mpi.over_mpi.operations import operation
-    from mpistrategy.mpi.over_mpi.repeated import Reduce, RepeatedAllReduce
     from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
     from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
     from mpistrategy.mpi.tuning import costs
 else:
-    later(globals(), "mpistrategy.mpi.multi_node.two_level", "across_nodes", "allreduce_across", "way_between")
+    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across", "way_between")
     later(globals(), "mpistrategy.mpi.over_mpi.gathering")
     later(globals(), "mpistrategy.mpi.over_mpi.operations", "operation")
-    later(globals(), "mpistrategy.mpi.over_mpi.repeated", "RepeatedAllReduce")
     later(globals(), "mpistrategy.mpi.tuning.costs")
 
 #: Over TCP Open MPI sends messages of 64 KiB and more only after an answer of the receiver, which waits behind data:
@@ -230,31 +227,6 @@ class Collectives:
             parts = repeat(brought) if brought is MPI.IN_PLACE else buffers.pieces(brought, count)
             for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
                 self._comm.Allreduce(those, piece, by_mpi)
-
-    def repeated_allreduce(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RepeatedAllReduce:
-        """Return `allreduce` of two arrays of so many bytes that share none; it finds out once which way it takes."""
-        return RepeatedAllReduce(lambda: self._prepared(nbytes, dtype, op))
-
-    def _prepared(self, nbytes: int, dtype: np.dtype[Any], op: str) -> tuple[Reduce, AcrossNodes | None]:
-        way, size = self.tried_route(nbytes, dtype, op), nbytes // dtype.itemsize
-        if way == "lanes":
-            lanes = across_nodes(self, way)
-            return partial(quiet_runner(), lanes.allreduce_arrays, op), lanes
-        most = min(self.max_count, self.thresholds.mpi_piece_bytes(self.nodes) // dtype.itemsize)
-        if way != "mpi" or self.nodes == 1 or not 0 < size <= most:
-            return lambda source, target: self.allreduce(target, op, source), None
-        allreduce, in_place, by_mpi, copyto = self._comm.Allreduce, MPI.IN_PLACE, operation(op, dtype), np.copyto
-        is_given = nbytes <= _DIRECT_BYTES
-
-        def by_one_call(source: Array, target: Array) -> None:
-            flags = source.flags
-            if is_given and flags.c_contiguous and flags.aligned:
-                allreduce(source, target, by_mpi)
-            else:
-                copyto(target, source)
-                allreduce(in_place, target, by_mpi)
-
-        return by_one_call, None
 
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
