@@ -42,8 +42,8 @@ class CrossDeviceOps:
 
     """
 
-    # See `mpistrategy.reduction.algorithm.Algorithm`.  A subclass that does not say so itself is not in rank order: it may
-    # do something else.
+    # See `mpistrategy.reduction.algorithm.Algorithm`.  A subclass is in rank order only if it says so itself: it
+    # may do something else.
     _in_rank_order: bool = False
     _is_built_in: bool = False
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -57,8 +56,6 @@ NUMBERS: dict[type, np.dtype[Any]] = {
     int: np.dtype(np.int64),
     **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
 }
-
-_dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
 
 
 def checked_leaves(
@@ -130,14 +127,15 @@ def direct_targets(
     None for a leaf means that its result must be copied there at the end; without `useful` that holds for all leaves.
     None instead of a list means that `out` needs the checks of the general way.
     """
-    if out is not value and not alike(value, out):
+    if out is not value and not where.single and not alike(value, out):
         return None
     targets = where.take(out)
-    if {*map(type, targets)} != {np.ndarray} or [*map(_dtype_of, targets)] != dtypes:
-        return None
-    if out is not value and [*map(_shape_of, targets)] != [*map(_shape_of, arrays)]:
-        return None
-    if not all(map(_is_writeable, targets)) or len({*map(id, targets)}) < len(targets):
+    for target, array, dtype in zip(targets, arrays, dtypes, strict=True):
+        if type(target) is not np.ndarray or target.dtype != dtype or target.shape != array.shape:
+            return None
+        if not target.flags.writeable:
+            return None
+    if not where.single and len({*map(id, targets)}) < len(targets):
         return None
     if not useful:
         return [None] * len(targets)

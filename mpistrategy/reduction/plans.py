@@ -22,6 +22,7 @@ from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.plan import Plan
+from mpistrategy.reduction.routes.mailboxes import MailboxRoute
 
 _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
@@ -70,7 +71,10 @@ class NestPlan(CallPlan):
         self._signature, self._digest, self._timeout = signature, guard.digest(signature), timeout
         self._only_arrays = only_arrays
         self._dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
-        self._some_go_alone = any(len(pack.members) == 1 for pack in plan.route.packs)
+        #: Whether results may be written to their targets at once.
+        self._some_go_alone = not isinstance(plan.route, MailboxRoute) and any(
+            len(pack.members) == 1 for pack in plan.route.packs
+        )
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""

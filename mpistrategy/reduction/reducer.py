@@ -30,6 +30,7 @@ from mpistrategy.reduction.inputs import (
     checked_leaves,
     in_kind,
     leaves_like,
+    to_reduce,
 )
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
@@ -74,28 +75,71 @@ class GeneralPlan(CallPlan):
     """The way of all values: they are looked at anew in each call, which raises the errors for bad input.
 
     Args:
-        reducer: reduces the leaves.
-        reduce_op, options: as the program gave them.
+        reducer, reduce_op, options: as given; the latter by the program.
     """
 
     def __init__(self, reducer: Reducer, reduce_op: Any, options: Any) -> None:
-        self._reducer, self._reduce_op, self._options = reducer, reduce_op, options
+        self.reducer, self.reduce_op, self.options = reducer, reduce_op, options
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
-        reducer, options = self._reducer, self._options
+        reducer, options = self.reducer, self.options
         if is_arena(value):
-            return value._all_reduce(reducer, self._reduce_op, call, options=options, weight=weight, out=out)
+            return value._all_reduce(reducer, self.reduce_op, call, options=options, weight=weight, out=out)
         leaves, structure = nest.flatten_without_none(value)
         call.structure = structure.text
         targets = leaves_like(out, structure, call.where)
-        op = ReduceOp._parse(self._reduce_op, call.where)
+        op = ReduceOp._parse(self.reduce_op, call.where)
         if reducer.agrees_on_none(call, op, structure):
             return structure.pack([])
         paths = partial(nest.paths_without_none, value)
-        return structure.pack(
-            reducer.all_reduce_leaves(call, op, leaves, paths, options=options, weight=weight, targets=targets)
+        return structure.pack(self.reduce(call, op, leaves, paths, targets, weight))
+
+    def reduce(
+        self,
+        call: Call,
+        op: ReduceOp,
+        leaves: list[Any],
+        paths: Callable[[], list[str]],
+        targets: list[Any] | None,
+        weight: Any,
+    ) -> list[Any]:
+        """Return the reductions of leaves, of which some are not None; see `Reducer.all_reduce_leaves`."""
+        return self.reducer.all_reduce_leaves(
+            call, op, leaves, paths, options=self.options, weight=weight, targets=targets
         )
+
+
+class CrossReplicaPlan(GeneralPlan):
+    """The general way of `Strategy.reduce`: an algorithm of the program's own gets one value, or several together."""
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction; see `CallPlan.run`."""
+        with self.reducer.entered():
+            return super().run(call, value, out, weight)
+
+    def reduce(
+        self,
+        call: Call,
+        op: ReduceOp,
+        leaves: list[Any],
+        paths: Callable[[], list[str]],
+        targets: list[Any] | None,
+        weight: Any,
+    ) -> list[Any]:
+        """Return the reductions of leaves; see `GeneralPlan.reduce`."""
+        if weight is not None:
+            return super().reduce(call, op, leaves, paths, targets, weight)
+        if not leaves:
+            raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
+        algorithm, options = self.reducer.algorithm, self.reducer.options
+        pairs = [(to_reduce(leaf), PerReplica((0,))) for leaf in leaves]
+        if len(pairs) == 1:
+            reduced = [algorithm.reduce(op, *pairs[0], options)]
+        else:
+            reduced = algorithm.batch_reduce(op, pairs, options)
+        found = map(local_component, reduced)
+        return [as_given(result, local_component(leaf)) for result, leaf in zip(found, leaves, strict=True)]
 
 
 class Reducer:
@@ -169,27 +213,30 @@ class Reducer:
         name: str | None = None,
         out: Any = None,
         weight: Any = None,
+        general: type[GeneralPlan] = GeneralPlan,
     ) -> Any:
-        """Reduce a nest to every rank: the public call `where`, whose other arguments are those of the program."""
+        """Reduce a nest to every rank: the public call `where`, whose other arguments are those of the program.
+
+        `general` does the calls that no other plan is for.
+        """
         with Call(self.communicator.guard, where, called=name) as call:
             is_weighted = weight is not None
             try:
                 key = call.where, call.place, call.name, reduce_op, options, is_weighted, kind_of(value)
                 plan = self._plans.get(key)
             except Exception:  # such as that of a list that holds itself
-                return GeneralPlan(self, reduce_op, options).run(call, value, out, weight)
+                return general(self, reduce_op, options).run(call, value, out, weight)
             if plan is None:
-                plan = self._made(call, reduce_op, value, options, is_weighted=is_weighted)
+                plan = self._made(call, general(self, reduce_op, options), value, is_weighted=is_weighted)
                 if len(self._plans) >= _MOST_PLANS:
                     self._plans.clear()
                 self._plans[key] = plan
             return plan.run(call, value, out, weight)
 
-    def _made(self, call: Call, reduce_op: Any, value: Any, options: Any, *, is_weighted: bool) -> CallPlan:
+    def _made(self, call: Call, general: GeneralPlan, value: Any, *, is_weighted: bool) -> CallPlan:
         """Return the plan of a value."""
-        general = GeneralPlan(self, reduce_op, options)
         try:
-            op, chosen = ReduceOp._parse(reduce_op, call.where), self._options.merge(options)
+            op, chosen = ReduceOp._parse(general.reduce_op, call.where), self._options.merge(general.options)
             if is_arena(value):
                 return value._make_plan(self, general, op, call, chosen, is_weighted) or general
             if is_weighted and op is not ReduceOp.MEAN:
