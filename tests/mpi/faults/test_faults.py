@@ -249,9 +249,9 @@ def test_a_swapped_call_is_made_afterwards(planned: Callable[[str], ms.Strategy]
     shapes: list[str] = []
     guard = strategy.extended.communicator.guard
     compare = guard.compare
-    guard.compare = lambda signature, **more: (  # type: ignore[method-assign]
+    guard.compare = lambda signature, *digest, **more: (  # type: ignore[method-assign]
         shapes.append(f"{signature.collective} {signature.values}"),
-        compare(signature, **more),
+        compare(signature, *digest, **more),
     )[1]
     assert np.asarray(strategy.reduce("SUM", np.ones(2))).tolist() == [1, 1]  # put off
     assert np.asarray(strategy.reduce("SUM", np.ones(3))).tolist() == [SIZE] * 3
