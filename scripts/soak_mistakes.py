@@ -22,6 +22,7 @@ import dis
 import faulthandler
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -68,6 +69,7 @@ CALLS = (
 _CHANGE = ("add", "update", "buckets", "mean")  # calls whose results differ each time
 _WAIT_SECONDS, _JOB_SECONDS = 20, 600
 _FRAMES = 5
+_OUTCOME = re.compile(r'\[\d+, "[^"]*", "[^"]*"\]')  # other lines are the launcher's
 _FAILS = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_OP", "BINARY_SUBSCR", "STORE_SUBSCR"}
 
 
@@ -230,7 +232,7 @@ def lines_of(name: str, error: str, options: argparse.Namespace) -> Counter[str]
             words = [__file__, "--job", str(line), "--every", str(options.every), "--error", error]
             words += ["--on-error", options.on_error, name]
             done = launching.launch(options.ranks, words, _JOB_SECONDS, environment, Path(folder))
-        told = [json.loads(each) for each in done.stdout.splitlines() if each.startswith("[")]
+        told = [json.loads(each) for each in done.stdout.splitlines() if _OUTCOME.fullmatch(each)]
         for at, verdict, where in told:
             counts[verdict] += bool(at)
             if verdict in ("WRONG", "DRIFTED"):
