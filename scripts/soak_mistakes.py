@@ -7,9 +7,9 @@
 The whole mutation matrix: every mistake on 2 and 3 ranks, made by the first and by the last, at first and later.
 
 With --lines rank 1 raises MemoryError or KeyboardInterrupt at one line of this package in a call, catches it, and goes
-on with its program.  Each job tries line after line, each with a strategy of its own, until an error has ended it; the
-next job goes on.  A line is wrong where a rank waits for more than ten seconds, gets a wrong result, or keeps another
-variable than the others while all of them go on.
+on with its program; with on_error="raise" all ranks catch what the library raises, too.  Each job tries line after line,
+each with a strategy of its own, until an error has ended it; the next job goes on.  A line is wrong where a rank waits
+for more than 20 seconds, gets a wrong result, or keeps another variable than the others while all of them go on.
 
 Prints how many had which outcome, and the output of each that differs from the table, or is wrong.  Exit status 1 with
 such.
@@ -22,6 +22,7 @@ import dis
 import faulthandler
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -66,8 +67,9 @@ CALLS = (
     "restore",
 )
 _CHANGE = ("add", "update", "buckets", "mean")  # calls whose results differ each time
-_WAIT_SECONDS, _JOB_SECONDS = 10, 600
+_WAIT_SECONDS, _JOB_SECONDS = 20, 600
 _FRAMES = 5
+_OUTCOME = re.compile(r'\[\d+, "[^"]*", "[^"]*"\]')  # other lines are the launcher's
 _FAILS = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_OP", "BINARY_SUBSCR", "STORE_SUBSCR"}
 
 
@@ -176,6 +178,7 @@ def calls(strategy: ms.Strategy) -> dict[str, Callable[[], Any]]:
 def job(name: str, error: type[BaseException], line: int, every: int, on_error: Any) -> None:
     """Try one line after the other, on a rank of a job; rank 0 prints the outcome of each."""
     world = MPI.COMM_WORLD
+    expects = (MpiStrategyError, error) if on_error == "raise" else (error,)
     while True:
         planted, endings = Planted(line, error), []
         faulthandler.dump_traceback_later(3 * _WAIT_SECONDS, exit=True)
@@ -189,11 +192,11 @@ def job(name: str, error: type[BaseException], line: int, every: int, on_error: 
                     sys.settrace(planted.in_call if first and world.rank == _ODD else None)
                     try:
                         endings.append(repr(call()))
-                    except (MpiStrategyError, error) as caught:
+                    except expects as caught:
                         endings.append(f"({type(caught).__name__})")
                     finally:
                         sys.settrace(None)
-        except (MpiStrategyError, error) as caught:
+        except expects as caught:
             endings.append(f"({type(caught).__name__})")
         faulthandler.dump_traceback_later(_WAIT_SECONDS, exit=True)
         told = world.gather((endings, planted.where, expected), 0)
@@ -229,7 +232,7 @@ def lines_of(name: str, error: str, options: argparse.Namespace) -> Counter[str]
             words = [__file__, "--job", str(line), "--every", str(options.every), "--error", error]
             words += ["--on-error", options.on_error, name]
             done = launching.launch(options.ranks, words, _JOB_SECONDS, environment, Path(folder))
-        told = [json.loads(each) for each in done.stdout.splitlines() if each.startswith("[")]
+        told = [json.loads(each) for each in done.stdout.splitlines() if _OUTCOME.fullmatch(each)]
         for at, verdict, where in told:
             counts[verdict] += bool(at)
             if verdict in ("WRONG", "DRIFTED"):
