@@ -36,6 +36,9 @@ else:
 #: Returns the route of arrays of certain layouts, with packs of at most so many bytes (0: the library's own limit).
 ChooseRoute = Callable[[Communicator, tuple[Layout, ...], ReduceOp, float], Route]
 
+#: From so many bytes on results are written where the arrays are.  Below, the ranks of a node add up in memory that
+#: they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
+_LEAST_IN_PLACE = 8 * 2**20
 _REMEMBERED = 512
 _KINDS = "fiuc"
 
@@ -114,6 +117,25 @@ def plan_of(
         route = choose(communicator, layouts, op, bytes_per_pack)
         known = made[key] = Plan(communicator, layouts, op, route)
     return known
+
+
+def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True) -> list[Array]:
+    """Return the combinations of arrays, which are written into the arrays with `in_place`.  Collective.
+
+    Args:
+        plan: of the arrays.
+        arrays: this rank's.
+        agree: compares the call between the ranks.
+        in_place: whether the results are written over them.
+    """
+    is_large = in_place and sum([each.nbytes for each in arrays]) >= _LEAST_IN_PLACE
+    into = [each if each.flags.c_contiguous else None for each in arrays] if is_large else None
+    plan.bring(arrays, into)
+    agree()
+    totals = plan.run(arrays, into)
+    for array, total in zip(arrays, totals, strict=True) if in_place else ():
+        array[...] = total  # nothing to do where it is the array
+    return totals
 
 
 def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float) -> Route:
