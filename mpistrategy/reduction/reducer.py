@@ -233,6 +233,8 @@ class Reducer:
         `general` does the calls that no other plan is for, and says what value and `out` are.
         """
         with Call(self.communicator.guard, where, called=name) as call:
+            if call.structure:  # of the call around this one: what is compared besides may change from call to call
+                return general(self, reduce_op, options).run(call, value, out, weight)
             is_weighted = weight is not None
             try:
                 kind = general.kind(value, out)

@@ -190,7 +190,10 @@ class StrategyExtended(Placement, NotPickled, Settable):
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
         self._require_collective("batch_reduce_to")
         where, pairs = "StrategyExtended.batch_reduce_to", value_destination_pairs
-        return self._reducer.all_reduce(where, reduce_op, pairs, options, name=name, general=_BatchReduceTo)
+        results: list[Any] = self._reducer.all_reduce(
+            where, reduce_op, pairs, options, name=name, general=_BatchReduceTo
+        )
+        return results
 
     @collective("broadcast", own=own_mirrored("tensor"))
     def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
