@@ -86,16 +86,21 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         return Plan(communicator, layouts, op, self._route(communicator, packs, op, destination))
 
     def _plan_for(
-        self, ranks: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, options: CommunicationOptions
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
     ) -> Plan | None:
-        """Return how arrays on the host are reduced to every rank; None where a subclass reduces in its own way."""
+        """Return how arrays on the host are reduced; None where a subclass reduces in its own way."""
         if not self._is_usual:
             return None
         if options.wire is not None:
             reduced_precision.check(options.wire)
             ranks = reduced_precision.on(ranks, options.wire)
         self._check_values([np.empty(0, dtype) for dtype, _ in layouts], op, type(self).__name__)
-        return self._plan(ranks, layouts, op, options, EVERY_RANK)
+        return self._plan(ranks, layouts, op, options, destination)
 
     def _gpu_word(self, ranks: Communicator, options: CommunicationOptions) -> str | None:
         """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""

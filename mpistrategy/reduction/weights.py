@@ -64,8 +64,9 @@ class WeightedMean:
             arrays: its values.
             weights: those of all ranks, as float64.
         """
-        _, exponent = math.frexp(weights.max(initial=0))
-        total = math.fsum(math.ldexp(weight, -exponent) for weight in weights)
+        numbers = weights.tolist()
+        _, exponent = math.frexp(max(numbers))
+        total = math.fsum(math.ldexp(weight, -exponent) for weight in numbers)
         _, more = math.frexp(total)
         self._total, self._factor = math.ldexp(total, -more), math.ldexp(self.weight, -exponent - more)
         #: Memory for the means whose sums have another dtype.
