@@ -7,9 +7,9 @@
 The whole mutation matrix: every mistake on 2 and 3 ranks, made by the first and by the last, at first and later.
 
 With --lines rank 1 raises MemoryError or KeyboardInterrupt at one line of this package in a call, catches it, and goes
-on with its program; with on_error="raise" all ranks catch what the library raises, too.  Each job tries line after line,
-each with a strategy of its own, until an error has ended it; the next job goes on.  A line is wrong where a rank waits
-for more than 20 seconds, gets a wrong result, or keeps another variable than the others while all of them go on.
+on with its program; with on_error="raise" all ranks catch what the library raises, too.  Each job tries line after
+line, each with a strategy of its own, until an error has ended it; the next job goes on.  A line is wrong where a rank
+waits for more than 20 seconds, gets a wrong result, or keeps another variable than the others while all of them go on.
 
 Prints how many had which outcome, and the output of each that differs from the table, or is wrong.  Exit status 1 with
 such.

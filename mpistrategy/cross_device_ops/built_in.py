@@ -85,6 +85,25 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         packs = packing.plan(layouts, options.bytes_per_pack, self.num_packs, host_wire_dtype)
         return Plan(communicator, layouts, op, self._route(communicator, packs, op, destination))
 
+    def _plan_for(
+        self, ranks: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, options: CommunicationOptions
+    ) -> Plan | None:
+        """Return how arrays on the host are reduced to every rank; None where a subclass reduces in its own way."""
+        if not self._is_usual:
+            return None
+        if options.wire is not None:
+            reduced_precision.check(options.wire)
+            ranks = reduced_precision.on(ranks, options.wire)
+        self._check_values([np.empty(0, dtype) for dtype, _ in layouts], op, type(self).__name__)
+        return self._plan(ranks, layouts, op, options, EVERY_RANK)
+
+    def _gpu_word(self, ranks: Communicator, options: CommunicationOptions) -> str | None:
+        """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
+        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE  # here, for the quick import
+
+        is_plain = options.wire is None and self._is_usual and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
+        return path_word(options, self._device_path) if is_plain else None
+
     def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
         """Return the route of packs: by MPI's Reduce to a single rank, else each by `Communicator.allreduce`."""
         if destination.only_rank is not None:
@@ -267,7 +286,6 @@ class MpiAllReduce(PackedCrossDeviceOps):
     """
 
     _in_rank_order = True
-    _has_plans = True
 
 
 def by_one_rank(

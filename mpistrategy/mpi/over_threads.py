@@ -256,6 +256,9 @@ class SimulatedCommunicator:
         """Return True: a thread may end at any time."""
         return True
 
+    def leave(self) -> None:
+        """Do nothing: no comparison is under way without its thread."""
+
     def node(self) -> NodeGroups:
         """Return the communicators within this node and between the nodes' leaders; the first call is collective."""
         return self.once(NodeGroups, self._node_groups)

@@ -359,7 +359,6 @@ class StrategyExtended(Placement, NotPickled, Settable):
         plain_args, plain_kwargs = unwrapped(args, kwargs)
         on_gpu = self.communicator.guard.on_gpu
         replica_context = ReplicaContext(self._container_strategy, self.communicator.rank)
-        replica_context._run = self._reducer.plans.run
         frame = Frame(self._container_strategy, Mode.REPLICA, replica_context, call_sites.code_of(fn))
         if on_gpu is None:
             return context.call_in(frame, fn, plain_args, plain_kwargs)

@@ -215,16 +215,6 @@ class OnNodes(ms.Strategy):
 
 
 @contextmanager
-def with_companions(node_of_rank: Sequence[int] = RANKS) -> Iterator[ms.Strategy]:
-    """Yield a strategy whose small sums travel beside the first message; skip the test where this MPI has no such."""
-    with OnNodes(node_of_rank, ms.MpiAllReduce()) as strategy:
-        message = strategy.extended.communicator.first_message
-        if message is None or message.companions is None:
-            pytest.skip("this MPI has no persistent collectives")
-        yield strategy
-
-
-@contextmanager
 def pieces_of(strategy: ms.Strategy, max_count: int) -> Iterator[None]:
     """Make the transport cut its messages after `max_count` elements, as it does for real after 2^30."""
     ranks: Any = strategy.extended.communicator

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import Protocol
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import MpiStrategyError
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.contract.sums_by_mpi import Companions
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 _LOOKS = 8
@@ -30,6 +27,9 @@ class ControlChannel(Protocol):
 
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""
+
+    def leave(self) -> None:
+        """Note that this rank has left a comparison, which may be under way: the next `start` goes on with it."""
 
     def allgather_text(
         self,
@@ -57,37 +57,6 @@ class FirstMessage(Protocol):
 
     values: Array
     sums: Array
-
-    @property
-    def companions(self) -> Companions | None:
-        """What travels beside it; None where nothing can."""
-
-
-class Compare(Protocol):
-    """Compares one call with those of the other ranks: see `mpistrategy.mpi.contract.guard.Guard.comparison`."""
-
-    def __call__(self, work: Callable[[], object] | None = None) -> None: ...
-
-
-class Steps(NamedTuple):
-    """`ControlChannel.all_equal` of one digest, step by step, for callers that repeat it.
-
-    Attributes:
-        place, numbers, result, unknown: ``place[:] = numbers`` and ``result[:] = unknown`` come first.
-        start, wait: are called next.
-        told, expected: all ranks have the digest if ``told() == expected`` afterwards.
-        companions: are told where they have; where these expect a call, other steps come first.
-    """
-
-    place: memoryview
-    numbers: bytes
-    expected: bytes
-    result: memoryview
-    unknown: bytes
-    start: Callable[[], object]
-    wait: Callable[[], object]
-    told: Callable[[], bytes]
-    companions: Companions
 
 
 def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[], object] | None) -> bool:

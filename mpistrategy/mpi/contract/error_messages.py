@@ -86,10 +86,10 @@ class TellsErrors(ABC):
         """
         if self.broken:
             return
-        is_under_way, is_before = self._leaves_sum(), self.stage == BEFORE
-        if self.stage == COMPARING or (is_under_way and not is_before) or not isinstance(error, Exception):  # a signal
-            self._break_off(where, error, is_cut_short=is_under_way or not is_before)
-        elif is_before:
+        if self.stage == COMPARING or not isinstance(error, Exception):  # a signal
+            self._leave_comparison()
+            self._break_off(where, error, is_cut_short=self.stage != BEFORE)
+        elif self.stage == BEFORE:
             self.report_failure(where, error)
         elif is_of_one_rank(error):
             self._fail_alone(where, error)
@@ -104,13 +104,10 @@ class TellsErrors(ABC):
             self.stop(Failure(in_words(error), self._rank, where))
             self.tell_of_failure()
 
-    def _leaves_sum(self) -> bool:
-        """Return whether a sum that was begun before the comparison may be under way, in a call that this rank leaves.
-
-        One that was not started is forgotten.
-        """
-        leave_call: Callable[..., bool] | None = getattr(self._channel, "leave_call", None)
-        return leave_call is not None and leave_call(is_comparing=self.stage == COMPARING, agreed=self.stage == AGREED)
+    def _leave_comparison(self) -> None:
+        """Tell the channel where this rank leaves a comparison that may be under way."""
+        if self.stage == COMPARING and self._channel is not None:
+            self._channel.leave()
 
     def _break_off(self, where: str, error: BaseException, *, is_cut_short: bool) -> None:
         """Tell the other ranks of an error between this rank's digest, or its data, and their answer."""
@@ -164,7 +161,7 @@ class TellsErrors(ABC):
         elif self.late is not None and self.is_told_late:
             (error, _), self.late = self.late, None
             self.is_untold = True  # the others may come to this call
-            self._leaves_sum()
+            self._leave_comparison()
             self.stop(Failure(str(error)))
             raise self.mark_told(error)
 
@@ -219,7 +216,7 @@ class TellsErrors(ABC):
             raise
         except BaseException as interruption:  # a signal, say: the comparison is under way
             self.stage = COMPARING
-            self._leaves_sum()
+            self._leave_comparison()
             if self.failures is not None:
                 self.failures.break_off(where, interruption)
             else:

@@ -21,14 +21,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
-from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpistrategy import errors
 from mpistrategy.errors import MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import forks
 from mpistrategy.mpi.contract.call_sites import Digests, Signature, Site, call_site
-from mpistrategy.mpi.contract.channel import Compare, ControlChannel, Steps
+from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.error_messages import (
     AGREED,
@@ -132,29 +131,18 @@ class Guard(TellsErrors):
         self.own_gpu_since: float = math.inf
         #: Ends the job with an error that the other ranks cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
-        self._closed = False
+        #: Whether this guard takes no more calls: after a close, a failure or a fork.
+        self.closed: bool = False
         self._is_in_child = self._is_after_mpi = False
         if size > 1:
             forks.close_in_children(self)
-        #: Whether no plan may run without a `Call`: the guard is closed, or this rank's flag is up.
-        self.must_enter: bool = False
         self._flag = 0
         #: Whether some rank has raised its flag; set on all ranks in the same call.
         self.flag_was_seen: bool = False
         #: Called by `Strategy.close`; not called when the program ends without it.
         self.at_close: list[Callable[[], object]] = []
-        #: How many comparisons this guard has made; plans in the mailboxes make their own. Equal on all ranks.
+        #: How many comparisons this guard has made. Equal on all ranks.
         self.comparisons: int = 0
-
-    @property
-    def closed(self) -> bool:
-        """Whether this guard takes no more calls: after a close, a failure or a fork."""
-        return self._closed
-
-    @closed.setter
-    def closed(self, closed: bool) -> None:
-        self._closed = closed
-        self.must_enter = closed or bool(self._flag)
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
@@ -191,11 +179,11 @@ class Guard(TellsErrors):
         if self._channel is None:
             self.flag_was_seen = True
         else:
-            self._flag, self.must_enter = _FLAG, True
+            self._flag = _FLAG
 
     def lower_flags(self) -> None:
         """Forget that flags were seen; all ranks do so between the same two calls."""
-        self._flag, self.must_enter, self.flag_was_seen = 0, self._closed, False
+        self._flag, self.flag_was_seen = 0, False
 
     def refusal(self, where: str) -> MpiStrategyError:
         """Return what a public call raises once this guard is closed."""
@@ -224,52 +212,10 @@ class Guard(TellsErrors):
         self.level = level
         self.skips = level == OFF and not self._is_free
 
-    def compare_digest(
-        self, digest: int, signature: Signature, work: Callable[[], object] | None = None, *, due: bool = False
-    ) -> None:
-        """Do `compare` with a known digest, sparingly unless it is `due`, outside every `Call`; first do `work`."""
-        if work is not None:
-            work()
+    def compare_digest(self, digest: int, signature: Signature, *, due: bool = False) -> None:
+        """Do `compare` with a known digest, sparingly unless it is `due`, outside every `Call`."""
         if self._channel is not None and not self._agrees(digest, signature, due=due):
             self.resolve(signature)
-
-    def comparison(self, digest: int, signature: Signature) -> Compare:
-        """Return what does `compare_digest`; in one step where the digest takes the first message between nodes.
-
-        It may be given work to do while the message travels, which must not fail.
-        """
-        steps_of = getattr(self._channel, "steps_of", None)
-        steps: Steps | None = None if self._is_patient or self.skips or steps_of is None else steps_of(digest)
-        if steps is None:
-            return partial(self.compare_digest, digest, signature)
-        place, numbers, totals, result, unknown, start, wait, told, companions = steps
-        calls, made = companions.calls, companions.made
-
-        # All of it is in one function, since to call others takes a tenth of a small sum.
-        def compare(work: Callable[[], object] | None = None) -> None:
-            expected = calls.known
-            if self._flag or not (expected is None or companions.is_expected(digest)):
-                self.compare_digest(digest, signature, work)
-                return
-            self.comparisons += 1
-            self.stage = COMPARING
-            if expected is not None and companions.carries(expected):
-                self.stage = AGREED
-                return
-            place[:] = numbers
-            result[:] = unknown
-            start()
-            if work is not None:
-                work()
-            wait()
-            if told() != totals:  # bytes: a memoryview is compared number by number
-                self.resolve(signature)
-                return
-            if made:
-                calls.note(digest, companions.started)
-            self.stage = AGREED  # not before: a rank that leaves without the note would expect other calls
-
-        return compare
 
     def on_all(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, on ranks that have agreed on a call, before its messages.  Collective.
@@ -294,24 +240,28 @@ class Guard(TellsErrors):
             self.stage = BEFORE  # as on the rank that has failed
             raise
 
-    def compare(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> bool:
+    def compare(
+        self, signature: Signature, digest: int | None = None, *, patiently: bool = False, sparingly: bool = False
+    ) -> bool:
         """Raise on every rank unless all ranks give an equal `signature`.
 
         Return whether some ranks ask what the others have: `mismatch_report.ASKS`.
 
         Args:
             signature: of the call.
+            digest: its digest; None where it is not known.
             patiently: leave the core to other threads.
             sparingly: only as often as the level says; for calls that need no barrier before their data.
         """
         asked = False
         if self._channel is None:
             return asked
-        digest, kept = self._digests.of(signature)
+        if digest is None:
+            digest, signature = self._digests.of(signature)
         if self.current is not None:
-            self.record.entries[-1][WHAT].signature = kept
+            self.record.entries[-1][WHAT].signature = signature
         self.since = time.monotonic()
-        if not self._agrees(digest, kept, due=not sparingly, patiently=patiently):
+        if not self._agrees(digest, signature, due=not sparingly, patiently=patiently):
             asked = self.resolve(signature)
         self.since = time.monotonic()
         return asked
@@ -328,7 +278,7 @@ class Guard(TellsErrors):
         self.stage = COMPARING
         try:
             equal = channel.all_equal(digest | flag, self.look if patiently or self._is_patient else None)
-        except MpiStrategyError:  # an answer, too
+        except errors.CollectiveMismatchError:  # an answer, too, of replicas in threads
             self.stage = BEFORE
             raise
         if not equal:
@@ -397,7 +347,7 @@ class Guard(TellsErrors):
 
     def _see_flags(self) -> None:
         self.flag_was_seen = True  # first, since a signal may come between the two lines
-        self._flag, self.must_enter = 0, self._closed
+        self._flag = 0
 
     def _resolve(self, mine: mismatch_report.Report) -> bool:
         """Find out why the digests differ; raise on every rank unless it was only a flag, or ranks that ask.

@@ -8,32 +8,25 @@ anything, sizes included, meet in it, and all of them find out.
   of the squared totals only if all digests are equal.  Thus a rank whose own numbers, times the size, are the totals
   knows that all ranks find the same.
 * The rest are values that are to be added up: see `MpiControlChannel.values`.  They may be anything, NaN included.
-
-More values may travel beside it, or in place of it in a call that all ranks expect: see `companions`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.contract.channel import Steps, all_equal_patiently, wait_patiently
+from mpistrategy.mpi.contract.channel import all_equal_patiently, wait_patiently
 from mpistrategy.objects.text import decoded, encoded
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.contract.sums_by_mpi import Companion, Companions
 
 _DIGITS = 4
 _HEADER = _DIGITS + 1
 _BITS = 16
 _REMEMBERED = 4096
-#: The number of no companion.
-_NONE = -1
 #: Stands where the totals of the header will be, until they are there: a request that was never started leaves it.
 UNKNOWN = np.full(_HEADER, np.nan).tobytes()
 
@@ -51,11 +44,6 @@ def header_of(digest: int) -> list[float]:
     """Return the five numbers of a digest, of less than 2**63 in magnitude."""
     numbers = [float((digest >> (_BITS * place) & 0xFFFF) - 0x8000) for place in range(_DIGITS)]
     return [*numbers, sum(number * number for number in numbers)]
-
-
-def digest_in(header: list[float]) -> int:
-    """Return the digest of which `header_of` made the numbers."""
-    return sum((int(header[place]) + 0x8000) << (_BITS * place) for place in range(_DIGITS))
 
 
 class MpiControlChannel:
@@ -78,34 +66,18 @@ class MpiControlChannel:
         #: The numbers of a digest, and their totals where all ranks have the same.
         self._known: dict[int, tuple[bytes, bytes]] = {}
         self._expected: bytes = b""
-        self._request: Any = None
+        self._request: Any = MPI.REQUEST_NULL
         self._persistent = True
         #: The request for texts that this rank may have left: MPI could still write into its buffers.
         self._texts: Any = None
-        self._companions: Companions | None = None
-        #: The digest that is compared, and the sum that takes the place of the first message, until it is known.
-        self._digest = 0
         #: Whether this rank was interrupted in a comparison: its messages are under way, or unread.
         self._is_interrupted = False
         #: The digest that comes after that comparison, if all ranks agree there.
         self._following: int | None = None
-        self._expected_sum: Companion | None = None
         try:
-            self._request = self._sum_of(self._mine, self._totals)
+            self._request = self._comm.Allreduce_init(self._mine, self._totals, MPI.SUM)
         except NotImplementedError:  # an MPI before 4.0
             self._persistent = False
-
-    @property
-    def companions(self) -> Companions | None:
-        """What travels beside the first message; None for an MPI without persistent collectives."""
-        if self._companions is None and self._persistent:
-            from mpistrategy.mpi.contract.sums_by_mpi import Companions  # here, since one node does not need it
-
-            self._companions = Companions(self._sum_of, self._comm.rank, self._comm.size, self.all_equal)
-        return self._companions
-
-    def _sum_of(self, mine: Array, totals: Array) -> Any:
-        return self._comm.Allreduce_init(mine, totals, MPI.SUM)
 
     def _numbers_of(self, digest: int) -> tuple[bytes, bytes]:
         known = self._known.get(digest)
@@ -116,41 +88,23 @@ class MpiControlChannel:
             known = self._known[digest] = (numbers.tobytes(), (self._comm.size * numbers).tobytes())
         return known
 
-    def steps_of(self, digest: int) -> Steps | None:
-        """Return `all_equal` of a digest in its steps; None where each comparison has a request of its own."""
-        companions = self.companions
-        if companions is None:
-            return None
-        request, told = self._request, self._told.tobytes
-        numbers, totals = self._numbers_of(digest)
-        return Steps(self._header, numbers, totals, self._told, UNKNOWN, request.Start, request.Wait, told, companions)
-
     def start(self, digest: int) -> None:
         """Begin `all_equal` without waiting.
 
         After an interruption in a comparison that one comes first, and where all ranks agree there, that of `digest`.
         """
-        self._digest, companions = digest, self._companions
         was_interrupted, self._is_interrupted = self._is_interrupted, False
-        expected = None if companions is None else companions.calls.known
-        if was_interrupted and self._was_started(expected):
-            self._following, self._expected_sum = digest, expected
-            if expected is None:
-                self._digest = digest_in(self._mine.tolist())
-                self._expected = (self._comm.size * self._mine[:_HEADER]).tobytes()
-            return
-        if companions is not None:
-            self._expected_sum = companions.start_expected(digest)
-        if self._expected_sum is None:
-            self._start_first(digest)
+        if was_interrupted and self._was_started():
+            self._following = digest
+            self._expected = (self._comm.size * self._mine[:_HEADER]).tobytes()
+        else:
+            self._start(digest)
 
-    def _was_started(self, expected: Companion | None) -> bool:
+    def _was_started(self) -> bool:
         """Return whether this rank had come to the start of the comparison that it has left; MPI does not say it."""
-        if expected is None:
-            return not (self._request.Test() and self._told == UNKNOWN)
-        return not (expected.request.Test() and expected.is_unknown)
+        return not (self._request.Test() and self._told == UNKNOWN)
 
-    def _start_first(self, digest: int) -> None:
+    def _start(self, digest: int) -> None:
         self._told[:] = UNKNOWN
         self._header[:], self._expected = self._numbers_of(digest)
         if self._persistent:
@@ -160,51 +114,22 @@ class MpiControlChannel:
 
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""
-        expected = self._expected_sum
-        if not (self._request if expected is None else expected.request).Test():
+        if not self._request.Test():
             return None
-        if expected is None:
-            answer = self._answer()
-        elif not self._is_as_expected(expected):
-            self._following = None
-            return None
-        else:
-            answer = True
+        answer = self._told == self._expected
         following, self._following = self._following, None
         if answer and following is not None:
-            if self._companions is not None:
-                self._companions.finish()  # as all ranks do
-            self.start(following)
+            self._start(following)
             return None
         return answer
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal; see `ControlChannel.all_equal`."""
-        if look is not None:
+        if look is not None or self._is_interrupted:
             return all_equal_patiently(self, digest, look)
-        self.start(digest)
-        expected = self._expected_sum
-        if expected is not None:
-            expected.wait()
-            if self._is_as_expected(expected):
-                return True
+        self._start(digest)
         self._request.Wait()
-        return self._answer()
-
-    def _is_as_expected(self, expected: Companion) -> bool:
-        """Return, after its sum, whether all ranks make the call that was expected; else start the first message."""
-        companions, self._expected_sum = self._companions, None
-        assert companions is not None
-        if companions.were_expected(expected):
-            return True
-        self._start_first(self._digest)
-        return False
-
-    def _answer(self) -> bool:
-        is_equal = self._told == self._expected
-        if is_equal and self._companions is not None:
-            self._companions.note(self._digest)
-        return is_equal
+        return self._told == self._expected
 
     def has_equal_sums(self) -> bool:
         """Return whether all ranks get the same bits in `sums`, which MPI does not promise; tried once.  Collective."""
@@ -224,37 +149,19 @@ class MpiControlChannel:
         look: Callable[[], object] | None = None,
         interruptions: list[BaseException] | None = None,
     ) -> list[str]:
-        """Return every rank's text, in rank order; see `ControlChannel.allgather_text`.
-
-        What some ranks have started beside the first message is completed.
-        """
+        """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
         mine = np.frombuffer(encoded(text), np.uint8)
-        started = _NONE if self._companions is None else self._companions.number_started()
-        told = np.zeros((self._comm.size, 2), np.int64)
+        counts = np.zeros(self._comm.size, np.int64)
         wait = partial(self._gather, look=look, interruptions=interruptions)
-        wait(self._comm.Iallgather(np.array([mine.size, started], np.int64), told))
-        counts = told[:, 0].copy()
+        wait(self._comm.Iallgather(np.array([mine.size], np.int64), counts))
         together = np.empty(int(counts.sum()), np.uint8)
         wait(self._comm.Iallgatherv(mine, [together, counts]))
-        numbers = {*told[:, 1].tolist()} - {_NONE}
-        if self._companions is not None and numbers:
-            self._companions.complete(numbers, wait)
         texts, ends = together.tobytes(), np.cumsum(counts).tolist()
         return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
-    def leave_call(self, *, is_comparing: bool, agreed: bool) -> bool:
-        """Return whether data of a call that this rank leaves may be under way; forget those that are not.
-
-        Args:
-            is_comparing: whether this rank leaves a comparison; the next `start` goes on with it.
-            agreed: whether all ranks have agreed on the call.
-        """
-        self._is_interrupted = self._is_interrupted or is_comparing
-        if self._companions is None or not self._companions.leave():
-            return False
-        if agreed and not is_comparing:  # all ranks have begun with this sum before
-            self._companions.finish()
-        return True
+    def leave(self) -> None:
+        """Note that this rank has left a comparison; see `ControlChannel.leave`."""
+        self._is_interrupted = True
 
     def _gather(
         self, request: Any, *, look: Callable[[], object] | None, interruptions: list[BaseException] | None
@@ -267,8 +174,6 @@ class MpiControlChannel:
 
     def close(self) -> None:
         """Free the requests and the communicator."""
-        if self._companions is not None:
-            self._companions.free()
         if self._persistent:
             self._request.Free()
         self._comm.Free()

@@ -95,16 +95,8 @@ class BufferStage(NodeStage):
         return counter_bytes(_COUNTERS) + buffers * piece_bytes
 
     def contribute(self, piece: Piece) -> None:
-        self.write(piece)
-        self.show(piece)
-
-    def write(self, piece: Piece) -> None:
-        """Copy the source to where the node can see it; until `show` nobody looks there."""
         self._wait_for(self._done, piece.number - len(self._buffers), self._ranks)
         self._views(piece).mine[...] = piece.source
-
-    def show(self, piece: Piece) -> None:
-        """Tell the node of what was written."""
         self.sent.tell(piece.number)
 
     def add_up(self, piece: Piece, op: str) -> tuple[Array, Array]:

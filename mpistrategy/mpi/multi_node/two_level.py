@@ -179,7 +179,6 @@ class AcrossNodes:
         #: The pieces under way: who adds them up on this node, what they are, and their exchange with other nodes.
         self._flights: deque[tuple[NodeStage, Piece, Flight]] = deque()
         self._number = 0
-        self._written: Array | None = None
         self._progress: Callable[[], object] = getattr(communicator, "progress", lambda: None)
         self._links: list[Any] = []
         self._slices: dict[tuple[int, int], list[tuple[Any, slice]]] = {}
@@ -248,42 +247,15 @@ class AcrossNodes:
         while self._flights:
             self._end_first()
 
-    def write(self, source: Array) -> None:
-        """Copy the next source to where the node will look, before all ranks are known to make this call.
-
-        It may be any array; it must stay as it is until `allreduce_arrays` with it, or `forget`.
-        """
-        node = self._node
-        if isinstance(node, BufferStage) and self._is_one_piece(source) and source.flags.c_contiguous:
-            flat = source.reshape(-1)
-            node.write(Piece(self._number + 1, 0, flat, flat))
-            self._written = source
-
-    def forget(self) -> None:
-        """Forget what was written."""
-        self._written = None
-
-    def allreduce_arrays(self, op: str, source: Array, target: Array) -> None:
-        """Do `allreduce` with arrays of any number of dimensions; `source` may have any strides."""
-        is_written, self._written = self._written is source, None
-        flat = target.reshape(-1)
-        if is_written:
-            self._at_once(self._node, flat, flat, op, is_written=True)
-        else:
-            self.allreduce(source.reshape(-1), flat, op, None)
-
     def _is_one_piece(self, array: Array) -> bool:
         """Return whether `allreduce` takes one blocking call of MPI for a slice of this rank."""
         return self._way == "lanes" and self._manner.blocks and 0 < array.nbytes <= self.piece_bytes
 
-    def _at_once(self, node: NodeStage, source: Array, target: Array, op: str, *, is_written: bool = False) -> None:
+    def _at_once(self, node: NodeStage, source: Array, target: Array, op: str) -> None:
         """Do `allreduce` with a single piece, by a blocking call of MPI for each slice of this rank."""
         self._number += 1
         piece = Piece(self._number, 0, source, target)
-        if is_written and isinstance(node, BufferStage):
-            node.show(piece)
-        else:
-            node.contribute(piece)
+        node.contribute(piece)
         result = _in_place(*node.add_up(piece, op))
         for link, part in self._linked(piece):
             link.reduce_by_mpi(result[part], op)

@@ -6,14 +6,13 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import accumulate, repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer, quiet_runner
+from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
@@ -24,18 +23,15 @@ from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.contract.guard import Guard
-    from mpistrategy.mpi.multi_node.two_level import AcrossNodes, Manner, across_nodes, allreduce_across, way_between
+    from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across, way_between
     from mpistrategy.mpi.over_mpi import gathering
     from mpistrategy.mpi.over_mpi.operations import operation
-    from mpistrategy.mpi.over_mpi.repeated import Reduce, RepeatedAllReduce
-    from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
     from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
     from mpistrategy.mpi.tuning import costs
 else:
-    later(globals(), "mpistrategy.mpi.multi_node.two_level", "across_nodes", "allreduce_across", "way_between")
+    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across", "way_between")
     later(globals(), "mpistrategy.mpi.over_mpi.gathering")
     later(globals(), "mpistrategy.mpi.over_mpi.operations", "operation")
-    later(globals(), "mpistrategy.mpi.over_mpi.repeated", "RepeatedAllReduce")
     later(globals(), "mpistrategy.mpi.tuning.costs")
 
 #: Over TCP Open MPI sends messages of 64 KiB and more only after an answer of the receiver, which waits behind data:
@@ -45,8 +41,6 @@ _MESSAGE_BYTES = 60 * 2**10 if MPI.get_vendor()[0] == "Open MPI" else buffers.MA
 _DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
 _ROUTES: dict[costs.Route, RouteName] = {"flat": "mpi", "lanes": "lanes", "pairwise": "across"}
 _REMEMBERED = 4096
-#: On one node larger arrays are broadcast through shared memory, smaller ones by one MPI Bcast.
-SHARED_BROADCAST_BYTES = 2**19
 _UNEQUAL = (
     "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
     "See MPI's settings for the algorithm of Allreduce"
@@ -231,31 +225,6 @@ class Collectives:
             for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
                 self._comm.Allreduce(those, piece, by_mpi)
 
-    def repeated_allreduce(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RepeatedAllReduce:
-        """Return `allreduce` of two arrays of so many bytes that share none; it finds out once which way it takes."""
-        return RepeatedAllReduce(lambda: self._prepared(nbytes, dtype, op))
-
-    def _prepared(self, nbytes: int, dtype: np.dtype[Any], op: str) -> tuple[Reduce, AcrossNodes | None]:
-        way, size = self.tried_route(nbytes, dtype, op), nbytes // dtype.itemsize
-        if way == "lanes":
-            lanes = across_nodes(self, way)
-            return partial(quiet_runner(), lanes.allreduce_arrays, op), lanes
-        most = min(self.max_count, self.thresholds.mpi_piece_bytes(self.nodes) // dtype.itemsize)
-        if way != "mpi" or self.nodes == 1 or not 0 < size <= most:
-            return lambda source, target: self.allreduce(target, op, source), None
-        allreduce, in_place, by_mpi, copyto = self._comm.Allreduce, MPI.IN_PLACE, operation(op, dtype), np.copyto
-        is_given = nbytes <= _DIRECT_BYTES
-
-        def by_one_call(source: Array, target: Array) -> None:
-            flags = source.flags
-            if is_given and flags.c_contiguous and flags.aligned:
-                allreduce(source, target, by_mpi)
-            else:
-                copyto(target, source)
-                allreduce(in_place, target, by_mpi)
-
-        return by_one_call, None
-
     def allreduce_many(
         self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
     ) -> None:
@@ -324,19 +293,10 @@ class Collectives:
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
-        flat = buffers.as_bytes(buffer)
-        is_large = flat.size >= SHARED_BROADCAST_BYTES and self.nodes == 1
-        slots, pieces = self.node_broadcast() if is_large else None, [*buffers.pieces(flat, self.max_count)]
+        pieces = [*buffers.pieces(buffers.as_bytes(buffer), self.max_count)]
         self._meet()
-        if slots is not None:
-            slots.run(flat, root)
-            return
         for piece in pieces:
             self._comm.Bcast(piece, root)
-
-    def node_broadcast(self) -> NodeBroadcast | None:
-        """Return what sends large arrays through the node's shared memory; None where MPI does it."""
-        return None
 
     def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.

@@ -43,13 +43,9 @@ from mpistrategy.mpi.watchdog import status_board, watchdog
 from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.shared_memory import node_broadcast
-    from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
     from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
     from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
 else:
-    later(globals(), "mpistrategy.mpi.shared_memory.node_broadcast")
-    later(globals(), "mpistrategy.mpi.shared_memory.node_broadcast", "NodeBroadcast")
     later(globals(), "mpistrategy.mpi.shared_memory.pipelined", "PipelinedAllReduce")
     later(globals(), "mpistrategy.mpi.shared_memory.result_buffers", "ResultBuffers")
 
@@ -183,7 +179,7 @@ class MpiCommunicator(Collectives):
         told = self.failures = Failures(errors, lambda: mailboxes.sequence)
         mailboxes = Mailboxes(shared, cell_bytes, wait(told.look))
         waiting = wait(told.look)
-        self._new_pipelined = partial(pipelined, waiting, self._shared_if_there_is_room)
+        self._new_pipelined = partial(pipelined, waiting)
         mailboxes.allgather_text = control.allgather_text
         self.mailboxes = mailboxes
         return lines, mailboxes
@@ -224,21 +220,6 @@ class MpiCommunicator(Collectives):
     def is_crowded(self) -> bool:
         """Whether the ranks of this node outnumber the cores that they may use."""
         return self.local_size > self._cores
-
-    def node_broadcast(self) -> NodeBroadcast | None:
-        """Return what sends large arrays through the shared memory of the only node; the first call is collective.
-
-        None where the ranks share no memory or too little, and where they outnumber the cores: those that wait would
-        take the cores of those that copy.
-        """
-        return self.once("node broadcast", self._new_node_broadcast)
-
-    def _new_node_broadcast(self) -> NodeBroadcast | None:
-        if self._control is None or self.failures is None or self.is_crowded:
-            return None
-        memory = self._shared_if_there_is_room(node_broadcast.segment_bytes(self.size))
-        wait = Waiting(self.size, self._control.progress, self._cores, self.failures.look)
-        return None if memory is None else NodeBroadcast(memory, wait)
 
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""

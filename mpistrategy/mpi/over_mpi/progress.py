@@ -252,7 +252,7 @@ class _Channel:
         self._idle = idle
         self._put_off: int | None = None
         self.owner = 0
-        self.allgather_text = usual.allgather_text
+        self.allgather_text, self.leave = usual.allgather_text, usual.leave
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         return all_equal_patiently(self._usual, digest, look)

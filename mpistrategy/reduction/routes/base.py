@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.contract.channel import Compare
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.reduction.layout.packing import Pack
 
@@ -17,22 +16,6 @@ Targets: TypeAlias = "Sequence[Array | None] | None"
 
 #: How much of the packs is copied (1: all), and what where, in words.
 Copies: TypeAlias = "tuple[tuple[float, str], ...]"
-
-
-#: ``run(value, out)`` is the whole call.
-Run: TypeAlias = Callable[[Any, Any], Any]
-
-
-class Repeated(NamedTuple):
-    """What the shortest way of a repeated all-reduce between nodes needs.
-
-    Attributes:
-        compare: compares the call with those of the other ranks.
-        otherwise: does the call in all its steps.
-    """
-
-    compare: Compare
-    otherwise: Run
 
 
 class Route(Protocol):

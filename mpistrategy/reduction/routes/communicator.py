@@ -19,15 +19,13 @@ from mpistrategy.objects.shown import size_in_words, time_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Repeated, Run, Targets, grouped, nbytes_of
+from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped, nbytes_of
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node import two_level
-    from mpistrategy.mpi.shared_memory import pipelined
     from mpistrategy.mpi.tuning import costs
 else:
     later(globals(), "mpistrategy.mpi.multi_node.two_level")
-    later(globals(), "mpistrategy.mpi.shared_memory.pipelined")
     later(globals(), "mpistrategy.mpi.tuning.costs")
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
@@ -146,8 +144,10 @@ class OneArrayRoute:
         self._name = name
         self.packs: tuple[Pack, ...] = (pack,)
         self._dtype, self._shape, self._text = pack.dtype, pack.members[0].shape, op._on_the_wire
-        self._new = partial(
-            np.empty if pack.nbytes < LEAST_POOLED else communicator.pool.take, shape=self._shape, dtype=self._dtype
+        self._new: Callable[[], Array] = (
+            partial(np.empty, self._shape, self._dtype)
+            if pack.nbytes < LEAST_POOLED
+            else partial(communicator.pool.take, self._dtype, self._shape)
         )
         self._communicator, self._allreduce, self._quiet = communicator, communicator.allreduce, quiet_runner()
         divisor = op._divisor(pack.dtype, communicator.size)
@@ -172,35 +172,6 @@ class OneArrayRoute:
             divide, operand = self._division
             self._quiet(divide, target, operand, target)
         return [target]
-
-    def repeated(self, repeated: Repeated) -> Run | None:
-        """Return the whole call in the fewest steps; None where another layer is in between."""
-        prepare = getattr(self._communicator, "repeated_allreduce", None)
-        if prepare is None:
-            return None
-        compare, otherwise = repeated
-        prepared = prepare(self.packs[0].nbytes, self._dtype, self._text)
-        new, quiet, divides, is_lanes = self._new, self._quiet, self._division is not None, self._name == "lanes"
-        divide, operand = self._division or (None, None)
-
-        def run(value: Any, out: Any) -> Any:
-            if out is not None:
-                return otherwise(value, out)
-            target = new()
-            if is_lanes:
-                try:
-                    compare(partial(prepared.begin, value))
-                except BaseException:
-                    prepared.forget()
-                    raise
-            else:
-                compare()
-            prepared.reduce(value, target)
-            if divides:
-                quiet(divide, target, operand, target)
-            return target
-
-        return run
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         return [described(ranks, *group) for group in grouped(self.packs, (self._name,), arrays)]
@@ -258,8 +229,6 @@ def described(
         case "pipelined":
             chunk = setup.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
             way = f"through the node's bounce buffers, in {_pieces(packs, chunk, 'chunk')}"
-            if nbytes >= pipelined.LEAST_BYTES and local <= pipelined.MOST_RANKS and nodes == 1:
-                way += f", or of {size_in_words(pipelined.LARGE_BYTES)} while these are faster"
             part = (local - 1) / local
             copies = (*copies, (part, f"{local - 1}/{local} into the bounce buffers"), (1, "the result out of it"))
             moved = f"each rank writes {size_in_words(nbytes)} there and reads {size_in_words(2 * part * nbytes)}"

@@ -20,7 +20,7 @@ from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Description, Repeated, Run, Targets, grouped, nbytes_of
+from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of
 
 _LOW, _HALF = 0xFFFFFFFF, 32
 
@@ -94,29 +94,6 @@ class FirstMessageRoute:
         """Return the sums, each rounded once to its dtype, in new memory."""
         results: list[Array] = self._quiet(list, (read() for read in self._readers))
         return results
-
-    def repeated(self, repeated: Repeated) -> Run | None:
-        """Return the all-reduce of one array of floats in the fewest steps; None for other arrays."""
-        compare, otherwise = repeated
-        dtype, shape = self._layouts[0]
-        if dtype.kind != "f":
-            return None
-        count = self.packs[0].size
-        place, total = self._message.values[:count].reshape(shape), self._message.sums[:count].reshape(shape)
-        quiet, divides = self._quiet, self._divisor != 1
-        divide, operand = division(self._divisor, total.dtype) if divides else (None, None)
-        rounded, copy = total.astype, total.copy if dtype == total.dtype else None
-
-        def run(value: Any, out: Any) -> Any:
-            if out is not None:
-                return otherwise(value, out)
-            place[...] = value
-            compare()
-            if divides:
-                quiet(divide, total, operand, total)
-            return quiet(rounded, dtype) if copy is None else copy()
-
-        return run
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way = "in the first message of the call, with its check"

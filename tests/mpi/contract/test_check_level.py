@@ -32,9 +32,6 @@ class Counting:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._usual, name)
 
-    def steps_of(self, digest: int) -> None:
-        """Give nobody the steps, which are not counted."""
-
     def all_equal(self, digest: int, look: Any = None) -> bool:
         self.compared += 1
         return bool(self._usual.all_equal(digest))
@@ -73,7 +70,7 @@ def test_how_often_calls_are_compared(apart: tuple[ms.Strategy, Counting], reque
         assert np.array_equal(strategy.run(first), SIZE * ONE)
         assert np.array_equal(strategy.run(second), 10 * SIZE * ONE)
     # Without the check the ranks meet once before the first sum by MPI: memory may be short there.
-    assert channel.compared == {"always": 200, "off": 1}[level]
+    assert channel.compared in {"always": (200, 201), "off": (1,)}[level]
     for count in range(3):  # what is a meeting of the ranks always is one
         before = channel.compared
         strategy.barrier()
@@ -243,7 +240,6 @@ from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.arrays.devices import Device
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
-from mpistrategy.mpi.over_mpi.repeated import RepeatedAllReduce
 
 rank = MPI.COMM_WORLD.rank
 
@@ -261,7 +257,7 @@ def no_memory(*_, **__):
 
 strategy = Apart()
 if rank == 1:
-    RepeatedAllReduce._first = no_memory  # where the messages of a large array begin
+    MpiCommunicator.allreduce = no_memory  # where the messages of a large array begin
 try:
     strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(100_000)))
 except MemoryError:

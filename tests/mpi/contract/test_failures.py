@@ -345,6 +345,7 @@ except Exception as error:
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
 @pytest.mark.parametrize("size", [4, 200_000])
+@pytest.mark.slow
 def test_a_signal_that_raises_while_a_rank_waits_for_the_others(launch: Launch, tmp_path: Path, size: int) -> None:
     """It has shown its call already; the peers must not take that for an agreement."""
     job = launch(2, [launching.program(SIGNALLED, tmp_path), size], timeout=60).check()
@@ -387,6 +388,7 @@ except (KeyboardInterrupt, ms.errors.RemoteError) as error:
 
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
+@pytest.mark.slow
 def test_a_rank_that_leaves_while_the_others_send_their_reports(launch: Launch) -> None:
     """Ranks 0 and 1 know that their calls differ, and wait for the report of rank 2, which takes no more calls."""
     job = launch(3, LEFT_BETWEEN_REPORTS, timeout=60).check()

@@ -10,26 +10,33 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, context, with_companions
+from replicas import RANK, SIZE, OnNodes, context
 
 import mpistrategy as ms
 from mpistrategy import errors
 
 several = pytest.mark.mpi(min_size=2)
 LAST = SIZE - 1
-COUNT = 1000
-#: So many calls come before one that all ranks expect; and before one that has a companion only.
-EXPECTED, KNOWN = 6, 1
+#: The sums of few numbers travel with the comparison, others after it.
+FEW, COUNT = 2, 1000
+#: So many calls come before: a repeated call goes another way than the first one.
+KNOWN = 2
 
 
 @pytest.fixture
 def strategy() -> Iterator[ms.Strategy]:
-    with with_companions() as made:
+    with OnNodes(range(SIZE), ms.MpiAllReduce()) as made:
         yield made
 
 
-def summed() -> None:
-    assert np.array_equal(context().all_reduce("SUM", np.full(COUNT, RANK)), np.full(COUNT, SIZE * (SIZE - 1) / 2))
+def summed(count: int = COUNT) -> None:
+    assert np.array_equal(
+        context().all_reduce("SUM", np.full(count, float(RANK))), np.full(count, SIZE * (SIZE - 1) / 2)
+    )
+
+
+def summed_with_the_comparison() -> None:
+    summed(FEW)
 
 
 def summed_in_a_nest() -> None:
@@ -95,32 +102,40 @@ def check_the_others_hear(strategy: ms.Strategy, step: Callable[[], object] = su
             strategy.run(step)
 
 
+STEPS = [summed, summed_with_the_comparison, summed_in_a_nest]
+
+
 @several
-@pytest.mark.parametrize("step", [summed, summed_in_a_nest])
-def test_before_anything_is_sent(strategy: ms.Strategy, step: Callable[[], None]) -> None:
-    """The sum waits for the comparison of the call that is expected; no other call takes it for its own."""
-    companions: Any = strategy.extended.communicator.first_message.companions  # type: ignore[union-attr]
-    repeated(strategy, EXPECTED, step)
+@pytest.mark.parametrize("step", STEPS)
+def test_before_the_comparison(strategy: ms.Strategy, step: Callable[[], None]) -> None:
+    """The call counts as not begun, and no other call takes its numbers for its own."""
+    repeated(strategy, KNOWN, step)
     if RANK == LAST:
-        with raised(KeyboardInterrupt("Ctrl-C"), "call", "compare"):
+        with raised(KeyboardInterrupt("Ctrl-C"), "call", "_agrees"):
             strategy.run(step)
-        assert companions.started is None
-        assert not companions.is_held
-    repeated(strategy, EXPECTED, step)  # on the last rank, the first of them once more
-    for _ in range(EXPECTED):
+    for _ in range(KNOWN):
+        repeated(strategy, 1, step)  # on the last rank, the first of them once more
         strategy.barrier()
-        repeated(strategy, 1, step)
 
 
 @several
-@pytest.mark.parametrize("step", [summed, summed_in_a_nest])
-@pytest.mark.parametrize("where", ["compare", "finish"])
-def test_while_a_sum_is_under_way(strategy: ms.Strategy, step: Callable[[], None], where: str) -> None:
-    repeated(strategy, KNOWN + (step is summed), step)
-    with raised(KeyboardInterrupt("Ctrl-C"), "call", where):
-        if RANK == LAST or where == "finish":
+@pytest.mark.parametrize("step", STEPS)
+def test_before_this_rank_has_sent_its_digest(strategy: ms.Strategy, step: Callable[[], None]) -> None:
+    repeated(strategy, KNOWN, step)
+    with raised(KeyboardInterrupt("Ctrl-C"), "call", "_start"):
+        if RANK == LAST:
             strategy.run(step)
     check_the_others_hear(strategy, step)
+
+
+@several
+@pytest.mark.parametrize("where", ["_start", "all_equal", "_agrees", "compare"])
+def test_in_the_comparison(strategy: ms.Strategy, where: str) -> None:
+    """The other ranks have agreed with this one, and have their sums."""
+    repeated(strategy, KNOWN, summed_with_the_comparison)
+    with raised(KeyboardInterrupt("Ctrl-C"), "return", where):
+        strategy.run(summed_with_the_comparison)
+    check_the_others_hear(strategy, summed_with_the_comparison)
 
 
 @several
@@ -137,23 +152,14 @@ def test_among_the_data(strategy: ms.Strategy) -> None:
 
 
 @several
-def test_before_an_agreement_is_noted(strategy: ms.Strategy) -> None:
-    """Without the note this rank would expect other calls than the others do."""
-    repeated(strategy, KNOWN)
-    with raised(KeyboardInterrupt("Ctrl-C"), "call", "note"):
-        strategy.run(summed)
-    check_the_others_hear(strategy)
-
-
-@several
 def test_an_error_of_this_library_on_one_rank(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """As a handler that makes a call of the strategy gets it: no other rank raises it."""
     guard: Any = strategy.extended.communicator.guard
-    repeated(strategy, EXPECTED)
+    repeated(strategy, KNOWN)
     ended: list[BaseException] = []
     monkeypatch.setattr(guard, "give_up", ended.append)  # it would end the job
     error = errors.ContextError("Ctrl-C")
-    with raised(error, "call", "carries"):
+    with raised(error, "call", "_start"):
         if RANK == LAST:
             strategy.run(summed)
     assert ended == ([error] if RANK == LAST else [])
@@ -161,19 +167,9 @@ def test_an_error_of_this_library_on_one_rank(strategy: ms.Strategy, monkeypatch
 
 
 @several
-@pytest.mark.parametrize("times", [KNOWN, EXPECTED])
-def test_while_a_rank_waits_to_tell_its_error(strategy: ms.Strategy, times: int) -> None:
-    repeated(strategy, times)
+def test_while_a_rank_waits_to_tell_its_error(strategy: ms.Strategy) -> None:
+    repeated(strategy, KNOWN)
     with raised(KeyboardInterrupt("Ctrl-C"), "call", "growing_pauses"):
         if RANK == LAST:
             strategy.run(lambda: context().all_reduce("SUM", np.array(["a"])))
     check_the_others_hear(strategy)
-
-
-@several
-def test_while_the_shortest_way_is_prepared(strategy: ms.Strategy) -> None:
-    repeated(strategy, KNOWN)
-    if RANK == LAST:
-        with raised(KeyboardInterrupt("Ctrl-C"), "line", "run", after="_find"):
-            strategy.run(summed)
-    repeated(strategy, EXPECTED)

@@ -9,14 +9,13 @@ from mpistrategy import context
 
 pytestmark = pytest.mark.one_rank
 CHECK = {"Start": 1, "Wait": 1}
-#: In the message that compares the calls, since the ranks expect this one.
-SMALL = CHECK
+FLAT = {**CHECK, "Allreduce": 1}
 EXPECTED: dict[int, dict[int, dict[str, int]]] = {
-    1: {8: CHECK, 4096: SMALL, 2**18: SMALL, 2**22: {**CHECK, "Allreduce": 1}},
+    1: {8: CHECK, 4096: FLAT, 2**18: FLAT, 2**22: FLAT},
     4: {
         8: CHECK,
-        4096: SMALL,
-        2**20: {**CHECK, "Allreduce": 1},
+        4096: FLAT,
+        2**20: FLAT,
         2**24: {**CHECK, "Iallreduce": 4, "Test": 4},
     },
 }

@@ -100,7 +100,7 @@ def check_all_raise(strategy: ms.Strategy, memory: Memory, count: int, **options
     assert (strategy.run(summed, args=(count,), kwargs=options) == SIZE * (SIZE + 1) / 2).all()
 
 
-@pytest.mark.parametrize("count", [1000, 30_000, 300_000], ids=["beside", "flat", "large"])
+@pytest.mark.parametrize("count", [1000, 30_000, 300_000], ids=["small", "pooled", "large"])
 def test_before_the_agreement(apart: ms.Strategy, memory: Memory, count: int) -> None:
     check_all_raise(apart, memory, count)
 
@@ -161,7 +161,7 @@ def check_first_call(strategy: ms.Strategy, memory: Memory, call: Callable[[], A
     assert still_works(strategy)
 
 
-@pytest.mark.parametrize("count", [1000, 30_000], ids=["beside", "flat"])
+@pytest.mark.parametrize("count", [1000, 30_000], ids=["small", "pooled"])
 def test_what_the_first_call_tries(apart: ms.Strategy, memory: Memory, count: int) -> None:
     memory.limit(sums_by_mpi, "values_to_try")
     right = np.full(count, SIZE * (SIZE + 1) / 2, np.float32)

@@ -206,6 +206,7 @@ for algorithm in (ms.MpiAllReduce(), ms.HierarchicalCopyAllReduce()):
 @pytest.mark.each_mpi
 @pytest.mark.skipif(not launching.LIBRARY.startswith("MPICH"), reason="only MPICH pretends to run on several nodes")
 @pytest.mark.parametrize("nodes", PRETENDED)
+@pytest.mark.slow
 def test_on_nodes_that_the_mpi_tells_apart(launch: Callable[..., launching.Finished], nodes: str) -> None:
     finished = launch(3, PROGRAM, env=PRETENDED[nodes])
     assert finished.returncode == 0, finished

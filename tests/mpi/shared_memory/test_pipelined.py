@@ -15,11 +15,10 @@ from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, part_of, sam
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE, Array
-from mpistrategy.mpi.shared_memory import bounce_buffers, pipelined, setup
-from mpistrategy.mpi.shared_memory.bounce_buffers import BounceBuffers
-from mpistrategy.mpi.shared_memory.pipelined import ChunkChoice, PipelinedAllReduce
-from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, private_memory
-from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting
+from mpistrategy.mpi.shared_memory import bounce_buffers, setup
+from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
+from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -229,94 +228,3 @@ def test_no_warning_in_the_middle(windows: dict[int, PipelinedAllReduce]) -> Non
             target = np.full(100, value)
             windows[192].allreduce_many([(target, target)], op)
             windows[192].allreduce_many(((np.full(100, 5e-324), target),), "MIN", SIZE)
-
-
-# ------------------------------------------------------------------------------------- small chunks or large ones
-
-
-class Clock:
-    """What time it is: set by a test."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def perf_counter(self) -> float:
-        return self.now
-
-
-def test_the_faster_chunks_are_taken_and_the_others_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock()
-    monkeypatch.setattr(pipelined, "time", clock)
-    announced = Counter(private_memory(ALIGNMENT), 0)
-    leader, peer = ChunkChoice(announced, leads=True), ChunkChoice(announced, leads=False)
-
-    def calls(count: int, small: float, large: float, disturbed: int = -1) -> list[int]:
-        taken = []
-        for number in range(count):
-            taken.append(leader.begin())
-            assert peer.begin() == taken[-1]
-            clock.now += 100  # ranks that come late
-            leader.first_chunk_is_over()
-            peer.first_chunk_is_over()
-            clock.now += (large if taken[-1] else small) * (9 if number == disturbed else 1)
-            leader.end(1)
-            peer.end(1)
-        return taken
-
-    near, far = calls(200, 3.0, 5.0), calls(200, 10.0, 5.0, disturbed=130)
-    assert set(near[:4]) == {0, 1}, "both are tried at first"
-    assert sum(near[4:]) <= 7
-    assert far[10:].count(0) <= 7
-    assert far[131:135] == [1] * 4, "one call that was disturbed is no reason to change"
-    assert calls(200, 3.0, 5.0)[40:].count(1) <= 6, "it notices that cores are near again"
-
-
-@pytest.mark.parametrize("op", ["SUM", "PROD"])
-@pytest.mark.parametrize("dtype", ["float32", "complex128"])
-def test_sums_are_the_same_whatever_the_chunks(
-    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch, op: str, dtype: str
-) -> None:
-    """Chunks change from call to call, ranks are late, and small calls come between."""
-    ranks, size = strategy.extended.communicator, 512
-    monkeypatch.setattr(pipelined, "LEAST_BYTES", 2 * size)
-    monkeypatch.setattr(pipelined, "LARGE_BYTES", size)
-    monkeypatch.setattr(ChunkChoice, "_next", lambda self: self._calls * 7 // 3 & 1)
-    shared = ranks.shared(setup.pipelined_bytes(128))
-    made = PipelinedAllReduce(shared, 128, Waiting(SIZE, lambda: None), ranks.shared)
-    sizes: set[int] = set()
-    usual = BounceBuffers.layout
-    monkeypatch.setattr(BounceBuffers, "layout", lambda self, *key: (sizes.add(self.chunk_bytes), usual(self, *key))[1])
-    own, common = np.random.default_rng(RANK), np.random.default_rng(5)
-    for number in range(60):
-        counts = [int(common.integers(0, 400)) for _ in range(3)]
-        values = [[brought(rank, dtype, n, number + i) for i, n in enumerate(counts)] for rank in RANKS]
-        idle(int(own.integers(0, 5000)))
-        pairs = [(array, np.empty_like(array)) for array in values[RANK]]
-        made.allreduce_many(pairs, op)
-        for i, (_, target) in enumerate(pairs):
-            right = in_rank_order(op, [theirs[i] for theirs in values], 1)
-            assert bits(target) == bits(right) or (op, dtype) == ("PROD", "complex128")
-        assert same_everywhere([target for _, target in pairs])
-    # NumPy's products of complex numbers depend on where a slice ends, and so they are always cut alike.
-    assert sizes == ({128} if (op, dtype) == ("PROD", "complex128") else {128, size})
-
-
-def test_without_room_for_large_chunks_all_ranks_go_on_with_small_ones(strategy: ms.Strategy) -> None:
-    asked: list[int] = []
-    shared = strategy.extended.communicator.shared(setup.pipelined_bytes(4096))
-    made = PipelinedAllReduce(shared, 4096, Waiting(SIZE, lambda: None), lambda nbytes: asked.append(nbytes))
-    target = np.ones(pipelined.LEAST_BYTES // 8)
-    for _ in range(3):
-        made.allreduce_many([(np.full_like(target, RANK), target)])
-        assert np.all(target == sum(RANKS))
-    assert len(asked) == 1
-
-
-def test_a_strategy_has_both_chunks_for_large_arrays(strategy: ms.Strategy) -> None:
-    """Out of place, in place: by the verbs, as `out=` does."""
-    ranks: Any = strategy.extended.communicator
-    target = np.arange(pipelined.LEAST_BYTES // 4 + 5, dtype=np.float32)
-    for _ in range(4):
-        ranks.allreduce(target, source=np.arange(target.size, dtype=np.float32))
-        np.testing.assert_array_equal(target, np.arange(target.size, dtype=np.float32) * SIZE)
-    assert len(ranks.pipelined._bounce_buffers) == 2

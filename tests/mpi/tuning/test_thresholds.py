@@ -322,6 +322,7 @@ print(f"without a home: {os.getuid()} {os.environ.get('HOME')} {weights.numpy().
 @pytest.mark.each_mpi
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="not run: needs root and setpriv")
 @pytest.mark.skipif(launching.IS_OPEN_MPI, reason="Open MPI itself does not start without a home folder")
+@pytest.mark.slow
 def test_a_job_without_home_and_passwd_entry_works(launch: Callable[..., Finished], tmp_path: Path) -> None:
     program = launching.program(WITHOUT_HOME, tmp_path)
     done = launch(2, [program, tmp_path / "saved"]).check()
