@@ -1,8 +1,7 @@
-"""Reduction of arrays that live in memory which the ranks of a node share: one pass, and no copies.
+"""Reduction of arrays that live in memory which the ranks of a node share: where they are, without copies.
 
-Every rank owns a share of the elements.  It combines its share of all ranks' arrays, in rank order and in chunks that
-stay in the cache, and writes each chunk into all of them, or into one result for the whole node.  One rank computes
-each element, so that the bits are the same everywhere.
+Every rank combines its share of all ranks' arrays (`node_sum.where_they_are`), and writes it into all of them, or into
+one result for the whole node.
 
 When a call begins on one node, all ranks have written their arrays (the guard's agreement comes first).  On several
 nodes the ranks may not have met before, and each looks at its own array alone.  Nobody may read the result or write its
@@ -19,10 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import across_nodes, wire_between_nodes
-from mpistrategy.mpi.shared_memory.bounce_buffers import share
+from mpistrategy.mpi.shared_memory.node_sum import where_they_are
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
@@ -30,9 +29,6 @@ from mpistrategy.reduction.layout.packing import Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.communicator import described
 
-#: The chunks of all ranks' arrays together: about what a core's second cache holds beside other things.
-_CACHE_BYTES = 512 * 2**10
-_LEAST_CHUNK_BYTES = 16 * 2**10
 #: Where memory is not shared and the dtype is not the one that travels, so many elements are converted at a time.
 _CONVERTED_ELEMENTS = 2**20
 
@@ -57,12 +53,6 @@ class Replicas:
     def mine(self) -> Array:
         """This rank's own array."""
         return self.arrays[self.local_rank]
-
-    @property
-    def my_share(self) -> tuple[int, int]:
-        """Where the elements begin and end that this rank computes."""
-        mine = self.mine
-        return share(mine.size, self.local_rank, len(self.arrays), mine.itemsize)
 
 
 def typed(memory: SharedMemory, start: int, count: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
@@ -149,7 +139,7 @@ class InPlaceRoute:
         divisor = self._op._divisor(mine.dtype, communicator.size)
         targets = (_result(replicas),) if self._into_result else replicas.arrays
         if is_in_place(communicator, replicas):
-            return partial(combine, replicas.arrays, targets, op, divisor, replicas.my_share)
+            return partial(where_they_are, replicas.arrays, targets, op, divisor, replicas.local_rank)
         target = targets[0] if self._into_result else mine
         # Decided in each call: a route may be left at its first use, and this rank may have made its steps before.
         return partial(_by_messages, communicator, replicas, targets, target, op, divisor, self._spare, index)
@@ -191,64 +181,6 @@ def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
         communicator.node_barrier()
     if replicas.local_rank != 0:
         replicas.mine[...] = replicas.arrays[0]
-
-
-def combine(arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int, part: tuple[int, int]) -> None:
-    """Combine a part of all arrays of the node, and write it into each of `targets`.
-
-    Args:
-        arrays: flat, by local rank.
-        targets: flat, of the same size and dtype, by local rank; may be the arrays themselves.
-        op: "SUM", "MIN", "MAX" or "PROD".
-        divisor: the result is divided by it; floating dtypes only.
-        part: where the elements begin and end.
-    """
-    dtype = arrays[0].dtype
-    begin, end = part
-    step = chunk_elements(len(arrays), dtype.itemsize)
-    if dtype != host_wire_dtype(dtype):
-        _combine_rounded(arrays, targets, op, divisor, (begin, end, step))
-        return
-    add, first = COMBINE[op], targets[0]
-    if len(arrays) == 2 and len(targets) == 1 and divisor == 1:
-        step = max(1, end - begin)  # nothing is looked at twice
-    for start in range(begin, end, step):
-        stop = min(start + step, end)
-        total = first[start:stop]
-        if len(arrays) > 1:
-            # The first target may be the first array: it has been read by then.
-            add(arrays[0][start:stop], arrays[1][start:stop], out=total)
-        elif first is not arrays[0]:
-            total[...] = arrays[0][start:stop]
-        for array in arrays[2:]:
-            add(total, array[start:stop], out=total)
-        divide_by(divisor, total)
-        for target in targets[1:]:
-            target[start:stop] = total
-
-
-def chunk_elements(ranks: int, itemsize: int) -> int:
-    """Return how many elements make a chunk of which all ranks' arrays fit the cache."""
-    return max(_LEAST_CHUNK_BYTES, _CACHE_BYTES // ranks) // itemsize
-
-
-def _combine_rounded(
-    arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int, part: tuple[int, int, int]
-) -> None:
-    begin, end, step = part
-    combine = COMBINE[op]
-    wide = np.empty((2, min(step, max(0, end - begin))), host_wire_dtype(arrays[0].dtype))
-    for start in range(begin, end, step):
-        stop = min(start + step, end)
-        total, operand = wide[:, : stop - start]
-        total[...] = arrays[0][start:stop]
-        for array in arrays[1:]:
-            operand[...] = array[start:stop]
-            combine(total, operand, out=total)
-        divide_by(divisor, total)
-        targets[0][start:stop] = total
-        for target in targets[1:]:
-            target[start:stop] = targets[0][start:stop]
 
 
 class _Spare(NamedTuple):
