@@ -10,10 +10,10 @@ array again before `communicator.node_barrier()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -26,11 +26,8 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets
-from mpistrategy.reduction.routes.communicator import described
-
-#: Where memory is not shared and the dtype is not the one that travels, so many elements are converted at a time.
-_CONVERTED_ELEMENTS = 2**20
+from mpistrategy.reduction.routes.base import Copies, Description, Route, Targets
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described
 
 
 @dataclass(frozen=True)
@@ -102,12 +99,9 @@ class InPlaceRoute:
         self, communicator: Communicator, buckets: Sequence[Replicas], op: ReduceOp, *, into_result: bool
     ) -> None:
         self._communicator, self._buckets, self._op, self._into_result = communicator, buckets, op, into_result
-        #: For each bucket what messages need besides it, between `bring` and `run`.
-        self._spare: list[_Spare] = [_Spare()] * len(buckets)
         self.packs: tuple[Pack, ...] = tuple(map(self._pack, range(len(buckets)), buckets))
-        # Of a bucket without elements nothing is prepared: nodes may have different numbers of ranks.
-        self._steps = [self._step(index, replicas) for index, replicas in enumerate(buckets) if replicas.mine.size]
-        self._results = [_result(replicas) if into_result else replicas.mine for replicas in buckets]
+        #: For each bucket what it takes where the ranks of a node do not see each other's arrays.
+        self._by_messages = [self._route(pack, each) for pack, each in zip(self.packs, buckets, strict=True)]
         self._quiet = quiet_runner()
 
     def _pack(self, index: int, replicas: Replicas) -> Pack:
@@ -117,32 +111,52 @@ class InPlaceRoute:
         converts = wide != mine.dtype and name != "none" and not is_in_place(communicator, replicas)
         return Pack(wide if converts else mine.dtype, mine.size, (member,), converts)
 
+    def _route(self, pack: Pack, replicas: Replicas) -> Route | None:
+        ranks, op, mine = self._communicator, self._op, replicas.mine
+        if is_in_place(ranks, replicas):
+            return None
+        alone = replace(pack, members=(Member(0, 0, mine.size, mine.shape),))
+        return CommunicatorRoute(ranks, (alone,), op, (ranks.route(pack.nbytes, pack.dtype, op._on_the_wire),))
+
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Take the memory that messages need besides the arrays, which are where they are combined."""
-        communicator, op = self._communicator, self._op._on_the_wire
-        for index, replicas in enumerate(self._buckets):
-            if not is_in_place(communicator, replicas) and not is_seen_across(communicator, replicas, op):
-                self._spare[index] = _spare_for(replicas, into_result=self._into_result)
+        for replicas, route in zip(self._buckets, self._by_messages, strict=True):
+            if route is not None and not is_seen_across(self._communicator, replicas, self._op._on_the_wire):
+                route.bring([replicas.mine], [self._target(replicas)])
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Combine the buckets on all nodes, and return where the combinations are."""
-        # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that computes the element.
-        for step in self._steps:
-            self._quiet(step)
-        self._spare[:] = [_Spare()] * len(self._buckets)
+        for replicas, route in zip(self._buckets, self._by_messages, strict=True):
+            if replicas.mine.size:  # else nodes may have different numbers of ranks
+                # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that adds the element.
+                self._quiet(self._combine, replicas, route)
         self._communicator.node_barrier()
-        return self._results
+        return [_result(replicas) if self._into_result else replicas.mine for replicas in self._buckets]
 
-    def _step(self, index: int, replicas: Replicas) -> Callable[[], None]:
-        """Return what combines a bucket."""
-        communicator, op, mine = self._communicator, self._op._on_the_wire, replicas.mine
-        divisor = self._op._divisor(mine.dtype, communicator.size)
+    def _combine(self, replicas: Replicas, route: Route | None) -> None:
+        op, dtype = self._op._on_the_wire, replicas.mine.dtype
+        divisor = self._op._divisor(dtype, self._communicator.size)
         targets = (_result(replicas),) if self._into_result else replicas.arrays
-        if is_in_place(communicator, replicas):
-            return partial(where_they_are, replicas.arrays, targets, op, divisor, replicas.local_rank)
-        target = targets[0] if self._into_result else mine
-        # Decided in each call: a route may be left at its first use, and this rank may have made its steps before.
-        return partial(_by_messages, communicator, replicas, targets, target, op, divisor, self._spare, index)
+        if route is None:
+            where_they_are(replicas.arrays, targets, op, divisor, replicas.local_rank)
+            return
+        is_seen = is_seen_across(self._communicator, replicas, op)
+        if is_seen and _across(self._communicator, replicas, targets, op, divisor):
+            return
+        target = self._target(replicas)
+        if is_seen:
+            route.bring([replicas.mine], [target])
+        if self._into_result and replicas.is_shared:
+            self._communicator.node_barrier()  # until the peers are here they may read the result of the call before
+        [total] = route.run([replicas.mine])
+        if target is not None and total is not target:
+            np.copyto(target, total, casting="unsafe")
+
+    def _target(self, replicas: Replicas) -> Array | None:
+        """Return where the result of messages goes; None where the first rank of the node writes it for all."""
+        if not self._into_result:
+            return replicas.mine
+        return None if replicas.is_shared and replicas.local_rank else _result(replicas)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, strict=True)]
@@ -183,73 +197,18 @@ def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
         replicas.mine[...] = replicas.arrays[0]
 
 
-class _Spare(NamedTuple):
-    """Memory besides a bucket's own; None where it needs none.
+def _across(communicator: Communicator, replicas: Replicas, targets: Sequence[Array], op: str, divisor: int) -> bool:
+    """Combine a node's arrays where they are, and the sums of all nodes into `targets`.
 
-    Attributes:
-        converted: for a part of it in the dtype that travels.
-        result: for a result that another rank of the node writes.
+    Return False where there was no memory for the counters, on any node.
     """
-
-    converted: Array | None = None
-    result: Array | None = None
-
-
-def _spare_for(replicas: Replicas, *, into_result: bool) -> _Spare:
-    mine, wire = replicas.mine, host_wire_dtype(replicas.mine.dtype)
-    converted = None if wire == mine.dtype else np.empty(min(mine.size, _CONVERTED_ELEMENTS), wire)
-    is_another = into_result and replicas.is_shared and replicas.local_rank != 0
-    return _Spare(converted, np.empty_like(mine) if is_another else None)
-
-
-def _by_messages(
-    communicator: Communicator,
-    replicas: Replicas,
-    targets: Sequence[Array],
-    target: Array,
-    op: str,
-    divisor: int,
-    spare: Sequence[_Spare],
-    index: int,
-) -> None:
-    """Combine a node's arrays where they are, and the sums of all nodes into `targets`; else do `_allreduce`."""
-    if is_seen_across(communicator, replicas, op):
-        ranks: Any = communicator
-        mine = replicas.mine
-        across = across_nodes(ranks, ranks.tried_route(mine.nbytes, mine.dtype, op))
-        within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
-        if within is not None:  # else there was no memory for the counters, on any node
-            across.allreduce(mine, mine, op, wire_between_nodes(communicator, mine.dtype, op), within)
-            return
-    _allreduce(communicator, replicas, target, op, divisor, spare[index])
-
-
-def _allreduce(
-    communicator: Communicator, replicas: Replicas, target: Array, op: str, divisor: int, spare: _Spare
-) -> None:
-    """Write the combination of all ranks' arrays into `target`, this rank's own or the node's result, by messages."""
-    source = replicas.mine
-    if target is not source and replicas.is_shared:
-        communicator.node_barrier()  # until the peers are here they may read the result of the call before
-        if replicas.local_rank != 0:  # all ranks take part; the first of each node shows it what came out
-            target = np.empty_like(source) if spare.result is None else spare.result
-    if communicator.size == 1:
-        if target is not source:
-            target[...] = source
-        return
-    converted = spare.converted
-    step = target.size if converted is None else converted.size
-    for start in range(0, target.size, max(1, step)):
-        part = target[start : start + step]
-        total = part if converted is None else converted[: part.size]
-        if converted is not None:
-            total[...] = source[start : start + step]
-            communicator.allreduce(total, op)
-        else:
-            communicator.allreduce(total, op, None if source is target else source[start : start + step])
-        divide_by(divisor, total)
-        if converted is not None:
-            np.copyto(part, total, casting="unsafe")
+    ranks: Any = communicator
+    mine = replicas.mine
+    across = across_nodes(ranks, ranks.tried_route(mine.nbytes, mine.dtype, op))
+    within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
+    if within is not None:
+        across.allreduce(mine, mine, op, wire_between_nodes(communicator, mine.dtype, op), within)
+    return within is not None
 
 
 def _result(replicas: Replicas) -> Array:
