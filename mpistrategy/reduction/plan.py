@@ -18,11 +18,8 @@ from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.routes import in_place
     from mpistrategy.reduction.routes.communicator import CommunicatorRoute, OneArrayRoute, hybrid, names_of
-    from mpistrategy.reduction.routes.result_buffers import Combination, ResultBufferRoute
 else:
-    later(globals(), "mpistrategy.reduction.routes.in_place")
     later(
         globals(),
         "mpistrategy.reduction.routes.communicator",
@@ -31,7 +28,6 @@ else:
         "hybrid",
         "names_of",
     )
-    later(globals(), "mpistrategy.reduction.routes.result_buffers", "ResultBufferRoute")
 
 #: Returns the route of arrays of certain layouts, with packs of at most so many bytes (0: the library's own limit).
 ChooseRoute = Callable[[Communicator, tuple[Layout, ...], ReduceOp, float], Route]
@@ -148,22 +144,8 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
     if names in (["mpi"], ["lanes"]) and len(packs[0].members) == 1 and packs[0].size:
-        route: Route = OneArrayRoute(communicator, packs[0], op, names[0])
-    else:
-        route = CommunicatorRoute(communicator, packs, op, names)
-    if isinstance(route, OneArrayRoute):
-        return route
-    return with_result_buffers(communicator, op, route, names)
-
-
-def with_result_buffers(
-    communicator: Communicator, op: ReduceOp, route: Route, names: Sequence[str], combination: Combination | None = None
-) -> Route:
-    """Return the route through result buffers where `names` say that all packs are pipelined, else `route`."""
-    is_pipelined = {*names} == {"pipelined"} and any(pack.size for pack in route.packs)
-    if is_pipelined and communicator.result_buffers is not None:
-        return ResultBufferRoute(communicator, op, route, combination or in_place.combine)
-    return route
+        return OneArrayRoute(communicator, packs[0], op, names[0])
+    return CommunicatorRoute(communicator, packs, op, names)
 
 
 def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:

@@ -7,13 +7,13 @@ each element, so the bits are equal everywhere; NumPy does the arithmetic, so Na
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array
-from mpistrategy.mpi.shared_memory.bounce_buffers import combined, share
+from mpistrategy.arrays.dtypes import COMBINE, Array, Combine
+from mpistrategy.mpi.shared_memory.node_sum import share
 from mpistrategy.mpi.shared_memory.segments import aligned
 
 
@@ -117,6 +117,23 @@ def reduce_pairwise(
 def blocks_of(piece: Array, parts: int) -> list[Array]:
     """Return `piece` in so many blocks; their borders are on cache lines."""
     return [piece[slice(*share(piece.size, part, parts, piece.itemsize))] for part in range(parts)]
+
+
+def combined(combine: Combine, parts: Sequence[Array], out: Array, partial: Array) -> None:
+    """Write the combination of two or more `parts`, in their order, into `out`.
+
+    Args:
+        combine: a ufunc.
+        parts: of one size.
+        out: may be the memory of one of them.
+        partial: for partial results: `out`, or the first part, which is lost, where `out` is a later part than the
+            second.
+    """
+    total, *others, last = parts
+    for other in others:
+        combine(total, other, out=partial)
+        total = partial
+    combine(total, last, out=out)
 
 
 class Flight:

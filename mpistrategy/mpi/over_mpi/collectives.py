@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across, way_between
     from mpistrategy.mpi.over_mpi import gathering
     from mpistrategy.mpi.over_mpi.operations import operation
-    from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+    from mpistrategy.mpi.shared_memory.node_sum import NodeSum
     from mpistrategy.mpi.tuning import costs
 else:
     later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across", "way_between")
@@ -138,8 +138,8 @@ class Collectives:
         self._unequal: set[RouteName] = set()
 
     @property
-    def pipelined(self) -> PipelinedAllReduce | None:
-        """The pipelined all-reduce of this node; None where its ranks share no memory."""
+    def node_sum(self) -> NodeSum | None:
+        """What adds up arrays of this node; None where its ranks share no memory."""
         return None
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
@@ -147,7 +147,7 @@ class Collectives:
         if self.nodes > 1:
             return self._route_between_nodes(nbytes)
         is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes_for(dtype)
-        return "pipelined" if is_large and self.pipelined is not None else "mpi"
+        return "node_sum" if is_large and self.node_sum is not None else "mpi"
 
     def _route_between_nodes(self, nbytes: int) -> RouteName:
         if self._routes_by is not self.thresholds:
@@ -203,9 +203,9 @@ class Collectives:
         This rank's value is in `source`, which does not change; None means in `buffer`.
         """
         way = self.tried_route(buffer.nbytes, buffer.dtype, op)
-        if way == "pipelined" and self.pipelined is not None:
+        if way == "node_sum" and self.node_sum is not None:
             flat = buffer.reshape(-1)
-            self.pipelined.allreduce_many([(flat if source is None else source.reshape(-1), flat)], op)
+            self.node_sum.run([(flat if source is None else source.reshape(-1), flat)], op)
             return
         if way == "lanes" or way == "across":
             allreduce_across(self, buffer, op, source=source, way=way)
@@ -231,10 +231,10 @@ class Collectives:
         """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
 
         The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
-        They are part of a list of `nbytes`, which is pipelined through shared memory as a whole or not at all.
+        They are part of a list of `nbytes`, which goes through shared memory as a whole or not at all.
         """
-        if self.route(nbytes, pairs[0][1].dtype, op) == "pipelined" and self.pipelined is not None:
-            self.pipelined.allreduce_many(pairs, op, divisor)
+        if self.route(nbytes, pairs[0][1].dtype, op) == "node_sum" and self.node_sum is not None:
+            self.node_sum.run(pairs, op, divisor)
             return
         for source, target in pairs:
             self.allreduce(target, op, source)
@@ -355,8 +355,8 @@ class Collectives:
 
         The calls of MPI follow at once: all that can fail comes before.  Does nothing on several nodes.
         """
-        if self.failures is not None and self.pipelined is not None:
-            self.pipelined.barrier()
+        if self.failures is not None and self.node_sum is not None:
+            self.node_sum.barrier()
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
         """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
@@ -397,8 +397,8 @@ class Collectives:
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
-        if self.pipelined is not None:
-            self.pipelined.barrier()
+        if self.node_sum is not None:
+            self.node_sum.barrier()
         elif self.local_size > 1:
             self._inside.Barrier()
 

@@ -20,7 +20,7 @@ from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.interface.buffers import Once, Pool
+from mpistrategy.mpi.interface.buffers import Once
 from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
@@ -43,11 +43,11 @@ from mpistrategy.mpi.watchdog import status_board, watchdog
 from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
-    from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
+    from mpistrategy.mpi.shared_memory import node_sum
+    from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 else:
-    later(globals(), "mpistrategy.mpi.shared_memory.pipelined", "PipelinedAllReduce")
-    later(globals(), "mpistrategy.mpi.shared_memory.result_buffers", "ResultBuffers")
+    later(globals(), "mpistrategy.mpi.shared_memory.node_sum")
+    later(globals(), "mpistrategy.mpi.shared_memory.node_sum", "NodeSum")
 
 
 class MpiCommunicator(Collectives):
@@ -107,11 +107,10 @@ class MpiCommunicator(Collectives):
         self.library: str = library_name(MPI.Get_library_version())
         self.thresholds: Thresholds = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.mailboxes: Mailboxes | None = None
-        self._new_pipelined: Callable[[], PipelinedAllReduce] | None = None
+        self._new_node_sum: Callable[[], NodeSum] | None = None
         self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
         self.shares_memory: bool = self.nodes < self.size
-        self.pool: Pool = Pool()
         self.once: Once = Once()
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         is_free = usual is None or usual is not self._control
@@ -170,29 +169,21 @@ class MpiCommunicator(Collectives):
         if not shared.is_shared or self.local_size == 1:
             return lines, self._control
         control, wait = self._control, partial(Waiting, self.local_size, self._control.progress, self._cores)
-        bounce_buffers = part(shared, segment_bytes(cell_bytes))
-        chunk_bytes = setup.chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
-        pipelined = partial(_pipelined, bounce_buffers, chunk_bytes)
+        new_node_sum = partial(_node_sum, part(shared, segment_bytes(cell_bytes)), self.local_size, self.thresholds)
         if self.local_size < self.size:
-            self._new_pipelined = partial(pipelined, wait())
+            self._new_node_sum = partial(new_node_sum, wait())
             return lines, control
         told = self.failures = Failures(errors, lambda: mailboxes.sequence)
         mailboxes = Mailboxes(shared, cell_bytes, wait(told.look))
-        waiting = wait(told.look)
-        self._new_pipelined = partial(pipelined, waiting)
+        self._new_node_sum = partial(new_node_sum, wait(told.look), self._shared_if_there_is_room)
         mailboxes.allgather_text = control.allgather_text
         self.mailboxes = mailboxes
         return lines, mailboxes
 
     @cached_property
-    def pipelined(self) -> PipelinedAllReduce | None:
-        """The pipelined all-reduce of this node; None where its ranks share no memory."""
-        return None if self._new_pipelined is None else self._new_pipelined()
-
-    @cached_property
-    def result_buffers(self) -> ResultBuffers | None:
-        """Shared memory in which packs are reduced and results stay; None without mailboxes."""
-        return None if self.mailboxes is None else ResultBuffers(self.mailboxes, self._shared_if_there_is_room)
+    def node_sum(self) -> NodeSum | None:
+        """What adds up arrays of this node; None where its ranks share no memory."""
+        return None if self._new_node_sum is None else self._new_node_sum()
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's.  Collective.
@@ -205,7 +196,7 @@ class MpiCommunicator(Collectives):
         memory = share(nbytes, self._peers, _memory_fence())
         if isinstance(memory, str):
             if self.rank == 0 and not self._has_warned:
-                setup.warn_without_memory(memory, later=self._new_pipelined is not None)
+                setup.warn_without_memory(memory, later=self._new_node_sum is not None)
             self._has_warned = True
             return private_memory(nbytes)
         return memory
@@ -240,7 +231,7 @@ class MpiCommunicator(Collectives):
         self._meet()
         leaders = self._comm.Split(0 if self.local_rank == 0 else MPI.UNDEFINED, self.rank)
         return NodeGroups(
-            _Group(self._inside.Dup(), self.max_count, self.pipelined, self.failures),
+            _Group(self._inside.Dup(), self.max_count, self.node_sum, self.failures),
             _Group(leaders, self.max_count) if leaders != MPI.COMM_NULL else None,
         )
 
@@ -310,8 +301,8 @@ class MpiCommunicator(Collectives):
         watchdog.forget(self.guard)
 
 
-def _pipelined(*arguments: Any) -> PipelinedAllReduce:
-    return PipelinedAllReduce(*arguments)  # loaded now
+def _node_sum(memory: SharedMemory, ranks: int, thresholds: Thresholds, *rest: Any) -> NodeSum:
+    return NodeSum(memory, node_sum.chunk_bytes_for(ranks, thresholds.chunk_bytes), *rest)
 
 
 @cache
@@ -328,7 +319,7 @@ class _Group(MpiCommunicator):
     """A part of a communicator, for calls on which the ranks have already agreed; it has no guard of its own."""
 
     def __init__(
-        self, comm: Any, max_count: int, pipelined: PipelinedAllReduce | None = None, failures: Failures | None = None
+        self, comm: Any, max_count: int, node_sum: NodeSum | None = None, failures: Failures | None = None
     ) -> None:
         Collectives.__init__(self)
         self._comm = comm
@@ -336,17 +327,15 @@ class _Group(MpiCommunicator):
         self.library, self.shares_memory = "", False
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.local_rank: int = self.rank if pipelined is not None else 0
-        self.local_size: int = self.size if pipelined is not None else 1
-        self.node_of: tuple[int, ...] = (0,) * self.size if pipelined is not None else tuple(range(self.size))
-        self.nodes: int = 1 if pipelined is not None else self.size
+        self.local_rank: int = self.rank if node_sum is not None else 0
+        self.local_size: int = self.size if node_sum is not None else 1
+        self.node_of: tuple[int, ...] = (0,) * self.size if node_sum is not None else tuple(range(self.size))
+        self.nodes: int = 1 if node_sum is not None else self.size
         self.thresholds = DEFAULT
         self.mailboxes: Mailboxes | None = None
-        self.result_buffers: ResultBuffers | None = None
         self.first_message: FirstMessage | None = None
-        self.pipelined: PipelinedAllReduce | None = pipelined
+        self.node_sum: NodeSum | None = node_sum
         self.failures: Failures | None = failures
-        self.pool: Pool = Pool()
         self.once: Once = Once()
         self.guard: Guard = Guard()
         self.devices: tuple[Device, ...] = ()

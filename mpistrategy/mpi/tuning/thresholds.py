@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-#: The route of `Communicator.allreduce`: none (one rank), between threads, pipelined in a node's shared memory; within
-#: nodes and between them, with every rank as a lane or pairwise; by MPI's Allreduce; and by MPI's Reduce and Bcast,
+#: The route of `Communicator.allreduce`: none (one rank), between threads, in a node's shared memory; within nodes and
+#: between them, with every rank as a lane or pairwise; by MPI's Allreduce; and by MPI's Reduce and Bcast,
 #: which an algorithm may want instead.
-RouteName = Literal["none", "threads", "pipelined", "result_buffers", "lanes", "across", "mpi", "root", "alltoallv"]
+RouteName = Literal["none", "threads", "node_sum", "lanes", "across", "mpi", "root", "alltoallv"]
 
 _PIECE_BYTES_BETWEEN_NODES = 2**26
 
@@ -29,7 +29,7 @@ class Rates:
     Attributes:
         cell_seconds: a small call in the mailboxes of the ranks of one node.
         message_seconds: the same call between nodes.
-        window_bytes_per_second: a buffer in the pipelined all-reduce of a node.
+        window_bytes_per_second: an array that the ranks of a node add up through memory which they share.
         arena_bytes_per_second: a bucket of an arena, in place.
         mpi_bytes_per_second: a buffer by MPI, within a node.
         link_bytes_per_second: what one node sends to the others, while as much arrives.
@@ -71,7 +71,7 @@ class Thresholds:
     Attributes:
         cell_bytes: up to here a value travels in the mailboxes of two ranks, with the check of the call; of more ranks
             in proportion less, since every rank reads all mailboxes.
-        window_bytes: from here on a buffer takes the pipelined all-reduce of a node; below it MPI does it.
+        window_bytes: from here on the ranks of a node add up an array themselves; below it MPI does it.
         chunk_bytes: what each rank has under way in it at a time.
         pack_bytes: arrays below this are packed with others of their dtype.
         piece_bytes: on one node MPI is given larger buffers in pieces of this.
@@ -109,7 +109,7 @@ class Thresholds:
         return self.piece_bytes if nodes == 1 else max(self.piece_bytes, _PIECE_BYTES_BETWEEN_NODES)
 
     def window_bytes_for(self, dtype: np.dtype[Any]) -> int:
-        """Return from how many bytes on a buffer of this dtype takes the pipelined all-reduce of a node."""
+        """Return from how many bytes on a buffer of this dtype is added up by the ranks of a node."""
         return self._exceptions.get(dtype, self.window_bytes) if self.window_bytes_by_dtype else self.window_bytes
 
     @cached_property

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, division, host_wire_dtype, quiet_runner
-from mpistrategy.mpi.interface.buffers import LEAST_POOLED
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.shared_memory import setup
+from mpistrategy.mpi.shared_memory import node_results, node_sum
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import size_in_words, time_in_words
@@ -52,6 +51,7 @@ class CommunicatorRoute:
         reduce_pair: ReducePair | None = None,
     ) -> None:
         self.packs = packs
+        self._node = communicator.node_sum if "node_sum" in names else None
         self._communicator, self._text, self._names = communicator, op._on_the_wire, names
         self._divisors = {pack.dtype: op._divisor(pack.dtype, communicator.size) for pack in packs}
         self._nbytes = sum(pack.nbytes for pack in packs)
@@ -65,7 +65,7 @@ class CommunicatorRoute:
 
     # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Take memory for each pack: the target of a lone array, or memory that is used again; fill the others."""
+        """Take memory for each pack: the target of a lone array, or new memory; fill the others."""
         self._memory = [self._taken(pack, targets) for pack in self.packs]
         for pack, taken in zip(self.packs, self._memory, strict=True):
             if len(pack.members) > 1:
@@ -80,9 +80,8 @@ class CommunicatorRoute:
             if given is not None and given.dtype == dtype:
                 return given
             shape = first.shape
-        if pack.size * dtype.itemsize < LEAST_POOLED:
-            return np.empty(shape, dtype)
-        return self._communicator.pool.take(dtype, shape)
+        node = self._node
+        return np.empty(shape, dtype) if node is None else node.new(shape, dtype)
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
@@ -127,7 +126,11 @@ class CommunicatorRoute:
             divide_by(self._divisors[target.dtype], target)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return [described(ranks, *group) for group in grouped(self.packs, self._names, arrays)]
+        names = [
+            "node_results" if name == "node_sum" and pack.nbytes >= node_results.LEAST_BYTES else name
+            for name, pack in zip(self._names, self.packs, strict=True)
+        ]
+        return [described(ranks, *group) for group in grouped(self.packs, names, arrays)]
 
 
 class OneArrayRoute:
@@ -144,17 +147,14 @@ class OneArrayRoute:
         self._name = name
         self.packs: tuple[Pack, ...] = (pack,)
         self._dtype, self._shape, self._text = pack.dtype, pack.members[0].shape, op._on_the_wire
-        self._new: Callable[[], Array] = (
-            partial(np.empty, self._shape, self._dtype)
-            if pack.nbytes < LEAST_POOLED
-            else partial(communicator.pool.take, self._dtype, self._shape)
-        )
         self._communicator, self._allreduce, self._quiet = communicator, communicator.allreduce, quiet_runner()
         divisor = op._divisor(pack.dtype, communicator.size)
         self._division = None if divisor == 1 else division(divisor, pack.dtype)
         self._target: Any = None
 
-    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
+    def _new(self) -> Array:
+        return np.empty(self._shape, self._dtype)
+
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Take memory for the result: the target, or new memory."""
         given = None if targets is None else targets[0]
@@ -191,8 +191,8 @@ def names_of(communicator: Communicator, packs: Sequence[Pack], op: ReduceOp) ->
     """Return the name of the way that `Communicator.allreduce_many` takes with each pack of a list."""
     nbytes, text = sum(pack.nbytes for pack in packs), op._on_the_wire
     return [
-        "pipelined"
-        if communicator.route(nbytes, pack.dtype, text) == "pipelined"
+        "node_sum"
+        if communicator.route(nbytes, pack.dtype, text) == "node_sum"
         else communicator.route(pack.nbytes, pack.dtype, text)
         for pack in packs
     ]
@@ -226,11 +226,15 @@ def described(
     by_each = size_in_words(2 * (ranks.size - 1) / ranks.size * nbytes)
     way, moved = "stays here, the only replica", ""
     match name:
-        case "pipelined":
-            chunk = setup.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
-            way = f"through the node's bounce buffers, in {_pieces(packs, chunk, 'chunk')}"
-            part = (local - 1) / local
-            copies = (*copies, (part, f"{local - 1}/{local} into the bounce buffers"), (1, "the result out of it"))
+        case "node_sum" | "node_results":
+            way, part = f"through memory of the node, each rank 1/{local} of them", (local - 1) / local
+            copies = (*copies, (part, f"{local - 1}/{local} into the node's memory"))
+            if name == "node_sum":
+                chunk = node_sum.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
+                way += f", in {_pieces(packs, chunk, 'chunk')}"
+                copies = (*copies, (1, "the result out of it"))
+            else:
+                way += ", where the results stay"
             moved = f"each rank writes {size_in_words(nbytes)} there and reads {size_in_words(2 * part * nbytes)}"
             seconds += nbytes / rates.window_bytes_per_second
         case "across" | "lanes":

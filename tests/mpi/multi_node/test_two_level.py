@@ -21,9 +21,9 @@ from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import sums_by_mpi
 from mpistrategy.mpi.multi_node import lanes, two_level
+from mpistrategy.mpi.multi_node.pairwise import combined
 from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes, allreduce_across
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
-from mpistrategy.mpi.shared_memory.bounce_buffers import combined
 from mpistrategy.mpi.shared_memory.segments import private_memory
 from mpistrategy.mpi.tuning import costs
 from mpistrategy.mpi.tuning.thresholds import DEFAULT

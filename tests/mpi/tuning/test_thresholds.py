@@ -229,9 +229,9 @@ def test_a_strategy_takes_what_was_measured_and_sums_the_same(
     with ms.MirroredStrategy() as strategy:
         communicator = strategy.extended.communicator
         assert communicator.thresholds.chunk_bytes == 4096
-        if communicator.pipelined is not None:
+        if communicator.node_sum is not None:
             ways = [communicator.route(2**15, np.dtype(name), "SUM") for name in ("float64", "float32")]
-            assert ways == ["pipelined", "mpi"]
+            assert ways == ["node_sum", "mpi"]
         total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.arange(50_000.0)))
         np.testing.assert_array_equal(total, comm.size * np.arange(50_000.0))
 

@@ -23,7 +23,7 @@ _MOST_ROUNDS = 7
 _BUDGET_SECONDS = 0.4
 _PINGS, _LINK_ROUNDS, _LINK_BYTES = 10, 3, 2**20
 _TURNS_SECONDS = 1.0
-_WAYS = {"pipelined": "in shared memory", "across": "within and between nodes", "mpi": "by MPI"}
+_WAYS = {"node_sum": "in shared memory", "across": "within and between nodes", "mpi": "by MPI"}
 
 
 def sums_and_speeds(ranks: Ranks) -> tuple[bool, list[Speed]]:
@@ -44,9 +44,7 @@ def _measure(ranks: Ranks, communicator: MpiCommunicator) -> tuple[bool, list[Sp
     rates, nodes = communicator.thresholds.rates, communicator.nodes
     way = communicator.route(_NBYTES, mine.dtype, "SUM")
     sent = 2 * (nodes - 1) / nodes * _NBYTES / rates.link_bytes_per_second
-    expected = max(
-        sent, _NBYTES / (rates.window_bytes_per_second if way == "pipelined" else rates.mpi_bytes_per_second)
-    )
+    expected = max(sent, _NBYTES / (rates.window_bytes_per_second if way == "node_sum" else rates.mpi_bytes_per_second))
     by_mpi = sent or _NBYTES / rates.mpi_bytes_per_second
 
     def ours() -> None:
