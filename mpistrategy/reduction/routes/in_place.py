@@ -21,7 +21,9 @@ import numpy as np
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node.two_level import across_nodes, wire_between_nodes
+from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
+from mpistrategy.mpi.multi_node.rounded_exchange import Wire
+from mpistrategy.mpi.multi_node.two_level import across_nodes, allreduce
 from mpistrategy.mpi.shared_memory.bounce_buffers import share
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.shown import size_in_words
@@ -83,7 +85,7 @@ def is_in_place(communicator: Communicator, replicas: Replicas) -> bool:
     return replicas.is_shared and communicator.nodes == 1
 
 
-def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
+def is_seen_across(communicator: Any, replicas: Replicas, op: str, wire: Wire) -> bool:
     """Return whether a node's arrays are combined where they are, and the sums sent to other nodes.
 
     Smaller buffers are left to one call of MPI, and others travel in another dtype.
@@ -94,7 +96,7 @@ def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
         and len(replicas.arrays) > 1
         and hasattr(communicator, "links")
         and host_wire_dtype(mine.dtype) == mine.dtype
-        and communicator.route(mine.nbytes, mine.dtype, op) in ("lanes", "across")
+        and (wire is not None or communicator.route(mine.nbytes, mine.dtype, op) == "lanes")
     )
 
 
@@ -106,11 +108,20 @@ class InPlaceRoute:
         buckets: the arrays of this node, one bucket for each array that `bring` and `run` are given.
         op: how they are combined; 16-bit floats in float32 and rounded once, integers wrap.
         into_result: write `Replicas.result` and leave the arrays as they are; else write every array.
+        wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
     """
 
     def __init__(
-        self, communicator: Communicator, buckets: Sequence[Replicas], op: ReduceOp, *, into_result: bool
+        self,
+        communicator: Communicator,
+        buckets: Sequence[Replicas],
+        op: ReduceOp,
+        *,
+        into_result: bool,
+        wire: str | None = None,
     ) -> None:
+        #: For each bucket the dtype in which it travels between nodes, where that is another one.
+        self._wires = [between_nodes(communicator, wire, each.mine.dtype, op._on_the_wire) for each in buckets]
         self._communicator, self._buckets, self._op, self._into_result = communicator, buckets, op, into_result
         #: For each bucket what messages need besides it, between `bring` and `run`.
         self._spare: list[_Spare] = [_Spare()] * len(buckets)
@@ -131,7 +142,8 @@ class InPlaceRoute:
         """Take the memory that messages need besides the arrays, which are where they are combined."""
         communicator, op = self._communicator, self._op._on_the_wire
         for index, replicas in enumerate(self._buckets):
-            if not is_in_place(communicator, replicas) and not is_seen_across(communicator, replicas, op):
+            is_seen = is_seen_across(communicator, replicas, op, self._wires[index])
+            if not is_in_place(communicator, replicas) and not is_seen:
                 self._spare[index] = _spare_for(replicas, into_result=self._into_result)
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
@@ -151,18 +163,19 @@ class InPlaceRoute:
         if is_in_place(communicator, replicas):
             return partial(combine, replicas.arrays, targets, op, divisor, replicas.my_share)
         target = targets[0] if self._into_result else mine
-        # Decided in each call: a route may be left at its first use, and this rank may have made its steps before.
-        return partial(_by_messages, communicator, replicas, targets, target, op, divisor, self._spare, index)
+        wire = self._wires[index]
+        return partial(_by_messages, communicator, replicas, targets, target, op, divisor, self._spare, index, wire)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, strict=True)]
+        return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, self._wires, strict=True)]
 
-    def _described(self, ranks: Communicator, pack: Pack, replicas: Replicas) -> Description:
+    def _described(self, ranks: Communicator, pack: Pack, replicas: Replicas, wire: Wire) -> Description:
         local, into_result, op = len(replicas.arrays), self._into_result, self._op._on_the_wire
         if not is_in_place(ranks, replicas):
             copies: Copies = ((2, f"all into {pack.dtype.name} and the results back"),) if pack.converts else ()
-            seen, name = is_seen_across(ranks, replicas, op), ranks.route(pack.nbytes, pack.dtype, op)
-            return described(ranks, name, [pack], copies, in_place=not into_result, seen=seen)
+            seen = is_seen_across(ranks, replicas, op, wire)
+            name = "lanes" if wire is not None else ranks.route(pack.nbytes, pack.dtype, op)
+            return described(ranks, name, [pack], copies, in_place=not into_result, seen=seen, wire=wire)
         read, written = size_in_words(pack.nbytes), size_in_words(pack.nbytes / (local if into_result else 1))
         target = "into the node's one result" if into_result else "into every one"
         return Description(
@@ -170,7 +183,6 @@ class InPlaceRoute:
             f"where the arrays are, each rank 1/{local} of them",
             (),
             f"each rank reads {read} and writes {written}, {target}",
-            pack.nbytes / ranks.thresholds.rates.arena_bytes_per_second,
         )
 
 
@@ -279,21 +291,22 @@ def _by_messages(
     divisor: int,
     spare: Sequence[_Spare],
     index: int,
+    wire: Wire,
 ) -> None:
     """Combine a node's arrays where they are, and the sums of all nodes into `targets`; else do `_allreduce`."""
-    if is_seen_across(communicator, replicas, op):
+    if is_seen_across(communicator, replicas, op, wire):
         ranks: Any = communicator
         mine = replicas.mine
-        across = across_nodes(ranks, ranks.tried_route(mine.nbytes, mine.dtype, op))
+        across = across_nodes(ranks)
         within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
         if within is not None:  # else there was no memory for the counters, on any node
-            across.allreduce(mine, mine, op, wire_between_nodes(communicator, mine.dtype, op), within)
+            across.allreduce(mine, mine, op, wire, within)
             return
-    _allreduce(communicator, replicas, target, op, divisor, spare[index])
+    _allreduce(communicator, replicas, target, op, divisor, spare[index], wire)
 
 
 def _allreduce(
-    communicator: Communicator, replicas: Replicas, target: Array, op: str, divisor: int, spare: _Spare
+    communicator: Communicator, replicas: Replicas, target: Array, op: str, divisor: int, spare: _Spare, wire: Wire
 ) -> None:
     """Write the combination of all ranks' arrays into `target`, this rank's own or the node's result, by messages."""
     source = replicas.mine
@@ -314,7 +327,7 @@ def _allreduce(
             total[...] = source[start : start + step]
             communicator.allreduce(total, op)
         else:
-            communicator.allreduce(total, op, None if source is target else source[start : start + step])
+            allreduce(communicator, total, op, None if source is target else source[start : start + step], wire)
         divide_by(divisor, total)
         if converted is not None:
             np.copyto(part, total, casting="unsafe")

@@ -113,15 +113,14 @@ class ResultBufferRoute:
         """See `Route.describe`: there are buffers, or there will be next time."""
         if not self._buffers.may_have(self._sizes):
             return self._otherwise.describe(ranks, arrays)
-        rates, rest = ranks.thresholds.rates, 1 - 1 / ranks.size
+        rest = 1 - 1 / ranks.size
         described = []
         for _, packs, copies in grouped(self.packs, [""] * len(self.packs), arrays):
-            size, nbytes = size_in_words(nbytes_of(packs)), nbytes_of(packs)
+            size = size_in_words(nbytes_of(packs))
             copies = (*copies, (rest, f"{ranks.size - 1}/{ranks.size} into this rank's result buffer"))
-            copied = sum(amount for amount, _ in copies) * nbytes / rates.copy_bytes_per_second
             way = f"in result buffers that the node shares, each rank 1/{ranks.size} of them"
             moved = f"each rank reads {size} and writes {size}, into every result buffer"
-            described.append(Description(packs, way, copies, moved, copied + nbytes / rates.arena_bytes_per_second))
+            described.append(Description(packs, way, copies, moved))
         return described
 
 
