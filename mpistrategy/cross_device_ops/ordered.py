@@ -36,7 +36,7 @@ _PIECE_BYTES = 8 * 2**20
 
 
 def ordered_route(
-    communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float
+    communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, wire: str | None
 ) -> Route:
     """Return the route to every rank: through memory of the node, or share by share from rank to rank."""
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
@@ -96,7 +96,9 @@ class OrderedAllReduce(PackedCrossDeviceOps):
 
     _to_every_rank: ChooseRoute | None = staticmethod(ordered_route)
 
-    def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+    def _route(
+        self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None
+    ) -> Route:
         """Return the route of packs: share by share from rank to rank."""
         pair = partial(gather_and_combine, communicator, op._on_the_wire, destination)
         return CommunicatorRoute(communicator, packs, op, ["alltoallv"] * len(packs), pair)

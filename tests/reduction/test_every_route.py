@@ -87,8 +87,8 @@ def check(wanted: Sequence[tuple[Array, Any]], found: Any, mine: Any) -> list[An
 
 # ------------------------------------------------------------------------------------- the routes
 
-WITHOUT_MAILBOXES = Thresholds(64, 0, CHUNK, 512, CHUNK, 1, CHUNK)
-BY_MPI = Thresholds(64, 2**40, CHUNK, 512, CHUNK, 2**40)
+WITHOUT_MAILBOXES = Thresholds(64, 0, CHUNK, 512, CHUNK)
+BY_MPI = Thresholds(64, 2**40, CHUNK, 512, CHUNK, lanes_bytes=2**40)
 TWO = [rank % 2 for rank in RANKS]
 
 
@@ -128,7 +128,7 @@ ROUTES = {
     "in place": Route("where the arrays are", kind="arena"),
     "two nodes": Route(LANES, on(TWO), ALL_LANES),
     "two nodes, uneven": Route(LANES, on([min(rank, 1) for rank in RANKS]), ALL_LANES),
-    "two nodes, hierarchical": Route("pairwise between the 2 nodes", on(TWO, ms.HierarchicalCopyAllReduce)),
+    "two nodes, hierarchical": Route("by MPI's Allreduce between the 2 nodes", on(TWO, ms.HierarchicalCopyAllReduce)),
     "two nodes, in place": Route(LANES, on(TWO), ALL_LANES, kind="arena"),
     "MPI": Route("by MPI's Allreduce", thresholds=BY_MPI),
     "MPI, two nodes": Route(("by MPI's Allreduce", FIRST), on(TWO), BY_MPI),

@@ -48,9 +48,9 @@ def two_nodes() -> Iterator[ms.Strategy]:
 @several
 def test_a_number_goes_in_the_mailboxes(one_node: ms.Strategy) -> None:
     text = one_node.explain(1.0)
-    assert f"SUM of 1 array, 8 B, on {SIZE} ranks of 1 node by MpiAllReduce; about 2.5 us" in text
+    assert f"SUM of 1 array, 8 B, on {SIZE} ranks of 1 node by MpiAllReduce" in text
     assert "1 array by itself, float64, 8 B: in the ranks' mailboxes, with the check of the call\n    1 copy" in text
-    assert text.endswith("thresholds: this test; rates: the defaults")
+    assert text.endswith("thresholds: this test")
 
 
 @several
@@ -129,7 +129,7 @@ def test_between_nodes(two_nodes: ms.Strategy) -> None:
     assert "as bfloat16" in rounded
     assert "each node sends 2 MiB" in rounded
     assert "in the first message of the call, with its check" in two_nodes.explain(1)
-    assert "by MPI's Allreduce, beside the first message of the call; " in two_nodes.explain(np.zeros(1000))
+    assert "by MPI's Allreduce, in 1 piece" in two_nodes.explain(np.zeros(1000))
 
 
 @several

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 from mpi4py import MPI
 
 from mpistrategy.arrays.devices import Device, parse
-from mpistrategy.errors import LaunchError
+from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
+from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import ControlChannel, FirstMessage
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
@@ -50,6 +51,12 @@ else:
     later(globals(), "mpistrategy.mpi.shared_memory.node_sum", "NodeSum")
 
 
+_UNEQUAL = (
+    "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
+    "See MPI's settings for the algorithm of Allreduce"
+)
+
+
 class MpiCommunicator(Collectives):
     """A `mpistrategy.mpi.interface.communicator.Communicator` on a Dup of an mpi4py communicator.
 
@@ -74,7 +81,6 @@ class MpiCommunicator(Collectives):
         *,
         contains_errors: bool = False,
     ) -> None:
-        super().__init__()
         comm = world.ranks_of(comm)
         world.check("MirroredStrategy", comm)
         try:
@@ -116,8 +122,10 @@ class MpiCommunicator(Collectives):
         is_free = usual is None or usual is not self._control
         used = None if usual is None else channel(usual)
         self.first_message: FirstMessage | None = None
-        if self._control is not None and used is self._control and self._control.has_equal_sums():
-            self.first_message = self._control
+        if self._control is not None and usual is self._control:
+            self._try_sums(self._control)
+            if used is self._control and self.has_equal_sums:
+                self.first_message = self._control
         self.guard: Guard = Guard(
             used,
             self.rank,
@@ -133,6 +141,12 @@ class MpiCommunicator(Collectives):
         world.watch(self.guard, self.free)
         if self.size > 1:
             self._watch_waiting(memory, ranks[0].directory)
+
+    def _try_sums(self, control: MpiControlChannel) -> None:
+        """Find out whether all ranks get the same bits of one sum, which MPI does not promise.  Collective."""
+        self.has_equal_sums = control.has_equal_sums(self._comm)
+        if not self.has_equal_sums and self.rank == 0:
+            warn(_UNEQUAL.format(self.library), FallbackWarning)
 
     def _watch_waiting(self, memory: SharedMemory, path: str) -> None:
         shown = None if self.mailboxes is None else self.mailboxes.shown
@@ -321,7 +335,6 @@ class _Group(MpiCommunicator):
     def __init__(
         self, comm: Any, max_count: int, node_sum: NodeSum | None = None, failures: Failures | None = None
     ) -> None:
-        Collectives.__init__(self)
         self._comm = comm
         self._inside = MPI.COMM_NULL
         self.library, self.shares_memory = "", False

@@ -20,14 +20,16 @@ import numpy as np
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node.two_level import across_nodes, wire_between_nodes
+from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
+from mpistrategy.mpi.multi_node.rounded_exchange import Wire
+from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.node_sum import where_they_are
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Route, Targets
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described, names_of
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def is_in_place(communicator: Communicator, replicas: Replicas) -> bool:
     return replicas.is_shared and communicator.nodes == 1
 
 
-def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
+def is_seen_across(communicator: Any, replicas: Replicas, op: str, wire: Wire) -> bool:
     """Return whether a node's arrays are combined where they are, and the sums sent to other nodes.
 
     Smaller buffers are left to one call of MPI, and others travel in another dtype.
@@ -81,7 +83,7 @@ def is_seen_across(communicator: Any, replicas: Replicas, op: str) -> bool:
         and len(replicas.arrays) > 1
         and hasattr(communicator, "links")
         and host_wire_dtype(mine.dtype) == mine.dtype
-        and communicator.route(mine.nbytes, mine.dtype, op) in ("lanes", "across")
+        and (wire is not None or communicator.route(mine.nbytes, mine.dtype, op) == "lanes")
     )
 
 
@@ -93,15 +95,24 @@ class InPlaceRoute:
         buckets: the arrays of this node, one bucket for each array that `bring` and `run` are given.
         op: how they are combined; 16-bit floats in float32 and rounded once, integers wrap.
         into_result: write `Replicas.result` and leave the arrays as they are; else write every array.
+        wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
     """
 
     def __init__(
-        self, communicator: Communicator, buckets: Sequence[Replicas], op: ReduceOp, *, into_result: bool
+        self,
+        communicator: Communicator,
+        buckets: Sequence[Replicas],
+        op: ReduceOp,
+        *,
+        into_result: bool,
+        wire: str | None = None,
     ) -> None:
+        #: For each bucket the dtype in which it travels between nodes, where that is another one.
+        self._wires = [between_nodes(communicator, wire, each.mine.dtype, op._on_the_wire) for each in buckets]
         self._communicator, self._buckets, self._op, self._into_result = communicator, buckets, op, into_result
         self.packs: tuple[Pack, ...] = tuple(map(self._pack, range(len(buckets)), buckets))
         #: For each bucket what it takes where the ranks of a node do not see each other's arrays.
-        self._by_messages = [self._route(pack, each) for pack, each in zip(self.packs, buckets, strict=True)]
+        self._by_messages = [self._route(pack, each, wire) for pack, each in zip(self.packs, buckets, strict=True)]
         self._quiet = quiet_runner()
 
     def _pack(self, index: int, replicas: Replicas) -> Pack:
@@ -111,37 +122,37 @@ class InPlaceRoute:
         converts = wide != mine.dtype and name != "none" and not is_in_place(communicator, replicas)
         return Pack(wide if converts else mine.dtype, mine.size, (member,), converts)
 
-    def _route(self, pack: Pack, replicas: Replicas) -> Route | None:
+    def _route(self, pack: Pack, replicas: Replicas, wire: str | None) -> Route | None:
         ranks, op, mine = self._communicator, self._op, replicas.mine
         if is_in_place(ranks, replicas):
             return None
         alone = replace(pack, members=(Member(0, 0, mine.size, mine.shape),))
-        return CommunicatorRoute(ranks, (alone,), op, (ranks.route(pack.nbytes, pack.dtype, op._on_the_wire),))
+        return CommunicatorRoute(ranks, (alone,), op, names_of(ranks, (alone,), op, wire), wire=wire)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Take the memory that messages need besides the arrays, which are where they are combined."""
-        for replicas, route in zip(self._buckets, self._by_messages, strict=True):
-            if route is not None and not is_seen_across(self._communicator, replicas, self._op._on_the_wire):
+        for replicas, route, wire in zip(self._buckets, self._by_messages, self._wires, strict=True):
+            if route is not None and not is_seen_across(self._communicator, replicas, self._op._on_the_wire, wire):
                 route.bring([replicas.mine], [self._target(replicas)])
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Combine the buckets on all nodes, and return where the combinations are."""
-        for replicas, route in zip(self._buckets, self._by_messages, strict=True):
+        for replicas, route, wire in zip(self._buckets, self._by_messages, self._wires, strict=True):
             if replicas.mine.size:  # else nodes may have different numbers of ranks
                 # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that adds the element.
-                self._quiet(self._combine, replicas, route)
+                self._quiet(self._combine, replicas, route, wire)
         self._communicator.node_barrier()
         return [_result(replicas) if self._into_result else replicas.mine for replicas in self._buckets]
 
-    def _combine(self, replicas: Replicas, route: Route | None) -> None:
+    def _combine(self, replicas: Replicas, route: Route | None, wire: Wire) -> None:
         op, dtype = self._op._on_the_wire, replicas.mine.dtype
         divisor = self._op._divisor(dtype, self._communicator.size)
         targets = (_result(replicas),) if self._into_result else replicas.arrays
         if route is None:
             where_they_are(replicas.arrays, targets, op, divisor, replicas.local_rank)
             return
-        is_seen = is_seen_across(self._communicator, replicas, op)
-        if is_seen and _across(self._communicator, replicas, targets, op, divisor):
+        is_seen = is_seen_across(self._communicator, replicas, op, wire)
+        if is_seen and _across(self._communicator, replicas, targets, op, divisor, wire):
             return
         target = self._target(replicas)
         if is_seen:
@@ -159,14 +170,15 @@ class InPlaceRoute:
         return None if replicas.is_shared and replicas.local_rank else _result(replicas)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, strict=True)]
+        return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, self._wires, strict=True)]
 
-    def _described(self, ranks: Communicator, pack: Pack, replicas: Replicas) -> Description:
+    def _described(self, ranks: Communicator, pack: Pack, replicas: Replicas, wire: Wire) -> Description:
         local, into_result, op = len(replicas.arrays), self._into_result, self._op._on_the_wire
         if not is_in_place(ranks, replicas):
             copies: Copies = ((2, f"all into {pack.dtype.name} and the results back"),) if pack.converts else ()
-            seen, name = is_seen_across(ranks, replicas, op), ranks.route(pack.nbytes, pack.dtype, op)
-            return described(ranks, name, [pack], copies, in_place=not into_result, seen=seen)
+            seen = is_seen_across(ranks, replicas, op, wire)
+            name = "lanes" if wire is not None else ranks.route(pack.nbytes, pack.dtype, op)
+            return described(ranks, name, [pack], copies, in_place=not into_result, seen=seen, wire=wire)
         read, written = size_in_words(pack.nbytes), size_in_words(pack.nbytes / (local if into_result else 1))
         target = "into the node's one result" if into_result else "into every one"
         return Description(
@@ -174,7 +186,6 @@ class InPlaceRoute:
             f"where the arrays are, each rank 1/{local} of them",
             (),
             f"each rank reads {read} and writes {written}, {target}",
-            pack.nbytes / ranks.thresholds.rates.arena_bytes_per_second,
         )
 
 
@@ -197,17 +208,19 @@ def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
         replicas.mine[...] = replicas.arrays[0]
 
 
-def _across(communicator: Communicator, replicas: Replicas, targets: Sequence[Array], op: str, divisor: int) -> bool:
+def _across(
+    communicator: Communicator, replicas: Replicas, targets: Sequence[Array], op: str, divisor: int, wire: Wire
+) -> bool:
     """Combine a node's arrays where they are, and the sums of all nodes into `targets`.
 
     Return False where there was no memory for the counters, on any node.
     """
     ranks: Any = communicator
     mine = replicas.mine
-    across = across_nodes(ranks, ranks.tried_route(mine.nbytes, mine.dtype, op))
+    across = across_nodes(ranks)
     within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
     if within is not None:
-        across.allreduce(mine, mine, op, wire_between_nodes(communicator, mine.dtype, op), within)
+        across.allreduce(mine, mine, op, wire, within)
     return within is not None
 
 
