@@ -6,7 +6,6 @@ fail on one rank; the ranks agree on the call; the packs are summed, and the res
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -24,26 +23,11 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct_targets, in_kind
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.plan import Plan
-from mpistrategy.reduction.routes.base import Targets
+from mpistrategy.reduction.routes.base import CallPlan, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute
 
 _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
-
-
-class CallPlan(ABC):
-    """How one kind of value is reduced to every rank at one call site."""
-
-    @abstractmethod
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the reduction of a value; inside `call`.
-
-        Args:
-            call: the public call, entered by the caller.
-            value: of the kind that the plan was made for.
-            out: where the result goes; None for new memory.
-            weight: of this rank's values, where the plan is one of weighted means.
-        """
 
 
 class NestPlan(CallPlan):

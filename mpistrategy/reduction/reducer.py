@@ -35,7 +35,8 @@ from mpistrategy.reduction.inputs import (
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, is_simple
-from mpistrategy.reduction.plans import CallPlan, NestPlan, PlacedPlan, kind_of
+from mpistrategy.reduction.plans import NestPlan, PlacedPlan, kind_of
+from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, WeightedPlan, WeightsOfRanks, dtype_of_products
 
 if TYPE_CHECKING:

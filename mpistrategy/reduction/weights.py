@@ -20,7 +20,8 @@ from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
-from mpistrategy.reduction.plans import CallPlan, written
+from mpistrategy.reduction.plans import written
+from mpistrategy.reduction.routes.base import CallPlan
 
 #: What the ranks compare before they exchange their weights.
 EXCHANGE = "exchange the weights of a mean"

@@ -37,9 +37,8 @@ from mpistrategy.reduction.arena.unchanged import UnchangedNest
 from mpistrategy.reduction.inputs import checked_leaves
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
-from mpistrategy.reduction.plans import CallPlan
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes.base import Description, Route
+from mpistrategy.reduction.routes.base import CallPlan, Description, Route
 from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas
 
 T = TypeVar("T")
