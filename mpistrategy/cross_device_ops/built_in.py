@@ -46,6 +46,9 @@ else:
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
+#: What a subclass may override; its values have no plans then.
+_OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce_implementation")
+
 
 class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that reduce packs of arrays.
@@ -186,11 +189,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     @property
     def _is_usual(self) -> bool:
         """Whether no subclass has overridden what reduces."""
-        mine, usual = type(self), PackedCrossDeviceOps
-        return (mine.batch_reduce, mine.batch_reduce_implementation) == (
-            usual.batch_reduce,
-            usual.batch_reduce_implementation,
-        )
+        return all(getattr(type(self), name) is getattr(PackedCrossDeviceOps, name) for name in _OVERRIDABLE)
 
     def _begin_on_device(
         self,
