@@ -18,13 +18,12 @@ from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, OneArrayRoute, hybrid, names_of
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
 else:
     later(
         globals(),
         "mpistrategy.reduction.routes.communicator",
         "CommunicatorRoute",
-        "OneArrayRoute",
         "hybrid",
         "names_of",
     )
@@ -142,10 +141,7 @@ def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: Red
     if message is not None and first_message.fits(communicator, layouts, op):
         return first_message.FirstMessageRoute(communicator, message, layouts, op)
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
-    names = names_of(communicator, packs, op)
-    if names in (["mpi"], ["lanes"]) and len(packs[0].members) == 1 and packs[0].size:
-        return OneArrayRoute(communicator, packs[0], op, names[0])
-    return CommunicatorRoute(communicator, packs, op, names)
+    return CommunicatorRoute(communicator, packs, op, names_of(communicator, packs, op))
 
 
 def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:

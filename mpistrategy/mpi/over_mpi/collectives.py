@@ -124,6 +124,8 @@ class Collectives:
     failures: Failures | None = None
     thresholds: Thresholds
     max_count: int
+    #: What adds up arrays of this node; None where its ranks share no memory.
+    node_sum: NodeSum | None = None
     #: How to wait for messages between nodes; None: the usual one of `two_level`.
     manner: Manner | None = None
     _control: MpiControlChannel | None
@@ -136,11 +138,6 @@ class Collectives:
         #: The routes whose bits were compared, and those where they differed.
         self._tried: set[RouteName] = set()
         self._unequal: set[RouteName] = set()
-
-    @property
-    def node_sum(self) -> NodeSum | None:
-        """What adds up arrays of this node; None where its ranks share no memory."""
-        return None
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""
