@@ -93,7 +93,7 @@ class Background:
             call.expect_more()
             self._ranks = self._communicator.duplicate()
             self._ranks.first_message = None  # calls are compared on the other communicator
-            self._ranks.manner = Manner(self._pause, nudges=8, flights=8, blocks=False)
+            self._ranks.manner = Manner(self._pause, nudges=8, blocks=False)
         return self._ranks
 
     def _pause(self, looks: int) -> None:
