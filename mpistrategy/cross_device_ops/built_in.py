@@ -94,7 +94,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         destination: Destination,
     ) -> Plan | None:
         """Return how arrays on the host are reduced; None where a subclass reduces in its own way."""
-        if not self._is_usual:
+        if not self._has_plans:
             return None
         if options.wire is not None:
             reduced_precision.check(options.wire)
@@ -106,7 +106,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
         from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE  # here, for the quick import
 
-        is_plain = options.wire is None and self._is_usual and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
+        is_plain = options.wire is None and self._has_plans and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
         return path_word(options, self._device_path) if is_plain else None
 
     def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
@@ -191,6 +191,14 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         return (mine.batch_reduce, mine.batch_reduce_implementation) == (
             usual.batch_reduce,
             usual.batch_reduce_implementation,
+        )
+
+    @property
+    def _has_plans(self) -> bool:
+        """Whether no subclass has overridden what a call of one value, or of several, goes through."""
+        mine, usual = type(self), PackedCrossDeviceOps
+        return (
+            self._is_usual and mine.reduce is usual.reduce and mine.reduce_implementation is usual.reduce_implementation
         )
 
     def _begin_on_device(
