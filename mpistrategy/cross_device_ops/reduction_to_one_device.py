@@ -107,7 +107,9 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
             return destination.only_rank or 0
         return ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
 
-    def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+    def _route(
+        self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None
+    ) -> Route:
         """Return the route of packs: combined by MPI, or by the accumulation function."""
         root = self._root(communicator, destination)
         if self.accumulation_fn is None:

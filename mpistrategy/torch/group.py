@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -22,12 +23,8 @@ from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
-from mpistrategy.reduction.plan import plan_of, usual_route
+from mpistrategy.reduction.plan import plan_of, run_plan, usual_route
 from mpistrategy.torch import tensors as t
-
-#: From so many bytes on results are written where the tensors are.  Below, the ranks of a node add up in memory that
-#: they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
-_LEAST_IN_PLACE = 8 * 2**20
 
 
 def done(result: Any) -> Any:
@@ -35,6 +32,11 @@ def done(result: Any) -> Any:
     future: Any = torch.futures.Future()
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)
+
+
+def chosen_seconds(timeout: timedelta) -> float | None:
+    """Return the seconds of a timeout that the program has chosen; None for torch's own, and for none."""
+    return timeout.total_seconds() if dist.constants.default_pg_timeout != timeout > timedelta() else None
 
 
 class Transfer(dist.Work):  # type: ignore[misc]
@@ -127,13 +129,7 @@ class Group:
             return [functools.reduce(bits, self._gathered(t.flat(each)).chunk(self._ranks)) for each in elements]
         arrays = [*map(t.in_numpy, elements)]
         plan = plan_of(self.communicator, tuple([(each.dtype, each.shape) for each in arrays]), by, 0, usual_route)
-        is_large = in_place and sum([each.nbytes for each in arrays]) >= _LEAST_IN_PLACE
-        into = [each if each.flags.c_contiguous else None for each in arrays] if is_large else None
-        plan.bring(arrays, into)
-        call.agree(call.where, **words)
-        totals = plan.run(arrays, into)
-        for array, total in zip(arrays, totals, strict=True) if in_place else ():
-            array[...] = total  # nothing to do where it is the array
+        totals = run_plan(plan, arrays, lambda: call.agree(call.where, **words), in_place=in_place)
         results = elements if in_place else [torch.from_numpy(each) for each in totals]
         return [each.div_(self._ranks, rounding_mode="trunc") for each in results] if truncates else results
 
@@ -345,6 +341,7 @@ class Group:
     def barrier(self, opts: Any = None) -> Any:
         """Wait for all ranks of the group."""
         with self._call("barrier") as call:
+            call.wait_as(None if opts is None else chosen_seconds(opts.timeout))
             call.agree(call.where)
         return done([])
 

@@ -13,6 +13,7 @@ import torch
 from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
+from mpistrategy.reduction.plan import run_plan
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
@@ -126,7 +127,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             ShapeError: on every rank, for a gradient whose elements share memory on some rank.
         """
         parameters = self._parameters()
-        guard = self._strategy.extended.communicator.guard
+        guard, reducer = self._strategy.extended.communicator.guard, self._strategy.extended._reducer
         device = parameters[0][1].device if parameters else None
         with (
             replica_context(self._strategy, device) as context,
@@ -135,7 +136,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         ):
             call.name = f"step {self._steps}"
             call.structure = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in parameters)
-            kinds = context.all_reduce("MAX", np.array([_kind(*each) for each in parameters], np.int8))
+            mine = np.array([_kind(*each) for each in parameters], np.int8)
+            kinds = reducer.all_reduce_array(call, ReduceOp.MAX, mine)
+            call.expect_more()
             dense: dict[int, Any] = {}
             for (_, each), kind in zip(parameters, kinds, strict=True):
                 if kind == _SPARSE:
@@ -146,18 +149,24 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     elif each.grad.is_sparse:
                         each.grad = each.grad.to_dense()
                     dense[each.grad.data_ptr()] = each.grad.detach()
-            self._combine([each for each in dense.values() if each.numel()], context)
+            self._combine(call, [each for each in dense.values() if each.numel()], context)
         self._is_synchronized = True
         self._steps += 1
 
-    def _combine(self, gradients: list[Any], context: ReplicaContext) -> None:
+    def _combine(self, call: Call, gradients: list[Any], context: ReplicaContext) -> None:
         """Write the combined gradients into the tensors that are there."""
-        if gradients:
-            wide = [_wide(each) for each in gradients]
+        if not gradients:
+            return
+        wide = [_wide(each) for each in gradients]
+        arrays = [t.in_numpy(each) for each in wide if each.is_cpu and self._options.wire is None]
+        layouts = tuple([(each.dtype, each.shape) for each in arrays])
+        agreed = self._strategy.extended._reducer.agreed_plan(self._op, layouts)
+        if agreed is None or len(arrays) < len(wide):
             context.all_reduce(self._op, wide, self._options, out=wide)
-            for each, total in zip(gradients, wide, strict=True):
-                if total is not each:
-                    each.copy_(total)
+        else:
+            call.wait_as(agreed.timeout_seconds)
+            run_plan(agreed.plan, arrays, lambda: call.agree("reduce", **agreed.words))
+        t.write(wide, gradients)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:

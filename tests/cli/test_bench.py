@@ -64,6 +64,7 @@ def check(case: dict[str, Any], *names: str) -> None:
 
 
 @pytest.mark.each_mpi
+@pytest.mark.slow
 def test_one_array_and_small_values(launch: Launch, tmp_path: Path) -> None:
     found = figures(launch, tmp_path, "--only", "all_reduce,small", "--sizes", "4,4KiB,2MiB", ranks=3)
     assert [(case["suite"], case["case"]) for case in found["cases"]] == [
@@ -127,6 +128,7 @@ PEER = """
     """
 
 
+@pytest.mark.slow
 def test_files_add_other_libraries(launch: Launch, tmp_path: Path) -> None:
     files = [launching.program(PEER.format(package=name), tmp_path) for name in ("numpy", "lost")]
     [case] = figures(launch, tmp_path, "--only", "all_reduce", "--sizes", "4", "--peers", *map(str, files))["cases"]
@@ -162,7 +164,7 @@ def test_nodes(launch: Launch, tmp_path: Path) -> None:
         ),
         pytest.param(
             TWO_NODES,
-            ("across_piece_bytes", "across_bytes", "pack_bytes", "link of a node", "latency of a message"),
+            ("pack_bytes",),
             marks=pretends,
             id="two nodes",
         ),
@@ -177,9 +179,7 @@ def test_save_measures_thresholds_that_the_next_strategy_takes(
     assert f"saved {file}" in job.stderr
     for name in measured:
         assert re.search(rf"(?m)^{name}: .*{' .default ' if '_' in name else ''}", job.stderr), (name, job)
-    content = json.loads(file.read_text())
-    saved = content["paths"]
-    assert bool(content["rates"]["measured_over_estimated"]) == bool(env)
+    saved = json.loads(file.read_text())["paths"]
     source = """
         import json, sys
         import mpistrategy as ms
@@ -190,7 +190,7 @@ def test_save_measures_thresholds_that_the_next_strategy_takes(
     """
     job = launch(2, [launching.program(source, tmp_path), tmp_path], env=where).check()
     assert [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)] == [saved] * 2
-    assert f"thresholds: {file}; rates: {file}" in job.stdout
+    assert f"thresholds: {file}" in job.stdout
 
 
 def test_save_that_cannot_write(launch: Launch, tmp_path: Path) -> None:

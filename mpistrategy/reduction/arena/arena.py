@@ -278,8 +278,8 @@ class Arena(Generic[T]):
         if not self._on_device:
             key = (op, wire, in_place)
             if key not in self._routes:
-                ranks = reduced_precision.on(self._communicator, wire)
-                self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=not in_place)
+                ranks, into_result = self._communicator, not in_place
+                self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=into_result, wire=wire)
             return self._routes[key]
         from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here, for the quick import
 
@@ -332,10 +332,9 @@ class Arena(Generic[T]):
     def _describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
         """Return what `all_reduce` would do, for `Strategy.explain`."""
         route = self._route(op, self._path(reducer, options), options.wire, self._in_place)
-        ranks = reduced_precision.on(self._communicator, options.wire)
         return [
             replace(each, in_arena=sum(len(self._packs[pack.members[0].index].members) for pack in each.packs))
-            for each in route.describe(ranks, self._mine)
+            for each in route.describe(self._communicator, self._mine)
         ]
 
     def _broadcast(self, reducer: Reducer, destinations: Any, call: Call) -> Any:

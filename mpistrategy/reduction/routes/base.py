@@ -63,7 +63,6 @@ class Description:
         way: how they travel, and where they are combined.
         copies: what is copied on this rank.
         moved: what each rank, or node, reads and writes, or sends.
-        seconds: about how long it takes; None where it is not known.
         in_arena: how many arrays of an arena are in them, each of which is a bucket; 0 for other packs.
     """
 
@@ -71,7 +70,6 @@ class Description:
     way: str
     copies: Copies
     moved: str
-    seconds: float | None
     in_arena: int = 0
 
 
