@@ -339,15 +339,17 @@ class Guard(TellsErrors):
             raise self.mark_told(self.remote_error())
         self.stage = COMPARING
         interruptions: list[BaseException] = []
-        texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look, interruptions)
+        texts: list[str] = []
         try:
+            texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look, interruptions)
             reports = _reports_in(texts)
             self.stage = AGREED
-        except BaseException:  # of a signal: no rank tells this again
-            self.hear_of_ends(_reports_in(texts))
+            self.hear_of_ends(reports)
+        except BaseException:
+            if texts:  # a signal: no rank tells this again
+                self.hear_of_ends(_reports_in(texts))
             raise
         if interruptions:
-            self.hear_of_ends(reports)
             raise interruptions[0]
         return reports
 

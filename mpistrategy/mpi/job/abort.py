@@ -223,9 +223,7 @@ def _say_goodbye(state: _Watch) -> None:
     all_leave = state.all_leave or any(guard.all_leave for guard in state.open)
     end = time.monotonic() + (PATIENCE_SECONDS if status and not all_leave else math.inf)
     # The engine of a strategy says its own goodbye when that is freed, and none after a failure.
-    waiting = [
-        guard for guard in state.open if not guard.is_in_background and (guard.is_untold or not guard.is_broken)
-    ]
+    waiting = [guard for guard in state.open if not guard.is_in_background and (guard.is_untold or not guard.is_broken)]
     for guard in waiting:
         if not guard.has_begun_to_leave:
             guard.start_leaving()
