@@ -15,11 +15,13 @@ from mpistrategy.reduction.plan import ChooseRoute
 from mpistrategy.reduction.routes.base import Route
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.multi_node.two_level import allreduce_across, way_between
+    from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
+    from mpistrategy.mpi.multi_node.two_level import allreduce_across
     from mpistrategy.reduction.routes.communicator import CommunicatorRoute
     from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 else:
-    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across", "way_between")
+    later(globals(), "mpistrategy.mpi.multi_node.reduced_precision", "between_nodes")
+    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across")
     later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute")
 
 
@@ -50,11 +52,10 @@ class NcclAllReduce(PackedCrossDeviceOps):
 class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     """Sums within each node, then between the nodes, and brings the result back within each node.
 
-    Between up to 8 nodes each rank of a node (as many of them as the smallest node has, up to 4) exchanges one slice
-    pairwise with its counterparts on the other nodes, in pieces of about 1 MiB, several of them at a time.  Between
-    more nodes every rank has a slice, and MPI's Allreduce combines what the counterparts have.  Over the network goes
-    no more than must.  `MpiAllReduce` does the like with large values; this one does it with all.  Right for any number
-    of ranks on any node.  Arrays in GPU memory stay there: each rank combines one share of them, and all are gathered.
+    Every rank of a node has a slice, and MPI's Allreduce combines what the counterparts on the nodes have.  Over the
+    network goes no more than must.  `MpiAllReduce` does the like with large values; this one does it with all.  Right
+    for any number of ranks on any node.  Arrays in GPU memory stay there: each rank combines one share of them, and all
+    are gathered.
 
     Args:
         num_packs: the values are split into about so many packs, whatever bytes_per_pack says; 0 leaves it to
@@ -77,12 +78,15 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         usual = super()._gpu_operation(communicator, destination)
         return BY_SHARES if usual is ALL_REDUCE else usual
 
-    def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+    def _route(
+        self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None
+    ) -> Route:
         """Return the route of packs: on several nodes the same for all sizes."""
         if communicator.nodes == 1:
-            return super()._route(communicator, packs, op, destination)
+            return super()._route(communicator, packs, op, destination, wire)
 
         def across(source: Array, target: Array) -> None:
-            allreduce_across(communicator, target, op._on_the_wire, source=source)
+            dtype = between_nodes(communicator, wire, target.dtype, op._on_the_wire)
+            allreduce_across(communicator, target, op._on_the_wire, source=source, wire=dtype)
 
-        return CommunicatorRoute(communicator, packs, op, [way_between(communicator.nodes)] * len(packs), across)
+        return CommunicatorRoute(communicator, packs, op, ["lanes"] * len(packs), across, wire=wire)

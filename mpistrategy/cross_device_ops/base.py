@@ -200,7 +200,12 @@ class CrossDeviceOps:
         return None
 
     def _plan_for(
-        self, ranks: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, options: CommunicationOptions
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: placing.Destination,
     ) -> Plan | None:
         """Return None: nothing is known of how it reduces."""
         return None

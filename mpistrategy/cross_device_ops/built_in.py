@@ -34,17 +34,20 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node import reduced_precision
     from mpistrategy.reduction import sparse
     from mpistrategy.reduction.algorithm import OnDevice
-    from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
     from mpistrategy.reduction.routes.gpu import GpuRoute
     from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 else:
     later(globals(), "mpistrategy.arrays.gpu", "check_device", "layout_of", "to_host")
     later(globals(), "mpistrategy.mpi.multi_node.reduced_precision")
     later(globals(), "mpistrategy.reduction.sparse")
-    later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute")
+    later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute", "names_of")
     later(globals(), "mpistrategy.reduction.algorithm", "OnDevice")
 
 Packs: TypeAlias = "tuple[Pack, ...]"
+
+#: What a subclass may override; its values have no plans then.
+_OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce_implementation")
 
 
 class PackedCrossDeviceOps(CrossDeviceOps):
@@ -81,21 +84,24 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     ) -> Plan:
         """Return how arrays on the host are reduced; the results count on the destination's ranks."""
         if destination is EVERY_RANK and self._to_every_rank is not None:
-            return plan_of(communicator, layouts, op, options.bytes_per_pack, self._to_every_rank)
+            return plan_of(communicator, layouts, op, options.bytes_per_pack, self._to_every_rank, options.wire)
         packs = packing.plan(layouts, options.bytes_per_pack, self.num_packs, host_wire_dtype)
-        return Plan(communicator, layouts, op, self._route(communicator, packs, op, destination))
+        return Plan(communicator, layouts, op, self._route(communicator, packs, op, destination, options.wire))
 
     def _plan_for(
-        self, ranks: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, options: CommunicationOptions
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
     ) -> Plan | None:
-        """Return how arrays on the host are reduced to every rank; None where a subclass reduces in its own way."""
+        """Return how arrays on the host are reduced; None where a subclass reduces in its own way."""
         if not self._is_usual:
             return None
-        if options.wire is not None:
-            reduced_precision.check(options.wire)
-            ranks = reduced_precision.on(ranks, options.wire)
+        reduced_precision.check(options.wire)
         self._check_values([np.empty(0, dtype) for dtype, _ in layouts], op, type(self).__name__)
-        return self._plan(ranks, layouts, op, options, EVERY_RANK)
+        return self._plan(ranks, layouts, op, options, destination)
 
     def _gpu_word(self, ranks: Communicator, options: CommunicationOptions) -> str | None:
         """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
@@ -104,13 +110,14 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         is_plain = options.wire is None and self._is_usual and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
         return path_word(options, self._device_path) if is_plain else None
 
-    def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+    def _route(
+        self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None
+    ) -> Route:
         """Return the route of packs: by MPI's Reduce to a single rank, else each by `Communicator.allreduce`."""
         if destination.only_rank is not None:
             return by_one_rank(communicator, packs, op, destination.only_rank, destination)
-        names = [communicator.route(pack.nbytes, pack.dtype, op._on_the_wire) for pack in packs]
-        allreduce, text = communicator.allreduce, op._on_the_wire
-        return CommunicatorRoute(communicator, packs, op, names, lambda source, target: allreduce(target, text, source))
+        names = names_of(communicator, packs, op, wire)
+        return CommunicatorRoute(communicator, packs, op, names, wire=wire)
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None: on the host."""
@@ -182,11 +189,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     @property
     def _is_usual(self) -> bool:
         """Whether no subclass has overridden what reduces."""
-        mine, usual = type(self), PackedCrossDeviceOps
-        return (mine.batch_reduce, mine.batch_reduce_implementation) == (
-            usual.batch_reduce,
-            usual.batch_reduce_implementation,
-        )
+        return all(getattr(type(self), name) is getattr(PackedCrossDeviceOps, name) for name in _OVERRIDABLE)
 
     def _begin_on_device(
         self,
@@ -230,7 +233,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             outs: for each value an array that its result may be written to: what is done only where that saves a copy.
         """
         reduced_precision.check(options.wire)
-        communicator: Communicator = reduced_precision.on(ranks, options.wire)
         given = [own_component(value, op, call.where) for value in given]
         values = [checked_value(value, op, call.where) for value in given]
         self._check_values(values, op, call.where)
@@ -251,7 +253,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
                 values = [to_host(value) if is_on_device(value) else value for value in values]
         dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
         arrays = [values[i] for i in dense]
-        plan = self._plan(communicator, packing.layouts_of(arrays), op, options, target)
+        plan = self._plan(ranks, packing.layouts_of(arrays), op, options, target)
         # The plan first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
         routes.insert(0, (plan, dense, arrays))
         for route, _, arrays in routes:
@@ -267,11 +269,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         results: list[Any] = [None] * len(values)
         for route, those, arrays in routes:
             for i, total in zip(those, route.run(arrays), strict=True):
-                if target.includes(communicator.rank):
+                if target.includes(ranks.rank):
                     results[i] = total if (dtype := dtypes[i]) is None else _rounded_where_it_is(total, dtype)
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
-                results[i] = self._reduce_slices(communicator, value, op, call)
+                results[i] = self._reduce_slices(ranks, value, op, call)
                 read = event_of_reads([given[i]]) or read  # an event behind all
             elif isinstance(value, Mirrored):
                 results[i] = value.values[0] if value.values else None

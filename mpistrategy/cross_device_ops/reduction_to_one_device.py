@@ -83,10 +83,15 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         return super()._plan(communicator, layouts, op, options, destination)
 
     def _plan_for(
-        self, ranks: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, options: CommunicationOptions
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
     ) -> Plan | None:
-        """Return how arrays on the host are reduced to every rank; None for an accumulation, the program's own code."""
-        return None if self.accumulation_fn is not None else super()._plan_for(ranks, layouts, op, options)
+        """Return how arrays on the host are reduced; None for an accumulation, the program's own code."""
+        return None if self.accumulation_fn is not None else super()._plan_for(ranks, layouts, op, options, destination)
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None for an accumulation function: on the host."""
@@ -102,7 +107,9 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
             return destination.only_rank or 0
         return ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
 
-    def _route(self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination) -> Route:
+    def _route(
+        self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None
+    ) -> Route:
         """Return the route of packs: combined by MPI, or by the accumulation function."""
         root = self._root(communicator, destination)
         if self.accumulation_fn is None:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan
 
@@ -45,9 +46,14 @@ class Algorithm(Protocol):
         """Return the configuration and the options of one call, as far as they shape the messages."""
 
     def _plan_for(
-        self, ranks: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, options: CommunicationOptions
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
     ) -> Plan | None:
-        """Return how arrays on the host are reduced to every rank; None where each call must be looked at.
+        """Return how arrays on the host are reduced; None where each call must be looked at.
 
         Raises:
             MpiStrategyError: for what it cannot reduce.

@@ -1,4 +1,4 @@
-"""`Strategy.explain`: which route a value would take, what is copied and sent on it, and about how long it would take.
+"""`Strategy.explain`: which route a value would take, and what is copied and sent on it.
 
 Everything is asked of the plans that do the work.  Nothing is sent, nothing is written.
 """
@@ -15,9 +15,8 @@ from mpistrategy.arrays.convert import any_array, is_on_device
 from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contribution
 from mpistrategy.errors import EmptyBatchError
-from mpistrategy.mpi.tuning.thresholds import Rates
 from mpistrategy.objects.later import later
-from mpistrategy.objects.shown import size_in_words, time_in_words
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component, summand
 from mpistrategy.reduction.layout import packing
@@ -46,7 +45,6 @@ def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: Communicat
 
 def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOptions | None) -> Iterator[str]:
     ranks, chosen = reducer.communicator, reducer.options.merge(options)
-    nodes, thresholds = ranks.nodes, ranks.thresholds
     found: list[Description] = []
     others: list[str] = []
     if isinstance(value, Arena):
@@ -60,13 +58,9 @@ def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOpt
     if absent:
         others.append(f"{absent} None: left as None, nothing is sent")
     size = value.nbytes if isinstance(value, Arena) else sum(map(_nbytes, leaves))
-    rates = thresholds.rates
-    call = rates.cell_seconds if nodes == 1 else rates.message_seconds
-    known = [each.seconds for each in found if each.seconds is not None]
-    about = f"; about {time_in_words(call + sum(known))}" if known or not (found or others) else ""
     what = f"{op.value} of {_count(len(leaves), 'array')}, {size_in_words(size)}"
-    where = f"{_count(ranks.size, 'rank')} of {_count(nodes, 'node')}"
-    yield f"all_reduce {what}, on {where} by {type(reducer.algorithm).__name__}{about}"
+    where = f"{_count(ranks.size, 'rank')} of {_count(ranks.nodes, 'node')}"
+    yield f"all_reduce {what}, on {where} by {type(reducer.algorithm).__name__}"
     for each in found:
         yield f"  {_name_of(each)}: {each.way}"
         total = f"{sum(amount for amount, _ in each.copies):.3g}"
@@ -75,7 +69,7 @@ def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOpt
         if each.moved:
             yield f"    {each.moved}"
     yield from (f"  {line}" for line in others)
-    yield f"  thresholds: {thresholds.source}; rates: {'the defaults' if rates == Rates() else thresholds.source}"
+    yield f"  thresholds: {ranks.thresholds.source}"
 
 
 def _of_arena(
@@ -102,7 +96,7 @@ def _of_leaves(
     if not algorithm._is_built_in:
         return [], [f"{type(algorithm).__name__} reduces them: its routes are not known"]
     reduced_precision.check(options.wire)
-    communicator = reduced_precision.on(reducer.communicator, options.wire)
+    communicator = reducer.communicator
     parts = [checked_value(own_component(each, op, _WHERE), op, _WHERE) for each in values]
     algorithm._check_values(parts, op, _WHERE)
     parts = [part if isinstance(part, (IndexedSlices, Mirrored)) else summand(part, op) for part in parts]
@@ -118,9 +112,7 @@ def _of_leaves(
     plan = algorithm._plan(communicator, packing.layouts_of(dense), op, options, EVERY_RANK)
     found = plan.route.describe(communicator, dense)
     if placed:
-        found += algorithm._gpu_route(reducer.communicator, placed, op, options, operation).describe(
-            communicator, placed
-        )
+        found += algorithm._gpu_route(communicator, placed, op, options, operation).describe(communicator, placed)
     slices = [part for part in parts if isinstance(part, IndexedSlices)]
     if slices:
         size = size_in_words(sum(map(_nbytes, slices)))

@@ -18,23 +18,19 @@ from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.routes import in_place
-    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, OneArrayRoute, hybrid, names_of
-    from mpistrategy.reduction.routes.result_buffers import Combination, ResultBufferRoute
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
 else:
-    later(globals(), "mpistrategy.reduction.routes.in_place")
     later(
         globals(),
         "mpistrategy.reduction.routes.communicator",
         "CommunicatorRoute",
-        "OneArrayRoute",
         "hybrid",
         "names_of",
     )
-    later(globals(), "mpistrategy.reduction.routes.result_buffers", "ResultBufferRoute")
 
-#: Returns the route of arrays of certain layouts, with packs of at most so many bytes (0: the library's own limit).
-ChooseRoute = Callable[[Communicator, tuple[Layout, ...], ReduceOp, float], Route]
+#: Returns the route of arrays of certain layouts, with packs of at most so many bytes (0: the library's own limit), and
+#: with what sums of float32 travel as between nodes.
+ChooseRoute = Callable[[Communicator, tuple[Layout, ...], ReduceOp, float, "str | None"], Route]
 
 #: From so many bytes on results are written where the arrays are.  Below, the ranks of a node add up in memory that
 #: they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
@@ -104,17 +100,21 @@ def _room(target: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) ->
 
 
 def plan_of(
-    communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, choose: ChooseRoute
+    communicator: Communicator,
+    layouts: tuple[Layout, ...],
+    op: ReduceOp,
+    bytes_per_pack: float,
+    choose: ChooseRoute,
+    wire: str | None = None,
 ) -> Plan:
     """Return the plan of arrays of these layouts, with the route that `choose` returns; the same one the next time."""
-    key = (layouts, op, bytes_per_pack, choose)
-    rounds = getattr(communicator, "rounds", False)  # a view of `reduced_precision.on`
-    made: dict[Any, Plan] = communicator.once.made.setdefault((Plan, rounds), {})
+    key = (layouts, op, bytes_per_pack, choose, wire)
+    made: dict[Any, Plan] = communicator.once.made.setdefault(Plan, {})
     known = made.get(key)
     if known is None:
         if len(made) >= _REMEMBERED:
             made.clear()
-        route = choose(communicator, layouts, op, bytes_per_pack)
+        route = choose(communicator, layouts, op, bytes_per_pack, wire)
         known = made[key] = Plan(communicator, layouts, op, route)
     return known
 
@@ -138,32 +138,17 @@ def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *
     return totals
 
 
-def usual_route(communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float) -> Route:
+def usual_route(
+    communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, wire: str | None
+) -> Route:
     """Return the fastest route to every rank."""
     if communicator.mailboxes is not None and fits(communicator.mailboxes, layouts):
         return MailboxRoute(communicator.mailboxes, layouts, op)
     message = communicator.first_message
-    if message is not None and first_message.fits(communicator, layouts, op):
+    if message is not None and wire is None and first_message.fits(communicator, layouts, op):
         return first_message.FirstMessageRoute(communicator, message, layouts, op)
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
-    names = names_of(communicator, packs, op)
-    if names in (["mpi"], ["lanes"]) and len(packs[0].members) == 1 and packs[0].size:
-        route: Route = OneArrayRoute(communicator, packs[0], op, names[0])
-    else:
-        route = CommunicatorRoute(communicator, packs, op, names)
-    if isinstance(route, OneArrayRoute):
-        return route
-    return with_result_buffers(communicator, op, route, names)
-
-
-def with_result_buffers(
-    communicator: Communicator, op: ReduceOp, route: Route, names: Sequence[str], combination: Combination | None = None
-) -> Route:
-    """Return the route through result buffers where `names` say that all packs are pipelined, else `route`."""
-    is_pipelined = {*names} == {"pipelined"} and any(pack.size for pack in route.packs)
-    if is_pipelined and communicator.result_buffers is not None:
-        return ResultBufferRoute(communicator, op, route, combination or in_place.combine)
-    return route
+    return CommunicatorRoute(communicator, packs, op, names_of(communicator, packs, op, wire), wire=wire)
 
 
 def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:

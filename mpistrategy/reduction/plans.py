@@ -6,7 +6,6 @@ fail on one rank; the ranks agree on the call; the packs are summed, and the res
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -15,32 +14,20 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, mean_dtype
 from mpistrategy.arrays.nest import Leaves
+from mpistrategy.arrays.values import Mirrored
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct_targets
+from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct_targets, in_kind
+from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.plan import Plan
+from mpistrategy.reduction.routes.base import CallPlan, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute
 
 _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
-
-
-class CallPlan(ABC):
-    """How one kind of value is reduced to every rank at one call site."""
-
-    @abstractmethod
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the reduction of a value; inside `call`.
-
-        Args:
-            call: the public call, entered by the caller.
-            value: of the kind that the plan was made for.
-            out: where the result goes; None for new memory.
-            weight: of this rank's values, where the plan is one of weighted means.
-        """
 
 
 class NestPlan(CallPlan):
@@ -67,7 +54,7 @@ class NestPlan(CallPlan):
         only_arrays: bool,
         timeout: float | None,
     ) -> None:
-        self._otherwise, self._leaves, self._plan = otherwise, leaves, plan
+        self.otherwise, self.leaves, self._plan = otherwise, leaves, plan
         self._signature, self._digest, self._timeout = signature, guard.digest(signature), timeout
         self._only_arrays = only_arrays
         self._dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
@@ -79,21 +66,55 @@ class NestPlan(CallPlan):
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
         plan, targets = self._plan, None
-        call.structure = self._leaves.text
-        leaves: Sequence[Any] = self._leaves.take(value)
+        leaves: Sequence[Any] = self.leaves.take(value)
         arrays = leaves if self._only_arrays else arrays_of(leaves, plan.layouts)
         if out is not None and arrays is not None:
-            targets = direct_targets(out, value, self._leaves, arrays, self._dtypes, self._some_go_alone)
+            targets = direct_targets(out, value, self.leaves, arrays, self._dtypes, self._some_go_alone)
         if arrays is None or (out is not None and targets is None):
-            return self._otherwise.run(call, value, out, weight)
-        plan.bring(arrays, targets)
+            return self.otherwise.run(call, value, out, weight)
+        results = self._summed(call, arrays, targets)
+        if out is not None:
+            return written(results, self.leaves.take(out), out)
+        return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
+
+    def results(self, call: Call, leaves: Sequence[Any]) -> list[Array] | None:
+        """Return the reductions of leaves, as arrays; None, and nothing is sent, where some need a closer look."""
+        arrays = leaves if self._only_arrays else arrays_of(leaves, self._plan.layouts)
+        return None if arrays is None else self._summed(call, arrays, None)
+
+    def _summed(self, call: Call, arrays: Sequence[Array], targets: Targets) -> list[Array]:
+        call.structure = self._signature.structure
+        self._plan.bring(arrays, targets)
         if self._timeout is not None:
             call.timeout = self._timeout
         call.agree_on(self._signature, self._digest, sparingly=True)
-        results = plan.run(arrays, targets)
-        if out is not None:
-            return written(results, self._leaves.take(out), out)
-        return self._leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
+        return self._plan.run(arrays, targets)
+
+
+class PlacedPlan(CallPlan):
+    """The plan of values whose results are `Mirrored`, on some ranks; the `out` of its calls are the destinations.
+
+    Args:
+        plan: of the values.
+        destination: the ranks.
+        rank: this rank.
+    """
+
+    def __init__(self, plan: NestPlan, destination: Destination, rank: int) -> None:
+        self._plan, self._is_here, self._text = plan, destination.includes(rank), destination.text
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return a `Mirrored`, or a nest of them; see `CallPlan.run`."""
+        plan, text = self._plan, self._text
+        leaves = plan.leaves.take(value)
+        results = plan.results(call, leaves)
+        if results is None:
+            return plan.otherwise.run(call, value, out, weight)
+        if not self._is_here:
+            return plan.leaves.build([Mirrored((), text) for _ in leaves])
+        return plan.leaves.build(
+            [Mirrored((in_kind(result, leaf),), text) for result, leaf in zip(results, leaves, strict=True)]
+        )
 
 
 def written(results: Sequence[Array], targets: Sequence[Array], out: Any) -> Any:

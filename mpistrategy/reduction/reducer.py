@@ -32,10 +32,11 @@ from mpistrategy.reduction.inputs import (
     leaves_like,
     to_reduce,
 )
-from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Plan, is_simple
-from mpistrategy.reduction.plans import CallPlan, NestPlan, kind_of
+from mpistrategy.reduction.plans import NestPlan, PlacedPlan, kind_of
+from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, WeightedPlan, WeightsOfRanks, dtype_of_products
 
 if TYPE_CHECKING:
@@ -80,6 +81,19 @@ class GeneralPlan(CallPlan):
 
     def __init__(self, reducer: Reducer, reduce_op: Any, options: Any) -> None:
         self.reducer, self.reduce_op, self.options = reducer, reduce_op, options
+
+    @staticmethod
+    def kind(value: Any, out: Any) -> Any:
+        """Return what tells the calls apart for which there are plans; see `kind_of`."""
+        return kind_of(value)
+
+    def leaves_of(self, value: Any) -> nest.Leaves | None:
+        """Return how to reach the arrays of a value; None where it has no plan."""
+        return nest.leaves_of(value)
+
+    def destination(self, value: Any, out: Any, where: str) -> Destination | None:
+        """Return which ranks get a `Mirrored` result; None where all get plain ones."""
+        return None
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
@@ -215,33 +229,38 @@ class Reducer:
         weight: Any = None,
         general: type[GeneralPlan] = GeneralPlan,
     ) -> Any:
-        """Reduce a nest to every rank: the public call `where`, whose other arguments are those of the program.
+        """Reduce a value: the public call `where`, whose other arguments are those of the program.
 
-        `general` does the calls that no other plan is for.
+        `general` does the calls that no other plan is for, and says what value and `out` are.
         """
         with Call(self.communicator.guard, where, called=name) as call:
+            if call.structure:  # of the call around this one: what is compared besides may change from call to call
+                return general(self, reduce_op, options).run(call, value, out, weight)
             is_weighted = weight is not None
             try:
-                key = call.where, call.place, call.name, reduce_op, options, is_weighted, kind_of(value)
+                kind = general.kind(value, out)
+                key = general, call.where, call.place, call.name, reduce_op, options, is_weighted, kind
                 plan = self._plans.get(key)
             except Exception:  # such as that of a list that holds itself
                 return general(self, reduce_op, options).run(call, value, out, weight)
             if plan is None:
-                plan = self._made(call, general(self, reduce_op, options), value, is_weighted=is_weighted)
+                plan = self._made(call, general(self, reduce_op, options), value, out, is_weighted=is_weighted)
                 if len(self._plans) >= _MOST_PLANS:
                     self._plans.clear()
                 self._plans[key] = plan
             return plan.run(call, value, out, weight)
 
-    def _made(self, call: Call, general: GeneralPlan, value: Any, *, is_weighted: bool) -> CallPlan:
+    def _made(self, call: Call, general: GeneralPlan, value: Any, out: Any, *, is_weighted: bool) -> CallPlan:
         """Return the plan of a value."""
         try:
             op, chosen = ReduceOp._parse(general.reduce_op, call.where), self._options.merge(general.options)
+            destination = general.destination(value, out, call.where)
             if is_arena(value):
-                return value._make_plan(self, general, op, call, chosen, is_weighted) or general
+                made = None if destination else value._make_plan(self, general, op, call, chosen, is_weighted)
+                return made or general
             if is_weighted and op is not ReduceOp.MEAN:
                 return general
-            return self._plan_of_nest(call, general, op, value, chosen, is_weighted=is_weighted) or general
+            return self._plan_of_nest(call, general, op, value, chosen, destination, is_weighted=is_weighted) or general
         except MpiStrategyError:
             return general  # it raises the error
 
@@ -252,22 +271,27 @@ class Reducer:
         op: ReduceOp,
         value: Any,
         options: CommunicationOptions,
+        destination: Destination | None,
         *,
         is_weighted: bool,
     ) -> CallPlan | None:
         """Return the plan of a nest of arrays; None for what is looked at in each call."""
-        where = nest.leaves_of(value)
+        where = general.leaves_of(value)
         if where is None or not nest.only_text_keys(value):
             return None
         ranks, leaves = self.communicator, where.take(value)
         seconds = options.timeout_seconds
         timeout = None if seconds is None else timeouts.limit(seconds)
         signature = Signature(
-            *("reduce", op.value, where.text, (), EVERY_RANK_TEXT),
+            *("reduce", op.value, where.text, (), (destination or EVERY_RANK).text),
             *(self._algorithm._settings(options), call.name, call.where, call.place),
         )
         kinds = {*map(type, leaves)}
-        if not is_weighted and [(kind.__module__, kind.__name__) for kind in kinds] == [("cupy", "ndarray")]:
+        if (
+            not is_weighted
+            and destination is None
+            and [(kind.__module__, kind.__name__) for kind in kinds] == [("cupy", "ndarray")]
+        ):
             from mpistrategy.reduction.routes.device_plan import plan_on_gpu  # here, for the quick import
 
             word = self._algorithm._gpu_word(ranks, options)
@@ -281,7 +305,7 @@ class Reducer:
         layouts = sent = layouts_of(arrays)
         if is_weighted:
             op, sent = ReduceOp.SUM, tuple((dtype_of_products(dtype), shape) for dtype, shape in layouts)
-        plan = self._algorithm._plan_for(ranks, sent, op, options)
+        plan = self._algorithm._plan_for(ranks, sent, op, options, destination or EVERY_RANK)
         if plan is None:
             return None
         values = tuple((dtype_name(dtype), shape) for dtype, shape in sent)
@@ -289,7 +313,8 @@ class Reducer:
         if is_weighted:
             return WeightedPlan(general, ranks, where, layouts, plan, signature, timeout)
         only_arrays = kinds == {np.ndarray}
-        return NestPlan(general, ranks.guard, where, plan, signature, only_arrays=only_arrays, timeout=timeout)
+        made = NestPlan(general, ranks.guard, where, plan, signature, only_arrays=only_arrays, timeout=timeout)
+        return made if destination is None else PlacedPlan(made, destination, ranks.rank)
 
     def all_reduce_leaves(
         self,
@@ -417,7 +442,7 @@ class Reducer:
             pass
         made = None
         if all(is_simple(dtype, op) for dtype, _ in layouts) and (
-            plan := self._algorithm._plan_for(self.communicator, layouts, op, self._options)
+            plan := self._algorithm._plan_for(self.communicator, layouts, op, self._options, EVERY_RANK)
         ):
             settings = self._algorithm._settings(self._options)
             values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)

@@ -20,7 +20,8 @@ from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
-from mpistrategy.reduction.plans import CallPlan, written
+from mpistrategy.reduction.plans import written
+from mpistrategy.reduction.routes.base import CallPlan
 
 #: What the ranks compare before they exchange their weights.
 EXCHANGE = "exchange the weights of a mean"
@@ -64,8 +65,9 @@ class WeightedMean:
             arrays: its values.
             weights: those of all ranks, as float64.
         """
-        _, exponent = math.frexp(weights.max(initial=0))
-        total = math.fsum(math.ldexp(weight, -exponent) for weight in weights)
+        numbers = weights.tolist()
+        _, exponent = math.frexp(max(numbers))
+        total = math.fsum(math.ldexp(weight, -exponent) for weight in numbers)
         _, more = math.frexp(total)
         self._total, self._factor = math.ldexp(total, -more), math.ldexp(self.weight, -exponent - more)
         #: Memory for the means whose sums have another dtype.

@@ -68,17 +68,17 @@ class Services:
 
         Returns:
             The text, which replica 0 also prints: the buffers that are made of the value, the way that each takes,
-            what is copied, what each rank writes or sends, where the thresholds come from, and the expected time.
+            what is copied, what each rank writes or sends, and where the thresholds come from.
 
         Raises:
             ReduceOpError, DTypeError, LeafError, EmptyBatchError, ContextError: as all_reduce, but on this rank alone.
 
         >>> import numpy as np, mpistrategy as ms
         >>> text = ms.OneDeviceStrategy("CPU:0").explain([np.ones(3), 2.0])
-        all_reduce SUM of 2 arrays, 32 B, on 1 rank of 1 node by MpiAllReduce; about 2.5 us
+        all_reduce SUM of 2 arrays, 32 B, on 1 rank of 1 node by MpiAllReduce
           1 pack of 2 arrays, float64, 32 B: stays here, the only replica
             1 copy: all into the pack
-          thresholds: the defaults; rates: the defaults
+          thresholds: the defaults
         """
         text = explanation(self.extended._reducer, value, reduce_op, options)
         if self.extended._reducer.communicator.rank == 0:
@@ -104,8 +104,6 @@ class Services:
             "bytes_per_pack": int(extended._reducer.options.bytes_per_pack),
             "wire": extended._reducer.options.wire,
             "thresholds": communicator.thresholds.sizes(),
-            # Between nodes the estimates of the routes decide.
-            "rates": communicator.thresholds.rates.as_json() if communicator.nodes > 1 else {},
             "gradient_buckets": [[list(members) for members in order] for order in extended._bucket_orders],
             "source": communicator.thresholds.source,
         }

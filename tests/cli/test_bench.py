@@ -164,7 +164,7 @@ def test_nodes(launch: Launch, tmp_path: Path) -> None:
         ),
         pytest.param(
             TWO_NODES,
-            ("across_piece_bytes", "across_bytes", "pack_bytes", "link of a node", "latency of a message"),
+            ("pack_bytes",),
             marks=pretends,
             id="two nodes",
         ),
@@ -179,9 +179,7 @@ def test_save_measures_thresholds_that_the_next_strategy_takes(
     assert f"saved {file}" in job.stderr
     for name in measured:
         assert re.search(rf"(?m)^{name}: .*{' .default ' if '_' in name else ''}", job.stderr), (name, job)
-    content = json.loads(file.read_text())
-    saved = content["paths"]
-    assert bool(content["rates"]["measured_over_estimated"]) == bool(env)
+    saved = json.loads(file.read_text())["paths"]
     source = """
         import json, sys
         import mpistrategy as ms
@@ -192,7 +190,7 @@ def test_save_measures_thresholds_that_the_next_strategy_takes(
     """
     job = launch(2, [launching.program(source, tmp_path), tmp_path], env=where).check()
     assert [json.loads((tmp_path / f"rank-{rank}.json").read_text()) for rank in range(2)] == [saved] * 2
-    assert f"thresholds: {file}; rates: {file}" in job.stdout
+    assert f"thresholds: {file}" in job.stdout
 
 
 def test_save_that_cannot_write(launch: Launch, tmp_path: Path) -> None:

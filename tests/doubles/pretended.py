@@ -22,11 +22,10 @@ from mpi4py import MPI
 
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.mpi.multi_node.two_level import Way, across_nodes, allreduce_across
+from mpistrategy.mpi.multi_node.two_level import across_nodes, allreduce_across
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
-from mpistrategy.mpi.tuning.costs import pairwise_piece_bytes
 from mpistrategy.mpi.watchdog import alarm, group
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.roll_call import Account
@@ -231,13 +230,11 @@ def strategy_of_many(nodes: int, local: int) -> Iterator[tuple[Any, Counter[str]
     with whole_files(local):
         strategy = ms.MirroredStrategy(communicator=comm)
         ranks: Any = strategy.extended.communicator
-        ways: tuple[Way, ...] = ("lanes", "across")
-        for way in ways if nodes > 1 else ():
-            stage: Any = across_nodes(ranks, way)._node
-            for counter in (stage.sent, stage._shown, stage._done) if local > 1 else ():
-                for other, number in enumerate(counter.numbers):
-                    if other != ranks.local_rank:
-                        number[0] = 2**62
+        stage: Any = across_nodes(ranks)._node if nodes > 1 else None
+        for counter in (stage.sent, stage._shown, stage._done) if nodes > 1 and local > 1 else ():
+            for other, number in enumerate(counter.numbers):
+                if other != ranks.local_rank:
+                    number[0] = 2**62
         yield strategy, comm.calls
     ranks.guard.closed = True  # nobody comes to the end
     ranks.free()
@@ -260,15 +257,14 @@ def calls_of(strategy: Any, calls: Counter[str], nbytes: int) -> dict[str, int]:
     return dict(calls)
 
 
-def own_seconds(nodes: int, local: int, nbytes: int, way: Way) -> float:
+def own_seconds(nodes: int, local: int, nbytes: int) -> float:
     """Return Python's CPU time in an all-reduce between nodes, without MPI, copies and additions.
 
     Pieces are a thousandth as large, and as many: the steps are the same, and the arithmetic takes no time.
     """
     shrunk = 1024
     with (
-        mock.patch.object(two_level, "LANES_PIECE_BYTES", two_level.LANES_PIECE_BYTES // shrunk),
-        mock.patch.object(two_level, "pairwise_piece_bytes", lambda *given: pairwise_piece_bytes(*given) // shrunk),
+        mock.patch.object(two_level, "PIECE_BYTES", two_level.PIECE_BYTES // shrunk),
         strategy_of_many(nodes, local) as (strategy, _),
     ):
         ranks = strategy.extended.communicator
@@ -276,7 +272,7 @@ def own_seconds(nodes: int, local: int, nbytes: int, way: Way) -> float:
         took = []
         for _ in range(5):
             began = time.process_time()
-            allreduce_across(ranks, target, source=source, way=way)
+            allreduce_across(ranks, target, source=source)
             took.append(time.process_time() - began)
         return min(took)
 

@@ -36,7 +36,7 @@ def read_thresholds(folder: Path, count: int, dice: random.Random) -> Figures:
     """Read `count` mutated files of thresholds."""
     figures, file = Figures("mutated threshold files"), folder / "paths.json"
     paths = {**DEFAULT.sizes(), "window_bytes_by_dtype": {"float32": 64}}
-    content = {"format": 2, "machine": {}, "source": "x", "paths": paths, "rates": {"cell_seconds": 1e-6}}
+    content = {"format": 3, "machine": {}, "source": "x", "paths": paths}
     before = os.environ.get(files.VARIABLE)
     os.environ[files.VARIABLE] = str(file)
     try:

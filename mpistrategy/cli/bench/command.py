@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.cli.bench.cases.shapes import LISTS, NETWORKS
-from mpistrategy.cli.bench.forecast import picture, tables, units
 from mpistrategy.cli.bench.measuring import report as reports
 from mpistrategy.cli.bench.measuring.environment import describe, in_words
 from mpistrategy.cli.bench.measuring.timing import FULL, PATIENCE, QUICK, measure
@@ -27,8 +26,6 @@ from mpistrategy.mpi.tuning.files import (
     Machine,
     check_can_save,
     expanded,
-    load,
-    measured_between_nodes,
     save,
     trying,
 )
@@ -52,9 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only", type=_names(SUITES), default=list(SUITES[:-1]), metavar="SUITE,...", help=f"of {', '.join(SUITES)}"
     )
-    parser.add_argument(
-        "--sizes", type=_sizes, metavar="SIZE,...", help="for all_reduce, or a forecast, e.g. 4,64KiB,1MiB"
-    )
+    parser.add_argument("--sizes", type=_sizes, metavar="SIZE,...", help="for all_reduce, e.g. 4,64KiB,1MiB")
     parser.add_argument("--lists", type=_names(tuple(LISTS)), metavar="LIST,...", help=f"of {', '.join(LISTS)}")
     parser.add_argument(
         "--networks",
@@ -88,38 +83,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--save", action="store_true", help="measure the thresholds of this machine instead, and save them"
     )
-    parser.add_argument("--plot", type=_file, metavar="FILE.png", help="draw time by size; of a forecast, by nodes")
-    parser.add_argument(
-        "--forecast",
-        nargs="+",
-        type=units.shape,
-        metavar="NODESxRANKS",
-        help="tell by formulas how long an all-reduce takes on so many nodes of so many ranks; measures nothing",
-    )
-    parser.add_argument(
-        "--link",
-        type=units.link,
-        metavar="SPEED,LATENCY",
-        help="of the network of a forecast, e.g. 25GB/s,2us; default: as --save measured",
-    )
-    parser.add_argument(
-        "--compute",
-        type=units.duration,
-        metavar="TIME",
-        help="of a step, for a forecast, e.g. 100ms, which is the default",
-    )
+    parser.add_argument("--plot", type=_file, metavar="FILE.png", help="draw time by size")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measure on all ranks of the job, or forecast; return the exit status."""
+    """Measure on all ranks of the job; return the exit status."""
     if options.devices != "cpu":
         return _on_gpus(options)
-    if options.forecast:
-        return _forecast(options)
-    if options.link or options.compute:
-        name = "--link" if options.link else "--compute"
-        _tell(f"mpistrategy bench: found {name} without a forecast; expected it with --forecast NODESxRANKS")
-        return 2
     # Saved thresholds must not influence their own measurement.
     with trying(DEFAULT) if options.save else nullcontext():
         strategy = MirroredStrategy()  # starts MPI
@@ -158,7 +128,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _on_gpus(options: argparse.Namespace) -> int:
     """Measure with arrays in GPU memory, on one rank or more; return the exit status."""
-    others = [name for name in ("forecast", "link", "compute", "save", "plot", "peers") if getattr(options, name)]
+    others = [name for name in ("save", "plot", "peers") if getattr(options, name)]
     if others:
         _tell(f"mpistrategy bench: found --devices {options.devices} with --{others[0]}; expected one of the two")
         return 2
@@ -182,32 +152,6 @@ def _on_gpus(options: argparse.Namespace) -> int:
     ranks.close()
     strategy.close()
     return 0 if all(row["right"] for row in found["rows"]) else 1
-
-
-def _forecast(options: argparse.Namespace) -> int:
-    """Print a forecast, on the first rank where a launcher started several; MPI is not started."""
-    if options.save:
-        _tell("mpistrategy bench: found --save and --forecast; expected one: save the rates first, then forecast")
-        return 2
-    claim = claim_in(os.environ)
-    if claim is not None and claim.rank:
-        return 0
-    try:
-        file = measured_between_nodes()
-        thresholds = load(file) if file else DEFAULT
-    except (OSError, ValueError) as error:
-        _tell(
-            f"mpistrategy bench: the rates in {os.environ.get(VARIABLE) or 'the saved file'} cannot be used: {error}; "
-            f"expected a file of `mpistrategy bench --save`. Measure anew, or use the defaults: {VARIABLE}= (empty)."
-        )
-        return 2
-    assumption = tables.assumed(thresholds, str(file or ""), options.link or units.LinkRates())
-    compute = options.compute or tables.COMPUTE_SECONDS
-    found = tables.tables(options.forecast, options.sizes or tables.SIZES, assumption.thresholds)
-    reports.write(options.markdown, tables.in_words(assumption, found, compute))
-    if options.plot:
-        _tell(picture.draw(found, compute, options.plot) or f"drew {options.plot}")
-    return 0
 
 
 def _run_suites(
@@ -309,14 +253,6 @@ def _save(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, repo
     search = Search(ranks, machine.ranks_on_node > 1, machine.nodes, tell, default, effort, trials)
     paths = replace(search.run(), source=f"measured {environment['date']} on {environment['cpu']}")
     report["cases"] = search.cases
-    if machine.nodes > 1:
-        from mpistrategy.cli.bench.cases import rates
-
-        rounds = rates.QUICK if options.quick else rates.EFFORT
-        between = rates.NodeRates(ranks, strategy.extended.communicator, tell, rounds)
-        paths = replace(paths, rates=between.measured(paths))
-        between.close()
-        report["cases"] += between.cases
     report["paths"] = asdict(paths)
     if failed(lambda: save(paths, machine, place())):
         return 1

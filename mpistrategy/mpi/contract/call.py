@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from sys import _getframe
 from threading import get_ident
 from time import monotonic
 from types import TracebackType
@@ -12,7 +13,7 @@ from typing import Any
 
 from mpistrategy import errors
 from mpistrategy.mpi.contract import timeouts
-from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.call_sites import Signature, site_of
 from mpistrategy.mpi.contract.error_messages import AGREED, BEFORE, is_of_one_rank
 from mpistrategy.mpi.contract.flight_recorder import LEFT, CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
@@ -101,7 +102,7 @@ class Call:
         guard.thread, guard.stage = get_ident(), BEFORE
         if guard.size > 1:
             if not self._anywhere:
-                self.place = guard.here().place
+                self.place = (guard.site or site_of(_getframe(2))).place
             record = guard.record
             record.number += 1
             self._entry = [record.number, self, monotonic(), 0.0]

@@ -131,25 +131,29 @@ _sites: dict[tuple[int, ...], tuple[Site, list[CodeType]]] = {}
 
 def site_of(frame: FrameType | None) -> Site:
     """Return the call site of a call in `frame`, or in the first frame outside this package from there."""
-    step, frame = _current_step(), outside(frame)
+    step = _current_step()
     frames: list[FrameType] = []
     key: list[int] = []
     while frame is not None:
         code = frame.f_code
-        frames.append(frame)
-        key += (id(code), frame.f_lasti)
-        # The caller of a module's own code is Python itself, and may differ between ranks that are started differently.
-        if len(frames) > _CALLERS or code is step or code.co_name == _MODULE:
+        ours = _ours.get(code.co_filename)
+        if ours is None:
+            ours = _is_ours(code.co_filename)
+        if not ours:
+            frames.append(frame)
+            key += (id(code), frame.f_lasti)
+            # The caller of a module's own code is Python itself, and may differ between ranks started differently.
+            if len(frames) > _CALLERS or code is step or code.co_name == _MODULE:
+                break
+        elif code is _step_caller and step is NO_CODE and frames:
             break
         frame = frame.f_back
-        if step is NO_CODE and frame is not None and frame.f_code is _step_caller:
-            break
-        frame = outside(frame)
-    known = _sites.get(tuple(key))
+    found = tuple(key)
+    known = _sites.get(found)
     if known is None:
         if len(_sites) >= _REMEMBERED:
             _sites.clear()
-        known = _sites[tuple(key)] = _site_of(frames), [each.f_code for each in frames]
+        known = _sites[found] = _site_of(frames), [each.f_code for each in frames]
     return known[0]
 
 

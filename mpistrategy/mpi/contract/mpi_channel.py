@@ -133,13 +133,19 @@ class MpiControlChannel:
         self._request.Wait()
         return self._told == self._expected
 
-    def has_equal_sums(self) -> bool:
-        """Return whether all ranks get the same bits in `sums`, which MPI does not promise; tried once.  Collective."""
-        from mpistrategy.mpi.contract.sums_by_mpi import digest_of, values_to_try  # here, since one node needs neither
+    def has_equal_sums(self, comm: MPI.Intracomm) -> bool:
+        """Return whether all ranks get the same bits of MPI's sums, which MPI does not promise.  Collective.
 
-        (self.values[...],) = values_to_try(self._comm.rank, (self.values.size,), np.float64)
+        Args:
+            comm: another communicator of the same ranks, whose sums are tried besides those of the first message.
+        """
+        from mpistrategy.mpi.contract.sums_by_mpi import COUNTS, digest_of, values_to_try  # here: one node needs none
+
+        self.values[...], *others = values_to_try(self._comm.rank, (self.values.size, *COUNTS), np.float64)
         self.all_equal(0)
-        return self.all_equal(digest_of([self.sums]))
+        for values in others:
+            comm.Allreduce(MPI.IN_PLACE, values)
+        return self.all_equal(digest_of([self.sums, *others]))
 
     def progress(self) -> None:
         """Let MPI make progress with messages for this rank."""

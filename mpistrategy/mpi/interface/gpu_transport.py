@@ -38,8 +38,11 @@ class DevicePath(Protocol):
     def make_room(self, nbytes: int) -> None:
         """Allocate the memory that a buffer of `nbytes` needs; called before the ranks agree, since it may fail."""
 
-    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
-        """Replace `buffer` (of `communication_memory`) on every rank by its combination."""
+    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
+        """Replace `buffer` (of `communication_memory`) on every rank by its combination.
+
+        Sums of float32 travel between nodes as `wire`: see `mpistrategy.options.CommunicationOptions`.
+        """
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` (of `communication_memory`) on `root` by its combination; undefined elsewhere."""
@@ -59,7 +62,7 @@ class DevicePath(Protocol):
         Rank r's block has ``counts[r]`` elements.  The own block may be its part of `together`.
         """
 
-    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> str:
+    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
         """Return why arrays of a dtype (of the wire) are combined on the host; "" where they are not."""
 
     def free(self) -> None:
@@ -101,7 +104,7 @@ class Alone:
     def make_room(self, nbytes: int) -> None:
         """Need nothing."""
 
-    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
+    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
         """Leave `buffer`: it is the sum over one rank."""
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
@@ -118,7 +121,7 @@ class Alone:
         if block.data.ptr != together.data.ptr:
             together[...] = block
 
-    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> str:
+    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
         """Return "": nothing moves."""
         return ""
 

@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpistrategy.mpi.shared_memory.bounce_buffers import share
-from mpistrategy.mpi.tuning.costs import PAIRWISE_LANES
+from mpistrategy.mpi.shared_memory.node_sum import share
 
 
 @dataclass(frozen=True)
@@ -59,16 +58,6 @@ def every_rank(node_of: Sequence[int], rank: int) -> Lanes:
     counterparts = tuple(
         tuple(members[((each + 1) * len(members) - 1) // slices] for members in nodes) for each in range(*borders[me])
     )
-    return Lanes(slices, borders, me, counterparts)
-
-
-def few_ranks(node_of: Sequence[int], rank: int) -> Lanes:
-    """Return the lanes of the pairwise exchange: as many as the smallest node has ranks, up to `PAIRWISE_LANES`."""
-    nodes = _members(node_of)
-    slices = min(PAIRWISE_LANES, *map(len, nodes))
-    mine, me = nodes[node_of[rank]], nodes[node_of[rank]].index(rank)
-    borders = tuple((min(i, slices), min(i + 1, slices)) for i in range(len(mine)))
-    counterparts = tuple(tuple(members[each] for members in nodes) for each in range(*borders[me]))
     return Lanes(slices, borders, me, counterparts)
 
 

@@ -15,16 +15,14 @@ NCCL gets the wire's dtype, "float16" or "bfloat16", and rounds each of its sums
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by
 from mpistrategy.errors import OptionError
-from mpistrategy.mpi.multi_node.two_level import allreduce_across
-from mpistrategy.mpi.tuning.thresholds import RouteName
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.multi_node.rounded_exchange import Wire
 
 
 @cache
@@ -58,73 +56,13 @@ def check(wire: str | None) -> None:
         bfloat16()
 
 
-def on(communicator: Any, wire: str | None) -> Any:
-    """Return `communicator`, or a view of it whose all-reduces send `wire` between the nodes, where there are several.
-
-    Args:
-        communicator: the ranks.
-        wire: None, "bfloat16" or "float16".
-    """
-    if wire is None or communicator.nodes == 1:
-        return communicator
-    view = _Rounding if wire == "bfloat16" else _HalfByNccl
-    return communicator.once((_Rounding, wire), lambda: view(communicator))
+def between_nodes(ranks: Communicator, wire: str | None, dtype: np.dtype[Any], op: str) -> Wire:
+    """Return the dtype in which a buffer travels between the nodes where the host sends it; None for its own."""
+    return bfloat16() if wire == "bfloat16" and ranks.nodes > 1 and travels(dtype, op) else None
 
 
-class _HalfByNccl:
-    """A view of a communicator whose float32 sums travel as float16 by NCCL, and as they are otherwise."""
-
-    def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._communicator, name)
-
-    def wire_by_nccl(self, dtype: np.dtype[Any], op: str) -> np.dtype[Any] | None:
-        """Return the dtype in which NCCL gets a buffer of `dtype`; None for its own."""
-        return np.dtype(np.float16) if travels(dtype, op) else None
-
-
-class _Rounding:
-    """A view of a communicator whose float32 sums are rounded between the nodes."""
-
-    rounds = True
-    first_message = None
-
-    def __init__(self, communicator: Any) -> None:
-        self._communicator = communicator
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._communicator, name)
-
-    def wire_between_nodes(self, dtype: np.dtype[Any], op: str) -> np.dtype[Any] | None:
-        """See `mpistrategy.mpi.multi_node.two_level.wire_between_nodes`."""
-        return bfloat16() if travels(dtype, op) else None
-
-    #: See `_HalfByNccl`.
-    wire_by_nccl = wire_between_nodes
-
-    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
-        """Return the route that `allreduce` takes; only one of them rounds."""
-        route: RouteName = "across" if travels(dtype, op) else self._communicator.route(nbytes, dtype, op)
-        return route
-
-    def tried_route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
-        """Do `route`; see `Collectives.tried_route`."""
-        route: RouteName = "across" if travels(dtype, op) else self._communicator.tried_route(nbytes, dtype, op)
-        return route
-
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
-        """Replace `buffer` on every rank by the combination over the ranks."""
-        if travels(buffer.dtype, op):
-            allreduce_across(self, buffer, op, source=source)
-        else:
-            self._communicator.allreduce(buffer, op, source)
-
-    def allreduce_many(
-        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
-    ) -> None:
-        """Do ``allreduce(target, op, source)`` for pairs of (source, target), and divide the results."""
-        for source, target in pairs:
-            self.allreduce(target, op, source)
-            divide_by(divisor, target)
+def by_nccl(ranks: Communicator, wire: str | None, dtype: np.dtype[Any], op: str) -> Wire:
+    """Return the dtype in which NCCL gets a buffer; None for its own."""
+    if wire is None or ranks.nodes == 1 or not travels(dtype, op):
+        return None
+    return bfloat16() if wire == "bfloat16" else np.dtype(np.float16)

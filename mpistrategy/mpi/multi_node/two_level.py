@@ -1,16 +1,12 @@
 """The all-reduce over ranks on several nodes: within each node, between the nodes, and back, in pieces.
 
-Some ranks of each node are lanes, and own a part of every piece.  A lane adds up its part over its node, combines it
-with its counterparts on the other nodes, and shows its node the result.  So each byte crosses the network as often as
-it must and no more.  There are two ways between the counterparts:
+Every rank of a node is a lane, and owns a part of every piece.  A lane adds up its part over its node, combines it with
+its counterparts on the other nodes by MPI's Allreduce, and shows its node the result.  So each byte crosses the network
+as often as it must and no more.  A single piece takes a blocking call: nothing can fail on one rank between the
+agreement and it.
 
-* "lanes": every rank is one, and MPI's Allreduce combines what the counterparts have.  A single piece takes a blocking
-  call: nothing can fail on one rank between the agreement and it.
-* "across": up to four ranks of a node are lanes, and exchange pairwise (`pairwise`).  It takes 2 (nodes - 1) messages a
-  piece, for few nodes.  It can round what travels, and needs no promise of MPI that all ranks get the same bits.
-
-Two or more pieces are under way at a time: while one is on the network, the node adds up those that follow.  Who adds
-what depends only on the placement of the ranks: equal runs give equal bits, and all ranks get the same ones.
+Two pieces are under way at a time: while one is on the network, the node adds up the next.  Who adds what depends only
+on the placement of the ranks: equal runs give equal bits.
 
 Where the ranks of a node share no memory, and in simulated jobs, the levels take turns with the whole array.
 """
@@ -20,76 +16,41 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.interface.communicator import NodeGroups
-from mpistrategy.mpi.multi_node.lanes import Lanes, every_rank, few_ranks
+from mpistrategy.mpi.interface.communicator import Communicator, NodeGroups
+from mpistrategy.mpi.multi_node.lanes import every_rank
 from mpistrategy.mpi.multi_node.node_stage import BufferStage, InPlaceStage, NodeStage, Piece
-from mpistrategy.mpi.multi_node.pairwise import Flight, Request, Space, Steps, Wire, reduce_pairwise
+from mpistrategy.mpi.multi_node.rounded_exchange import Rounded, Wire
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
-from mpistrategy.mpi.tuning.costs import (
-    LANES_PIECE_BYTES,
-    MOST_NODES_PAIRWISE,
-    PAIRWISE_FLIGHTS,
-    PAIRWISE_LANES,
-    pairwise_piece_bytes,
-)
-from mpistrategy.mpi.tuning.thresholds import Thresholds
 
-#: How counterparts combine what they have: by MPI's Allreduce, or pairwise.
-Way = Literal["lanes", "across"]
-
+#: Larger buffers go in pieces of this.
+PIECE_BYTES = 4 * 2**20
 #: All buffers of a node together take no more; with many ranks on a node the pieces become smaller.
 NODE_BYTES = 2**26
+#: So many pieces have memory: one on the network, and one on which the node works.
+BUFFERS = 2
 _LEAST_PIECE_BYTES = 2**12
-_TAGS = 2**12
 _REMEMBERED = 128
 #: A rank that waits for its node without a message under way calls MPI once in so many looks.
 _LOOKS_WITHOUT_MPI = 16
 
 
-def lanes_of(way: Way, node_of: Sequence[int], rank: int) -> Lanes:
-    """Return who the lanes are."""
-    return every_rank(node_of, rank) if way == "lanes" else few_ranks(node_of, rank)
-
-
-def buffers_for(way: Way, flights: int) -> int:
-    """Return how many pieces have memory: those on the network, and one on which the node works.
-
-    MPI's own Allreduce fills the network with one piece.
-    """
-    return 2 if way == "lanes" else flights + 1
-
-
-def piece_bytes_for(way: Way, node_of: Sequence[int], thresholds: Thresholds, flights: int = PAIRWISE_FLIGHTS) -> int:
+def piece_bytes_for(node_of: Sequence[int]) -> int:
     """Return how much of a buffer is one piece; the same on all ranks."""
-    buffers = buffers_for(way, flights)
-    sizes, wanted = Counter(node_of).values(), LANES_PIECE_BYTES
-    if way == "across":
-        wanted = pairwise_piece_bytes(min(PAIRWISE_LANES, *sizes), len(sizes), thresholds)
-    most = NODE_BYTES // (buffers * max(sizes)) // ALIGNMENT * ALIGNMENT
-    return min(wanted, max(most, _LEAST_PIECE_BYTES))
+    most = NODE_BYTES // (BUFFERS * max(Counter(node_of).values())) // ALIGNMENT * ALIGNMENT
+    return min(PIECE_BYTES, max(most, _LEAST_PIECE_BYTES))
 
 
-def shared_bytes(way: Way, node_of: Sequence[int], thresholds: Thresholds, flights: int = PAIRWISE_FLIGHTS) -> int:
-    """Return how much memory each rank of a node with several shares for a way, from its first use on."""
-    piece_bytes = piece_bytes_for(way, node_of, thresholds, flights)
-    return BufferStage.bytes_of(piece_bytes, buffers_for(way, flights))
-
-
-def way_between(nodes: int, *, rounds: bool = False) -> Way:
-    """Return the way of those who want the two levels at any size: pairwise between few nodes.
-
-    The engine of `all_reduce_async` does.  8 nodes of one rank, wall time over a bare Allreduce, pairwise and by lanes:
-    256 KiB 3.4 and 5.3, 1 MiB 1.6 and 2.4, 16 MiB 0.9 and 1.0; 4 nodes 1.7 and 2.1, 1.4 and 1.9, 0.6 and 0.7.
-    """
-    return "across" if rounds or nodes <= MOST_NODES_PAIRWISE else "lanes"
+def shared_bytes(node_of: Sequence[int]) -> int:
+    """Return how much memory each rank of a node with several shares, from the first use on."""
+    return BufferStage.bytes_of(piece_bytes_for(node_of), BUFFERS)
 
 
 def eagerly(looks: int) -> None:
@@ -112,33 +73,29 @@ def crowded(looks: int) -> None:
 
 
 def allreduce_across(
-    communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None, way: Way | None = None
+    communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None, wire: Wire = None
 ) -> None:
     """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.  Collective.
 
     Args:
-        communicator: the ranks, on any number of nodes.  With a view that `reduced_precision.on` returned, float32 sums
-            are rounded between the nodes.
+        communicator: the ranks, on any number of nodes.
         buffer: contiguous; equal size and dtype on all ranks.
         op: "SUM", "MIN", "MAX" or "PROD".
         source: this rank's contribution, where it is not `buffer`; stays as it is.
-        way: between the nodes; None means that of `way_between`.
+        wire: the dtype in which sums travel between the nodes, where it is another one.
     """
     flat = buffer.reshape(-1)
     mine = flat if source is None else source.reshape(-1)
-    wire = wire_between_nodes(communicator, buffer.dtype, op)
-    if way is None:
-        way = way_between(communicator.nodes, rounds=wire is not None)
-        if way == "lanes" and hasattr(communicator, "tried"):
-            way = communicator.tried(way)
     with np.errstate(all="ignore"):
-        across_nodes(communicator, way).allreduce(mine, flat, op, wire)
+        across_nodes(communicator).allreduce(mine, flat, op, wire)
 
 
-def wire_between_nodes(communicator: Any, dtype: np.dtype[Any], op: str) -> Wire:
-    """Return the dtype that travels between the nodes where it is another one than `dtype`."""
-    own: Callable[..., Wire] | None = getattr(communicator, "wire_between_nodes", None)
-    return None if own is None else own(dtype, op)
+def allreduce(ranks: Communicator, buffer: Array, op: str, source: Array | None, wire: Wire) -> None:
+    """Do `Communicator.allreduce`; where there is a `wire`, `allreduce_across`."""
+    if wire is None:
+        ranks.allreduce(buffer, op, source)
+    else:
+        allreduce_across(ranks, buffer, op, source=source, wire=wire)
 
 
 @dataclass(frozen=True)
@@ -148,13 +105,11 @@ class Manner:
     Attributes:
         pause: called between two looks that found nothing new, with how many there have been.
         nudges: how often MPI is asked to move messages on after a pause, besides once for each piece under way.
-        flights: how many pieces may be on the network while the node works on one.
         blocks: whether a single piece may take a blocking call of MPI.
     """
 
     pause: Callable[[int], None] = eagerly
     nudges: int = 0
-    flights: int = PAIRWISE_FLIGHTS
     blocks: bool = True
 
 
@@ -162,49 +117,74 @@ EAGER = Manner()
 CROWDED = Manner(crowded)
 
 
-def across_nodes(communicator: Any, way: Way, manner: Manner | None = None) -> AcrossNodes:
-    """Return the two-level exchange of a communicator; the first call for each way is collective."""
-    usual = CROWDED if getattr(communicator, "is_crowded", False) else EAGER
-    chosen: Manner = manner or getattr(communicator, "manner", None) or usual
-    found: AcrossNodes = communicator.once((AcrossNodes, way), lambda: AcrossNodes(communicator, way, chosen))
+def across_nodes(communicator: Any) -> AcrossNodes:
+    """Return the two-level all-reduce of a communicator; the first call is collective."""
+    found: AcrossNodes = communicator.once(AcrossNodes, lambda: AcrossNodes(communicator))
     return found
 
 
-class AcrossNodes:
-    """The state of the two-level all-reduce; made once for a communicator and a way.  Collective."""
+class Flight:
+    """The exchange of one piece between the nodes.
 
-    def __init__(self, communicator: Any, way: Way, manner: Manner) -> None:
+    Args:
+        steps: yields the messages that must be done before the next step.
+    """
+
+    def __init__(self, steps: Iterator[list[Any]]) -> None:
+        self._steps = steps
+        self._messages: list[Any] = []
+        self.is_over: bool = False
+        self.advance()
+
+    def nudge(self) -> None:
+        """Let MPI move messages on."""
+        if self._messages:
+            self._messages[-1].Test()
+
+    def advance(self) -> bool:
+        """Go on as far as messages have arrived; return whether anything happened.  Never waits."""
+        moved = False
+        while not self.is_over:
+            while self._messages:
+                if not self._messages[-1].Test():
+                    return moved
+                self._messages.pop()
+            following = next(self._steps, None)
+            self.is_over, self._messages, moved = following is None, following or [], True
+        return moved
+
+
+class AcrossNodes:
+    """The state of the two-level all-reduce; made once for a communicator.  Collective."""
+
+    def __init__(self, communicator: Any) -> None:
         nodes = communicator.nodes
-        self._way, self._manner = way, manner
-        #: The pieces under way: who adds them up on this node, what they are, and their exchange with other nodes.
+        usual = CROWDED if getattr(communicator, "is_crowded", False) else EAGER
+        self._manner: Manner = getattr(communicator, "manner", None) or usual
+        #: The pieces under way, and their exchange with other nodes.
         self._flights: deque[tuple[NodeStage, Piece, Flight]] = deque()
         self._number = 0
         self._progress: Callable[[], object] = getattr(communicator, "progress", lambda: None)
+        self._on_all = communicator.guard.on_all
         self._links: list[Any] = []
+        self._new_links: Callable[[], list[Any]] = list
         self._slices: dict[tuple[int, int], list[tuple[Any, slice]]] = {}
+        #: How slices of this rank are exchanged where they are rounded, for each piece under way.
+        self._rounded: list[list[Rounded]] = []
         self._groups: NodeGroups | None = None
         self._node = NodeStage()
-        self._lanes = lanes_of(way, communicator.node_of, communicator.rank)
-        self._buffers = buffers_for(way, manner.flights)
-        self.piece_bytes: int = piece_bytes_for(way, communicator.node_of, communicator.thresholds, manner.flights)
-        self._spaces: list[Space] = communicator.guard.on_all(partial(self._new_spaces, nodes))
-        nbytes = BufferStage.bytes_of(self.piece_bytes, self._buffers)
+        self._lanes = every_rank(communicator.node_of, communicator.rank)
+        self.piece_bytes: int = piece_bytes_for(communicator.node_of)
+        nbytes = BufferStage.bytes_of(self.piece_bytes, BUFFERS)
         memory = communicator.shared(nbytes) if communicator.size > nodes else None
         if not hasattr(communicator, "links") or (memory is not None and not memory.is_shared):
             self._groups = communicator.node()
             return
         if memory is not None and len(memory.segments) > 1:
-            self._node = BufferStage(memory, self.piece_bytes, self._buffers, self._lanes, self._until)
+            self._node = BufferStage(memory, self.piece_bytes, BUFFERS, self._lanes, self._until)
         if nodes > 1:
-            self._links = communicator.links(self._lanes.counterparts)
-
-    def _new_spaces(self, nodes: int) -> list[Space]:
-        """Return memory for blocks that the pairwise exchange receives."""
-        if self._way == "lanes":
-            return []
-        slice_bytes = self.piece_bytes // self._lanes.slices + ALIGNMENT
-        # Twice a slice: bfloat16 takes half of one for what it sends, as much to receive, and two blocks of sums.
-        return [Space(2 * slice_bytes + 2 * ALIGNMENT * nodes) for _ in range(self._buffers)]
+            self._new_links = partial(communicator.links, self._lanes.counterparts)
+            self._links = self._new_links()
 
     @property
     def in_turn(self) -> bool:
@@ -223,16 +203,18 @@ class AcrossNodes:
     def allreduce(self, source: Array, target: Array, op: str, wire: Wire, within: NodeStage | None = None) -> None:
         """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same.
 
-        `wire` is that of `wire_between_nodes`.  With `within`, the arrays of that stage are combined; `source` and
+        `wire` is that of `allreduce_across`.  With `within`, the arrays of that stage are combined; `source` and
         `target` are then this rank's own.
         """
         if self._groups is not None:
             self._in_turn(self._groups, source, target, op, wire)
             return
         node = self._node if within is None else within
-        if self._is_one_piece(target):
+        if wire is None and self._manner.blocks and 0 < target.nbytes <= self.piece_bytes:
             self._at_once(node, source, target, op)
             return
+        if wire is not None and not self._rounded:
+            self._rounded = self._new_rounded(wire)
         elements = self.piece_bytes // target.itemsize
         for start in range(0, target.size, elements):
             self._number += 1
@@ -240,16 +222,25 @@ class AcrossNodes:
             piece = Piece(self._number, start, source[part], target[part])
             node.contribute(piece)
             self._advance()
-            self._flights.append((node, piece, self._begin(piece, *node.add_up(piece, op), op, wire)))
+            result = _in_place(*node.add_up(piece, op))
+            self._flights.append((node, piece, Flight(self._exchange(piece, result, op, wire))))
             self._advance()
-            while len(self._flights) >= self._buffers:
+            while len(self._flights) >= BUFFERS:
                 self._end_first()
         while self._flights:
             self._end_first()
 
-    def _is_one_piece(self, array: Array) -> bool:
-        """Return whether `allreduce` takes one blocking call of MPI for a slice of this rank."""
-        return self._way == "lanes" and self._manner.blocks and 0 < array.nbytes <= self.piece_bytes
+    def _new_rounded(self, wire: np.dtype[Any]) -> list[list[Rounded]]:
+        """Return how the slices of this rank are exchanged, for each piece under way.  Collective."""
+        itemsize = np.dtype(np.float32).itemsize
+        counts = [part.stop - part.start for part in self._lanes.slices_of(self.piece_bytes // itemsize, itemsize)]
+        links = [self._new_links() for _ in range(BUFFERS)]  # ranks may start two pieces' messages in any order
+
+        def made() -> list[list[Rounded]]:
+            return [[Rounded(*each, wire) for each in zip(those, counts, strict=True)] for those in links]
+
+        rounded: list[list[Rounded]] = self._on_all(made)
+        return rounded
 
     def _at_once(self, node: NodeStage, source: Array, target: Array, op: str) -> None:
         """Do `allreduce` with a single piece, by a blocking call of MPI for each slice of this rank."""
@@ -260,6 +251,16 @@ class AcrossNodes:
         for link, part in self._linked(piece):
             link.reduce_by_mpi(result[part], op)
         node.hand_out(piece)
+
+    def _exchange(self, piece: Piece, result: Array, op: str, wire: Wire) -> Iterator[list[Any]]:
+        """Combine the slices of this rank with those of its counterparts, without waiting."""
+        if wire is None:
+            yield [link.begin_to_reduce_by_mpi(result[part], op) for link, part in self._linked(piece)]
+            return
+        slices = self._lanes.slices_of(piece.target.size, piece.target.itemsize)
+        for part, rounded in zip(slices, self._rounded[piece.number % BUFFERS], strict=True):
+            if part.stop > part.start:
+                yield from rounded.exchange(result[part])
 
     def _in_turn(self, groups: NodeGroups, source: Array, target: Array, op: str, wire: Wire) -> None:
         """Combine within each node, then between their first ranks, and hand out, each by its own collective."""
@@ -272,7 +273,7 @@ class AcrossNodes:
         if leaders is None or leaders.size == 1:
             pass
         elif hasattr(leaders, "links"):
-            across_nodes(leaders, self._way, self._manner).allreduce(target, target, op, wire)
+            across_nodes(leaders).allreduce(target, target, op, wire)
         else:
             _round(target, wire)
             leaders.allreduce(target, op)
@@ -281,7 +282,7 @@ class AcrossNodes:
 
     def free(self) -> None:
         """Free the communicators of the counterparts, where all ranks are known to do so."""
-        for link in self._links:
+        for link in (*self._links, *(each.link for those in self._rounded for each in those)):
             link.free()
 
     def _linked(self, piece: Piece) -> Sequence[tuple[Any, slice]]:
@@ -297,22 +298,6 @@ class AcrossNodes:
             pairs = zip(self._links, self._lanes.slices_of(*key), strict=bool(self._links))
             found = self._slices[key] = [(link, part) for link, part in pairs if part.stop > part.start]
         return found
-
-    def _begin(self, piece: Piece, total: Array, result: Array, op: str, wire: Wire) -> Flight:
-        if not self._links:
-            _in_place(total, result)
-            return Flight(None)
-        if self._way == "lanes":
-            return Flight(self._by_mpi(piece, _in_place(total, result), op))
-        tag = 2 * (self._number % _TAGS)
-        space = self._spaces[self._number % self._buffers]
-        space.clear()
-        return Flight(reduce_pairwise(self._links[0], total, result, op, tag, space, wire))
-
-    def _by_mpi(self, piece: Piece, result: Array, op: str) -> Steps:
-        """Combine the slices of this rank with those of its counterparts by MPI, without waiting."""
-        begun: list[Request] = [link.begin_to_reduce_by_mpi(result[part], op) for link, part in self._linked(piece)]
-        yield begun
 
     def _end_first(self) -> None:
         node, piece, flight = self._flights[0]

@@ -13,8 +13,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
-from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
@@ -23,30 +21,17 @@ from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.contract.guard import Guard
-    from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across, way_between
+    from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across
     from mpistrategy.mpi.over_mpi import gathering
     from mpistrategy.mpi.over_mpi.operations import operation
-    from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
-    from mpistrategy.mpi.tuning import costs
+    from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 else:
-    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across", "way_between")
+    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across")
     later(globals(), "mpistrategy.mpi.over_mpi.gathering")
     later(globals(), "mpistrategy.mpi.over_mpi.operations", "operation")
-    later(globals(), "mpistrategy.mpi.tuning.costs")
 
-#: Over TCP Open MPI sends messages of 64 KiB and more only after an answer of the receiver, which waits behind data:
-#: 16 MiB both ways at 1 Gbit/s take 160-200 ms, and 142 ms in shorter messages.
-_MESSAGE_BYTES = 60 * 2**10 if MPI.get_vendor()[0] == "Open MPI" else buffers.MAX_COUNT
 #: Up to this size MPI reads the source itself; above, a copy and an in-place call are faster.
 _DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
-_ROUTES: dict[costs.Route, RouteName] = {"flat": "mpi", "lanes": "lanes", "pairwise": "across"}
-_REMEMBERED = 4096
-_UNEQUAL = (
-    "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
-    "See MPI's settings for the algorithm of Allreduce"
-)
-
-
 #: Tags of messages between two ranks: of an exchange of uneven parts, and the first of those that a program chooses.
 _EXCHANGE, _PROGRAM = 2**10, 2**11
 #: The greatest tag that every MPI takes.
@@ -124,74 +109,29 @@ class Collectives:
     failures: Failures | None = None
     thresholds: Thresholds
     max_count: int
+    #: Whether MPI gives all ranks the same bits of one sum.
+    has_equal_sums: bool = True
+    #: What adds up arrays of this node; None where its ranks share no memory.
+    node_sum: NodeSum | None = None
     #: How to wait for messages between nodes; None: the usual one of `two_level`.
     manner: Manner | None = None
     _control: MpiControlChannel | None
     guard: Guard
-
-    def __init__(self) -> None:
-        #: The routes between nodes by bytes, under certain thresholds.
-        self._routes: dict[int, RouteName] = {}
-        self._routes_by: Thresholds | None = None
-        #: The routes whose bits were compared, and those where they differed.
-        self._tried: set[RouteName] = set()
-        self._unequal: set[RouteName] = set()
-
-    @property
-    def pipelined(self) -> PipelinedAllReduce | None:
-        """The pipelined all-reduce of this node; None where its ranks share no memory."""
-        return None
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""
         if self.nodes > 1:
             return self._route_between_nodes(nbytes)
         is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes_for(dtype)
-        return "pipelined" if is_large and self.pipelined is not None else "mpi"
+        return "node_sum" if is_large and self.node_sum is not None else "mpi"
 
     def _route_between_nodes(self, nbytes: int) -> RouteName:
-        if self._routes_by is not self.thresholds:
-            self._routes, self._routes_by = {}, self.thresholds
-        found = self._routes.get(nbytes)
-        if found is None:
-            if len(self._routes) >= _REMEMBERED:
-                self._routes.clear()
-            found = _ROUTES[costs.between_nodes(self.nodes, self.size // self.nodes, nbytes, self.thresholds)]
-            blocks = self.manner is None or self.manner.blocks
-            if found == "mpi" and not blocks:
-                found = way_between(self.nodes)
-            if found == "lanes" and not self.shares_memory and self.size > self.nodes:
-                found = "mpi" if blocks else "across"
-            if found in self._unequal:
-                found = "across"
-            self._routes[nbytes] = found
-        return found
-
-    def tried_route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
-        """Do `route` on ranks that have agreed on the call: no route whose sums differ in their bits.  Collective."""
-        return self.tried(self.route(nbytes, dtype, op))
-
-    def tried(self, way: RouteName) -> RouteName:
-        """Return `way`, or the pairwise exchange where the ranks would get different bits.  Collective.
-
-        This is tried at the first use of a route; the pairwise exchange gives equal bits by itself.
-        """
-        if self.nodes > 1 and way != "across" and way not in self._tried and self._control is not None:
-            from mpistrategy.mpi.contract import sums_by_mpi  # here, since only ranks of several nodes need it
-
-            tried: list[Array] = self.guard.on_all(lambda: sums_by_mpi.values_to_try(self.rank))
-            for values in tried:
-                if way == "lanes":
-                    allreduce_across(self, values, way="lanes")
-                else:
-                    self._comm.Allreduce(MPI.IN_PLACE, values)
-            self._tried.add(way)
-            if not self._control.all_equal(sums_by_mpi.digest_of(tried)):
-                self._unequal.add(way)
-                self._routes.clear()
-                if self.rank == 0:
-                    warn(_UNEQUAL.format(self.library), FallbackWarning)
-        return "across" if way in self._unequal else way
+        if not self.has_equal_sums:
+            return "root"
+        if self.manner is not None and not self.manner.blocks:
+            return "lanes"
+        has_lanes = self.shares_memory and self.size >= 2 * self.nodes
+        return "lanes" if has_lanes and nbytes >= self.thresholds.lanes_bytes else "mpi"
 
     def progress(self) -> None:
         """Let MPI make progress with messages."""
@@ -202,13 +142,19 @@ class Collectives:
 
         This rank's value is in `source`, which does not change; None means in `buffer`.
         """
-        way = self.tried_route(buffer.nbytes, buffer.dtype, op)
-        if way == "pipelined" and self.pipelined is not None:
+        way = self.route(buffer.nbytes, buffer.dtype, op)
+        if way == "node_sum" and self.node_sum is not None:
             flat = buffer.reshape(-1)
-            self.pipelined.allreduce_many([(flat if source is None else source.reshape(-1), flat)], op)
+            self.node_sum.run([(flat if source is None else source.reshape(-1), flat)], op)
             return
-        if way == "lanes" or way == "across":
-            allreduce_across(self, buffer, op, source=source, way=way)
+        if way == "lanes":
+            allreduce_across(self, buffer, op, source=source)
+            return
+        if way == "root":
+            if source is not None:
+                buffer[...] = source
+            self.reduce(buffer, 0, op)
+            self.bcast(buffer, 0)
             return
         brought: Any = MPI.IN_PLACE
         if source is not None and source is not buffer:
@@ -231,10 +177,10 @@ class Collectives:
         """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
 
         The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
-        They are part of a list of `nbytes`, which is pipelined through shared memory as a whole or not at all.
+        They are part of a list of `nbytes`, which goes through shared memory as a whole or not at all.
         """
-        if self.route(nbytes, pairs[0][1].dtype, op) == "pipelined" and self.pipelined is not None:
-            self.pipelined.allreduce_many(pairs, op, divisor)
+        if self.route(nbytes, pairs[0][1].dtype, op) == "node_sum" and self.node_sum is not None:
+            self.node_sum.run(pairs, op, divisor)
             return
         for source, target in pairs:
             self.allreduce(target, op, source)
@@ -355,8 +301,8 @@ class Collectives:
 
         The calls of MPI follow at once: all that can fail comes before.  Does nothing on several nodes.
         """
-        if self.failures is not None and self.pipelined is not None:
-            self.pipelined.barrier()
+        if self.failures is not None and self.node_sum is not None:
+            self.node_sum.barrier()
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
         """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
@@ -387,18 +333,18 @@ class Collectives:
         """Begin to receive into `block`, of any dtype, from one rank; None means any."""
         return Message(self._comm, buffers.as_bytes(block), rank, _PROGRAM + tag, self.max_count, sends=False)
 
-    def isend(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
-        """Begin to send `block`, of any dtype; it must not change until the requests are done."""
-        return [self._comm.Isend(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), _MESSAGE_BYTES)]
+    def begin_alltoall(self, sent: Array, received: Array) -> MPI.Request:
+        """Begin `alltoall`; neither array may be touched until the request is done."""
+        return self._comm.Ialltoall(buffers.as_bytes(sent), buffers.as_bytes(received))
 
-    def irecv(self, block: Array, rank: int, tag: int) -> list[MPI.Request]:
-        """Begin to receive into `block`, of any dtype."""
-        return [self._comm.Irecv(part, rank, tag) for part in buffers.pieces(buffers.as_bytes(block), _MESSAGE_BYTES)]
+    def begin_allgather(self, block: Array, together: Array) -> MPI.Request:
+        """Begin to write the ranks' blocks, of one size, into `together`, in rank order; any dtype."""
+        return self._comm.Iallgather(buffers.as_bytes(block), buffers.as_bytes(together))
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
-        if self.pipelined is not None:
-            self.pipelined.barrier()
+        if self.node_sum is not None:
+            self.node_sum.barrier()
         elif self.local_size > 1:
             self._inside.Barrier()
 

@@ -184,7 +184,7 @@ class Engine(AtOnce):
         self.communicator.guard.is_in_background = True
         # Over TCP each call moves only a part of MPICH's messages; with long sleeps many must be under way.  And the
         # engine could not sleep inside one blocking MPI call.
-        self.communicator.manner = Manner(self._pause, nudges=8, flights=8, blocks=False)
+        self.communicator.manner = Manner(self._pause, nudges=8, blocks=False)
         self._thread = threading.Thread(target=self._run, name="mpistrategy progress", daemon=True)
         self._thread.start()
 

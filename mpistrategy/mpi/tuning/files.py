@@ -13,14 +13,14 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, Protocol, get_args
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, CostName, Rates, Thresholds, default_for
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, default_for
 from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
@@ -34,24 +34,16 @@ else:
     later(globals(), "mpistrategy.own_files")
 
 VARIABLE = "MPISTRATEGY_PATHS"
-_FORMAT = 2
+_FORMAT = 3
 _NAMES = tuple(DEFAULT.sizes())
-#: They came later: a file may be without, and means the shipped ones then.
-_NEW_NAMES = {"lanes_bytes"}
-_RATES = tuple(field.name for field in fields(Rates))
-_CORRECTIONS = "measured_over_estimated"
 _LARGEST = 2**40
-_FASTEST = 1e30
 _LONGEST = 80
-_MOST_CORRECTIONS = 100
-#: How the names of files end that are about more than one node: ranks on a node, and nodes.
-_ABOUT_NODES = re.compile(r"-[0-9]+x(?!1\.)[0-9]+\.json$")
 #: A file is a thousand times smaller.
 MOST_BYTES = 2**20
 #: Parts of buffers: small ones would be mere overhead; they are cut at cache lines.
-_LEAST = {"chunk_bytes": 4096, "piece_bytes": 4096, "across_piece_bytes": 4096, "cell_bytes": 64}
+_LEAST = {"chunk_bytes": 4096, "piece_bytes": 4096, "cell_bytes": 64}
 #: Memory that every rank reserves.
-_MOST = {"chunk_bytes": 2**28, "across_piece_bytes": 2**26, "cell_bytes": 2**20}
+_MOST = {"chunk_bytes": 2**28, "cell_bytes": 2**20}
 
 
 class Ranks(Protocol):
@@ -166,15 +158,14 @@ def save(thresholds: Thresholds, machine: Machine, file: Path | None = None) -> 
         "machine": asdict(machine),
         "source": thresholds.source,
         "paths": thresholds.sizes(),
-        "rates": asdict(thresholds.rates),
     }
     check_can_save(file)
     replace_whole(file, json.dumps(content, indent=1) + "\n")
     return file
 
 
-def load(file: Path, shipped: Thresholds = DEFAULT) -> Thresholds:
-    """Return the thresholds of a file; `shipped` has those that files did not always have.
+def load(file: Path) -> Thresholds:
+    """Return the thresholds of a file.
 
     Raises:
         OSError: when it cannot be read, or is not a small file of this user's, or root's, own.
@@ -185,9 +176,8 @@ def load(file: Path, shipped: Thresholds = DEFAULT) -> Thresholds:
     except (ValueError, RecursionError) as error:  # also for what is no UTF-8
         raise ValueError(f"it is not JSON ({_shown(error)})") from error
     values = content.get("paths") if isinstance(content, dict) and content.get("format") == _FORMAT else None
-    if not isinstance(values, dict) or not set(_NAMES) - _NEW_NAMES <= set(values) <= set(_NAMES):
+    if not isinstance(values, dict) or set(values) != set(_NAMES):
         raise ValueError(f"it does not have the thresholds {', '.join(_NAMES)} in format {_FORMAT}")
-    values = {name: getattr(shipped, name) for name in _NEW_NAMES} | values
     by_dtype = values.pop("window_bytes_by_dtype")
     if not isinstance(by_dtype, dict) or not all(map(_is_dtype, by_dtype)):
         raise ValueError(
@@ -198,37 +188,7 @@ def load(file: Path, shipped: Thresholds = DEFAULT) -> Thresholds:
         least, most = _LEAST.get(name, 0), _MOST.get(name, _LARGEST)
         if type(value) is not int or not least <= value <= most or value % 64:
             raise ValueError(f"{name} is {_shown(value)}, expected a multiple of 64 from {least} to {most}")
-    rates = content.get("rates", {})  # a file may be without some or all
-    if not isinstance(rates, dict) or not set(rates) <= set(_RATES):
-        raise ValueError(f"its rates are {_shown(rates)}, expected some of {', '.join(_RATES)}")
-    corrections = tuple(map(_correction, _list(rates.pop(_CORRECTIONS, []))))
-    for name, value in rates.items():
-        if not _is_positive(value):
-            raise ValueError(f"{name} is {_shown(value)}, expected a positive number")
-    rates[_CORRECTIONS] = corrections
-    return Thresholds(**values, window_bytes_by_dtype=tuple(by_dtype.items()), source=str(file), rates=Rates(**rates))
-
-
-def _list(value: Any) -> list[Any]:
-    if not isinstance(value, list) or len(value) > _MOST_CORRECTIONS:
-        raise ValueError(f"{_CORRECTIONS} is {_shown(value)}, expected a list of at most {_MOST_CORRECTIONS}")
-    return value
-
-
-def _correction(value: Any) -> tuple[CostName, int, float]:
-    names: tuple[CostName, ...] = get_args(CostName)
-    what, nbytes, ratio = value if isinstance(value, list) and len(value) == 3 else ("", 0, 0)
-    name = next((name for name in names if name == what), None)
-    if name is None or type(nbytes) is not int or not 0 < nbytes <= _LARGEST or not _is_positive(ratio):
-        raise ValueError(
-            f"an item of {_CORRECTIONS} is {_shown(value)}, expected one of {', '.join(names)}, a number "
-            "of bytes, and a positive number"
-        )
-    return name, nbytes, ratio
-
-
-def _is_positive(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < _FASTEST
+    return Thresholds(**values, window_bytes_by_dtype=tuple(by_dtype.items()), source=str(file))
 
 
 def _is_dtype(name: str) -> bool:
@@ -267,7 +227,7 @@ def agreed(version: str, ranks: Ranks) -> Thresholds:
     file = named if named is not None else _own_file(machine)
     if file:
         try:
-            thresholds = load(expanded(file), shipped)
+            thresholds = load(expanded(file))
         except (OSError, ValueError) as error:
             reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
             trouble = f"the thresholds in {file} cannot be used: {reason}"
@@ -297,21 +257,6 @@ def _own_file(machine: Machine) -> str:
         return ""
 
 
-def measured_between_nodes() -> Path | None:
-    """Return the file of what was measured last between nodes; None where there is none.
-
-    It is the one that `VARIABLE` names, or of all files of this user's the newest one about several nodes.
-    """
-    named = os.environ.get(VARIABLE)
-    if named is not None:
-        return expanded(named) if named else None
-    try:
-        found = [file for file in kept_file("x", "x").parent.iterdir() if _ABOUT_NODES.search(file.name)]
-        return max(found, key=lambda file: file.stat().st_mtime, default=None)
-    except OSError:
-        return None
-
-
 _tried: list[Thresholds] = []
 
 
@@ -326,4 +271,4 @@ def trying(thresholds: Thresholds) -> Iterator[None]:
 
 
 def _values(thresholds: Thresholds) -> list[Any]:
-    return [*thresholds.sizes().values(), *asdict(thresholds.rates).values()]
+    return [*thresholds.sizes().values()]

@@ -37,9 +37,8 @@ from mpistrategy.reduction.arena.unchanged import UnchangedNest
 from mpistrategy.reduction.inputs import checked_leaves
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
-from mpistrategy.reduction.plans import CallPlan
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes.base import Description, Route
+from mpistrategy.reduction.routes.base import CallPlan, Description, Route
 from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas
 
 T = TypeVar("T")
@@ -279,8 +278,8 @@ class Arena(Generic[T]):
         if not self._on_device:
             key = (op, wire, in_place)
             if key not in self._routes:
-                ranks = reduced_precision.on(self._communicator, wire)
-                self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=not in_place)
+                ranks, into_result = self._communicator, not in_place
+                self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=into_result, wire=wire)
             return self._routes[key]
         from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here, for the quick import
 
@@ -333,10 +332,9 @@ class Arena(Generic[T]):
     def _describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
         """Return what `all_reduce` would do, for `Strategy.explain`."""
         route = self._route(op, self._path(reducer, options), options.wire, self._in_place)
-        ranks = reduced_precision.on(self._communicator, options.wire)
         return [
             replace(each, in_arena=sum(len(self._packs[pack.members[0].index].members) for pack in each.packs))
-            for each in route.describe(ranks, self._mine)
+            for each in route.describe(self._communicator, self._mine)
         ]
 
     def _broadcast(self, reducer: Reducer, destinations: Any, call: Call) -> Any:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by, division, host_wire_dtype, quiet_runner
-from mpistrategy.mpi.interface.buffers import LEAST_POOLED
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.shared_memory import setup
+from mpistrategy.mpi.shared_memory import node_results, node_sum
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.objects.later import later
-from mpistrategy.objects.shown import size_in_words, time_in_words
+from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
@@ -23,10 +22,13 @@ from mpistrategy.reduction.routes.base import Copies, Description, Targets, grou
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node import two_level
-    from mpistrategy.mpi.tuning import costs
+    from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
+    from mpistrategy.mpi.multi_node.rounded_exchange import Wire
+    from mpistrategy.mpi.multi_node.two_level import allreduce_across
 else:
     later(globals(), "mpistrategy.mpi.multi_node.two_level")
-    later(globals(), "mpistrategy.mpi.tuning.costs")
+    later(globals(), "mpistrategy.mpi.multi_node.reduced_precision", "between_nodes")
+    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across")
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
 ReducePair = Callable[[Array, Array], None]
@@ -41,6 +43,7 @@ class CommunicatorRoute:
         reduce_pair: combines one of them; None means `Communicator.allreduce_many` for all together.
         op: how.
         names: the name of the way that each pack takes.
+        wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
     """
 
     def __init__(
@@ -50,8 +53,11 @@ class CommunicatorRoute:
         op: ReduceOp,
         names: Sequence[str],
         reduce_pair: ReducePair | None = None,
+        *,
+        wire: str | None = None,
     ) -> None:
-        self.packs = packs
+        self.packs, self._wire = packs, wire
+        self._node = communicator.node_sum if "node_sum" in names else None
         self._communicator, self._text, self._names = communicator, op._on_the_wire, names
         self._divisors = {pack.dtype: op._divisor(pack.dtype, communicator.size) for pack in packs}
         self._nbytes = sum(pack.nbytes for pack in packs)
@@ -65,7 +71,7 @@ class CommunicatorRoute:
 
     # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Take memory for each pack: the target of a lone array, or memory that is used again; fill the others."""
+        """Take memory for each pack: the target of a lone array, or new memory; fill the others."""
         self._memory = [self._taken(pack, targets) for pack in self.packs]
         for pack, taken in zip(self.packs, self._memory, strict=True):
             if len(pack.members) > 1:
@@ -80,9 +86,8 @@ class CommunicatorRoute:
             if given is not None and given.dtype == dtype:
                 return given
             shape = first.shape
-        if pack.size * dtype.itemsize < LEAST_POOLED:
-            return np.empty(shape, dtype)
-        return self._communicator.pool.take(dtype, shape)
+        node = self._node
+        return np.empty(shape, dtype) if node is None else node.new(shape, dtype)
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
@@ -119,6 +124,11 @@ class CommunicatorRoute:
         return target
 
     def _all_reduce(self, pairs: Sequence[tuple[Array, Array]]) -> None:
+        wire = self._dtype_between_nodes(pairs[0][1].dtype)
+        if wire is not None:
+            allreduce = partial(allreduce_across, self._communicator, op=self._text, wire=wire)
+            self._reduce_each(lambda source, target: allreduce(target, source=source), pairs)
+            return
         self._communicator.allreduce_many(pairs, self._text, self._divisors[pairs[0][1].dtype], self._nbytes)
 
     def _reduce_each(self, reduce_pair: ReducePair, pairs: Sequence[tuple[Array, Array]]) -> None:
@@ -127,54 +137,17 @@ class CommunicatorRoute:
             divide_by(self._divisors[target.dtype], target)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return [described(ranks, *group) for group in grouped(self.packs, self._names, arrays)]
+        names = [
+            "node_results" if name == "node_sum" and pack.nbytes >= node_results.LEAST_BYTES else name
+            for name, pack in zip(self._names, self.packs, strict=True)
+        ]
+        return [
+            described(ranks, *group, wire=self._dtype_between_nodes(group[1][0].dtype))
+            for group in grouped(self.packs, names, arrays)
+        ]
 
-
-class OneArrayRoute:
-    """What `CommunicatorRoute` does with one array that travels by itself, in half the steps of Python.
-
-    Args:
-        communicator: the ranks.
-        pack: the array.
-        op: how they are combined.
-        name: the name of the way that it takes.
-    """
-
-    def __init__(self, communicator: Communicator, pack: Pack, op: ReduceOp, name: str) -> None:
-        self._name = name
-        self.packs: tuple[Pack, ...] = (pack,)
-        self._dtype, self._shape, self._text = pack.dtype, pack.members[0].shape, op._on_the_wire
-        self._new: Callable[[], Array] = (
-            partial(np.empty, self._shape, self._dtype)
-            if pack.nbytes < LEAST_POOLED
-            else partial(communicator.pool.take, self._dtype, self._shape)
-        )
-        self._communicator, self._allreduce, self._quiet = communicator, communicator.allreduce, quiet_runner()
-        divisor = op._divisor(pack.dtype, communicator.size)
-        self._division = None if divisor == 1 else division(divisor, pack.dtype)
-        self._target: Any = None
-
-    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Take memory for the result: the target, or new memory."""
-        given = None if targets is None else targets[0]
-        is_target = given is not None and given.dtype == self._dtype
-        self._target = given if is_target else self._new()
-
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
-        """Return the combination, in the memory that was taken."""
-        target, self._target, source = self._target, None, arrays[0]
-        if source.dtype != self._dtype:
-            np.copyto(target, source, casting="unsafe")
-            source = target
-        self._allreduce(target, self._text, source)
-        if self._division is not None:
-            divide, operand = self._division
-            self._quiet(divide, target, operand, target)
-        return [target]
-
-    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return [described(ranks, *group) for group in grouped(self.packs, (self._name,), arrays)]
+    def _dtype_between_nodes(self, dtype: np.dtype[Any]) -> Wire:
+        return None if self._wire is None else between_nodes(self._communicator, self._wire, dtype, self._text)
 
 
 def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:
@@ -187,19 +160,30 @@ def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) 
     return packs + packing.plan(layouts, 1, 0, host_wire_dtype, tuple(large))
 
 
-def names_of(communicator: Communicator, packs: Sequence[Pack], op: ReduceOp) -> list[RouteName]:
-    """Return the name of the way that `Communicator.allreduce_many` takes with each pack of a list."""
+def names_of(
+    communicator: Communicator, packs: Sequence[Pack], op: ReduceOp, wire: str | None = None
+) -> list[RouteName]:
+    """Return the name of the way that `CommunicatorRoute` takes with each pack of a list."""
     nbytes, text = sum(pack.nbytes for pack in packs), op._on_the_wire
     return [
-        "pipelined"
-        if communicator.route(nbytes, pack.dtype, text) == "pipelined"
+        "lanes"
+        if wire is not None and between_nodes(communicator, wire, pack.dtype, text) is not None
+        else "node_sum"
+        if communicator.route(nbytes, pack.dtype, text) == "node_sum"
         else communicator.route(pack.nbytes, pack.dtype, text)
         for pack in packs
     ]
 
 
 def described(
-    ranks: Communicator, name: str, packs: Sequence[Pack], copies: Copies, *, in_place: bool = False, seen: bool = False
+    ranks: Communicator,
+    name: str,
+    packs: Sequence[Pack],
+    copies: Copies,
+    *,
+    in_place: bool = False,
+    seen: bool = False,
+    wire: Wire = None,
 ) -> Description:
     """Return what becomes of packs on a way of the communicator, or of an algorithm.
 
@@ -210,88 +194,58 @@ def described(
         copies: what is copied before and after.
         in_place: whether the results are written over them.
         seen: whether the ranks of a node combine them where they are, before they travel to other nodes.
+        wire: the dtype in which they travel between nodes, where it is another one.
     """
-    rates, nbytes = ranks.thresholds.rates, nbytes_of(packs)
-    nodes, local = ranks.nodes, ranks.node_of.count(ranks.node_of[ranks.rank])
-    rounded = two_level.wire_between_nodes(ranks, packs[0].dtype, "SUM") is not None
+    nbytes, nodes = nbytes_of(packs), ranks.nodes
+    local = ranks.node_of.count(ranks.node_of[ranks.rank])
     # What a node sends, and gets, in bytes.
-    sent = 2 * (nodes - 1) / nodes * nbytes / (2 if rounded else 1)
+    sent = 2 * (nodes - 1) / nodes * nbytes / (1 if wire is None else 2)
     result: Copies = () if copies or in_place else ((1, "all into the result"),)
-    copied = nbytes / rates.copy_bytes_per_second
-    seconds = copied * sum(amount for amount, _ in copies)
-    by_mpi, estimates = nbytes / rates.mpi_bytes_per_second, dict[costs.Route, float]()
-    if nodes > 1:
-        estimates = _estimates(ranks, packs, _BETWEEN_NODES.get(name, "flat"), 2 if rounded else 1)
-        by_mpi = estimates["flat"]
     by_each = size_in_words(2 * (ranks.size - 1) / ranks.size * nbytes)
     way, moved = "stays here, the only replica", ""
     match name:
-        case "pipelined":
-            chunk = setup.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
-            way = f"through the node's bounce buffers, in {_pieces(packs, chunk, 'chunk')}"
-            part = (local - 1) / local
-            copies = (*copies, (part, f"{local - 1}/{local} into the bounce buffers"), (1, "the result out of it"))
+        case "node_sum" | "node_results":
+            way, part = f"through memory of the node, each rank 1/{local} of them", (local - 1) / local
+            copies = (*copies, (part, f"{local - 1}/{local} into the node's memory"))
+            if name == "node_sum":
+                chunk = node_sum.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
+                way += f", in {_pieces(packs, chunk, 'chunk')}"
+                copies = (*copies, (1, "the result out of it"))
+            else:
+                way += ", where the results stay"
             moved = f"each rank writes {size_in_words(nbytes)} there and reads {size_in_words(2 * part * nbytes)}"
-            seconds += nbytes / rates.window_bytes_per_second
-        case "across" | "lanes":
-            chosen: two_level.Way = "lanes" if name == "lanes" else "across"
-            lanes = len(two_level.lanes_of(chosen, ranks.node_of, ranks.rank).owners)
-            piece = two_level.piece_bytes_for(chosen, ranks.node_of, ranks.thresholds)
-            dtype = "bfloat16" if rounded else packs[0].dtype.name
-            pieces = _pieces(packs, piece, "piece")
-            between = "by MPI's Allreduce" if name == "lanes" else "pairwise"
-            way = f"within each node, {between} between the {nodes} nodes as {dtype}, and back, in {pieces}"
+        case "lanes":
+            pieces = _pieces(packs, two_level.piece_bytes_for(ranks.node_of), "piece")
+            between, dtype = ("by MPI's Allreduce", packs[0].dtype) if wire is None else ("from rank to rank", wire)
+            way = f"within each node, {between} between the {nodes} nodes as {dtype.name}, and back, in {pieces}"
             if local > 1 and not seen and ranks.shares_memory:
                 copies = (*copies, (1, "all into the node's memory"), (1, "the result out of it"))
             elif local > 1 and not seen:
                 copies += result
-            by = f"{lanes} of its ranks" if lanes > 1 else "one rank"
-            moved = f"each node sends {size_in_words(sent)} and gets as much, by {by}"
+            moved = f"each node sends {size_in_words(sent)} and gets as much, by {_count(local)}"
             if local > 1 and ranks.shares_memory:
-                taken = local * two_level.shared_bytes(chosen, ranks.node_of, ranks.thresholds)
-                moved += f"; this node shares {size_in_words(taken)} for it, from its first use on"
+                taken = size_in_words(local * two_level.shared_bytes(ranks.node_of))
+                moved += f"; this node shares {taken} for it, from its first use on"
         case "mpi":
             copies += result
             way = f"by MPI's Allreduce, in {_pieces(packs, ranks.thresholds.mpi_piece_bytes(nodes), 'piece')}"
             moved = f"each rank sends at least {by_each}"
-            seconds = (seconds or copied) + by_mpi
         case "alltoallv":
             way = f"from rank to rank: each gets 1/{ranks.size} of all values, combines them and sends the result"
             moved = f"each rank sends {by_each}"
-            seconds = (seconds or copied) + by_mpi
         case "root":
             copies += result
             way = "by MPI's Reduce to one rank, and from there by Bcast"
             moved = f"each rank sends {size_in_words(nbytes)} or gets it, at least once"
-            seconds = (seconds or copied) + 2 * by_mpi
         case "threads":
-            way, seconds = "between the threads of this process", seconds + ranks.size * copied
+            way = "between the threads of this process"
         case _:
-            copies, seconds = copies + result, seconds + copied
-    if nodes > 1 and name in _BETWEEN_NODES:
-        seconds = estimates[_BETWEEN_NODES[name]]
-        if not rounded:
-            moved += f"; estimates: {', '.join(f'{route} {time_in_words(each)}' for route, each in estimates.items())}"
-    return Description(packs, way, copies, moved, seconds)
+            copies += result
+    return Description(packs, way, copies, moved)
 
 
-_BETWEEN_NODES: dict[str, costs.Route] = {"mpi": "flat", "lanes": "lanes", "across": "pairwise"}
-
-
-def _estimates(
-    ranks: Communicator, packs: Sequence[Pack], chosen: costs.Route, divisor: int
-) -> dict[costs.Route, float]:
-    """Return the seconds that packs take by each route between nodes that may be taken, by which it is chosen.
-
-    Their bytes are divided by `divisor` where values are rounded before they travel.
-    """
-    local, routes = ranks.size // ranks.nodes, [chosen]
-    for pack in packs:
-        routes += costs.allowed_between_nodes(ranks.nodes, local, pack.nbytes, ranks.thresholds)
-    return {
-        route: sum(costs.SECONDS[route](ranks.nodes, local, pack.nbytes // divisor, ranks.thresholds) for pack in packs)
-        for route in sorted({*routes})
-    }
+def _count(lanes: int) -> str:
+    return f"{lanes} of its ranks" if lanes > 1 else "one rank"
 
 
 def _pieces(packs: Sequence[Pack], nbytes: int, what: str) -> str:

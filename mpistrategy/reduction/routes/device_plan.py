@@ -22,7 +22,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack, layouts_of
-from mpistrategy.reduction.plans import CallPlan
+from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.routes.copy_kernel import AS_IT_IS, THREADS, kernel
 from mpistrategy.reduction.routes.gpu import gpu_packs
 from mpistrategy.reduction.routes.gpu_copy import Launch, launches

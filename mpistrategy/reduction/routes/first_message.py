@@ -103,7 +103,6 @@ class FirstMessageRoute:
                 way,
                 (),
                 f"each rank sends {size_in_words(nbytes_of(alike))} in a message of {_size(ranks)}",
-                ranks.thresholds.rates.message_seconds,
             )
             for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)
         ]

@@ -20,7 +20,6 @@ from mpistrategy.mpi.gpu.transports.pieces import PIECE, Pieces
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, communication_memory, device_paths
-from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.finish import finish
@@ -69,7 +68,7 @@ class GpuRoute:
         packs: the arrays, which are all on one GPU.
         op: how they are combined.
         word: which path is asked for; see `mpistrategy.options.path_word`.
-        wire: what travels between the nodes; see `mpistrategy.mpi.multi_node.reduced_precision.on`.
+        wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
         operation: who combines them, and who gets the results.
         targets: for arrays that travel one by one, and that the path takes as they are: themselves, or such memory for
             each result; None for arrays that are packed, and whose results are new.
@@ -139,22 +138,21 @@ class GpuRoute:
 
     def send(self, ranks: Communicator, path: DevicePath, arrays: Sequence[DeviceArray]) -> None:
         """Combine what has been packed, on the current stream."""
-        communicator = reduced_precision.on(ranks, self._wire)
         with arrays[0].device:
             # All is sent before the results, which may need memory: a rank that has none left must not miss there.
             for pack, bucket, target in zip(self.packs, self._buckets, self._targets, strict=True):
                 if bucket is target and bucket is not arrays[pack.members[0].index]:
                     bucket[...] = arrays[pack.members[0].index]  # only now: until here it is the result before
                 if pack.size:
-                    self._combine(communicator, path, bucket.reshape(-1))
+                    self._combine(ranks, path, bucket.reshape(-1))
 
     def _combine(self, ranks: Communicator, path: DevicePath, bucket: DeviceArray) -> None:
         """Combine a bucket, and divide it where it is one of floats, and the path has not."""
         dtype = wire_dtype(bucket.dtype)
-        op, divisor = combination(path, ranks, self._op, dtype)
+        op, divisor = combination(path, ranks, self._op, dtype, self._wire)
 
         def combine(values: DeviceArray) -> None:
-            self._operation.run(path, ranks, values, op)
+            self._operation.run(path, ranks, values, op, self._wire)
             divide_by(divisor, values)
 
         if dtype == bucket.dtype:
@@ -192,23 +190,20 @@ class GpuRoute:
             groups.setdefault((pack.dtype, copies), []).append(pack)
         path = device_paths(ranks).known.get(self._word)
         later = "" if path is None else f"all_reduce_async: on a stream of its own{_finished_by(ranks, path.name)}"
-        return [
-            Description(packs, self._way(ranks, dtype), copies, later, None)
-            for (dtype, copies), packs in groups.items()
-        ]
+        return [Description(packs, self._way(ranks, dtype), copies, later) for (dtype, copies), packs in groups.items()]
 
     def _way(self, ranks: Communicator, dtype: np.dtype[Any]) -> str:
         paths, path = device_paths(ranks), device_paths(ranks).known.get(self._word)
         if path is None:
             return "in GPU memory, on a path that the ranks choose at the first such call"
         how = _PATHS[path.name] + (f", {self._operation.text}" if self._operation.text else "")
-        communicator, dtype = reduced_precision.on(ranks, self._wire), wire_dtype(dtype)
-        op, divisor = combination(path, communicator, self._op, dtype)
+        dtype = wire_dtype(dtype)
+        op, divisor = combination(path, ranks, self._op, dtype, self._wire)
         if op == "AVG":
             how += ", which divides, too"
         elif path.name == "nccl" and divisor & (divisor - 1):
             how += f", and divided by a kernel: NCCL's average over {divisor} replicas has other bits"
-        why = path.by_host(communicator, dtype, self._op._on_the_wire)
+        why = path.by_host(ranks, dtype, self._op._on_the_wire, self._wire)
         if why and path.name != "staged":
             how = f"{_PATHS['staged']}, since {why}"
         return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"

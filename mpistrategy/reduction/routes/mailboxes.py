@@ -106,7 +106,6 @@ class MailboxRoute:
                 way,
                 copies,
                 f"each rank writes {size_in_words(nbytes_of(alike))} and reads the mailboxes of all {ranks.size}",
-                ranks.size * nbytes_of(alike) / ranks.thresholds.rates.copy_bytes_per_second,
             )
             for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -19,7 +18,8 @@ from replicas import RANK, RANKS, SIZE, OnNodes, gather_texts, in_step, outcomes
 import mpistrategy as ms
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.contract import failures
-from mpistrategy.mpi.interface import buffers
+from mpistrategy.mpi.shared_memory.node_sum import NodeSum
+from mpistrategy.reduction.routes import communicator as route
 
 pytestmark = pytest.mark.mpi
 Launch = Callable[..., launching.Finished]
@@ -47,10 +47,6 @@ def strategy() -> Iterator[ms.Strategy]:
 
 def no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError("there is none")
-
-
-def no_map(*_: Any, **__: Any) -> Any:
-    raise OSError(errno.ENOMEM, "there is none")
 
 
 class Armed:
@@ -126,8 +122,8 @@ def test_the_others_hear_of_it_within_five_seconds(strategy: ms.Strategy, monkey
     for _ in range(3):
         in_step(strategy, lambda ctx: ctx.all_reduce("SUM", LARGE))
     if RANK == SIZE - 1:
-        blocks: Any = strategy.extended.communicator.result_buffers
-        monkeypatch.setattr(blocks, "taken", no_memory)
+        ranks: Any = strategy.extended.communicator
+        monkeypatch.setattr(ranks.node_sum, "run", no_memory)
     began = time.monotonic()
     ends = outcomes(lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", LARGE)))
     assert time.monotonic() - began < 5
@@ -173,8 +169,7 @@ def test_an_error_before_the_agreement_leaves_the_strategy_as_it_is(
         step()
     with monkeypatch.context() as patched:
         if RANK == 0:
-            blocks: Any = strategy.extended.communicator.result_buffers
-            patched.setattr(blocks, "take", no_memory)
+            patched.setattr(NodeSum, "new", no_memory)
             patched.setattr(arena, "_is_unchanged", no_memory)
         ends = outcomes(step)
     assert [end.error for end in ends] == [Exception] + [RemoteError] * (SIZE - 1)
@@ -189,7 +184,6 @@ def test_memory_is_taken_before_the_agreement(monkeypatch: pytest.MonkeyPatch, n
     """Short memory on one rank raises on all, and the strategy works on."""
     made: ms.Strategy = OnNodes(list(RANKS), ms.MpiAllReduce()) if nodes else ms.MirroredStrategy()
     with made as strategy:
-        # Each of a size of its own: none finds a block of those before.
         values: list[Any] = [np.ones(50_000), [np.ones(100_000), np.ones(100)], np.ones(800_000, np.float16)]
         calls: list[Callable[[], Any]] = [
             *(partial(in_step, strategy, partial(all_reduce, value=value)) for value in values),
@@ -198,8 +192,8 @@ def test_memory_is_taken_before_the_agreement(monkeypatch: pytest.MonkeyPatch, n
         for make in calls:
             with monkeypatch.context() as patched:
                 if RANK == 0:
-                    patched.setattr(buffers, "np", NoMemory())
-                    patched.setattr(buffers.mmap, "mmap", no_map)
+                    patched.setattr(route, "np", NoMemory())
+                    patched.setattr(NodeSum, "new", no_memory)
                 ends = outcomes(make)
             assert [end.error for end in ends] == [Exception] + [RemoteError] * (SIZE - 1)
             assert all("MemoryError: there is none" in end.text for end in ends)
@@ -281,7 +275,7 @@ def step():
 for _ in range(3):
     strategy.run(step)
 if rank == 1:
-    strategy.extended.communicator.result_buffers.taken = no_memory
+    strategy.extended.communicator.node_sum.run = no_memory
 try:
     strategy.run(step)
 except (MemoryError, ms.errors.RemoteError) as error:

@@ -38,4 +38,4 @@ def test_few_calls_at_any_number_of_nodes(nodes: int, local: int) -> None:
 
 @pytest.mark.parametrize("nodes", [128, 1024])
 def test_pythons_own_work_for_96_mib_is_below_10_ms(nodes: int) -> None:
-    assert own_seconds(nodes, 8, 96 * 2**20, "lanes") < 0.01, "1 ms on a machine that does nothing else"
+    assert own_seconds(nodes, 8, 96 * 2**20) < 0.01, "1 ms on a machine that does nothing else"

@@ -18,11 +18,10 @@ import mpistrategy as ms
 from mpistrategy.arrays.dtypes import quiet_runner
 from mpistrategy.cross_device_ops import accumulation, ordered
 from mpistrategy.errors import ContextError, RemoteError
-from mpistrategy.mpi.contract import sums_by_mpi
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.options import GPU_PATH
 from mpistrategy.reduction import plan, sparse, weights
-from mpistrategy.reduction.routes import device_plan, first_message, in_place, on_device
+from mpistrategy.reduction.routes import communicator, device_plan, first_message, on_device
 from mpistrategy.variables import policies, storage
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -112,7 +111,7 @@ def test_before_lanes(on_two_nodes: ms.Strategy, memory: Memory) -> None:
     check_all_raise(on_two_nodes, memory, 2**19)
 
 
-def test_before_the_pairwise_exchange(apart: ms.Strategy, memory: Memory) -> None:
+def test_before_a_rounded_exchange(apart: ms.Strategy, memory: Memory) -> None:
     pytest.importorskip("ml_dtypes")
     check_all_raise(apart, memory, 300_000, wire="bfloat16")
 
@@ -161,16 +160,9 @@ def check_first_call(strategy: ms.Strategy, memory: Memory, call: Callable[[], A
     assert still_works(strategy)
 
 
-@pytest.mark.parametrize("count", [1000, 30_000], ids=["small", "pooled"])
-def test_what_the_first_call_tries(apart: ms.Strategy, memory: Memory, count: int) -> None:
-    memory.limit(sums_by_mpi, "values_to_try")
-    right = np.full(count, SIZE * (SIZE + 1) / 2, np.float32)
-    check_first_call(apart, memory, lambda: apart.run(summed, args=(count,)), right)
-
-
-def test_what_the_first_pairwise_exchange_makes(on_two_nodes: ms.Strategy, memory: Memory) -> None:
+def test_what_the_first_rounded_exchange_makes(on_two_nodes: ms.Strategy, memory: Memory) -> None:
     pytest.importorskip("ml_dtypes")
-    memory.limit(two_level.AcrossNodes, "_new_spaces")
+    memory.limit(two_level, "Rounded")
     call = partial(on_two_nodes.run, summed, args=(300_000,), kwargs={"wire": "bfloat16"})
     check_first_call(on_two_nodes, memory, call, np.full(300_000, SIZE * (SIZE + 1) / 2, np.float32))
 
@@ -208,7 +200,7 @@ def test_a_variable_with_the_value_of_replica_0(
 
 def test_an_arena_of_16_bit_floats(apart: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = apart.arena([np.zeros(1000, np.float16)])
-    limit_new(memory, in_place, monkeypatch, "empty")
+    limit_new(memory, communicator, monkeypatch, "empty")
 
     def call() -> Any:
         arena.values[0][...] = RANK + 1

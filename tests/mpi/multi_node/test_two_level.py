@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -23,10 +22,7 @@ from mpistrategy.mpi.contract import sums_by_mpi
 from mpistrategy.mpi.multi_node import lanes, two_level
 from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes, allreduce_across
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
-from mpistrategy.mpi.shared_memory.bounce_buffers import combined
 from mpistrategy.mpi.shared_memory.segments import private_memory
-from mpistrategy.mpi.tuning import costs
-from mpistrategy.mpi.tuning.thresholds import DEFAULT
 
 pytestmark = pytest.mark.mpi
 
@@ -51,26 +47,21 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[MpiCommunicator]:
     made.free()
 
 
-@pytest.fixture(params=["lanes", "lanes without waiting", "across"])
+@pytest.fixture(params=["blocking", "without waiting"])
 def allreduce(request: pytest.FixtureRequest, ranks: MpiCommunicator) -> Callable[..., None]:
-    """The all-reduce by every rank as a lane, in blocking calls of MPI or not, and by the pairwise exchange."""
-    way: two_level.Way = "across" if request.param == "across" else "lanes"
-    exchange = across_nodes(ranks, way)
-    exchange._manner = Manner(blocks="waiting" not in request.param)
-    return partial(allreduce_across, ranks, way=way)
+    """The all-reduce in blocking calls of MPI, where there is one piece, or not."""
+    across_nodes(ranks)._manner = Manner(blocks=request.param == "blocking")
+    return partial(allreduce_across, ranks)
 
 
 def on_nodes(node: int) -> MpiCommunicator:
-    """Return a communicator with this rank on a node, and pieces so short that a test has many of them."""
-    made = MpiCommunicator(MPI.COMM_WORLD, node_key=node)
-    made.thresholds = replace(made.thresholds, across_piece_bytes=2**12)
-    return made
+    """Return a communicator with this rank on a node."""
+    return MpiCommunicator(MPI.COMM_WORLD, node_key=node)
 
 
 @pytest.fixture(autouse=True)
 def short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_LARGEST_PIECE_BYTES", 2**12)
-    monkeypatch.setattr(two_level, "LANES_PIECE_BYTES", 2**14)
+    monkeypatch.setattr(two_level, "PIECE_BYTES", 2**14)
 
 
 def reference(op: str, arrays: Sequence[Array]) -> Array:
@@ -163,19 +154,6 @@ def test_without_shared_memory_the_node_talks_by_mpi(monkeypatch: pytest.MonkeyP
     made.free()
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_parts_are_combined_in_order_whichever_is_overwritten(count: int) -> None:
-    parts = [np.random.default_rng(part).normal(size=50).astype(np.float32) for part in range(count)]
-    wanted = reference("SUM", parts)
-    for own in range(count):
-        copies = [part.copy() for part in parts]
-        combined(np.add, copies, copies[own], copies[0] if own > 1 else copies[own])
-        assert copies[own].tobytes() == wanted.tobytes()
-    apart = np.empty(50, np.float32)
-    combined(np.add, parts, apart, apart)
-    assert apart.tobytes() == wanted.tobytes()
-
-
 PRETENDED = {
     "odd and even": {"MPIR_CVAR_NUM_CLIQUES": "2"},
     "blocks, uneven": {"MPIR_CVAR_NUM_CLIQUES": "2", "MPIR_CVAR_CLIQUES_BY_BLOCK": "1"},
@@ -212,23 +190,12 @@ def test_on_nodes_that_the_mpi_tells_apart(launch: Callable[..., launching.Finis
     assert finished.returncode == 0, finished
 
 
-def test_pieces_are_as_long_on_ranks_without_counterparts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(costs, "_LEAST_BLOCK_BYTES", 2**12)
-    monkeypatch.setattr(costs, "_LARGEST_PIECE_BYTES", 2**15)
-    made = on_nodes(int(RANK == SIZE - 1))
-    result = np.arange(30_000.0)
-    allreduce_across(made, result)
-    np.testing.assert_array_equal(result, SIZE * np.arange(30_000.0))
-    assert same_everywhere(made.once.made[two_level.AcrossNodes, "across"].piece_bytes)
-    made.free()
-
-
 @pytest.mark.parametrize("place", PLACEMENTS)
 def test_every_slice_has_one_owner_on_each_node(place: str) -> None:
     node_of = [*map(PLACEMENTS[place].index, PLACEMENTS[place])]
     numbers = {node: number for number, node in enumerate(dict.fromkeys(node_of))}
     node_of = [numbers[node] for node in node_of]
-    for made in (lanes.every_rank, lanes.few_ranks):
+    for made in (lanes.every_rank,):
         all_of_them = [made(node_of, rank) for rank in RANKS]
         owned = sorted(group for one in all_of_them for group in {*one.counterparts})
         assert all([node_of[rank] for rank in group] == list(range(len(numbers))) for group in owned)
@@ -250,21 +217,20 @@ def test_all_buffers_of_a_node_together_are_bounded() -> None:
     for ranks_per_node in (1, 2, 8, 64, 128, 256):
         for nodes in (2, 32, 1024):
             node_of = [node for node in range(nodes) for _ in range(ranks_per_node)][:10_000]
-            for way, flights in (("lanes", 4), ("across", 4), ("across", 8)):
-                buffers = two_level.buffers_for(way, flights)  # type: ignore[arg-type]
-                piece = two_level.piece_bytes_for(way, node_of, DEFAULT, flights)  # type: ignore[arg-type]
-                assert piece * buffers * ranks_per_node <= 2**26
+            assert two_level.piece_bytes_for(node_of) * two_level.BUFFERS * ranks_per_node <= 2**26
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_route_whose_bits_differ_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = on_nodes(RANK % 2)
+def test_sums_of_an_mpi_whose_bits_differ_go_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     digest_of = sums_by_mpi.digest_of
     monkeypatch.setattr(sums_by_mpi, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
-    values = [value_of(rank, "float64", (9000,), 5) for rank in RANKS]
-    result = values[RANK].copy()
     with pytest.warns(FallbackWarning, match="different bits") if RANK == 0 else nullcontext():
-        made.allreduce(result)
-    np.testing.assert_array_equal(result, reference("SUM", values))
-    assert made.route(result.nbytes, result.dtype, "SUM") == "across"
+        made = on_nodes(RANK % 2)
+    for size in (2, 9000, 300_000):
+        values = [value_of(rank, "float64", (size,), 5) for rank in RANKS]
+        result = np.empty(size)
+        made.allreduce(result, source=values[RANK])
+        np.testing.assert_array_equal(result, reference("SUM", values))
+        assert made.route(result.nbytes, result.dtype, "SUM") == "root"
+    assert made.first_message is None
     made.free()

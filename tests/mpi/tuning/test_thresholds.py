@@ -23,11 +23,11 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.gpu import cuda_trials
 from mpistrategy.mpi.tuning import files
 from mpistrategy.mpi.tuning.files import VARIABLE, Machine
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, CostName, Rates, Thresholds, default_for
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, default_for
 
 pytestmark = pytest.mark.one_rank
 
-MEASURED = Thresholds(64, 2**16, 2**17, 2**12, 2**21, 2**17, 2**19, (("float64", 4096),), "a test")
+MEASURED = Thresholds(64, 2**16, 2**17, 2**12, 2**21, (("float64", 4096),), "a test")
 VERSION = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11"
 SHIPPED = default_for("Open MPI v5.0.11")
 
@@ -126,6 +126,7 @@ def spoiled(file: Path, **changes: object) -> str:
         ("[]", "does not have the thresholds"),
         ('{"format": 1}', "does not have the thresholds"),
         ('{"format": 2}', "does not have the thresholds"),
+        ('{"format": 3}', "does not have the thresholds"),
         ({"chunk_bytes": "many"}, "chunk_bytes is 'many'"),
         ({"chunk_bytes": True}, "chunk_bytes is True"),
         ({"chunk_bytes": 2**50}, "chunk_bytes"),
@@ -147,56 +148,6 @@ def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[s
     assert str(file) in text
     assert what in text
     assert "mpistrategy bench --save" in text
-
-
-@pytest.mark.parametrize(
-    ("rates", "what"),
-    [
-        ([], "its rates are"),
-        ({"extra": 1.0}, "its rates are"),
-        ({"cell_seconds": 0}, "cell_seconds is 0, expected a positive number"),
-        ({"cell_seconds": float("nan")}, "cell_seconds is nan"),
-        ({"link_bytes_per_second": "fast"}, "link_bytes_per_second is 'fast'"),
-        ({"link_bytes_per_second": 10**400}, "link_bytes_per_second is 1000"),
-        ({"measured_over_estimated": 1.0}, "measured_over_estimated is 1.0, expected a list"),
-        ({"measured_over_estimated": [["flat", 8, 1.0]] * 101}, "expected a list of at most 100"),
-        (
-            {"measured_over_estimated": [["flat", 8]]},
-            r"an item of measured_over_estimated is \['flat', 8\], expected one",
-        ),
-        ({"measured_over_estimated": [[[], 8, 1.0]]}, "an item of measured_over_estimated"),
-        ({"measured_over_estimated": [["lanes", 8, 1.0]]}, "expected one of flat, pairwise, counterparts"),
-        ({"measured_over_estimated": [["flat", 8.0, 1.0]]}, "an item of measured_over_estimated"),
-        ({"measured_over_estimated": [["flat", 8, 0]]}, "an item of measured_over_estimated"),
-    ],
-)
-def test_spoiled_rates_mean_the_defaults(rates: object, what: str) -> None:
-    file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
-    file.write_text(json.dumps({**json.loads(file.read_text()), "rates": rates}))
-    with pytest.warns(FallbackWarning, match=what):
-        assert files.agreed(VERSION, Ranks("same")) == SHIPPED
-
-
-def test_rates_are_kept_and_may_be_missing() -> None:
-    corrections: tuple[tuple[CostName, int, float], ...] = (("flat", 2**20, 1.5), ("counterparts", 8, 0.75))
-    measured = replace(MEASURED, rates=Rates(cell_seconds=1e-6, measured_over_estimated=corrections))
-    assert files.agreed(VERSION, Ranks("same")) == SHIPPED
-    file = files.save(measured, Machine.of(VERSION, (0, 0)))
-    assert files.load(file) == files.agreed(VERSION, Ranks("same")) == replace(measured, source=str(file))
-    content = json.loads(file.read_text())
-    del content["rates"]
-    file.write_text(json.dumps(content))
-    assert files.load(file) == replace(MEASURED, source=str(file))
-
-
-def test_a_file_that_was_written_before_there_were_lanes_means_those_of_the_library() -> None:
-    file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
-    content = json.loads(file.read_text())
-    del content["paths"]["lanes_bytes"]
-    file.write_text(json.dumps(content))
-    expected = replace(MEASURED, source=str(file), lanes_bytes=SHIPPED.lanes_bytes)
-    assert files.agreed(VERSION, Ranks("same")) == replace(expected)
-    assert SHIPPED.lanes_bytes > DEFAULT.lanes_bytes
 
 
 def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +180,9 @@ def test_a_strategy_takes_what_was_measured_and_sums_the_same(
     with ms.MirroredStrategy() as strategy:
         communicator = strategy.extended.communicator
         assert communicator.thresholds.chunk_bytes == 4096
-        if communicator.pipelined is not None:
+        if communicator.node_sum is not None:
             ways = [communicator.route(2**15, np.dtype(name), "SUM") for name in ("float64", "float32")]
-            assert ways == ["pipelined", "mpi"]
+            assert ways == ["node_sum", "mpi"]
         total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.arange(50_000.0)))
         np.testing.assert_array_equal(total, comm.size * np.arange(50_000.0))
 

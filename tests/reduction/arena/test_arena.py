@@ -48,7 +48,7 @@ def in_two_levels(node_of: list[int]) -> ms.Strategy:
     """Let the smallest buffers go within the nodes, between them and back, as large ones do."""
     made = OnNodes(node_of, ms.MpiAllReduce())
     communicator = made.extended.communicator
-    communicator.thresholds = replace(communicator.thresholds, lanes_bytes=1, across_bytes=1)
+    communicator.thresholds = replace(communicator.thresholds, lanes_bytes=1)
     return made
 
 

@@ -17,7 +17,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.cases.case import Case, Ranks, Variant
 from mpistrategy.cli.bench.measuring.timing import Effort, measure
 from mpistrategy.mpi.tuning.files import trying
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Rates, Thresholds
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.mirrored import MirroredStrategy
@@ -37,7 +37,7 @@ LARGE = (_MIB, 16 * _MIB)
 WINDOW_SIZES = tuple(size * _KIB for size in (4, 16, 64, 256, 1024, 4096))
 CELL_SIZES = tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32))
 PACK_SIZES = tuple(size * _KIB for size in (1, 4, 16, 64, 256))
-ACROSS_SIZES = tuple(size * _KIB for size in (16, 64, 256, 1024))
+LANES_SIZES = tuple(size * _KIB for size in (64, 256, 512, 1024, 4096))
 PACKED_ARRAYS = 50
 #: Dtypes whose sums have separate loops in NumPy and in MPI; 8 and 16 bits are sent as 32.
 DTYPES = ("float64", "int32", "int64", "complex128")
@@ -77,10 +77,10 @@ class Search:
         self.cases: list[dict[str, Any]] = []
 
     def run(self) -> Thresholds:
-        """Measure all thresholds, and the speed of the routes with them; return them.  Collective."""
+        """Measure all thresholds; return them.  Collective."""
         if self.nodes > 1:  # what is for a node alone is not used then
-            self._best("across_piece_bytes", PIECES, replace(self.default, across_bytes=64))
-            self._from_size("across_bytes", ACROSS_SIZES, self.paths)
+            if self.share_memory:
+                self._from_size("lanes_bytes", LANES_SIZES, self.default)
         else:
             if self.share_memory:
                 self._best("chunk_bytes", CHUNKS, replace(self.default, cell_bytes=64, window_bytes=64))
@@ -90,35 +90,7 @@ class Search:
                 self._up_to_size("cell_bytes", CELL_SIZES, _one)
             self._best("piece_bytes", PIECES, replace(self.paths, window_bytes=NEVER, window_bytes_by_dtype=()))
         self._up_to_size("pack_bytes", PACK_SIZES, _many)
-        self.paths = replace(self.paths, rates=self._rates())
         return self.paths
-
-    def _rates(self) -> Rates:
-        """Measure the speed of the routes with these thresholds: one small and one large value each."""
-        rates, size = self.paths.rates, LARGE[-1]
-        with _strategies([self.paths, replace(self.paths, window_bytes=NEVER)]) as strategies:
-            [small] = self._seconds(self._case("rates", 8, ["small"], strategies[:1], _one, batch=100))
-            if self.nodes > 1:  # `rates.NodeRates` measures the others
-                # A small value crosses the network twice: for the check of the call, and to be added up.
-                return replace(rates, message_seconds=small / 2)
-            large, by_mpi = self._seconds(self._case("rates", size, ["large", "MPI"], strategies, _one))
-            # MPI works on a copy.
-            by_mpi = max(by_mpi - size / rates.copy_bytes_per_second, by_mpi / 2)
-            rates = replace(rates, cell_seconds=small, mpi_bytes_per_second=size / by_mpi)
-            if not self.share_memory:
-                return rates
-            arena = strategies[0].arena(_one(size)[0])
-            variant = Variant("arena", _sum(strategies[0], [arena]), [arena.values])
-            [in_arena] = self._seconds(measure(Case("rates", "arena", size, [variant]), self.ranks, self.effort))
-            return replace(rates, window_bytes_per_second=size / large, arena_bytes_per_second=size / in_arena)
-
-    def _seconds(self, case: dict[str, Any]) -> list[float]:
-        """Return the median of each variant; the least where other programs disturbed nearly all rounds."""
-        disturbed = [each["name"] for each in case["variants"] if not each["disturbed_left_out"]]
-        if disturbed:
-            self.tell(f"rates, {', '.join(disturbed)}: other programs kept the cores busy; the fastest round counts")
-        chosen = [("median_us" if each["disturbed_left_out"] else "fastest_us", each) for each in case["variants"]]
-        return [each[name] / 1e6 for name, each in chosen]
 
     def _best(self, name: str, candidates: Sequence[int], base: Thresholds) -> None:
         """Find the value that is fastest over all large sizes."""
@@ -205,14 +177,13 @@ class Search:
         labels: Sequence[str],
         strategies: Sequence[Strategy],
         make: _Make,
-        batch: int | None = None,
     ) -> dict[str, Any]:
         operands = make(size)
         variants = [
             Variant(label, _sum(strategy, operands), operands)
             for label, strategy in zip(labels, strategies, strict=True)
         ]
-        case = measure(Case(name, size_in_words(size), size, variants, batch=batch), self.ranks, self.effort)
+        case = measure(Case(name, size_in_words(size), size, variants), self.ranks, self.effort)
         self.cases.append(case)
         return case
 

@@ -133,11 +133,10 @@ _MORE_MEMORY = (
 def _later_bytes(job: Job) -> int:
     """Return what each rank of a node shares besides from the first large sum between nodes on; 0 on one node."""
     from mpistrategy.mpi.multi_node.two_level import shared_bytes  # here, since the doctor starts quickly
-    from mpistrategy.mpi.tuning.thresholds import DEFAULT
 
     leaders = list(job.nodes)
     node_of = [leaders.index(each.leader) for each in job.facts]
-    return shared_bytes("lanes", node_of, DEFAULT) if len(leaders) > 1 else 0
+    return shared_bytes(node_of) if len(leaders) > 1 else 0
 
 
 def _room_in_words(facts: Facts, later: int) -> str:

@@ -72,15 +72,15 @@ class NodesPath:
         self._ipc.make_room(nbytes)
         self._between.make_room(nbytes)
 
-    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> str:
+    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
         """Return why arrays of a dtype are combined on the host alone; "" where they are not."""
-        why = self._ipc.by_host(ranks, dtype, op)
-        return why if why and self._between.by_host(ranks, dtype, op) else ""
+        why = self._ipc.by_host(ranks, dtype, op, wire)
+        return why if why and self._between.by_host(ranks, dtype, op, wire) else ""
 
-    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
+    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
         """Replace `buffer` by its combination over the ranks."""
-        if self._is_at_once(ranks, buffer, op):
-            self._between.allreduce(ranks, buffer, op)
+        if self._is_at_once(ranks, buffer, op, wire):
+            self._between.allreduce(ranks, buffer, op, wire)
         else:
             self._in_steps(ranks, buffer, op)
 
@@ -130,9 +130,9 @@ class NodesPath:
         """Write all ranks' blocks into `together`, at once between all ranks."""
         self._between.allgather(ranks, block, counts, together)
 
-    def _is_at_once(self, ranks: Communicator, buffer: DeviceArray, op: str) -> bool:
+    def _is_at_once(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> bool:
         """Return whether a buffer is combined between all ranks at once; the same on all ranks."""
-        return buffer.nbytes < LEAST_BYTES or bool(self._ipc.by_host(ranks, buffer.dtype, op))
+        return buffer.nbytes < LEAST_BYTES or bool(self._ipc.by_host(ranks, buffer.dtype, op, wire))
 
     def _counts(self, buffer: DeviceArray) -> list[int]:
         """Return how many elements each rank of this node has of a buffer."""

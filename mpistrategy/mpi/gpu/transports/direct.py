@@ -13,6 +13,7 @@ from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import PathName, own_part
+from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 
 
 class DirectPath:
@@ -29,17 +30,14 @@ class DirectPath:
         """Take what the staged path needs, which serves some operations; for all others MPI works in the buffer."""
         self._staged.make_room(nbytes)
 
-    def by_host(self, ranks: Any, dtype: np.dtype[Any], op: str) -> str:
-        """Return why arrays of a dtype are combined on the host; "" where they are not.
+    def by_host(self, ranks: Any, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
+        """Return why arrays of a dtype are combined on the host; "" where they are not."""
+        return "" if between_nodes(ranks, wire, dtype, op) is None else "the wire's dtype is made on the host"
 
-        A communicator that rounds what travels works on the host.
-        """
-        return "the wire's dtype is made on the host" if getattr(ranks, "rounds", False) else ""
-
-    def allreduce(self, ranks: Any, buffer: DeviceArray, op: str) -> None:
+    def allreduce(self, ranks: Any, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
         """Replace `buffer` by its combination over the ranks."""
-        if self.by_host(ranks, buffer.dtype, op):
-            self._staged.allreduce(ranks, buffer, op)
+        if self.by_host(ranks, buffer.dtype, op, wire):
+            self._staged.allreduce(ranks, buffer, op, wire)
         else:
             self._combine(ranks, buffer, op, partial(ranks.allreduce_device_memory, op=op))
 

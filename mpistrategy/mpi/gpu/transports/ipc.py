@@ -39,7 +39,8 @@ from mpistrategy.mpi.gpu.transports import ipc_kernels
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory, error_of, first_error
-from mpistrategy.mpi.shared_memory.bounce_buffers import share
+from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
+from mpistrategy.mpi.shared_memory.node_sum import share
 
 #: What goes in one piece: a pack of the usual size.  Each piece costs a wait and a barrier, some 20 us.
 SLOT_BYTES = 32 * 2**20
@@ -134,16 +135,16 @@ class IpcPath:
                 expected=f"arrays on GPU:{self._device}, as before: the ranks have opened that one's memory",
             )
 
-    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> str:
+    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
         """Return why arrays of a dtype are combined on the host; "" where they are not."""
-        if getattr(ranks, "rounds", False):
+        if between_nodes(ranks, wire, dtype, op) is not None:
             return "the wire's dtype is made on the host"
         return "" if f"{op.lower()}_{dtype.name}" in self._kernels else f"ipc knows no {op} of {dtype.name}"
 
-    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
+    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
         """Replace `buffer` by its combination over the ranks, in pieces of at most a slot."""
-        if self.by_host(ranks, buffer.dtype, op):
-            self._staged.allreduce(ranks, buffer, op)
+        if self.by_host(ranks, buffer.dtype, op, wire):
+            self._staged.allreduce(ranks, buffer, op, wire)
             return
         shared = self._size > 2 and buffer.nbytes >= SHARED_BYTES
         for piece in self.pieces(buffer):

@@ -133,39 +133,39 @@ class NcclPath:
             self._is_gone = True
             how()
 
-    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> str:
+    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
         """Return why arrays of a dtype are combined on the host; "" where they are not."""
         return "" if _is_native(dtype, op) or ordered_keys.are_for(dtype, op) else f"NCCL knows no {op} of {dtype.name}"
 
-    def averages(self, ranks: Communicator, dtype: np.dtype[Any]) -> bool:
+    def averages(self, ranks: Communicator, dtype: np.dtype[Any], wire: str | None) -> bool:
         """Return whether "AVG" is an operation for arrays of a dtype: an average with the bits of a divided sum.
 
         NCCL multiplies each summand by 1 / N before it adds.  Where N is a power of two, only subnormal numbers come
         out otherwise.  float16 has so few exponents that gradients become subnormal: a wire of float16 gets sums.
         """
-        return self._averages and dtype.kind == "f" and self._wire(ranks, dtype, "SUM") != np.float16
+        return self._averages and dtype.kind == "f" and self._wire(ranks, wire, dtype, "SUM") != np.float16
 
-    def _wire(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> np.dtype[Any] | None:
-        return rounded.dtype_for(self._cupy, ranks, dtype, "SUM" if op == "AVG" else op)
+    def _wire(self, ranks: Communicator, wire: str | None, dtype: np.dtype[Any], op: str) -> np.dtype[Any] | None:
+        return rounded.dtype_for(self._cupy, ranks, wire, dtype, "SUM" if op == "AVG" else op)
 
-    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
+    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
         """Replace `buffer` by its combination over the ranks, on the current stream.
 
-        What NCCL does not know goes by way of the host.  Where the ranks ask for a wire, float32 travels in its dtype.
+        What NCCL does not know goes by way of the host.  With a `wire`, float32 travels in its dtype.
         """
         if self.by_host(ranks, buffer.dtype, op):
-            self._staged.allreduce(ranks, buffer, op)
+            self._staged.allreduce(ranks, buffer, op, wire)
             return
 
         def put(nccl: Any, values: DeviceArray, stream: int) -> None:
             pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
             self._nccl.allReduce(pointer, pointer, _count(values), kind, _operation(nccl, op), stream)
 
-        wire = self._wire(ranks, buffer.dtype, op)
-        if wire is None:
+        sent = self._wire(ranks, wire, buffer.dtype, op)
+        if sent is None:
             self._combine(buffer, op, put)
         else:
-            self._pieces.combine(buffer, wire, lambda piece: self._combine(piece, op, put))
+            self._pieces.combine(buffer, sent, lambda piece: self._combine(piece, op, put))
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` on `root` by its combination over the ranks."""

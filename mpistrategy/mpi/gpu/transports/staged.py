@@ -17,6 +17,8 @@ from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.mpi.gpu.transports.pinned import Piece, Slot, Span
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import PathName, own_part
+from mpistrategy.mpi.multi_node import two_level
+from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 
 CHUNK_BYTES = 4 * 2**20
 _SLOTS = 3
@@ -55,14 +57,15 @@ class StagedPath:
         """Take what buffers of any size need, for callers that do not know the size in time."""
         self.make_room(_SLOTS * self._chunk_bytes)
 
-    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str) -> str:
+    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
         """Return that everything is."""
         return "as everything on this path"
 
-    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str) -> None:
+    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
         """Replace `buffer` by its combination over the ranks."""
-        chunks, dtype = self._chunks(buffer), buffer.dtype
-        self._run(ranks, [Piece(n, [at], _typed(dtype, lambda x: ranks.allreduce(x, op)), [at]) for n, at in chunks])
+        sent = between_nodes(ranks, wire, buffer.dtype, op)
+        combine = _typed(buffer.dtype, lambda x: two_level.allreduce(ranks, x, op, None, sent))
+        self._run(ranks, [Piece(n, [at], combine, [at]) for n, at in self._chunks(buffer)])
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` on `root` by its combination over the ranks."""

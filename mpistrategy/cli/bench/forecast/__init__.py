@@ -1,1 +1,0 @@
-"""`mpistrategy bench --forecast`: how long an all-reduce would take on other nodes than these."""
