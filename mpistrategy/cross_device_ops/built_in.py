@@ -97,7 +97,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         destination: Destination,
     ) -> Plan | None:
         """Return how arrays on the host are reduced; None where a subclass reduces in its own way."""
-        if not self._has_plans:
+        if not self._is_usual:
             return None
         reduced_precision.check(options.wire)
         self._check_values([np.empty(0, dtype) for dtype, _ in layouts], op, type(self).__name__)
@@ -107,7 +107,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
         from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE  # here, for the quick import
 
-        is_plain = options.wire is None and self._has_plans and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
+        is_plain = options.wire is None and self._is_usual and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
         return path_word(options, self._device_path) if is_plain else None
 
     def _route(
@@ -190,14 +190,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def _is_usual(self) -> bool:
         """Whether no subclass has overridden what reduces."""
         return all(getattr(type(self), name) is getattr(PackedCrossDeviceOps, name) for name in _OVERRIDABLE)
-
-    @property
-    def _has_plans(self) -> bool:
-        """Whether no subclass has overridden what a call of one value, or of several, goes through."""
-        mine, usual = type(self), PackedCrossDeviceOps
-        return (
-            self._is_usual and mine.reduce is usual.reduce and mine.reduce_implementation is usual.reduce_implementation
-        )
 
     def _begin_on_device(
         self,
