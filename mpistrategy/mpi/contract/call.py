@@ -64,7 +64,8 @@ class Call:
     ) -> None:
         if guard.closed:
             raise guard.refusal(where)
-        self._guard, self.where, self._called = guard, where, called
+        self.where: str = where
+        self._guard, self._called = guard, called
         self._anywhere, self._before = anywhere or bool(called), 0.0
         if structure:
             self.structure = structure

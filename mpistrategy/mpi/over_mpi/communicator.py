@@ -135,7 +135,7 @@ class MpiCommunicator(Collectives):
 
     def _try_sums(self, control: MpiControlChannel) -> None:
         """Find out whether all ranks get the same bits of one sum, which MPI does not promise.  Collective."""
-        self.has_equal_sums = control.has_equal_sums(self._comm)
+        self.has_equal_sums: bool = control.has_equal_sums(self._comm)
         if not self.has_equal_sums and self.rank == 0:
             warn(_UNEQUAL.format(self.library), FallbackWarning)
 
@@ -177,7 +177,7 @@ class MpiCommunicator(Collectives):
         chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
         add_up = partial(NodeSum, part(shared, segment_bytes(cell_bytes)), chunk_bytes)
         if self.local_size < self.size:
-            self.node_sum = add_up(wait())
+            self.node_sum: NodeSum | None = add_up(wait())
             return lines, control
         told = self.failures = Failures(errors, lambda: mailboxes.sequence)
         mailboxes = Mailboxes(shared, cell_bytes, wait(told.look))

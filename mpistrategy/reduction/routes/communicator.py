@@ -56,7 +56,8 @@ class CommunicatorRoute:
         *,
         wire: str | None = None,
     ) -> None:
-        self.packs, self._wire = packs, wire
+        self.packs: tuple[Pack, ...] = packs
+        self._wire = wire
         self._node = communicator.node_sum if "node_sum" in names else None
         self._communicator, self._text, self._names = communicator, op._on_the_wire, names
         self._divisors = {pack.dtype: op._divisor(pack.dtype, communicator.size) for pack in packs}

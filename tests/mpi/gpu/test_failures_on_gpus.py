@@ -48,7 +48,7 @@ class Failing:
         self.left = after
         self.guard = Guard()
 
-    def allreduce(self, buffer: np.ndarray, op: str) -> None:
+    def allreduce(self, buffer: np.ndarray, op: str, source: np.ndarray | None = None) -> None:
         self.left -= 1
         if self.left < 0:
             raise RuntimeError("a peer is gone")
