@@ -1,15 +1,15 @@
 """One rank makes a mistake, or fails in the middle of a call: nobody waits, and nothing is silently wrong.
 
     python scripts/soak_mistakes.py [--every N] [--offset N] [NAME...]
-    python scripts/soak_mistakes.py --lines [--every N] [--ranks N] [NAME...]
+    python scripts/soak_mistakes.py --lines [--every N] [--ranks N] [--on-error abort|raise] [NAME...]
     MPIR_CVAR_NUM_CLIQUES=2 python scripts/soak_mistakes.py ...               on 2 nodes that MPICH pretends
 
 The whole mutation matrix: every mistake on 2 and 3 ranks, made by the first and by the last, at first and later.
 
 With --lines rank 1 raises MemoryError or KeyboardInterrupt at one line of this package in a call, catches it, and goes
-on with its program.  Each job tries line after line, each with a strategy of its own, until an error has ended it; the
-next job goes on.  A line is wrong where a rank waits for more than ten seconds, gets a wrong result, or keeps another
-variable than the others while all of them go on.
+on with its program; with on_error="raise" all ranks catch what the library raises, too.  Each job tries line after
+line, each with a strategy of its own, until an error has ended it; the next job goes on.  A line is wrong where a rank
+waits for more than 20 seconds, gets a wrong result, or keeps another variable than the others while all of them go on.
 
 Prints how many had which outcome, and the output of each that differs from the table, or is wrong.  Exit status 1 with
 such.
@@ -22,6 +22,7 @@ import dis
 import faulthandler
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -60,11 +61,15 @@ CALLS = (
     "barrier",
     "add",
     "update",
+    "buckets",
     "mean",
     "save",
+    "restore",
 )
-_WAIT_SECONDS, _JOB_SECONDS = 10, 600
+_CHANGE = ("add", "update", "buckets", "mean")  # calls whose results differ each time
+_WAIT_SECONDS, _JOB_SECONDS = 20, 600
 _FRAMES = 5
+_OUTCOME = re.compile(r'\[\d+, "[^"]*", "[^"]*"\]')  # other lines are the launcher's
 _FAILS = {"CALL", "CALL_KW", "CALL_FUNCTION_EX", "BINARY_OP", "BINARY_SUBSCR", "STORE_SUBSCR"}
 
 
@@ -114,8 +119,11 @@ def calls(strategy: ms.Strategy) -> dict[str, Callable[[], Any]]:
     with strategy.scope():
         total = ms.Variable(np.zeros(1000), aggregation="SUM")
         weights = [ms.Variable(np.zeros(60_000)), ms.Variable(np.ones(3))]
-    optimizer, metric = ms.optimizers.Adam(0.1), ms.metrics.Mean()
+        optimizer, metric, taught = ms.optimizers.Adam(0.1), ms.metrics.Mean(), ms.optimizers.Adam(0.1)
+        buckets = taught.gradient_buckets(weights)
     checkpoint = ms.Checkpoint(weights=weights)
+    folder = os.environ["MPISTRATEGY_TEST_FOLDER"]
+    checkpoint.save(f"{folder}/first", overwrite=True)
     mine = strategy.rank + 1.0
 
     def in_step(what: str, *given: Any) -> Any:
@@ -129,6 +137,20 @@ def calls(strategy: ms.Strategy) -> dict[str, Callable[[], Any]]:
         gradients = [np.full(each.shape, mine) for each in weights]
         strategy.run(lambda: optimizer.apply_gradients(zip(gradients, weights, strict=True)))
         return weights[0].numpy()
+
+    def in_buckets() -> Any:
+        def step() -> None:
+            for number, each in enumerate(buckets.values):
+                each[...] = mine
+                buckets.ready(number)
+            taught.apply_gradients(buckets)
+
+        strategy.run(step)
+        return weights[0].numpy()
+
+    def restore() -> Any:
+        checkpoint.restore(f"{folder}/first")
+        return [each.numpy() for each in weights]
 
     def mean() -> Any:
         strategy.run(lambda: metric.update_state(np.full(3, mine)))
@@ -146,32 +168,35 @@ def calls(strategy: ms.Strategy) -> dict[str, Callable[[], Any]]:
         "barrier": lambda: strategy.barrier("here"),
         "add": add,
         "update": update,
+        "buckets": in_buckets,
         "mean": mean,
-        "save": lambda: checkpoint.save(os.environ["MPISTRATEGY_TEST_FOLDER"], overwrite=True),
+        "save": lambda: checkpoint.save(f"{folder}/second", overwrite=True),
+        "restore": restore,
     }
 
 
-def job(name: str, error: type[BaseException], line: int, every: int) -> None:
+def job(name: str, error: type[BaseException], line: int, every: int, on_error: Any) -> None:
     """Try one line after the other, on a rank of a job; rank 0 prints the outcome of each."""
     world = MPI.COMM_WORLD
+    expects = (MpiStrategyError, error) if on_error == "raise" else (error,)
     while True:
         planted, endings = Planted(line, error), []
         faulthandler.dump_traceback_later(3 * _WAIT_SECONDS, exit=True)
         try:
-            with ms.MirroredStrategy(on_error="raise") as strategy:
+            with ms.MirroredStrategy(on_error=on_error) as strategy:
                 call = calls(strategy)[name]
-                expected = [repr(call()) for _ in range(2)] if name not in ("add", "update", "mean") else []
+                expected = [repr(call()) for _ in range(2)] if name not in _CHANGE else []
                 world.Barrier()
                 faulthandler.dump_traceback_later(_WAIT_SECONDS, exit=True)
                 for first in (True, False):
                     sys.settrace(planted.in_call if first and world.rank == _ODD else None)
                     try:
                         endings.append(repr(call()))
-                    except (MpiStrategyError, error) as caught:
+                    except expects as caught:
                         endings.append(f"({type(caught).__name__})")
                     finally:
                         sys.settrace(None)
-        except (MpiStrategyError, error) as caught:
+        except expects as caught:
             endings.append(f"({type(caught).__name__})")
         faulthandler.dump_traceback_later(_WAIT_SECONDS, exit=True)
         told = world.gather((endings, planted.where, expected), 0)
@@ -204,9 +229,10 @@ def lines_of(name: str, error: str, options: argparse.Namespace) -> Counter[str]
     while True:
         with tempfile.TemporaryDirectory() as folder:
             environment["MPISTRATEGY_TEST_FOLDER"] = f"{folder}/checkpoint"
-            words = [__file__, "--job", str(line), "--every", str(options.every), "--error", error, name]
+            words = [__file__, "--job", str(line), "--every", str(options.every), "--error", error]
+            words += ["--on-error", options.on_error, name]
             done = launching.launch(options.ranks, words, _JOB_SECONDS, environment, Path(folder))
-        told = [json.loads(each) for each in done.stdout.splitlines() if each.startswith("[")]
+        told = [json.loads(each) for each in done.stdout.splitlines() if _OUTCOME.fullmatch(each)]
         for at, verdict, where in told:
             counts[verdict] += bool(at)
             if verdict in ("WRONG", "DRIFTED"):
@@ -214,7 +240,7 @@ def lines_of(name: str, error: str, options: argparse.Namespace) -> Counter[str]
         if told and told[-1][1] == "end":
             return counts
         line = max([line, *(at + options.every for at, *_ in told)])
-        verdict = "ended the job" if "The whole job ends here" in done.stderr else "HUNG"
+        verdict = "ended the job" if "the whole job ends here" in done.stderr.lower() else "HUNG"
         counts[verdict] += 1
         if verdict == "HUNG":
             print(f"--- {name}, {error}: HUNG at line {line}\n{done}", flush=True)
@@ -240,10 +266,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--job", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--error", default="", help=argparse.SUPPRESS)
+    parser.add_argument("--on-error", choices=("abort", "raise"), default="raise")
     parser.add_argument("names", nargs="*")
     options = parser.parse_args()
     if options.job:
-        job(options.names[0], ERRORS[options.error], options.job, options.every)
+        job(options.names[0], ERRORS[options.error], options.job, options.every, options.on_error)
         return 0
     if options.lines:
         return fail_at_lines(options)

@@ -17,7 +17,6 @@ Array: TypeAlias = npt.NDArray[Any]
 _CHUNK_BYTES = 256 * 2**10
 #: The sign bit, by the size of a float; no integer has the size of a long double.
 _SIGNS = {size: np.dtype(f"u{size}").type(1 << (8 * size - 1)) for size in (2, 4, 8)}
-_SMALL_INTEGERS = ("int8", "int16", "uint8", "uint16")
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:
@@ -38,7 +37,7 @@ def wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     The 16-bit floats are summed in float32 and rounded once.  Integers of 8 and 16 bits are combined in 32 bits, and
     wrap around at the end as in NumPy.
     """
-    if dtype.name in _SMALL_INTEGERS:
+    if dtype.kind in "iu" and dtype.itemsize < 4:
         return np.dtype(np.int32 if dtype.kind == "i" else np.uint32)
     return host_wire_dtype(dtype)
 
@@ -65,7 +64,7 @@ def sum_dtype_of_mean(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def mean_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype of a MEAN: integers become float32 (8 and 16 bits) or float64, as in TensorFlow."""
     if dtype.kind in "iu":
-        return np.dtype(np.float32 if dtype.name in _SMALL_INTEGERS else np.float64)
+        return np.dtype(np.float32 if dtype.itemsize < 4 else np.float64)
     return dtype
 
 

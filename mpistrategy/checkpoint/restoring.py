@@ -83,8 +83,8 @@ def restore(
         with _sound(call.where, path), reading(call.where, path):
             source.read_manifest()
     call.agree("read a manifest")
-    call.expect_more()
     manifest = source.tell_manifest()
+    call.expect_more()
     with _sound(call.where, path), reading(call.where, path):
         source.read_shards(objects)
     call.agree("read shards", patiently=True)

@@ -22,6 +22,8 @@ from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.layout import destinations as placing
+from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.plan import Plan
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.algorithm import OnDevice
@@ -40,16 +42,14 @@ class CrossDeviceOps:
 
     """
 
-    # See `mpistrategy.reduction.algorithm.Algorithm`.  A subclass that does not say so itself has neither of the first
-    # two: it may do something else.
+    # See `mpistrategy.reduction.algorithm.Algorithm`.  A subclass is in rank order only if it says so itself: it
+    # may do something else.
     _in_rank_order: bool = False
-    _has_plans: bool = False
     _is_built_in: bool = False
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)
         cls._in_rank_order = bool(cls.__dict__.get("_in_rank_order"))
-        cls._has_plans = bool(cls.__dict__.get("_has_plans"))
 
     @property
     def _configuration(self) -> str:
@@ -196,6 +196,21 @@ class CrossDeviceOps:
         outs: Sequence[Any] | None,
         where: str,
     ) -> OnDevice | None:
+        """Return None: nothing is known of how it reduces."""
+        return None
+
+    def _plan_for(
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: placing.Destination,
+    ) -> Plan | None:
+        """Return None: nothing is known of how it reduces."""
+        return None
+
+    def _gpu_word(self, ranks: Communicator, options: CommunicationOptions) -> str | None:
         """Return None: nothing is known of how it reduces."""
         return None
 

@@ -46,6 +46,9 @@ else:
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
+#: What a subclass may override; its values have no plans then.
+_OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce_implementation")
+
 
 class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that reduce packs of arrays.
@@ -84,6 +87,28 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             return plan_of(communicator, layouts, op, options.bytes_per_pack, self._to_every_rank, options.wire)
         packs = packing.plan(layouts, options.bytes_per_pack, self.num_packs, host_wire_dtype)
         return Plan(communicator, layouts, op, self._route(communicator, packs, op, destination, options.wire))
+
+    def _plan_for(
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
+    ) -> Plan | None:
+        """Return how arrays on the host are reduced; None where a subclass reduces in its own way."""
+        if not self._is_usual:
+            return None
+        reduced_precision.check(options.wire)
+        self._check_values([np.empty(0, dtype) for dtype, _ in layouts], op, type(self).__name__)
+        return self._plan(ranks, layouts, op, options, destination)
+
+    def _gpu_word(self, ranks: Communicator, options: CommunicationOptions) -> str | None:
+        """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
+        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE  # here, for the quick import
+
+        is_plain = options.wire is None and self._is_usual and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
+        return path_word(options, self._device_path) if is_plain else None
 
     def _route(
         self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None
@@ -164,11 +189,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     @property
     def _is_usual(self) -> bool:
         """Whether no subclass has overridden what reduces."""
-        mine, usual = type(self), PackedCrossDeviceOps
-        return (mine.batch_reduce, mine.batch_reduce_implementation) == (
-            usual.batch_reduce,
-            usual.batch_reduce_implementation,
-        )
+        return all(getattr(type(self), name) is getattr(PackedCrossDeviceOps, name) for name in _OVERRIDABLE)
 
     def _begin_on_device(
         self,
@@ -267,7 +288,6 @@ class MpiAllReduce(PackedCrossDeviceOps):
     """
 
     _in_rank_order = True
-    _has_plans = True
 
 
 def by_one_rank(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -21,11 +22,12 @@ from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import ChooseRoute, with_result_buffers
+from mpistrategy.reduction.plan import ChooseRoute
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
 
 if TYPE_CHECKING:
+    from mpistrategy.mpi.shared_memory.node_sum import NodeSum
     from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 
 #: About so much of a buffer is exchanged at a time where the ranks do not share memory.  As much is needed besides;
@@ -36,13 +38,29 @@ _PIECE_BYTES = 8 * 2**20
 def ordered_route(
     communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, wire: str | None
 ) -> Route:
-    """Return the route to every rank: in result buffers of the node, or share by share from rank to rank."""
+    """Return the route to every rank: through memory of the node, or share by share from rank to rank."""
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     names = names_of(communicator, packs, op)
+    node, text = communicator.node_sum, op._on_the_wire
+    if node is not None and {*names} == {"node_sum"}:
+        memory = {pack.dtype: _node_memory(communicator, pack.dtype, text) for pack in packs}
+        return CommunicatorRoute(communicator, packs, op, names, partial(_add_on_node, node, text, memory))
     shown = [name if name in ("none", "threads") else "alltoallv" for name in names]
-    pair = partial(gather_and_combine, communicator, op._on_the_wire, EVERY_RANK)
-    route = CommunicatorRoute(communicator, packs, op, shown, pair)
-    return with_result_buffers(communicator, op, route, names, combine_ordered)
+    pair = partial(gather_and_combine, communicator, text, EVERY_RANK)
+    return CommunicatorRoute(communicator, packs, op, shown, pair)
+
+
+def _node_memory(communicator: Communicator, dtype: np.dtype[Any], op: str) -> tuple[Array, Array]:
+    """Return the `sorting_memory` of a dtype, of whatever length: the same for all calls."""
+    real = reals(np.empty(0, dtype)).dtype
+    make = partial(sorting_memory, communicator.size, real, op, sys.maxsize)
+    return communicator.once((sorting_memory, real, op), make)
+
+
+def _add_on_node(
+    node: NodeSum, op: str, memory: dict[np.dtype[Any], tuple[Array, Array]], source: Array, target: Array
+) -> None:
+    node.run(((source, target),), op, combination=partial(combine_ordered, memory=memory[source.dtype]))
 
 
 class OrderedAllReduce(PackedCrossDeviceOps):
@@ -162,7 +180,7 @@ def _room(communicator: Communicator, op: str, wanted: Array, step: int) -> _Roo
     size, dtype = communicator.size, wanted.dtype
     largest, last = -(-min(step, wanted.size) // size), wanted.size % step
     padded = np.zeros((2, -(-last // size) * size if last % size else 0), dtype)  # all shares have one size
-    received = communicator.pool.take(dtype, (size * largest,))
+    received = np.empty(size * largest, dtype)
     return _Room(received, padded, sorting_memory(size, dtype, op, largest))
 
 
@@ -176,7 +194,7 @@ def _combine_piece(
     communicator.alltoall(sent, received)
     own = result[rank * count : (rank + 1) * count]
     with np.errstate(all="ignore"):
-        combine_ordered(list(received), [own], op, 1, (0, count), room.sorting)
+        combine_ordered(list(received), [own], op, 1, room.sorting)
     root = destination.only_rank
     if root is None:
         communicator.allgatherv(own, [count] * size, result)

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
-from mpistrategy.reduction.routes.in_place import chunk_elements
+from mpistrategy.mpi.shared_memory.node_sum import piece_elements
 
 
 def sorting_memory(ranks: int, dtype: np.dtype[Any], op: str, count: int) -> tuple[Array, Array]:
@@ -28,7 +28,7 @@ def sorting_memory(ranks: int, dtype: np.dtype[Any], op: str, count: int) -> tup
 
 
 def _step(ranks: int, dtype: np.dtype[Any]) -> int:
-    return chunk_elements(ranks, dtype.itemsize) & ~1  # no complex number is cut in two
+    return piece_elements(ranks, dtype.itemsize) & ~1  # no complex number is cut in two
 
 
 def combine_ordered(
@@ -36,31 +36,27 @@ def combine_ordered(
     targets: Sequence[Array],
     op: str,
     divisor: int,
-    part: tuple[int, int],
     memory: tuple[Array, Array] | None = None,
 ) -> None:
-    """Do what `mpistrategy.reduction.routes.in_place.combine` does, with the same bits whatever the order of `arrays`.
+    """Do what `node_sum.in_rank_order` does, with the same bits whatever the order of `arrays`.
 
     Args:
         arrays: flat, one of each rank, in a dtype of the wire.
         targets: flat, of the same size and dtype; may be the arrays themselves.
         op: "SUM", "MIN", "MAX" or "PROD"; no PROD of complex numbers.
         divisor: the result is divided by it; floating and complex dtypes only.
-        part: where the elements begin and end.
         memory: that of `sorting_memory`; None takes it now.
     """
     dtype = arrays[0].dtype
-    begin, end = part
-    if dtype.kind == "c":  # the real and the imaginary parts are numbers of their own
-        arrays, begin, end = [reals(array) for array in arrays], 2 * begin, 2 * end
+    arrays = [reals(array) for array in arrays]  # the real and the imaginary parts are numbers of their own
     numbers = [reals(target) for target in targets]
     kind, adds = numbers[0].dtype, op in ("SUM", "PROD")
     step = _step(len(arrays), kind)
-    rows, wide = memory or sorting_memory(len(arrays), kind, op, end - begin)
+    rows, wide = memory or sorting_memory(len(arrays), kind, op, arrays[0].size)
     sorts = len(rows) > 0
     combine: Any = partial(COMBINE[op], dtype=wide.dtype) if sorts else COMBINE[op]
-    for start in range(begin, end, step):
-        stop = min(start + step, end)
+    for start in range(0, arrays[0].size, step):
+        stop = start + step
         chunks, total = [array[start:stop] for array in arrays], numbers[0][start:stop]
         result = total
         if sorts:

@@ -82,6 +82,17 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
             options = replace(options, bytes_per_pack=accumulation.bytes_per_pack(options, communicator.size))
         return super()._plan(communicator, layouts, op, options, destination)
 
+    def _plan_for(
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
+    ) -> Plan | None:
+        """Return how arrays on the host are reduced; None for an accumulation, the program's own code."""
+        return None if self.accumulation_fn is not None else super()._plan_for(ranks, layouts, op, options, destination)
+
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None for an accumulation function: on the host."""
         from mpistrategy.reduction.routes.gpu_operations import on_one_rank  # here, for the quick import

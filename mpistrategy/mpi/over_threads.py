@@ -20,10 +20,10 @@ from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import line_of
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Once, Pool
+from mpistrategy.mpi.interface.buffers import Once
 from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
-from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
+from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName
 
@@ -154,9 +154,8 @@ class SimulatedCommunicator:
         self.shares_memory: bool = False
         self.thresholds = DEFAULT
         self.mailboxes: Mailboxes | None = None
-        self.result_buffers: ResultBuffers | None = None
+        self.node_sum: NodeSum | None = None
         self.first_message: FirstMessage | None = None
-        self.pool: Pool = Pool()
         self.once: Once = Once()
 
     def duplicate(self) -> SimulatedCommunicator:

@@ -8,6 +8,9 @@ from typing import Any, NamedTuple, Protocol
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.reduction.layout.destinations import Destination
+from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.plan import Plan
 
 
 class OnDevice(NamedTuple):
@@ -29,12 +32,10 @@ class Algorithm(Protocol):
 
     Attributes:
         _in_rank_order: whether a sum in rank order is what it would return: arenas may then be reduced in place.
-        _has_plans: whether repeated calls may be planned: it does what `MpiAllReduce` does, whatever the values.
         _is_built_in: whether it is one of the library's own pipelines, and can be asked how buffers travel.
     """
 
     _in_rank_order: bool
-    _has_plans: bool
     _is_built_in: bool
 
     @property
@@ -43,6 +44,23 @@ class Algorithm(Protocol):
 
     def _settings(self, options: CommunicationOptions) -> str:
         """Return the configuration and the options of one call, as far as they shape the messages."""
+
+    def _plan_for(
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
+    ) -> Plan | None:
+        """Return how arrays on the host are reduced; None where each call must be looked at.
+
+        Raises:
+            MpiStrategyError: for what it cannot reduce.
+        """
+
+    def _gpu_word(self, ranks: Communicator, options: CommunicationOptions) -> str | None:
+        """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
 
     def reduce(
         self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: CommunicationOptions | None = None

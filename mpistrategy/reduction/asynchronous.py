@@ -24,9 +24,8 @@ from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.arena.layout import check_dtypes
-from mpistrategy.reduction.inputs import leaves_like, resident
+from mpistrategy.reduction.inputs import leaves_like
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes.mailboxes import MISFIT
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.asynchronous_gpu import Begun
@@ -118,11 +117,11 @@ def start_all_reduce(
     ranks, site = engine.communicator, call_site()
     enter = partial(Call, ranks.guard, _CALL, called=name)
     try:
-        arena = resident(value, out)
-        if arena is not None:
-            arena._check(reducer, _WHERE)
-        prepare = partial(_prepared, value) if arena is None else partial(_of_arena, arena)
-        work = prepare(_on(reducer, engine), enter, reduce_op, options, out)
+        if isinstance(value, Arena):
+            value._check(reducer, _WHERE)
+            work = _of_arena(value, _on(reducer, engine), enter, reduce_op, options, out)
+        else:
+            work = _prepared(value, _on(reducer, engine), reduce_op, options, name, out)
     except Exception as error:  # the peers start theirs: they must hear of it there
         work = _failing(enter, error)
 
@@ -164,7 +163,7 @@ def _started_on_device(
 
     communicator, site = reducer.communicator, call_site()
     try:
-        op, arena = ReduceOp._parse(reduce_op, _WHERE), resident(value, out)
+        op, arena = ReduceOp._parse(reduce_op, _WHERE), value if isinstance(value, Arena) else None
         leaves, structure = nest.flatten_without_none(value if arena is None else arena.values)
         targets, paths = leaves_like(out, structure, _WHERE), partial(nest.paths_without_none, value)
         build: Callable[[list[Any]], Any] = structure.pack
@@ -217,29 +216,15 @@ def _is_on_device(value: Any) -> bool:
 
 
 def _prepared(
-    value: Any, reducer: Reducer, enter: _Enter, reduce_op: Any, options: CommunicationOptions | None, out: Any
+    value: Any, reducer: Reducer, reduce_op: Any, options: CommunicationOptions | None, name: str | None, out: Any
 ) -> Callable[[], Any]:
     """Look at the arguments in the caller's thread and context; return the rest of the work."""
     given, structure = nest.flatten_without_none(value)
     leaves = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given]
-    targets = leaves_like(out, structure, _WHERE)
-    op = ReduceOp._parse(reduce_op, _WHERE)
+    leaves_like(out, structure, _WHERE)
+    ReduceOp._parse(reduce_op, _WHERE)
     kept = structure.pack(leaves)  # the caller may put other arrays into the nest meanwhile
-
-    def work() -> Any:
-        if options is None and enter.keywords["called"] is None:
-            result = reducer.plans.run(reduce_op, kept, out, None, None)
-            if result is not MISFIT:
-                return result
-        with enter(structure.text) as call:
-            if reducer.agrees_on_none(call, op, structure):
-                return structure.pack([])
-            results = reducer.all_reduce_leaves(
-                call, op, leaves, lambda: nest.paths_without_none(value), options=options, targets=targets
-            )
-        return structure.pack(results)
-
-    return work
+    return partial(reducer.all_reduce, _CALL, reduce_op, kept, options, name=name, out=out)
 
 
 def _of_arena(

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from operator import attrgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,12 +36,10 @@ from mpistrategy.errors import (
     ShapeError,
     StructureError,
 )
-from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.routes.mailboxes import NUMBERS
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.foreign import is_foreign
@@ -54,31 +50,12 @@ else:
     later(globals(), "mpistrategy.reduction.sparse")
     later(globals(), "mpistrategy.arrays.gpu", "is_cupy", "is_of_cuda_malloc")
 
-#: The arenas that are in use, by the identity of their `values`: ``id(x) in resident_values`` is quick.
-resident_values: dict[int, weakref.ref[Any]] = {}
-
-_dtype_of, _shape_of, _is_writeable = attrgetter("dtype"), attrgetter("shape"), attrgetter("flags.writeable")
-
-
-class Weighted(NamedTuple):
-    """A nest of arrays, and what it counts for."""
-
-    value: Any
-    weight: Any
-
-
-def resident(value: Any, out: Any) -> Any:
-    """Return the arena in which ``all_reduce(op, value, out=out)`` can be done where the arrays are; else None.
-
-    It is `value` itself, or the one whose `values` both `value` and `out` are.
-    """
-    if is_arena(value):
-        return value
-    if out is None or value is not out:
-        return None
-    found = resident_values.get(id(value))
-    arena = None if found is None else found()
-    return arena if arena is not None and arena._values is value else None
+#: Numbers whose results are NumPy scalars, by the dtype in which they travel.
+NUMBERS: dict[type, np.dtype[Any]] = {
+    float: np.dtype(np.float64),
+    int: np.dtype(np.int64),
+    **{kind: np.dtype(kind) for kind in (np.float64, np.float32, np.int64, np.int32)},
+}
 
 
 def checked_leaves(
@@ -150,14 +127,15 @@ def direct_targets(
     None for a leaf means that its result must be copied there at the end; without `useful` that holds for all leaves.
     None instead of a list means that `out` needs the checks of the general way.
     """
-    if out is not value and not alike(value, out):
+    if out is not value and not where.single and not alike(value, out):
         return None
     targets = where.take(out)
-    if {*map(type, targets)} != {np.ndarray} or [*map(_dtype_of, targets)] != dtypes:
-        return None
-    if out is not value and [*map(_shape_of, targets)] != [*map(_shape_of, arrays)]:
-        return None
-    if not all(map(_is_writeable, targets)) or len({*map(id, targets)}) < len(targets):
+    for target, array, dtype in zip(targets, arrays, dtypes, strict=True):
+        if type(target) is not np.ndarray or target.dtype != dtype or target.shape != array.shape:
+            return None
+        if not target.flags.writeable:
+            return None
+    if not where.single and len({*map(id, targets)}) < len(targets):
         return None
     if not useful:
         return [None] * len(targets)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -17,15 +18,26 @@ from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, event_
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.inputs import as_given, check_target, checked_leaves, in_kind
-from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT
-from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import Plan, is_simple, plan_of, usual_route
-from mpistrategy.reduction.plans import WHERE, Plans
-from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, exchange_of_weights
+from mpistrategy.reduction.inputs import (
+    arrays_of,
+    as_given,
+    check_target,
+    checked_leaves,
+    in_kind,
+    leaves_like,
+    to_reduce,
+)
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
+from mpistrategy.reduction.layout.packing import Layout, layouts_of
+from mpistrategy.reduction.plan import Plan, is_simple
+from mpistrategy.reduction.plans import NestPlan, PlacedPlan, kind_of
+from mpistrategy.reduction.routes.base import CallPlan
+from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, WeightedPlan, WeightsOfRanks, dtype_of_products
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import check_device, is_cupy
@@ -35,10 +47,8 @@ else:
     later(globals(), "mpistrategy.arrays.gpu", "check_device", "is_cupy")
     later(globals(), "mpistrategy.reduction.gather", "gather")
 
-#: So many different options keep plans.
-_MOST_OPTIONS = 16
-#: So many layouts of arrays keep plans.
-_MOST_AGREED = 512
+#: So many plans are kept.
+_MOST_PLANS = 1024
 
 
 class AgreedPlan(NamedTuple):
@@ -62,6 +72,90 @@ class AgreedPlan(NamedTuple):
         return self.plan.run(arrays)
 
 
+class GeneralPlan(CallPlan):
+    """The way of all values: they are looked at anew in each call, which raises the errors for bad input.
+
+    Args:
+        reducer, reduce_op, options: as given; the latter by the program.
+    """
+
+    def __init__(self, reducer: Reducer, reduce_op: Any, options: Any) -> None:
+        self.reducer, self.reduce_op, self.options = reducer, reduce_op, options
+
+    @staticmethod
+    def kind(value: Any, out: Any) -> Any:
+        """Return what tells the calls apart for which there are plans; see `kind_of`."""
+        return kind_of(value)
+
+    def leaves_of(self, value: Any) -> nest.Leaves | None:
+        """Return how to reach the arrays of a value; None where it has no plan."""
+        return nest.leaves_of(value)
+
+    def destination(self, value: Any, out: Any, where: str) -> Destination | None:
+        """Return which ranks get a `Mirrored` result; None where all get plain ones."""
+        return None
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction; see `CallPlan.run`."""
+        reducer, options = self.reducer, self.options
+        if is_arena(value):
+            return value._all_reduce(reducer, self.reduce_op, call, options=options, weight=weight, out=out)
+        leaves, structure = nest.flatten_without_none(value)
+        call.structure = structure.text
+        targets = leaves_like(out, structure, call.where)
+        op = ReduceOp._parse(self.reduce_op, call.where)
+        if reducer.agrees_on_none(call, op, structure):
+            return structure.pack([])
+        paths = partial(nest.paths_without_none, value)
+        return structure.pack(self.reduce(call, op, leaves, paths, targets, weight))
+
+    def reduce(
+        self,
+        call: Call,
+        op: ReduceOp,
+        leaves: list[Any],
+        paths: Callable[[], list[str]],
+        targets: list[Any] | None,
+        weight: Any,
+    ) -> list[Any]:
+        """Return the reductions of leaves, of which some are not None; see `Reducer.all_reduce_leaves`."""
+        return self.reducer.all_reduce_leaves(
+            call, op, leaves, paths, options=self.options, weight=weight, targets=targets
+        )
+
+
+class CrossReplicaPlan(GeneralPlan):
+    """The general way of `Strategy.reduce`: an algorithm of the program's own gets one value, or several together."""
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction; see `CallPlan.run`."""
+        with self.reducer.entered():
+            return super().run(call, value, out, weight)
+
+    def reduce(
+        self,
+        call: Call,
+        op: ReduceOp,
+        leaves: list[Any],
+        paths: Callable[[], list[str]],
+        targets: list[Any] | None,
+        weight: Any,
+    ) -> list[Any]:
+        """Return the reductions of leaves; see `GeneralPlan.reduce`."""
+        if weight is not None:
+            return super().reduce(call, op, leaves, paths, targets, weight)
+        if not leaves:
+            raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
+        algorithm, options = self.reducer.algorithm, self.reducer.options
+        pairs = [(to_reduce(leaf), PerReplica((0,))) for leaf in leaves]
+        if len(pairs) == 1:
+            reduced = [algorithm.reduce(op, *pairs[0], options)]
+        else:
+            reduced = algorithm.batch_reduce(op, pairs, options)
+        found = map(local_component, reduced)
+        return [as_given(result, local_component(leaf)) for result, leaf in zip(found, leaves, strict=True)]
+
+
 class Reducer:
     """Reduces with one algorithm and one set of options over the ranks of one communicator.
 
@@ -72,7 +166,6 @@ class Reducer:
 
     Attributes:
         is_alone: whether there is one replica only, without MPI.
-        plans: the repeated all-reduces.
         changes: how often the algorithm or the options have been set.
     """
 
@@ -81,15 +174,10 @@ class Reducer:
         self.is_alone: bool = isinstance(communicator, SingleCommunicator)
         self._algorithm = algorithm
         self._options = options
-        #: What stands for all calls that have a plan; None where all calls are refused.
-        self._planned = None if communicator.guard.closed else Call(communicator.guard, WHERE)
-        if self._planned is not None:
-            self._planned.is_leaf = True
-        self.plans: Plans = Plans(communicator, algorithm, options, self._planned)
         self.changes: int = 0
+        #: By call site, operation, options and kind of value.
+        self._plans: dict[Any, CallPlan] = {}
         self._agreed: dict[Any, AgreedPlan | None] = {}
-        #: The plans of calls with options of their own.
-        self._others: dict[CommunicationOptions, Plans] = {}
         #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
         self.entered: Callable[[], AbstractContextManager[Any]] = nullcontext
         #: The numbers of new arenas, the same on every rank.
@@ -120,27 +208,113 @@ class Reducer:
     def _begin_anew(self) -> None:
         """Forget what was prepared for another algorithm or other options."""
         self.changes += 1
-        self._others.clear()
+        self._plans.clear()
         self._agreed.clear()
-        self.plans.serve(self._algorithm, self._options)
-
-    def plans_for(self, options: Any) -> Plans | None:
-        """Return the plans of calls with these options; None where calls have none."""
-        if type(options) is not CommunicationOptions or options.timeout_seconds is not None:
-            return None
-        plans = self._others.get(options)
-        if plans is None:
-            if len(self._others) >= _MOST_OPTIONS:
-                self._others.clear()
-            merged = self._options.merge(options)
-            plans = self._others[options] = Plans(self.communicator, self._algorithm, merged, self._planned)
-        return plans
 
     def copy(self) -> Reducer:
         """Return another one with the same ranks, algorithm and options, and no plans."""
         result = Reducer(self.communicator, self._algorithm, self._options)
         result.arena_numbers = self.arena_numbers
         return result
+
+    def all_reduce(
+        self,
+        where: str,
+        reduce_op: Any,
+        value: Any,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+        weight: Any = None,
+        general: type[GeneralPlan] = GeneralPlan,
+    ) -> Any:
+        """Reduce a value: the public call `where`, whose other arguments are those of the program.
+
+        `general` does the calls that no other plan is for, and says what value and `out` are.
+        """
+        with Call(self.communicator.guard, where, called=name) as call:
+            if call.structure:  # of the call around this one: what is compared besides may change from call to call
+                return general(self, reduce_op, options).run(call, value, out, weight)
+            is_weighted = weight is not None
+            try:
+                kind = general.kind(value, out)
+                key = general, call.where, call.place, call.name, reduce_op, options, is_weighted, kind
+                plan = self._plans.get(key)
+            except Exception:  # such as that of a list that holds itself
+                return general(self, reduce_op, options).run(call, value, out, weight)
+            if plan is None:
+                plan = self._made(call, general(self, reduce_op, options), value, out, is_weighted=is_weighted)
+                if len(self._plans) >= _MOST_PLANS:
+                    self._plans.clear()
+                self._plans[key] = plan
+            return plan.run(call, value, out, weight)
+
+    def _made(self, call: Call, general: GeneralPlan, value: Any, out: Any, *, is_weighted: bool) -> CallPlan:
+        """Return the plan of a value."""
+        try:
+            op, chosen = ReduceOp._parse(general.reduce_op, call.where), self._options.merge(general.options)
+            destination = general.destination(value, out, call.where)
+            if is_arena(value):
+                made = None if destination else value._make_plan(self, general, op, call, chosen, is_weighted)
+                return made or general
+            if is_weighted and op is not ReduceOp.MEAN:
+                return general
+            return self._plan_of_nest(call, general, op, value, chosen, destination, is_weighted=is_weighted) or general
+        except MpiStrategyError:
+            return general  # it raises the error
+
+    def _plan_of_nest(
+        self,
+        call: Call,
+        general: GeneralPlan,
+        op: ReduceOp,
+        value: Any,
+        options: CommunicationOptions,
+        destination: Destination | None,
+        *,
+        is_weighted: bool,
+    ) -> CallPlan | None:
+        """Return the plan of a nest of arrays; None for what is looked at in each call."""
+        where = general.leaves_of(value)
+        if where is None or not nest.only_text_keys(value):
+            return None
+        ranks, leaves = self.communicator, where.take(value)
+        seconds = options.timeout_seconds
+        timeout = None if seconds is None else timeouts.limit(seconds)
+        signature = Signature(
+            *("reduce", op.value, where.text, (), (destination or EVERY_RANK).text),
+            *(self._algorithm._settings(options), call.name, call.where, call.place),
+        )
+        kinds = {*map(type, leaves)}
+        if (
+            not is_weighted
+            and destination is None
+            and [(kind.__module__, kind.__name__) for kind in kinds] == [("cupy", "ndarray")]
+        ):
+            from mpistrategy.reduction.routes.device_plan import plan_on_gpu  # here, for the quick import
+
+            word = self._algorithm._gpu_word(ranks, options)
+            if word is None:
+                return None
+            sizes = {"bytes_per_pack": options.bytes_per_pack, "num_packs": getattr(self._algorithm, "_num_packs", 0)}
+            return plan_on_gpu(general, ranks, where, op, leaves, signature, word=word, timeout=timeout, **sizes)
+        arrays = arrays_of(leaves)
+        if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
+            return None
+        layouts = sent = layouts_of(arrays)
+        if is_weighted:
+            op, sent = ReduceOp.SUM, tuple((dtype_of_products(dtype), shape) for dtype, shape in layouts)
+        plan = self._algorithm._plan_for(ranks, sent, op, options, destination or EVERY_RANK)
+        if plan is None:
+            return None
+        values = tuple((dtype_name(dtype), shape) for dtype, shape in sent)
+        signature = signature._replace(op=op.value, values=values)
+        if is_weighted:
+            return WeightedPlan(general, ranks, where, layouts, plan, signature, timeout)
+        only_arrays = kinds == {np.ndarray}
+        made = NestPlan(general, ranks.guard, where, plan, signature, only_arrays=only_arrays, timeout=timeout)
+        return made if destination is None else PlacedPlan(made, destination, ranks.rank)
 
     def all_reduce_leaves(
         self,
@@ -234,9 +408,8 @@ class Reducer:
         mine = gpu_of(self.communicator.devices, self.communicator.rank)
         check_device([array for array in arrays if is_on_device(array)], mine, where)
         mean = WeightedMean(weight, op, where)
-        exchange = exchange_of_weights(self.communicator)
-        weights = exchange(mean.weight, lambda: call.agree(EXCHANGE, sparingly=True))
-        call.expect_more()  # the values come next
+        signature = Signature(EXCHANGE, structure=call.structure, name=call.name, call=where, place=call.place)
+        weights = WeightsOfRanks(self.communicator).exchange(call, mean.weight, signature)
         call.wait_as(options.timeout_seconds)
         parts = mean.contributions(arrays, weights)
         read = event_of_reads(given)
@@ -267,13 +440,15 @@ class Reducer:
             return self._agreed[key]
         except KeyError:
             pass
-        settings, made = self.plans.settings, None
-        if settings is not None and all(is_simple(dtype, op) for dtype, _ in layouts):
-            plan = plan_of(self.communicator, layouts, op, self._options.bytes_per_pack, usual_route)
+        made = None
+        if all(is_simple(dtype, op) for dtype, _ in layouts) and (
+            plan := self._algorithm._plan_for(self.communicator, layouts, op, self._options, EVERY_RANK)
+        ):
+            settings = self._algorithm._settings(self._options)
             values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
             words = {"op": op.value, "values": values, "destination": EVERY_RANK_TEXT, "options": settings}
             made = AgreedPlan(plan, words, self._options.timeout_seconds)
-        if len(self._agreed) >= _MOST_AGREED:
+        if len(self._agreed) >= _MOST_PLANS:
             self._agreed.clear()
         self._agreed[key] = made
         return made

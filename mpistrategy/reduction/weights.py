@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -11,16 +11,17 @@ import numpy as np
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, mean_dtype, wire_dtype
 from mpistrategy.arrays.nest import Leaves
-from mpistrategy.errors import MpiStrategyError, OptionError, OptionTypeError
+from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
-from mpistrategy.mpi.contract.error_messages import BEFORE
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import Weighted, arrays_of, as_leaf, direct_targets
+from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.finish import divide, rounded
-from mpistrategy.reduction.layout.packing import Layout, layouts_of
+from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan, plan_of, usual_route
-from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
+from mpistrategy.reduction.plans import written
+from mpistrategy.reduction.routes.base import CallPlan
 
 #: What the ranks compare before they exchange their weights.
 EXCHANGE = "exchange the weights of a mean"
@@ -64,8 +65,9 @@ class WeightedMean:
             arrays: its values.
             weights: those of all ranks, as float64.
         """
-        _, exponent = math.frexp(weights.max(initial=0))
-        total = math.fsum(math.ldexp(weight, -exponent) for weight in weights)
+        numbers = weights.tolist()
+        _, exponent = math.frexp(max(numbers))
+        total = math.fsum(math.ldexp(weight, -exponent) for weight in numbers)
         _, more = math.frexp(total)
         self._total, self._factor = math.ldexp(total, -more), math.ldexp(self.weight, -exponent - more)
         #: Memory for the means whose sums have another dtype.
@@ -107,64 +109,73 @@ def _room_for_mean(array: Array) -> Array | None:
     return None if dtype == dtype_of_products(array.dtype) or is_on_device(array) else np.empty(array.shape, dtype)
 
 
-def exchange_of_weights(communicator: Communicator) -> Callable[..., Array]:
-    """Return ``exchange(weight, agree)``: each rank's weight, in rank order, as float64; `agree` compares the calls."""
-    rank, size = communicator.rank, communicator.size
-    plan = plan_of(communicator, ((np.dtype(np.float64), (size,)),), ReduceOp.SUM, 0, usual_route)
+class WeightsOfRanks:
+    """The exchange of the ranks' weights."""
 
-    def exchange(weight: float, agree: Callable[[], object]) -> Array:
-        weights = np.zeros(size)
-        weights[rank] = weight
-        plan.bring((weights,))
-        agree()
-        return plan.run((weights,))[0]
+    def __init__(self, communicator: Communicator) -> None:
+        self._rank, self._size = communicator.rank, communicator.size
+        layouts = ((np.dtype(np.float64), (self._size,)),)
+        self._plan = plan_of(communicator, layouts, ReduceOp.SUM, 0, usual_route)
 
-    return exchange
+    def exchange(self, call: Call, weight: float, signature: Signature, digest: int | None = None) -> Array:
+        """Return each rank's weight, in rank order, as float64; the values come next."""
+        weights = np.zeros(self._size)
+        weights[self._rank] = weight
+        self._plan.bring((weights,))
+        call.agree_on(signature, digest, sparingly=True)
+        found = self._plan.run((weights,))[0]
+        call.expect_more()
+        return found
 
 
-def weighted_mean(
-    communicator: Communicator,
-    where: Leaves,
-    op: ReduceOp,
-    arrays: Sequence[Array],
-    plan_and_signature: Callable[[ReduceOp, tuple[Layout, ...]], tuple[Plan, Signature]],
-) -> Run | None:
-    """Return a ``run(weighted, out)`` for `Weighted` nests of arrays like `arrays`; None for another op than MEAN.
+class WeightedPlan(CallPlan):
+    """The plan of weighted means of nests of arrays and numbers on the host.
 
-    It returns MISFIT, before anything has been sent, for what the general call must look at.
+    Args:
+        otherwise: does the calls that need a closer look.
+        communicator: the ranks.
+        leaves: how to reach the arrays.
+        layouts: their dtypes and shapes.
+        plan: of their products with weights.
+        signature: of the call.
+        timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
     """
-    if op is not ReduceOp.MEAN:
-        return None
-    guard, layouts, dtypes = communicator.guard, layouts_of(arrays), [mean_dtype(array.dtype) for array in arrays]
-    plan, signature = plan_and_signature(
-        ReduceOp.SUM, tuple((dtype_of_products(array.dtype), array.shape) for array in arrays)
-    )
-    exchange = exchange_of_weights(communicator)
-    first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
-    digests = guard.digest(first), guard.digest(signature)
 
-    def run(weighted: Weighted, out: Any) -> Any:
-        leaves = where.take(weighted.value)
-        arrays = arrays_of(leaves, layouts)
-        try:
-            mean = WeightedMean(weighted.weight, op, signature.call)
-        except MpiStrategyError:
-            return MISFIT
+    def __init__(
+        self,
+        otherwise: CallPlan,
+        communicator: Communicator,
+        leaves: Leaves,
+        layouts: tuple[Layout, ...],
+        plan: Plan,
+        signature: Signature,
+        timeout: float | None,
+    ) -> None:
+        self._otherwise, self._leaves, self._layouts, self._plan = otherwise, leaves, layouts, plan
+        self._dtypes = [mean_dtype(dtype) for dtype, _ in layouts]
+        self._signature, self._timeout = signature, timeout
+        self._weights = WeightsOfRanks(communicator)
+        self._first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
+        digest = communicator.guard.digest
+        self._digests = digest(self._first), digest(signature)
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the weighted mean; see `CallPlan.run`."""
+        call.structure = self._leaves.text
+        leaves = self._leaves.take(value)
+        arrays = arrays_of(leaves, self._layouts)
         if arrays is None or (
-            out is not None and direct_targets(out, weighted.value, where, arrays, dtypes, False) is None
+            out is not None and direct_targets(out, value, self._leaves, arrays, self._dtypes, False) is None
         ):
-            return MISFIT
-        everybodys = exchange(mean.weight, lambda: guard.compare_digest(digests[0], first))
-        guard.stage = BEFORE  # the values come next
-        parts = mean.contributions(arrays, everybodys)
-        plan.bring(parts)
-        guard.compare_digest(digests[1], signature)
-        means = mean.finish(plan.run(parts), arrays)
-        if out is None:
-            return where.build([*map(as_leaf, means, leaves)])
-        for target, result in zip(where.take(out), means, strict=True):
-            target[...] = result
-        return out
-
-    run.__dict__["signature"] = signature
-    return run
+            return self._otherwise.run(call, value, out, weight)
+        mean = WeightedMean(weight, ReduceOp.MEAN, call.where)
+        weights = self._weights.exchange(call, mean.weight, self._first, self._digests[0])
+        if self._timeout is not None:
+            call.timeout = self._timeout
+        parts = mean.contributions(arrays, weights)
+        self._plan.bring(parts)
+        call.agree_on(self._signature, self._digests[1], sparingly=True)
+        means = mean.finish(self._plan.run(parts), arrays)
+        if out is not None:
+            return written(means, self._leaves.take(out), out)
+        return self._leaves.build(map(as_leaf, means, leaves))

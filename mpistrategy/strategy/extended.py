@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -13,7 +15,7 @@ from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import is_python_number
-from mpistrategy.arrays.values import Mirrored
+from mpistrategy.arrays.values import ArrayLike, Mirrored
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.cross_device_ops.built_in import MpiAllReduce
@@ -28,8 +30,9 @@ from mpistrategy.objects.later import later
 from mpistrategy.objects.settings import Settable
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.inputs import unpacked, unwrapped
-from mpistrategy.reduction.layout.destinations import for_value
-from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.layout.destinations import Destination, for_value, resolve
+from mpistrategy.reduction.plans import kind_of
+from mpistrategy.reduction.reducer import GeneralPlan, Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.registry import Placement
 from mpistrategy.variables.writes import refuse_drift
@@ -171,21 +174,9 @@ class StrategyExtended(Placement, NotPickled, Settable):
             ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
         self._require_collective("reduce_to")
-        with self._entered(), Call(self.communicator.guard, "StrategyExtended.reduce_to", called=name) as call:
-            if isinstance(value, Arena):
-                where = value._destination(destinations, call.where)
-                return value._all_reduce(self._reducer, reduce_op, call, options=options, destination=where)
-            chosen = self.options.merge(options)
-            found = _leaves_of(value)
-            if found is None:
-                return self.cross_device_ops.reduce(reduce_op, value, destinations, chosen)
-            leaves, structure = found
-            call.structure = structure.text
-            if self._reducer.agrees_on_none(call, ReduceOp._parse(reduce_op, call.where), structure):
-                return structure.pack([])
-            where = for_value(value, destinations)
-            pairs = [(leaf, where) for leaf in leaves]
-            return structure.pack(self.cross_device_ops.batch_reduce(reduce_op, pairs, chosen))
+        return self._reducer.all_reduce(
+            "StrategyExtended.reduce_to", reduce_op, value, options, name=name, out=destinations, general=_ReduceTo
+        )
 
     @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
     def batch_reduce_to(
@@ -198,29 +189,11 @@ class StrategyExtended(Placement, NotPickled, Settable):
     ) -> list[Any]:
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
         self._require_collective("batch_reduce_to")
-        with self._entered(), Call(self.communicator.guard, "StrategyExtended.batch_reduce_to", called=name) as call:
-            pairs = value_destination_pairs
-            if _has_arenas(pairs):
-                return [self.reduce_to(reduce_op, value, where, options) for value, where in pairs]
-            return self._batch_reduce_to(reduce_op, pairs, self.options.merge(options), call)
-
-    def _batch_reduce_to(self, reduce_op: Op, pairs: Any, options: CommunicationOptions, call: Call) -> list[Any]:
-        """Reduce a batch; the nests in it leaf by leaf."""
-        pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
-        are_pairs = isinstance(pairs, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
-        nests = [_leaves_of(value) for value, _ in pairs] if are_pairs else []
-        if all(found is None for found in nests):
-            return self.cross_device_ops.batch_reduce(reduce_op, pairs, options)
-        single: list[tuple[Any, Any]] = []
-        for (value, destinations), found in zip(pairs, nests, strict=True):
-            where = destinations if found is None else for_value(value, destinations)
-            single += [(leaf, where) for leaf in ([value] if found is None else found[0])]
-        structures = [nest.LEAF if found is None else found[1] for found in nests]
-        call.structure = "; ".join(structure.text for structure in structures)
-        if not single:
-            call.agree("reduce", op=ReduceOp._parse(reduce_op, call.where).value)
-        results = iter(self.cross_device_ops.batch_reduce(reduce_op, single, options) if single else [])
-        return [structure.rebuild(results) for structure in structures]
+        where, pairs = "StrategyExtended.batch_reduce_to", value_destination_pairs
+        results: list[Any] = self._reducer.all_reduce(
+            where, reduce_op, pairs, options, name=name, general=_BatchReduceTo
+        )
+        return results
 
     @collective("broadcast", own=own_mirrored("tensor"))
     def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
@@ -359,7 +332,6 @@ class StrategyExtended(Placement, NotPickled, Settable):
         plain_args, plain_kwargs = unwrapped(args, kwargs)
         on_gpu = self.communicator.guard.on_gpu
         replica_context = ReplicaContext(self._container_strategy, self.communicator.rank)
-        replica_context._run = self._reducer.plans.run
         frame = Frame(self._container_strategy, Mode.REPLICA, replica_context, call_sites.code_of(fn))
         if on_gpu is None:
             return context.call_in(frame, fn, plain_args, plain_kwargs)
@@ -396,6 +368,110 @@ def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure] | None:
     if is_array and all(isinstance(leaf, (bool, str)) or is_python_number(leaf) for leaf in leaves):
         return None
     return leaves, structure
+
+
+class _ReduceTo(GeneralPlan):
+    """`StrategyExtended.reduce_to`; the `out` of its calls are the destinations."""
+
+    @staticmethod
+    def kind(value: Any, out: Any) -> Any:
+        """Return what tells the calls apart for which there are plans."""
+        return kind_of(value), _kind_of_destinations(value, out)
+
+    def leaves_of(self, value: Any) -> nest.Leaves | None:
+        """Return how to reach the arrays of a value; None for a list of numbers, which is one array."""
+        found = nest.leaves_of(value)
+        if found is None or found.single:
+            return found and replace(found, text="")
+        return None if _leaves_of(value) is None else found
+
+    def destination(self, value: Any, out: Any, where: str) -> Destination | None:
+        """Return which ranks get the result."""
+        return resolve(for_value(value, out), self.reducer.communicator, where)
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction; see `CallPlan.run`."""
+        reducer, algorithm = self.reducer, cast(CrossDeviceOps, self.reducer.algorithm)
+        with reducer.entered():
+            if isinstance(value, Arena):
+                where = value._destination(out, call.where)
+                return value._all_reduce(reducer, self.reduce_op, call, options=self.options, destination=where)
+            chosen = reducer.options.merge(self.options)
+            found = _leaves_of(value)
+            if found is None:
+                return algorithm.reduce(self.reduce_op, value, out, chosen)
+            leaves, structure = found
+            call.structure = structure.text
+            if reducer.agrees_on_none(call, ReduceOp._parse(self.reduce_op, call.where), structure):
+                return structure.pack([])
+            where = for_value(value, out)
+            return structure.pack(algorithm.batch_reduce(self.reduce_op, [(leaf, where) for leaf in leaves], chosen))
+
+
+class _BatchReduceTo(GeneralPlan):
+    """`StrategyExtended.batch_reduce_to`."""
+
+    @staticmethod
+    def kind(value: Any, out: Any) -> Any:
+        """Return what tells the calls apart for which there are plans: lists of arrays that go to one destination."""
+        if type(value) is not list or {*map(type, value)} != {tuple}:
+            raise TypeError
+        values, destinations = zip(*value, strict=True)
+        (where,) = {*map(_kind_of_destinations, values, destinations)}
+        return where, kind_of(values)
+
+    def leaves_of(self, value: Any) -> nest.Leaves | None:
+        """Return how to reach the arrays; None where some are in nests."""
+        if any(map(nest.is_container, chain.from_iterable(value))):
+            return None
+        return nest.Leaves(lambda pairs: [value for value, _ in pairs], list, False, "")
+
+    def destination(self, value: Any, out: Any, where: str) -> Destination | None:
+        """Return which ranks get the results."""
+        return resolve(for_value(*value[0]), self.reducer.communicator, where)
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reductions; see `CallPlan.run`."""
+        reducer = self.reducer
+        with reducer.entered():
+            if _has_arenas(value):
+                one, results = _ReduceTo(reducer, self.reduce_op, self.options), []
+                for each, destinations in value:
+                    call.expect_more()
+                    results.append(one.run(call, each, destinations, None))
+                return results
+            return self._of_pairs(call, value, reducer.options.merge(self.options))
+
+    def _of_pairs(self, call: Call, pairs: Any, options: CommunicationOptions) -> list[Any]:
+        algorithm, reduce_op = cast(CrossDeviceOps, self.reducer.algorithm), self.reduce_op
+        pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
+        are_pairs = isinstance(pairs, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+        nests = [_leaves_of(value) for value, _ in pairs] if are_pairs else []
+        if all(found is None for found in nests):
+            return algorithm.batch_reduce(reduce_op, pairs, options)
+        single: list[tuple[Any, Any]] = []
+        for (value, destinations), found in zip(pairs, nests, strict=True):
+            where = destinations if found is None else for_value(value, destinations)
+            single += [(leaf, where) for leaf in ([value] if found is None else found[0])]
+        structures = [nest.LEAF if found is None else found[1] for found in nests]
+        call.structure = "; ".join(structure.text for structure in structures)
+        if not single:
+            call.agree("reduce", op=ReduceOp._parse(reduce_op, call.where).value)
+        results = iter(algorithm.batch_reduce(reduce_op, single, options) if single else [])
+        return [structure.rebuild(results) for structure in structures]
+
+
+def _kind_of_destinations(value: Any, destinations: Any) -> Any:
+    """Return what tells destinations apart: device strings, or a value.
+
+    Raises:
+        TypeError: for those that must be looked at in each call.
+    """
+    if destinations is value or isinstance(destinations, (np.ndarray, ArrayLike)):
+        return np.ndarray
+    if type(destinations) is str:
+        return destinations
+    raise TypeError
 
 
 def _has_arenas(pairs: Any) -> bool:

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from sys import _getframe
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overload
 
 import numpy as np
 
-from mpistrategy.arrays import nest
 from mpistrategy.context import (
     Frame,
     Mode,
@@ -20,7 +17,6 @@ from mpistrategy.context import (
     cross_replica,
     current_frame,
     current_strategy,
-    entered,
     in_words,
     require_same_strategy,
 )
@@ -30,10 +26,9 @@ from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.later import later
-from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
-from mpistrategy.reduction.inputs import Weighted, leaves_like, resident, resident_values, unpacked
+from mpistrategy.options import CommunicationOptions, Mean, Op
+from mpistrategy.reduction.inputs import unpacked
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes.mailboxes import MISFIT
 from mpistrategy.strategy.reduce_scatter import ReduceScatter
 
 if TYPE_CHECKING:
@@ -98,7 +93,6 @@ class ReplicaContext(ReduceScatter, NotPickled):
         self._strategy = strategy
         self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
         self._entered: list[Frame] = []
-        self._run: Callable[[Any, Any, Any, FrameType, Any], Any] | None = None
 
     def __enter__(self) -> Self:
         frame = current_frame()
@@ -204,36 +198,10 @@ class ReplicaContext(ReduceScatter, NotPickled):
         >>> strategy.run(step)
         {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
         """
-        if name is None:
-            frames = entered.frames
-            in_arena = out is not None and id(value) in resident_values
-            if frames and (frame := frames[-1]).replica_context is self and not in_arena:
-                run = self._run
-                if run is None:
-                    run = self._run = self._strategy.extended._reducer.plans.run
-                if options is not None:
-                    others = self._strategy.extended._reducer.plans_for(options)
-                    run = _no_plan if others is None else others.run
-                what = value if weight is None else Weighted(value, weight)
-                result = run(reduce_op, what, out, _getframe(1), frame.step)
-                if result is not MISFIT:
-                    return result
-        extended = self._strategy.extended
-        guard = extended.communicator.guard
-        with self._required("all_reduce"), Call(guard, "ReplicaContext.all_reduce", called=name) as call:
-            if (arena := resident(value, out)) is not None:
-                return arena._all_reduce(extended._reducer, reduce_op, call, options=options, weight=weight, out=out)
-            leaves, structure = nest.flatten_without_none(value)
-            call.structure = structure.text
-            targets = leaves_like(out, structure, call.where)
-            op = ReduceOp._parse(reduce_op, call.where)
-            if extended._reducer.agrees_on_none(call, op, structure):
-                return structure.pack([])
-            paths = partial(nest.paths_without_none, value)
-            results = extended._reducer.all_reduce_leaves(
-                call, op, leaves, paths, options=options, weight=weight, targets=targets
+        with self._required("all_reduce"):
+            return self._strategy.extended._reducer.all_reduce(
+                "ReplicaContext.all_reduce", reduce_op, value, options, name=name, out=out, weight=weight
             )
-            return structure.pack(results)
 
     @overload  # a MEAN matches this overload and the next one
     def all_reduce_async(  # type: ignore[overload-overlap]
@@ -393,7 +361,3 @@ class ReplicaContext(ReduceScatter, NotPickled):
 
     def __repr__(self) -> str:
         return f"ReplicaContext(replica {self._replica_id} of {self.num_replicas_in_sync})"
-
-
-def _no_plan(reduce_op: Any, value: Any, out: Any, frame: FrameType, step: Any) -> Any:
-    return MISFIT

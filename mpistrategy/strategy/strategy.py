@@ -13,7 +13,7 @@ from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
 from mpistrategy.context import Scope
-from mpistrategy.errors import EmptyBatchError, LeafError, OptionError, OptionTypeError, RemoteError
+from mpistrategy.errors import LeafError, OptionError, OptionTypeError, RemoteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective, own_value
@@ -21,7 +21,8 @@ from mpistrategy.objects.later import later
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Fixed, cannot_be_set
 from mpistrategy.options import Mean, Op, ReduceOp
-from mpistrategy.reduction.inputs import as_given, to_reduce
+from mpistrategy.reduction.inputs import as_given
+from mpistrategy.reduction.reducer import CrossReplicaPlan
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.input_methods import InputMethods
 from mpistrategy.strategy.legacy_names import OldNames
@@ -177,36 +178,22 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         context.require_cross_replica(self, "Strategy.reduce")
         if self._is_default:
             warn_if_alone(self, "Strategy.reduce")
-        communicator, algorithm = self.extended.communicator, self.extended.cross_device_ops
-        options = self.extended.options
-        with context.cross_replica(self), Call(communicator.guard, "Strategy.reduce", called=name) as call:
+        extended = self.extended
+        if axis is None:
+            return extended._reducer.all_reduce(
+                "Strategy.reduce", reduce_op, value, name=name, weight=weight, general=CrossReplicaPlan
+            )
+        with context.cross_replica(self), Call(extended.communicator.guard, "Strategy.reduce", called=name) as call:
             if isinstance(value, Arena):
-                if axis is not None:
-                    raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
-                return value._all_reduce(self.extended._reducer, reduce_op, call, weight=weight)
-            leaves, structure = nest.flatten_without_none(value)
+                raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
+            structure = nest.flatten_without_none(value)[1]
             call.structure = structure.text
             op = ReduceOp._parse(reduce_op, call.where)
-            if self.extended._reducer.agrees_on_none(call, op, structure):
+            if extended._reducer.agrees_on_none(call, op, structure):
                 return structure.pack([])
-            if axis is not None:
-                if weight is not None:
-                    raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
-                return reduce_along(algorithm, options, op, value, axis, call)
             if weight is not None:
-                reduced = self.extended._reducer.all_reduce_leaves(
-                    call, op, leaves, lambda: nest.paths_without_none(value), weight=weight
-                )
-                return structure.pack(reduced)
-            if not leaves:
-                raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
-            pairs = [(to_reduce(leaf), PerReplica((0,))) for leaf in leaves]
-            if len(pairs) == 1:
-                reduced = [algorithm.reduce(op, *pairs[0], options)]
-            else:
-                reduced = algorithm.batch_reduce(op, pairs, options)
-            results = [local_component(result) for result in reduced]
-            return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
+                raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
+            return reduce_along(extended.cross_device_ops, extended.options, op, value, axis, call)
 
     @overload
     def gather(self, value: NDArray[S], axis: int, **more: Unpack[Named]) -> NDArray[S]: ...

@@ -16,7 +16,6 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import observers
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.contract.flight_recorder import values_in_words
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects.text import encoded
 from mpistrategy.options import is_on
@@ -102,11 +101,7 @@ class _Ranges:
     def entered(self, guard: Guard, call: Call) -> None:
         """Begin the range of a collective."""
         self._inside.add(guard)
-        signature = observers.described(guard, call)[1]
-        parts = [call.where]
-        if signature is not None:
-            parts += [signature.op if signature.op.isupper() else "", values_in_words(signature.values)]
-        self._push(" ".join(filter(None, parts)))
+        self._push(call.where)
 
     def left(self, guard: Guard, call: Call) -> None:
         """End it, unless it began before the ranges."""

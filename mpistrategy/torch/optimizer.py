@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -13,6 +13,8 @@ import torch
 from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
+from mpistrategy.reduction.plan import run_plan
+from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
@@ -80,8 +82,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             raise OptionError.at(_WHERE, found=f"aggregation={aggregation!r}", expected="'MEAN' or 'SUM'")
         named = list(named_parameters or ())
         if len(dict(named)) < len(named):
-            names = [name for name, _ in named]
-            raise OptionError.at(_WHERE, found=f"names {names!r:.200}", expected="a name of its own for each parameter")
+            raise OptionError.at(
+                _WHERE,
+                found=f"names {[name for name, _ in named]!r:.200}",
+                expected="a name of its own for each parameter",
+            )
         self._names = {id(tensor): name for name, tensor in named}
         self._strategy: Strategy = strategy_for(strategy, _WHERE)
         self._options = CommunicationOptions(wire=wire)
@@ -126,16 +131,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             ShapeError: on every rank, for a gradient whose elements share memory on some rank.
         """
         parameters = self._parameters()
-        guard = self._strategy.extended.communicator.guard
-        device = parameters[0][1].device if parameters else None
+        guard, reducer = self._strategy.extended.communicator.guard, self._strategy.extended._reducer
         with (
-            replica_context(self._strategy, device) as context,
+            replica_context(self._strategy, parameters[0][1].device if parameters else None) as context,
             torch.no_grad(),
             Call(guard, f"{_WHERE}.synchronize", anywhere=True) as call,
         ):
             call.name = f"step {self._steps}"
             call.structure = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in parameters)
-            kinds = context.all_reduce("MAX", np.array([_kind(*each) for each in parameters], np.int8))
+            mine = np.array([_kind(*each) for each in parameters], np.int8)
+            kinds = reducer.all_reduce_array(call, ReduceOp.MAX, mine)
+            call.expect_more()
             dense: dict[int, Any] = {}
             for (_, each), kind in zip(parameters, kinds, strict=True):
                 if kind == _SPARSE:
@@ -146,18 +152,23 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     elif each.grad.is_sparse:
                         each.grad = each.grad.to_dense()
                     dense[each.grad.data_ptr()] = each.grad.detach()
-            self._combine([each for each in dense.values() if each.numel()], context)
+            self._combine(call, [each for each in dense.values() if each.numel()], context, reducer)
         self._is_synchronized = True
         self._steps += 1
 
-    def _combine(self, gradients: list[Any], context: ReplicaContext) -> None:
+    def _combine(self, call: Call, gradients: list[Any], context: ReplicaContext, reducer: Reducer) -> None:
         """Write the combined gradients into the tensors that are there."""
-        if gradients:
-            wide = [_wide(each) for each in gradients]
+        if not gradients:
+            return
+        wide = [_wide(each) for each in gradients]
+        arrays = [t.in_numpy(each) for each in wide if each.is_cpu and self._options.wire is None]
+        agreed = reducer.agreed_plan(self._op, tuple([(each.dtype, each.shape) for each in arrays]))
+        if agreed is None or len(arrays) < len(wide):
             context.all_reduce(self._op, wide, self._options, out=wide)
-            for each, total in zip(gradients, wide, strict=True):
-                if total is not each:
-                    each.copy_(total)
+        else:
+            call.wait_as(agreed.timeout_seconds)
+            run_plan(agreed.plan, arrays, lambda: call.agree("reduce", **agreed.words))
+        t.write(wide, gradients)
 
     @contextlib.contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -168,7 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         finally:
             self._synchronizes = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         """Combine the gradients unless `synchronize` has done so, and make the optimizer's step.  Collective.
 
         Args:
@@ -180,7 +191,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
 
         def together() -> Any:
-            assert closure is not None
             loss = closure()
             self.synchronize()
             return loss if loss is None else all_reduce(loss.detach(), strategy=self._strategy, name="a closure's loss")
@@ -204,8 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
+        return dict(self.optimizer.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the optimizer a state."""
@@ -239,8 +248,8 @@ def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any
     if grad is None:
         nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
         grad = _sparse(nowhere, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
-    grad = grad.coalesce()
-    places, values = context.all_gather([grad.indices().t().contiguous(), _wide(grad.values())], 0)
+    mine = grad.coalesce()
+    places, values = context.all_gather([mine.indices().t().contiguous(), _wide(mine.values())], 0)
     total = _sparse(places.t(), values, grad.shape).coalesce()
     return (total / context.num_replicas_in_sync if op is ReduceOp.MEAN else total).to(grad.dtype)
 

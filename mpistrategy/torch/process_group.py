@@ -21,7 +21,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.torch.group import Group, done
+from mpistrategy.torch.group import Group, chosen_seconds, done
 
 # What can be written in Python.
 if TYPE_CHECKING or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
@@ -65,9 +65,9 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
     _reduce_scatter_base: Any = Group.reduce_scatter_single
     alltoall_base: Any = Group.all_to_all_single
 
-    def monitored_barrier(self, timeout: Any = None, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks: late ones are named after the timeout of the group, as in every call."""
-        self.barrier()
+    def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
+        """Wait for all ranks: late ones are named after the timeout, as in every call."""
+        self.barrier(opts)
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Set how long calls wait for the other ranks."""
@@ -76,7 +76,8 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Free the group's communicator."""
+        """Free the group's communicators."""
+        self._background.free()
         self.communicator.free()
         _kept[:] = [each for each in _kept if each is not self]
 
@@ -127,7 +128,7 @@ def _make(options: Any, strategy: Any = None) -> Any:
     ranks = list(options.global_ranks_in_group)
     whole = _kept[0].communicator if ranks else _of_mpi(strategy or _next.pop())
     made = ProcessGroupMPI(whole.part(ranks) if ranks else whole.duplicate(), options.store)
-    if dist.constants.default_pg_timeout != options.timeout > timedelta():
+    if chosen_seconds(options.timeout):
         made.set_timeout(options.timeout)
     _kept[:] = [*(_kept if ranks else ()), made]  # torch 2.4 does not say that the former ones are destroyed
     return made

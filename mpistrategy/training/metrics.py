@@ -67,7 +67,7 @@ class Sum(NamesOurs):
         Raises:
             LeafError: for a value that is not an array of real numbers.
         """
-        _add(self._total, _real(value, "Sum.update_state"))
+        _add(self._total, float(np.sum(_real(value, "Sum.update_state"))))
 
     def result(self, *, name: str | None = None) -> float:
         """Return the sum over all replicas.  Collective in cross-replica context.
@@ -122,11 +122,15 @@ class Mean(NamesOurs):
             LeafError: for a value that is not an array of real numbers.
             ShapeError: for a weight of another shape; nothing has been added then.
         """
+        if isinstance(value, (float, np.floating)) and isinstance(weight, (float, int)):
+            _add(self._total, float(value) * weight)
+            _add(self._count, float(weight))
+            return
         where = f"{type(self).__name__}.update_state"
         value, weights = _real(value, where), _real(weight, where)
         weights = np.broadcast_to(weights_of_rows(weights, value.shape, where, "weight"), value.shape)
-        _add(self._total, value * weights)
-        _add(self._count, weights)
+        _add(self._total, float(np.sum(value * weights)))
+        _add(self._count, float(np.sum(weights)))
 
     def result(self, *, name: str | None = None) -> float:
         """Return the weighted mean over all replicas; NaN when nothing was added.  Collective.
@@ -201,12 +205,12 @@ def _real(value: Any, where: str) -> Array:
         raise LeafError.at(where, found=f"{value!r}", expected="real numbers") from error
 
 
-def _add(total: Variable, values: Array) -> None:
-    """Add the sum of some values to this rank's part of a total, in a step or in a loop without steps."""
+def _add(total: Variable, amount: float) -> None:
+    """Add a number to this rank's part of a total, in a step or in a loop without steps."""
     strategy, frame = total.strategy, context.current_frame()
     is_own = strategy.extended._is_local or (frame is not None and frame.mode is context.Mode.REPLICA)
     with nullcontext() if is_own else ReplicaContext(strategy, strategy.extended.communicator.rank):
-        total.assign_add(float(np.sum(values)))
+        total.assign_add(amount)
 
 
 def _per_replica_sum(metric: str, part: str) -> Variable:

@@ -95,6 +95,7 @@ print(kills, "kills;", "left:", [name for name in left if name not in (".lock", 
 
 
 @pytest.mark.parametrize("kind", ["overwrite", "async", "manager"])
+@pytest.mark.slow
 def test_killed_at_every_change(launch: Launch, tmp_path: Path, kind: str) -> None:
     job = launch(1, [launching.program(KILLS, tmp_path), tmp_path / "f", kind], env={"MPISTRATEGY_ALONE": "1"})
     kills, _, left = job.check().stdout.partition(" kills; left: ")

@@ -103,6 +103,7 @@ def swap(path: Path, outside: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["overwrite", "manager"])
+@pytest.mark.slow
 def test_a_link_swapped_in_before_every_change(tmp_path: Path, outside: Path, kind: str) -> None:
     saved: dict[bool, int] = {True: 0, False: 0}
     stride = 1 if ALL else 4
@@ -158,6 +159,7 @@ RACES: dict[str, Callable[[Path, float], object]] = {
 
 
 @pytest.mark.parametrize("what", RACES)
+@pytest.mark.slow
 def test_links_swapped_in_all_the_time(tmp_path: Path, outside: Path, what: str) -> None:
     folder = tmp_path / "f"
     folder.mkdir()

@@ -152,6 +152,7 @@ def test_streams_of_more_ranks_are_all_different(tmp_path: Path, p: int, q: int)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.slow
 def test_a_run_interrupted_at_20_random_steps_is_the_uninterrupted_one_bit_for_bit(tmp_path: Path, ranks: int) -> None:
     """Each job goes on where the one before ended: weights, slots, sums, random numbers and the order of the data."""
     steps = 40
@@ -277,6 +278,7 @@ if strategy.replica_id_in_sync_group == 0:
 @pytest.mark.parametrize(
     ("p", "q"), [(1, 3), (3, 2), pytest.param(4, 1, marks=long_lane), pytest.param(2, 4, marks=long_lane)]
 )
+@pytest.mark.slow
 def test_jobs_of_real_ranks(launch: Launch, tmp_path: Path, p: int, q: int) -> None:
     path = str(tmp_path / "with a space")
     printed = [

@@ -219,6 +219,7 @@ def counts_of(job: launching.Finished) -> Any:
         pytest.param(4, 600_000, 2, marks=long_lane),
     ],
 )
+@pytest.mark.slow
 def test_counts(launch: Launch, tmp_path: Path, ranks: int, bytes_a_writer: int, shards: int) -> None:
     """Opens and fsyncs are those of the writers; each byte is read once, whoever needs it."""
     several = {"MPIR_CVAR_NUM_CLIQUES": "2"} if launching.LIBRARY.startswith("MPICH") and ranks == 4 else {}

@@ -64,6 +64,7 @@ def check(case: dict[str, Any], *names: str) -> None:
 
 
 @pytest.mark.each_mpi
+@pytest.mark.slow
 def test_one_array_and_small_values(launch: Launch, tmp_path: Path) -> None:
     found = figures(launch, tmp_path, "--only", "all_reduce,small", "--sizes", "4,4KiB,2MiB", ranks=3)
     assert [(case["suite"], case["case"]) for case in found["cases"]] == [
@@ -127,6 +128,7 @@ PEER = """
     """
 
 
+@pytest.mark.slow
 def test_files_add_other_libraries(launch: Launch, tmp_path: Path) -> None:
     files = [launching.program(PEER.format(package=name), tmp_path) for name in ("numpy", "lost")]
     [case] = figures(launch, tmp_path, "--only", "all_reduce", "--sizes", "4", "--peers", *map(str, files))["cases"]

@@ -284,6 +284,7 @@ strategy.run(step)
 
 @one_rank
 @pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.slow
 def test_a_job_that_hangs_is_read_from_outside(tmp_path: Path, nodes: int) -> None:
     """On one node, asked by the rank that hangs; on two, asked by a rank of the node where all wait."""
     if nodes > 1 and launching.IS_OPEN_MPI:

@@ -55,6 +55,7 @@ while not strategy.run(step)[0]:
 
 @one_rank
 @pytest.mark.parametrize("nodes", [1, 3])
+@pytest.mark.slow
 def test_a_rank_that_comes_late_is_named_before_anything_hangs(tmp_path: Path, nodes: int) -> None:
     """Of one node; and with MPICH of three that this machine pretends to be, each rank alone on one."""
     if nodes > 1 and launching.IS_OPEN_MPI:

@@ -147,6 +147,7 @@ def tree(process: int) -> Iterator[int]:
 
 @pytest.mark.each_mpi
 @one_rank
+@pytest.mark.slow
 def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is killed as a whole, launcher and ranks, leaves something with MPICH and Open MPI."""
     monkeypatch.setattr(leftovers, "_YOUNG_SECONDS", -1.0)

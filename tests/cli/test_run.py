@@ -279,6 +279,7 @@ def test_all_ranks_exit_together_and_the_first_says_so(launch: Launch, tmp_path:
 
 
 @pytest.mark.each_mpi
+@pytest.mark.slow
 def test_ranks_that_have_agreed_to_stop_end_without_a_word(launch: Launch, tmp_path: Path) -> None:
     source = """
     import os, signal, sys
@@ -315,6 +316,7 @@ def test_one_job_of_two_programs(launch: Launch, tmp_path: Path, how: str) -> No
 
 
 @pytest.mark.each_mpi
+@pytest.mark.slow
 def test_a_program_is_still_main_when_its_atexit_callbacks_run(folder: Path) -> None:
     text = "import atexit, pickle, sys\nclass Kept: pass\natexit.register(lambda: print(len(pickle.dumps(Kept()))))\n"
     for end in ("", "sys.exit(0)", "sys.exit(3)"):

@@ -240,6 +240,7 @@ def test_times_are_written_in_one_way(written: object, meant: str) -> None:
 
 @given(good())
 @settings(max_examples=60, deadline=None)
+@pytest.mark.slow
 def test_good_statements_give_scripts_that_a_shell_reads(case: tuple[str, dict[str, Any]]) -> None:
     template, statement = case
     text = text_of(template, **statement)
@@ -374,6 +375,7 @@ NO_TOML: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("what", NO_TOML)
+@pytest.mark.slow
 def test_files_that_were_made_up_to_harm(capsys: pytest.CaptureFixture[str], tmp_path: Path, what: str) -> None:
     make, word = NO_TOML[what]
     make(tmp_path / "x.toml")

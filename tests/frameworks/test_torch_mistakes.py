@@ -15,35 +15,52 @@ pytestmark = pytest.mark.each_mpi
 
 PROGRAM = """
 import os, signal, sys, torch, torch.distributed as dist
-import mpistrategy.torch as mst
+from datetime import timedelta
+import mpistrategy as ms, mpistrategy.torch as mst
 
+group = None
 {start}
 rank = dist.get_rank()
-model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1))
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(3, 1), process_group=group)
 
 def backward():
     model(torch.ones(2, 3)).sum().backward()
 
-backward()
+backward(); backward()  # the first pass finds the order of the buckets
 if rank == 1:
     {mistake}
-backward()  # of the third batch
+backward()  # of the last batch
 dist.barrier()
 """
 START = "mst.init_process_group()"
-LATE = "mst.init_process_group(timeout=2)"
-AFTER_A_STRATEGY = "import mpistrategy as ms; mst.init_process_group(ms.MirroredStrategy())"
+AFTER_A_STRATEGY = "mst.init_process_group(ms.MirroredStrategy())"
+CONTAINED = "mst.init_process_group(ms.MirroredStrategy(on_error='raise'))"
+#: A batch whose data have moved when the memory ends; the program skips it.
+NO_MEMORY = """
+    def no_memory(*_): return [0] * 2**62
+    sys.modules["mpistrategy.torch.tensors"].write = no_memory
+    try: backward()
+    except MemoryError: print("skipped", flush=True)
+"""
+STOPS = "os.kill(os.getpid(), signal.SIGSTOP)"
+#: The ways to say how long calls wait; long enough for a busy machine's own delays.
+TIMEOUTS = {
+    "init": "mst.init_process_group(timeout=8)",
+    "address": "dist.init_process_group('mpistrategy', init_method='mpistrategy://', timeout=timedelta(seconds=8))",
+    "new_group": "mst.init_process_group(); group = dist.new_group(timeout=timedelta(seconds=8))",
+    "set_timeout": "mst.init_process_group(); group = dist.new_group(); group.set_timeout(timedelta(seconds=8))",
+}
 #: What rank 1 does, how the group is made, and what the job says.
 MISTAKES = {
     "a batch is skipped": (
         "dist.barrier(); sys.exit()",
         START,
-        ["CollectiveMismatchError", "torch.distributed.barrier", ".py:10", ".py:14"],
+        ["CollectiveMismatchError", "torch.distributed.barrier", ".py:12", ".py:16"],
     ),
     "another loss": (
         "dist.all_reduce(torch.ones(()))",
         START,
-        ["CollectiveMismatchError", "values=float32[1]", ".py:10", ".py:14"],
+        ["CollectiveMismatchError", "values=float32[1]", ".py:12", ".py:16"],
     ),
     "an early exit": ("sys.exit()", START, ["RankLeftError", "rank 1", "left"]),
     "an exception": ("raise ValueError('my own')", START, ["[rank 1/3]", "in <module>", "ValueError: my own"]),
@@ -52,14 +69,20 @@ MISTAKES = {
         AFTER_A_STRATEGY,
         ["[rank 1/3]", "in <module>", "ValueError: my own"],
     ),
-    "a stopped rank": ("os.kill(os.getpid(), signal.SIGSTOP)", LATE, ["roll call", "rank 1", "stopped"]),
+    "no memory after the data": (NO_MEMORY, START, ["[rank 1/3]", "in no_memory", "MemoryError"]),
+    "no memory after the data, contained": (
+        NO_MEMORY,
+        CONTAINED,
+        ["RemoteError: rank 1 failed in torch.distributed.all_reduce: MemoryError"],
+    ),
+    **{f"a stopped rank, {way}": (STOPS, TIMEOUTS[way], ["roll call", "rank 1", "stopped"]) for way in TIMEOUTS},
 }
 
 
 @pytest.mark.parametrize("name", MISTAKES)
 def test_it_ends_the_job_and_is_named(launch: Callable[..., launching.Finished], name: str) -> None:
     mistake, start, said = MISTAKES[name]
-    job = launch(3, PROGRAM.format(start=start, mistake=mistake), timeout=40)
+    job = launch(3, PROGRAM.format(start=start, mistake=mistake), timeout=60)
     assert job.returncode, job
     for words in said:
         assert words in job.stderr, job

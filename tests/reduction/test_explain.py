@@ -58,32 +58,20 @@ def test_small_arrays_are_packed_and_large_ones_are_not(one_node: ms.Strategy) -
     lines = one_node.explain([SMALL] * 9 + [LARGE, LARGE], "mean").splitlines()
     assert lines[0].startswith("all_reduce MEAN of 11 arrays, 8.04 MiB, ")
     pack, large = lines.index(_line(lines, "1 pack of 9")), lines.index(_line(lines, "2 arrays by themselves"))
-    where = f"in result buffers that the node shares, each rank 1/{SIZE} of them"
-    assert f"float32, 36 KiB: {where}" in lines[pack]
-    assert f"float32, 8 MiB: {where}" in lines[large]
+    where = f"through memory of the node, each rank 1/{SIZE} of them"
+    assert f"float32, 36 KiB: {where}, in 1 chunk of at most 256 KiB" in lines[pack]
+    assert f"float32, 8 MiB: {where}, where the results stay" in lines[large]
     assert "all into the pack, " in lines[pack + 1]
     less = 1 - 1 / SIZE
-    assert lines[large + 1].strip() == f"{less:.3g} copies: {SIZE - 1}/{SIZE} into this rank's result buffer"
-    assert "each rank reads 8 MiB and writes 8 MiB, into every result buffer" in lines[large + 2]
-
-
-@several
-def test_what_is_too_large_for_blocks_goes_through_the_window(
-    one_node: ms.Strategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(one_node.extended.communicator.result_buffers, "_left", 2**20)
-    text = one_node.explain(np.zeros(2**20 + 7, np.float32))
-    assert "through the node's bounce buffers, in 17 chunks of at most 256 KiB" in text
-    assert f"{2 - 1 / SIZE:.3g} copies: {SIZE - 1}/{SIZE} into the bounce buffers, the result out of it" in text
-    assert "each rank writes 4 MiB there and reads " in text
-    text = one_node.explain(np.zeros(2**21 + 7, np.float32))
-    assert "in 33 chunks of at most 256 KiB, or of 4 MiB while these are faster" in text
+    assert lines[pack + 1].endswith(f"{SIZE - 1}/{SIZE} into the node's memory, the result out of it")
+    assert lines[large + 1].strip() == f"{less:.3g} copies: {SIZE - 1}/{SIZE} into the node's memory"
+    assert "each rank writes 8 MiB there and reads " in lines[large + 2]
 
 
 @several
 def test_what_must_be_converted(one_node: ms.Strategy) -> None:
     text = one_node.explain({"half": np.zeros(2**16, np.float16), "turned": np.zeros((300, 200)).T})
-    assert "float32, 256 KiB: in result buffers that the node shares" in text
+    assert "float32, 256 KiB: through memory of the node" in text
     assert "all into float32 and the results back, " in text
     assert "all in order, " in text
 
@@ -98,7 +86,7 @@ def test_an_arena_is_reduced_where_it_is(one_node: ms.Strategy, shared_result: b
     assert lines[bucket + 1].strip() == "no copies"
     assert lines[bucket + 2].endswith("into the node's one result" if shared_result else "into every one")
     assert _line(lines, "1 bucket of 1 array, int64, 8 B: ")
-    assert "result buffers" in one_node.explain(arena.values)  # they are ordinary arrays without the arena
+    assert "through memory of the node" in one_node.explain(arena.values)  # they are ordinary arrays without the arena
     arena.close()
     with pytest.raises(ms.errors.ContextError, match="close"):
         one_node.explain(arena)

@@ -219,6 +219,18 @@ def test_the_mean_along_an_axis_weighs_a_short_last_batch_right(strategy: ms.Str
     np.testing.assert_allclose(strategy.reduce("MEAN", rows, axis=0), [right, right], rtol=1e-15)
 
 
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int16"])
+def test_a_mean_of_short_integers_does_not_wrap(strategy: ms.Strategy, dtype: str) -> None:
+    rows = np.full((400, 2), 120, dtype)
+    for found in (
+        strategy.reduce("MEAN", rows, axis=0),
+        strategy.reduce("MEAN", rows)[0],
+        strategy.reduce("MEAN", rows[0], weight=3),
+        strategy.run(lambda: ms.get_replica_context().all_reduce("MEAN", rows[0])),
+    ):
+        np.testing.assert_allclose(found, [120, 120], rtol=1e-6)
+
+
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])
 @pytest.mark.parametrize("target", RANKS)
 def test_reduce_to_one_rank_and_to_all(strategy: ms.Strategy, op: str, target: int) -> None:

@@ -193,3 +193,38 @@ def test_wrong_parts_are_refused(wrong: Any) -> None:
         ms.StrategyExtended(wrong)
     with pytest.raises(errors.OptionTypeError):
         ms.ReplicaContext(wrong, 0)
+
+
+class Doubling(ms.MpiAllReduce):
+    """Changes results where one value is reduced."""
+
+    def reduce_implementation(self, *given: Any) -> Any:
+        return ms.Mirrored((2 * np.asarray(super().reduce_implementation(*given)),))
+
+
+class DoublingBatches(ms.MpiAllReduce):
+    """Changes results wherever something is reduced: one value is a batch of one."""
+
+    def batch_reduce_implementation(self, *given: Any) -> Any:
+        return [ms.Mirrored((2 * np.asarray(each),)) for each in super().batch_reduce_implementation(*given)]
+
+
+def test_an_algorithm_derived_from_a_built_in_one_does_the_work() -> None:
+    """In the first call and in those like it, at one line of the program that the built-in one has served, too."""
+    with ms.MirroredStrategy() as strategy:
+        extended = strategy.extended
+
+        def each_way() -> list[float]:
+            x = np.ones(2)
+            inside = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", x))
+            outside = [strategy.reduce("SUM", x), extended.reduce_to("SUM", x, x)]
+            batch = [strategy.reduce("SUM", [x, x])[1], extended.batch_reduce_to("SUM", [(x, x)])[0]]
+            return [float(np.asarray(each)[0]) for each in (inside, *outside, *batch)]
+
+        for _ in range(3):
+            extended.cross_device_ops = ms.MpiAllReduce()
+            assert each_way() == each_way() == [SIZE] * 5
+            extended.cross_device_ops = Doubling()
+            assert each_way() == each_way() == [SIZE, 2 * SIZE, 2 * SIZE, SIZE, SIZE]
+            extended.cross_device_ops = DoublingBatches()
+            assert each_way() == each_way() == [2 * SIZE] * 5

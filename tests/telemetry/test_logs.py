@@ -146,6 +146,7 @@ log.info("after")
 
 
 @pytest.mark.each_mpi
+@pytest.mark.slow
 def test_lines_of_a_job_are_whole_before_and_after_the_strategy(launch: Callable[..., launching.Finished]) -> None:
     job = launch(3, PROGRAM).check()
     lines = [line for line in job.stderr.splitlines() if line]

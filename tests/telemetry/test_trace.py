@@ -442,6 +442,7 @@ def test_a_program_as_it_stands(launch: Launch, tmp_path: Path, how: str, capsys
     assert Counter(event["cat"] for event in read_events(tmp_path / "out.json") if event["ph"] == "X")["step"] == 18
 
 
+@pytest.mark.slow
 def test_a_killed_job_leaves_what_its_ranks_were_in(launch: Launch, tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     job = launch(3, [launching.program(PROGRAM, tmp_path), "die"], env={"MPISTRATEGY_TRACE": str(folder)})

@@ -81,7 +81,7 @@ def make_ranges(strategy: ms.Strategy) -> None:
     strategy.barrier()
 
 
-EXPECTED = ["step step", "  load", "  ReplicaContext.all_reduce SUM float32[3] (12 B)", "barrier"]
+EXPECTED = ["step step", "  load", "  ReplicaContext.all_reduce", "barrier"]
 
 
 def test_ranges_by_cupy_where_it_is_imported(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,9 +26,9 @@ def collectives(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     begun: list[str] = []
     compare = Guard.compare
 
-    def counted(guard: Guard, signature: Any, **how: Any) -> None:
+    def counted(guard: Guard, signature: Any, *digest: Any, **how: Any) -> None:
         begun.append(signature.collective)
-        compare(guard, signature, **how)
+        compare(guard, signature, *digest, **how)
 
     monkeypatch.setattr(Guard, "compare", counted)
     return begun

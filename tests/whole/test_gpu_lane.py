@@ -16,7 +16,7 @@ from typing import Any
 import pages
 import pytest
 
-pytestmark = pytest.mark.one_rank
+pytestmark = [pytest.mark.one_rank, pytest.mark.slow]
 
 SCRIPT = Path(__file__).resolve().parents[2] / "scripts" / "gpu_lane.py"
 HAS_CUPY = importlib.util.find_spec("cupy") is not None

@@ -13,6 +13,8 @@ from pathlib import Path
 import launching
 import pytest
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parents[1]
 HEAD = """
 import os, time

@@ -30,6 +30,8 @@ from mpistrategy.checkpoint import arrays as checkpoint_arrays
 from mpistrategy.checkpoint.storage.manifest import NAME
 from mpistrategy.checkpoint.storage.shards import shard_name
 
+pytestmark = pytest.mark.slow
+
 one_rank = pytest.mark.one_rank
 #: These take seconds of a core; smaller ones of their kinds are tried in the short lane, too.
 SLOW = ("a bomb", "a manifest of 200 MB", "a manifest of 64 MiB of lists")

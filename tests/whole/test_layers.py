@@ -45,7 +45,7 @@ FLOORS = {
 #: The same within the two largest folders.
 ORDER = {
     "mpi": "contract tuning shared_memory watchdog job interface multi_node,gpu faults over_mpi,over_threads",
-    "reduction": "algorithm layout routes sparse inputs sites plan weights plans gather reducer arena",
+    "reduction": "layout routes sparse inputs plan algorithm plans weights gather reducer arena",
 }
 # The benchmark's reference is mpi4py itself, and must not go through what it is compared with; the doctor looks at
 # ranks on which the library refuses to start.
@@ -181,7 +181,7 @@ SHARED = {
     *("_describe", "_empty_batch", "_lazy_batches"),  # of datasets
     *("_kernel", "_reduced_early", "_abandon"),  # of optimizers, gradient buckets, traces
     *("_C", "_distributed_c10d", "_create_work_from_future", "_debug_has_internal_overlap", "_nnz"),  # of torch
-    *("_current_graph_task_id", "_pytree"),
+    *("_current_graph_task_id", "_execution_engine", "_pytree"),
 }
 
 

@@ -89,6 +89,7 @@ CONSOLES = sorted({block.page for block in BLOCKS if block.kind == "console" and
 
 
 @pytest.mark.parametrize("page", CONSOLES)
+@pytest.mark.slow
 def test_the_commands_of_a_page_print_what_is_shown(tmp_path: Path, page: str) -> None:
     """In order, in one folder, where the programs of the page are."""
     environment = console_environment(tmp_path)

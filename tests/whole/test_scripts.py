@@ -17,6 +17,8 @@ import numpy as np
 import pytest
 from replicas import ALL, long_lane
 
+pytestmark = pytest.mark.slow
+
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 RANKS = (1, 2, 3, 4) if ALL else (1, 3)
 

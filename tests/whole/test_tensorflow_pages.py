@@ -64,6 +64,7 @@ def test_names_of_the_porting_table_exist() -> None:
     assert [name for name in HERE + OURS if not exists(name)] == []
 
 
+@pytest.mark.slow
 def test_every_name_of_the_porting_table_is_used_in_an_example() -> None:
     """A function or property must have been called by an example; anything else, and what one overrides, written."""
     sources = [PREAMBLE, *(example.source for example in EXAMPLES)]

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from mpistrategy.cli.bench.measuring.raw import RawRanks
     from mpistrategy.strategy.strategy import Strategy
 
-SUITES = ("all_reduce", "small", "lists", "steps", "nodes", "guard")
+SUITES = ("all_reduce", "small", "lists", "steps", "nodes")
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
 
 
@@ -157,7 +157,7 @@ def _on_gpus(options: argparse.Namespace) -> int:
 def _run_suites(
     options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, report: dict[str, Any], growing: reports.Growing
 ) -> None:
-    from mpistrategy.cli.bench.cases import nodes, protection, steps, sums
+    from mpistrategy.cli.bench.cases import nodes, steps, sums
 
     suites: dict[str, Callable[[Bench], Iterator[Case]]] = {
         "all_reduce": sums.one_array,
@@ -165,7 +165,6 @@ def _run_suites(
         "lists": sums.gradient_lists,
         "steps": steps.training_steps,
         "nodes": nodes.between_nodes,
-        "guard": protection.protection,
     }
     peers, missing = open_peers(options.peers, ranks, report["environment"]["nodes"])
     bench = sums.Bench(
@@ -188,7 +187,6 @@ def _run_suites(
         "lists": len(bench.lists),
         "steps": len(bench.networks),
         "nodes": (len(nodes.SIZES) + 1) * (bench.nodes > 1),
-        "guard": len(protection.SIZES) * (1 + (bench.nodes == 1)),
     }
     number = sum(counts[suite] for suite in options.only)
     tell = _tell if ranks.rank == 0 else lambda line: None
@@ -206,8 +204,6 @@ def _run_suites(
             figures = report["cases"][-1]
             if suite == "steps":
                 figures["communication_us"] = steps.communication(figures)
-            elif suite == "guard" and figures["reference"] == protection.BARE:
-                figures["protection_us"] = protection.costs(figures)
             elif suite == "nodes" and nodes.BEHIND in [row["name"] for row in figures["variants"]]:
                 figures["hidden"] = nodes.hidden(figures)
             elif suite == "nodes" and options.line_rate:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-import threading
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
+from sys import _getframe
+from threading import get_ident
+from time import monotonic
 from types import TracebackType
 from typing import Any
 
 from mpistrategy import errors
 from mpistrategy.mpi.contract import timeouts
-from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.call_sites import Signature, site_of
 from mpistrategy.mpi.contract.error_messages import AGREED, BEFORE, is_of_one_rank
 from mpistrategy.mpi.contract.flight_recorder import LEFT, CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
@@ -39,22 +40,17 @@ class Call:
         CollectiveMismatchError: when calls that differed were found after their data had moved.
     """
 
-    __slots__ = (
-        "_anywhere",
-        "_before",
-        "_called",
-        "_entry",
-        "_guard",
-        "_on_gpu",
-        "_outer",
-        "is_leaf",
-        "name",
-        "place",
-        "signature",
-        "structure",
-        "timeout",
-        "where",
-    )
+    #: What was compared last.
+    signature: Signature | None = None
+    #: How long it may wait for the other ranks, in seconds; None: the strategy's timeout.
+    timeout: float | None = None
+    structure: str = ""
+    name: str = ""
+    #: The call site as ranks compare it; "" for a call that may be made anywhere.
+    place: str = ""
+    _outer: CurrentCall | None = None
+    _entry: list[Any] | None = None
+    _on_gpu: AbstractContextManager[Any] | None = None
 
     def __init__(
         self,
@@ -68,72 +64,64 @@ class Call:
     ) -> None:
         if guard.closed:
             raise guard.refusal(where)
-        self._guard = guard
-        self._called = called
-        self._anywhere = anywhere or bool(called)
-        self._outer: CurrentCall | None = None
-        self._entry: list[Any] | None = None
-        self._before = 0.0
-        #: What was compared last.
-        self.signature: Signature | None = None
-        #: Whether it contains no other call, so that a call inside it comes from another thread.
-        self.is_leaf: bool = False
-        #: How long it may wait for the other ranks, in seconds; None: the strategy's timeout.
-        self.timeout: float | None = None
-        self.where: str = where
-        self.structure: str = structure
-        self.name: str = name
+        self._guard, self.where, self._called = guard, where, called
+        self._anywhere, self._before = anywhere or bool(called), 0.0
+        if structure:
+            self.structure = structure
         if called and isinstance(called, str):
             self.name = f"{called}: {name}" if name else called
-        #: The call site as ranks compare it; "" for a call that may be made anywhere.
-        self.place: str = ""
-        self._on_gpu: AbstractContextManager[Any] | None = None
+        elif name:
+            self.name = name
 
     def __enter__(self) -> Call:
         guard = self._guard
-        self._outer = guard.current
+        outer = self._outer = guard.current
         try:
-            self._begin(guard, guard.current)
+            if outer is None:
+                self._begin(guard)
+            else:
+                self._join(guard, outer)
+            self._before = guard.since
+            guard.current = self
+            if self._called is not None and not isinstance(self._called, str):
+                raise self._refused(
+                    errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")
+                )
+            if jax_traces.in_jax_trace():  # also inside a call: in a function that the program gave it
+                raise self._refused(jax_traces.refusal(self.where))
+            if outer is None and guard.on_gpu is not None:  # a new thread has GPU 0 as its current one
+                self._enter(guard.on_gpu)
             return self
         except BaseException:
             if guard.current is self:  # a signal has come
                 self._leave()
             raise
 
-    def _begin(self, guard: Guard, outer: CurrentCall | None) -> None:
-        me = threading.get_ident()
-        if outer is None:
-            guard.thread, guard.stage = me, BEFORE
-            if guard.size > 1:
-                if not self._anywhere:
-                    self.place = guard.here().place
-                record = guard.record
-                record.number += 1
-                self._entry = [record.number, self, time.monotonic(), 0.0]
-                record.entries.append(self._entry)
-        else:
-            if outer.is_leaf or guard.thread != me:
-                raise errors.ContextError.at(
-                    self.where,
-                    found=f"a collective while another thread is in {outer.where} of the same strategy",
-                    expected="one thread at a time",
-                    fix="Make a MirroredStrategy for each thread, all ranks in the same order.",
-                )
-            self.where = outer.where
-            self.structure = outer.structure or self.structure
-            self.name = outer.name or self.name
-            self.place = outer.place
-            self.timeout = outer.timeout
-        self._before = guard.since
-        guard.current = self
-        if self._called is not None and not isinstance(self._called, str):
-            raise self._refused(
-                errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")
+    def _begin(self, guard: Guard) -> None:
+        """Enter the outermost call into the flight record."""
+        guard.thread, guard.stage = get_ident(), BEFORE
+        if guard.size > 1:
+            if not self._anywhere:
+                self.place = (guard.site or site_of(_getframe(2))).place
+            record = guard.record
+            record.number += 1
+            self._entry = [record.number, self, monotonic(), 0.0]
+            record.entries.append(self._entry)
+
+    def _join(self, guard: Guard, outer: CurrentCall) -> None:
+        """Take over what the call around this one has."""
+        if guard.thread != get_ident():
+            raise errors.ContextError.at(
+                self.where,
+                found=f"a collective while another thread is in {outer.where} of the same strategy",
+                expected="one thread at a time",
+                fix="Make a MirroredStrategy for each thread, all ranks in the same order.",
             )
-        if jax_traces.in_jax_trace():  # also inside a call: in a function that the program gave it
-            raise self._refused(jax_traces.refusal(self.where))
-        if outer is None and guard.on_gpu is not None:  # a new thread has GPU 0 as its current one
-            self._enter(guard.on_gpu)
+        self.where = outer.where
+        self.structure = outer.structure or self.structure
+        self.name = outer.name or self.name
+        self.place = outer.place
+        self.timeout = outer.timeout
 
     def _enter(self, on_gpu: Callable[[], AbstractContextManager[Any]]) -> None:
         try:
@@ -180,10 +168,11 @@ class Call:
         )
         return self.agree_on(signature, patiently=patiently, sparingly=sparingly)
 
-    def agree_on(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> bool:
-        """Do `agree` with a signature."""
-        guard = self._guard
-        return guard.compare(signature, patiently=patiently, sparingly=sparingly)
+    def agree_on(
+        self, signature: Signature, digest: int | None = None, *, patiently: bool = False, sparingly: bool = False
+    ) -> bool:
+        """Do `agree` with a signature, and its digest where that is known."""
+        return self._guard.compare(signature, digest, patiently=patiently, sparingly=sparingly)
 
     def expect_more(self) -> None:
         """Say that there will be one more `agree`: a failure before it must be reported to the other ranks."""
@@ -223,7 +212,7 @@ class Call:
         if self._before == math.inf:
             guard.since = math.inf  # the program's own work goes on
         if self._entry is not None:
-            self._entry[LEFT] = time.monotonic()
+            self._entry[LEFT] = monotonic()
         if self._on_gpu is not None:
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed

@@ -16,16 +16,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from types import CodeType, FrameType
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from mpistrategy.objects.text import printable
-
-T = TypeVar("T")
 
 #: Frames of files in here are the library's own, except for the benchmarks, which use it as programs do.
 _FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
 _PROGRAMS = os.path.join(_FOLDER, "cli", "bench", "")
-_REMEMBERED, _MOST_ALIKE = 4096, 64
+_REMEMBERED = 4096
 _CALLERS = 2
 _DIGESTS, _LONG_FIELD = 4096, 64
 _MOST_NAMED = 3
@@ -109,110 +107,6 @@ def outside(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
-def _frames_of(frame: FrameType | None, step: Any) -> list[FrameType]:
-    """Return the frames of a call site: the call's and its callers', innermost first."""
-    found: list[FrameType] = []
-    while (frame := outside(frame)) is not None:
-        found.append(frame)
-        code = frame.f_code
-        # The caller of a module's own code is Python itself, and may differ between ranks that are started differently.
-        if len(found) > _CALLERS or code is step or code.co_name == _MODULE:
-            break
-        frame = frame.f_back
-        if step is NO_CODE and frame is not None and frame.f_code is _step_caller:
-            break
-    return found
-
-
-class Node(Generic[T]):
-    """A frame of a call site, by its code and instruction.
-
-    Attributes:
-        code: of the frame; held so that no other code gets its id.
-        is_module: whether it is a module's own code, whose caller does not count.
-        found: what was made for the call site whose outermost frame this is; None before.
-        callers: the nodes of the calling frames, by instruction; of several, the first.
-        following: the next node with the same instruction; None for the last.
-    """
-
-    __slots__ = ("callers", "code", "following", "found", "is_module")
-
-    def __init__(self, code: CodeType | None = None, following: Node[T] | None = None) -> None:
-        self.code: CodeType | None = code
-        self.is_module: bool = code is not None and code.co_name == _MODULE
-        self.found: T | None = None
-        self.callers: dict[int, Node[T]] = {}
-        self.following: Node[T] | None = following
-
-    def caller(self, frame: FrameType) -> Node[T]:
-        """Return the node of a calling frame; make it the first time."""
-        code, at = frame.f_code, frame.f_lasti
-        node, alike = self.callers.get(at), 0
-        while node is not None:
-            if node.code is code:
-                return node
-            node, alike = node.following, alike + 1
-        # Many codes at one instruction come and go, and are not kept.
-        node = self.callers[at] = Node(code, self.callers.get(at) if alike < _MOST_ALIKE else None)
-        return node
-
-
-class CallTree(Generic[T]):
-    """Keeps one object for each call site of a program.
-
-    The innermost frames are the callers of `root`.  Code that must be fast searches the nodes itself, and calls `find`
-    for what it does not find.
-
-    Args:
-        make: returns the object of a call site.
-    """
-
-    def __init__(self, make: Callable[[Site], T]) -> None:
-        self._make = make
-        self._count = 0
-        self.root: Node[T] = Node()
-
-    def find(self, frame: FrameType | None, step: Any) -> T:
-        """Return the object of the call in `frame`, or in the first frame outside this package from there.
-
-        Args:
-            frame: where the call is made.
-            step: `code_of` of the step function that runs; None outside steps.
-        """
-        frame = call = outside(frame)
-        node: Node[T] | None = self.root
-        callers_left = _CALLERS
-        # The common case: the call site is known, and the step function, if any, is written in Python.
-        while frame is not None and node is not None:
-            code, node = frame.f_code, node.callers.get(frame.f_lasti)
-            while node is not None and node.code is not code:
-                node = node.following
-            if node is not None and (code is step or not callers_left or node.is_module):
-                if node.found is not None:
-                    return node.found
-                break
-            callers_left -= 1
-            frame = frame.f_back if step is NO_CODE else outside(frame.f_back)
-        return self._made(_frames_of(call, step))
-
-    def _made(self, frames: list[FrameType]) -> T:
-        node = self.root
-        for frame in frames:
-            node = node.caller(frame)
-        if node.found is None:
-            if self._count >= _REMEMBERED:
-                self.clear()
-                return self._made(frames)
-            self._count += 1
-            node.found = self._make(_site_of(frames))
-        return node.found
-
-    def clear(self) -> None:
-        """Forget everything; `root.callers` stays the same object."""
-        self._count = 0
-        self.root.callers.clear()
-
-
 def _site_of(frames: list[FrameType]) -> Site:
     if not frames:
         return UNKNOWN
@@ -230,12 +124,37 @@ def _position(frame: FrameType) -> tuple[str, int, int | None]:
     return code.co_filename, line or frame.f_lineno, column
 
 
-_sites: CallTree[Site] = CallTree(lambda site: site)
+#: The call sites seen so far, by the frames' codes and instructions.  Each keeps its codes, so that no other code gets
+#: the id of one.
+_sites: dict[tuple[int, ...], tuple[Site, list[CodeType]]] = {}
 
 
 def site_of(frame: FrameType | None) -> Site:
     """Return the call site of a call in `frame`, or in the first frame outside this package from there."""
-    return _sites.find(frame, _current_step())
+    step = _current_step()
+    frames: list[FrameType] = []
+    key: list[int] = []
+    while frame is not None:
+        code = frame.f_code
+        ours = _ours.get(code.co_filename)
+        if ours is None:
+            ours = _is_ours(code.co_filename)
+        if not ours:
+            frames.append(frame)
+            key += (id(code), frame.f_lasti)
+            # The caller of a module's own code is Python itself, and may differ between ranks started differently.
+            if len(frames) > _CALLERS or code is step or code.co_name == _MODULE:
+                break
+        elif code is _step_caller and step is NO_CODE and frames:
+            break
+        frame = frame.f_back
+    found = tuple(key)
+    known = _sites.get(found)
+    if known is None:
+        if len(_sites) >= _REMEMBERED:
+            _sites.clear()
+        known = _sites[found] = _site_of(frames), [each.f_code for each in frames]
+    return known[0]
 
 
 def call_site() -> Site:

@@ -100,8 +100,9 @@ class TellsErrors(ABC):
         elif self.failures is not None:
             self.failures.break_off(where, error)
         elif not self.is_in_background:  # there the program hears of the error when it waits
-            self.report_failure(where, error, takes_no_more=True)
+            self.is_untold = True
             self.stop(Failure(in_words(error), self._rank, where))
+            self.tell_of_failure()
 
     def _leave_comparison(self) -> None:
         """Tell the channel where this rank leaves a comparison that may be under way."""
@@ -205,15 +206,12 @@ class TellsErrors(ABC):
                 self.stop(Failure(text, rank, report.call.get("call", "")))
         return self.broken
 
-    def report_failure(self, where: str, error: BaseException, *, takes_no_more: bool = False) -> None:
-        """Take part in a comparison with an error in place of a call: the other ranks raise it, too.
-
-        With `takes_no_more` it came after a call that succeeded on the others: no rank takes more calls then.
-        """
+    def report_failure(self, where: str, error: BaseException) -> None:
+        """Take part in a comparison with an error in place of a call: the other ranks raise it, too."""
         if self._channel is None:
             return
         try:
-            self._report_failure(self._channel, where, error, takes_no_more=takes_no_more)
+            self._report_failure(self._channel, where, error)
         except MpiStrategyError:
             raise
         except BaseException as interruption:  # a signal, say: the comparison is under way
@@ -227,9 +225,7 @@ class TellsErrors(ABC):
             raise
         self.stage = BEFORE
 
-    def _report_failure(
-        self, channel: ControlChannel, where: str, error: BaseException, *, takes_no_more: bool
-    ) -> None:
+    def _report_failure(self, channel: ControlChannel, where: str, error: BaseException) -> None:
         # No signature has a negative digest: only if all ranks fail alike does this look like an agreement.
         self.since = time.monotonic()
         self.comparisons += 1
@@ -249,10 +245,7 @@ class TellsErrors(ABC):
                 )
             time.sleep(next(pauses))
         if not answer and not self.is_broken:
-            call = {"call": where}
-            if takes_no_more:
-                call[mismatch_report.LEFT] = "it failed after its messages"
-            reports = self.gather_reports(self._report_of(call, self.here().text, error))
+            reports = self.gather_reports(self._report_of({"call": where}, self.here().text, error))
             self._mark_who_prints(error, [(report.error, report.text, report.site) for report in reports])
             self.hear_of_ends(reports)
             self.unseen = 0

@@ -19,9 +19,8 @@ from mpistrategy.mpi.contract.call_sites import Signature, without_columns
 LENGTH = 256
 
 NUMBER, WHAT, ENTERED, LEFT = range(4)
-#: One collective: its number in its strategy, from 1 on; a `Call`, or a plan (which has a `signature`); when it was
-#: entered and when it was left, in seconds of time.monotonic().  The last is 0.0 while the collective runs, and None
-#: for a plan, which does not record it, for speed: it was left before the next entry.
+#: One collective: its number in its strategy, from 1 on; the `Call`; when it was entered and when it was left, in
+#: seconds of time.monotonic().  The last is 0.0 while the collective runs.
 Entry = Sequence[Any]
 
 
@@ -34,11 +33,10 @@ class CurrentCall(Protocol):
     place: str
     signature: Signature | None
     timeout: float | None
-    is_leaf: bool
 
 
 class FlightRecord:
-    """The last `LENGTH` collectives of one strategy on this rank; `Call` and the plans write them down.
+    """The last `LENGTH` collectives of one strategy on this rank; `Call` writes them down.
 
     Attributes:
         entries: oldest first.
@@ -51,17 +49,9 @@ class FlightRecord:
         self.entries: deque[Entry] = deque(maxlen=LENGTH)
         self.number: int = 0
 
-    def take_back(self) -> None:
-        """Forget the last entry: the same collective is entered again, by another route."""
-        self.entries.pop()
-        self.number -= 1
-
     def last(self, back: int = 0) -> Entry | None:
         """Return the last entry, or the one `back` before it; for any thread."""
-        try:
-            return self.entries[-1 - back]
-        except IndexError:  # `take_back` could run after a test of the length
-            return None
+        return self.entries[-1 - back] if len(self.entries) > back else None
 
 
 def in_words(entry: Entry, *, with_place: bool = True) -> str:
@@ -80,12 +70,10 @@ def in_words(entry: Entry, *, with_place: bool = True) -> str:
     return " ".join(parts)
 
 
-def line_of(entry: Entry, now: float, next_entered: float | None) -> str:
-    """Return an entry as a line of a report: how long ago it was entered, its duration at most, its words."""
-    left = next_entered if entry[LEFT] is None else entry[LEFT]
-    took = f"{(left - entry[ENTERED]) * 1e3:10.3f} ms" if left else "not left     "
-    sign = "<" if entry[LEFT] is None and left else " "
-    return f"{entry[ENTERED] - now:12.6f} s {sign}{took}  {in_words(entry)}"
+def line_of(entry: Entry, now: float) -> str:
+    """Return an entry as a line of a report: how long ago it was entered, its duration, its words."""
+    took = f"{(entry[LEFT] - entry[ENTERED]) * 1e3:10.3f} ms" if entry[LEFT] else "not left     "
+    return f"{entry[ENTERED] - now:12.6f} s  {took}  {in_words(entry)}"
 
 
 _FEW = 3

@@ -53,6 +53,8 @@ _FLAG = 1 << 62  # digests are smaller
 #: The public name of the call that closes a strategy.
 CLOSE = "Strategy.close"
 _LEAVING, _READY = Signature("exit"), Signature("ready for the messages of the call")
+#: In place of `_LEAVING` after a failure, so that the other ranks hear of it where they leave at the same time.
+_LEAVING_BROKEN = Signature("exit after a failure")
 
 T = TypeVar("T")
 
@@ -131,29 +133,18 @@ class Guard(TellsErrors):
         self.own_gpu_since: float = math.inf
         #: Ends the job with an error that the other ranks cannot be told.
         self.give_up: Callable[[BaseException], object] | None = None
-        self._closed = False
+        #: Whether this guard takes no more calls: after a close, a failure or a fork.
+        self.closed: bool = False
         self._is_in_child = self._is_after_mpi = False
         if size > 1:
             forks.close_in_children(self)
-        #: Whether no plan may run without a `Call`: the guard is closed, or this rank's flag is up.
-        self.must_enter: bool = False
         self._flag = 0
         #: Whether some rank has raised its flag; set on all ranks in the same call.
         self.flag_was_seen: bool = False
         #: Called by `Strategy.close`; not called when the program ends without it.
         self.at_close: list[Callable[[], object]] = []
-        #: How many comparisons this guard has made; plans in the mailboxes make their own. Equal on all ranks.
+        #: How many comparisons this guard has made. Equal on all ranks.
         self.comparisons: int = 0
-
-    @property
-    def closed(self) -> bool:
-        """Whether this guard takes no more calls: after a close, a failure or a fork."""
-        return self._closed
-
-    @closed.setter
-    def closed(self, closed: bool) -> None:
-        self._closed = closed
-        self.must_enter = closed or bool(self._flag)
 
     @contextmanager
     def own_work(self) -> Iterator[None]:
@@ -190,11 +181,11 @@ class Guard(TellsErrors):
         if self._channel is None:
             self.flag_was_seen = True
         else:
-            self._flag, self.must_enter = _FLAG, True
+            self._flag = _FLAG
 
     def lower_flags(self) -> None:
         """Forget that flags were seen; all ranks do so between the same two calls."""
-        self._flag, self.must_enter, self.flag_was_seen = 0, self._closed, False
+        self._flag, self.flag_was_seen = 0, False
 
     def refusal(self, where: str) -> MpiStrategyError:
         """Return what a public call raises once this guard is closed."""
@@ -251,24 +242,28 @@ class Guard(TellsErrors):
             self.stage = BEFORE  # as on the rank that has failed
             raise
 
-    def compare(self, signature: Signature, *, patiently: bool = False, sparingly: bool = False) -> bool:
+    def compare(
+        self, signature: Signature, digest: int | None = None, *, patiently: bool = False, sparingly: bool = False
+    ) -> bool:
         """Raise on every rank unless all ranks give an equal `signature`.
 
         Return whether some ranks ask what the others have: `mismatch_report.ASKS`.
 
         Args:
             signature: of the call.
+            digest: its digest; None where it is not known.
             patiently: leave the core to other threads.
             sparingly: only as often as the level says; for calls that need no barrier before their data.
         """
         asked = False
         if self._channel is None:
             return asked
-        digest, kept = self._digests.of(signature)
+        if digest is None:
+            digest, signature = self._digests.of(signature)
         if self.current is not None:
-            self.record.entries[-1][WHAT].signature = kept
+            self.record.entries[-1][WHAT].signature = signature
         self.since = time.monotonic()
-        if not self._agrees(digest, kept, due=not sparingly, patiently=patiently):
+        if not self._agrees(digest, signature, due=not sparingly, patiently=patiently):
             asked = self.resolve(signature)
         self.since = time.monotonic()
         return asked
@@ -310,7 +305,7 @@ class Guard(TellsErrors):
         self.leaving = self.has_begun_to_leave = True
         self.since = time.monotonic()
         if self._channel is not None:
-            self._channel.start(self._digests.of(_LEAVING)[0])
+            self._channel.start(self.digest(_LEAVING if self.broken is None else _LEAVING_BROKEN))
 
     def peers_have_left(self) -> bool | None:
         """Return True when all ranks have ended, False when one calls a collective, None while ranks are missing."""
@@ -344,17 +339,23 @@ class Guard(TellsErrors):
             raise self.mark_told(self.remote_error())
         self.stage = COMPARING
         interruptions: list[BaseException] = []
-        texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look, interruptions)
-        self.stage = AGREED
-        reports = [mismatch_report.Report(*json.loads(text)) for text in texts]
-        if interruptions:
+        texts: list[str] = []
+        try:
+            texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look, interruptions)
+            reports = _reports_in(texts)
+            self.stage = AGREED
             self.hear_of_ends(reports)
+        except BaseException:
+            if texts:  # a signal: no rank tells this again
+                self.hear_of_ends(_reports_in(texts))
+            raise
+        if interruptions:
             raise interruptions[0]
         return reports
 
     def _see_flags(self) -> None:
         self.flag_was_seen = True  # first, since a signal may come between the two lines
-        self._flag, self.must_enter = 0, self._closed
+        self._flag = 0
 
     def _resolve(self, mine: mismatch_report.Report) -> bool:
         """Find out why the digests differ; raise on every rank unless it was only a flag, or ranks that ask.
@@ -393,3 +394,7 @@ class Guard(TellsErrors):
         if self._rank != next(rank for rank, report in enumerate(reports) if mismatch_report.LEFT not in report.call):
             error.__dict__[OF_ANOTHER_RANK] = True  # one rank's print says it all
         raise self.mark_told(error)
+
+
+def _reports_in(texts: list[str]) -> list[mismatch_report.Report]:
+    return [mismatch_report.Report(*json.loads(text)) for text in texts]

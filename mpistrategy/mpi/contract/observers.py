@@ -70,11 +70,7 @@ def described(guard: Guard, call: Call) -> tuple[int, Signature | None]:
     The number is 0 in a strategy of one rank, which counts none.  The signature may come while the collective lasts.
     """
     entry = guard.record.last()
-    if entry is None:
-        return 0, call.signature
-    if call.is_leaf:  # it stands for all calls that have a plan
-        return entry[NUMBER], getattr(entry[WHAT], "signature", None)
-    return (entry[NUMBER] if entry[WHAT] is call else 0), call.signature
+    return (entry[NUMBER] if entry is not None and entry[WHAT] is call else 0), call.signature
 
 
 class Interval:

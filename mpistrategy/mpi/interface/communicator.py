@@ -16,13 +16,13 @@ from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import Array, divide_by
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Once, Pool
+from mpistrategy.mpi.interface.buffers import Once
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName, Thresholds
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
+    from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 
 
 class Communicator(Protocol):
@@ -41,7 +41,7 @@ class Communicator(Protocol):
         thresholds: from which size on a buffer takes which route.
         mailboxes: carry small values with the check of the call; None unless all ranks share one node's memory.
         first_message: adds up a few numbers with the check of the call; None where the check takes another way.
-        pool: memory for results.
+        node_sum: adds up arrays of this node; None where its ranks share no memory.
         once: returns what is made once for these ranks: ``once(key, make)``.
     """
 
@@ -57,12 +57,8 @@ class Communicator(Protocol):
     thresholds: Thresholds
     mailboxes: Mailboxes | None
     first_message: FirstMessage | None
-    pool: Pool
     once: Once
-
-    @property
-    def result_buffers(self) -> ResultBuffers | None:
-        """Shared memory in which packs are reduced and results stay; None without mailboxes."""
+    node_sum: NodeSum | None
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with a buffer of so many bytes."""
@@ -79,7 +75,7 @@ class Communicator(Protocol):
         """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
 
         The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
-        They are part of a list of `nbytes`, which takes the pipelined all-reduce of a node as a whole or not at all.
+        They are part of a list of `nbytes`, which the ranks of a node add up themselves as a whole or not at all.
         """
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
@@ -166,9 +162,8 @@ class SingleCommunicator:
     shares_memory: bool = False
     thresholds: Thresholds = DEFAULT
     mailboxes: Mailboxes | None = None
-    result_buffers: ResultBuffers | None = None
+    node_sum: NodeSum | None = None
     first_message: FirstMessage | None = None
-    pool: Pool = field(default_factory=Pool)
     once: Once = field(default_factory=Once)
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from mpistrategy.mpi.shared_memory.bounce_buffers import share
+from mpistrategy.mpi.shared_memory.node_sum import share
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,9 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
-from mpistrategy.arrays.dtypes import COMBINE, Array
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.multi_node.lanes import Lanes
-from mpistrategy.mpi.shared_memory.bounce_buffers import combined
+from mpistrategy.mpi.shared_memory.node_sum import in_rank_order
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Counter, counter_bytes
 
@@ -122,7 +122,7 @@ class BufferStage(NodeStage):
         """Combine what the ranks have of this rank's part when all have sent the piece."""
         if out.size:
             self._wait_for(self.sent, piece.number, self._ranks)
-            combined(COMBINE[op], parts, out, out)
+            in_rank_order(parts, (out,), op, 1)
 
     def has_shown(self, piece: Piece) -> None:
         """Tell the node that the result of this rank's part can be read, if it owns one."""

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across
     from mpistrategy.mpi.over_mpi import gathering
     from mpistrategy.mpi.over_mpi.operations import operation
-    from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
-    from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
+    from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 else:
     later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across")
     later(globals(), "mpistrategy.mpi.over_mpi.gathering")
@@ -33,8 +32,6 @@ else:
 
 #: Up to this size MPI reads the source itself; above, a copy and an in-place call are faster.
 _DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
-#: On one node larger arrays are broadcast through shared memory, smaller ones by one MPI Bcast.
-SHARED_BROADCAST_BYTES = 2**19
 #: Tags of messages between two ranks: of an exchange of uneven parts, and the first of those that a program chooses.
 _EXCHANGE, _PROGRAM = 2**10, 2**11
 #: The greatest tag that every MPI takes.
@@ -114,22 +111,19 @@ class Collectives:
     max_count: int
     #: Whether MPI gives all ranks the same bits of one sum.
     has_equal_sums: bool = True
+    #: What adds up arrays of this node; None where its ranks share no memory.
+    node_sum: NodeSum | None = None
     #: How to wait for messages between nodes; None: the usual one of `two_level`.
     manner: Manner | None = None
     _control: MpiControlChannel | None
     guard: Guard
-
-    @property
-    def pipelined(self) -> PipelinedAllReduce | None:
-        """The pipelined all-reduce of this node; None where its ranks share no memory."""
-        return None
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""
         if self.nodes > 1:
             return self._route_between_nodes(nbytes)
         is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes_for(dtype)
-        return "pipelined" if is_large and self.pipelined is not None else "mpi"
+        return "node_sum" if is_large and self.node_sum is not None else "mpi"
 
     def _route_between_nodes(self, nbytes: int) -> RouteName:
         if not self.has_equal_sums:
@@ -149,9 +143,9 @@ class Collectives:
         This rank's value is in `source`, which does not change; None means in `buffer`.
         """
         way = self.route(buffer.nbytes, buffer.dtype, op)
-        if way == "pipelined" and self.pipelined is not None:
+        if way == "node_sum" and self.node_sum is not None:
             flat = buffer.reshape(-1)
-            self.pipelined.allreduce_many([(flat if source is None else source.reshape(-1), flat)], op)
+            self.node_sum.run([(flat if source is None else source.reshape(-1), flat)], op)
             return
         if way == "lanes":
             allreduce_across(self, buffer, op, source=source)
@@ -183,10 +177,10 @@ class Collectives:
         """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
 
         The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
-        They are part of a list of `nbytes`, which is pipelined through shared memory as a whole or not at all.
+        They are part of a list of `nbytes`, which goes through shared memory as a whole or not at all.
         """
-        if self.route(nbytes, pairs[0][1].dtype, op) == "pipelined" and self.pipelined is not None:
-            self.pipelined.allreduce_many(pairs, op, divisor)
+        if self.route(nbytes, pairs[0][1].dtype, op) == "node_sum" and self.node_sum is not None:
+            self.node_sum.run(pairs, op, divisor)
             return
         for source, target in pairs:
             self.allreduce(target, op, source)
@@ -245,19 +239,10 @@ class Collectives:
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
-        flat = buffers.as_bytes(buffer)
-        is_large = flat.size >= SHARED_BROADCAST_BYTES and self.nodes == 1
-        slots, pieces = self.node_broadcast() if is_large else None, [*buffers.pieces(flat, self.max_count)]
+        pieces = [*buffers.pieces(buffers.as_bytes(buffer), self.max_count)]
         self._meet()
-        if slots is not None:
-            slots.run(flat, root)
-            return
         for piece in pieces:
             self._comm.Bcast(piece, root)
-
-    def node_broadcast(self) -> NodeBroadcast | None:
-        """Return what sends large arrays through the node's shared memory; None where MPI does it."""
-        return None
 
     def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.
@@ -316,8 +301,8 @@ class Collectives:
 
         The calls of MPI follow at once: all that can fail comes before.  Does nothing on several nodes.
         """
-        if self.failures is not None and self.pipelined is not None:
-            self.pipelined.barrier()
+        if self.failures is not None and self.node_sum is not None:
+            self.node_sum.barrier()
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
         """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
@@ -358,8 +343,8 @@ class Collectives:
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
-        if self.pipelined is not None:
-            self.pipelined.barrier()
+        if self.node_sum is not None:
+            self.node_sum.barrier()
         elif self.local_size > 1:
             self._inside.Barrier()
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import Any
 
 from mpi4py import MPI
 
@@ -21,13 +21,14 @@ from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.interface.buffers import Once, Pool
+from mpistrategy.mpi.interface.buffers import Once
 from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.over_mpi.collectives import Collectives
 from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
+from mpistrategy.mpi.shared_memory.node_sum import NodeSum, chunk_bytes_for
 from mpistrategy.mpi.shared_memory.segments import (
     Fence,
     NodePeers,
@@ -41,19 +42,6 @@ from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
-from mpistrategy.objects.later import later
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.shared_memory import node_broadcast
-    from mpistrategy.mpi.shared_memory.node_broadcast import NodeBroadcast
-    from mpistrategy.mpi.shared_memory.pipelined import PipelinedAllReduce
-    from mpistrategy.mpi.shared_memory.result_buffers import ResultBuffers
-else:
-    later(globals(), "mpistrategy.mpi.shared_memory.node_broadcast")
-    later(globals(), "mpistrategy.mpi.shared_memory.node_broadcast", "NodeBroadcast")
-    later(globals(), "mpistrategy.mpi.shared_memory.pipelined", "PipelinedAllReduce")
-    later(globals(), "mpistrategy.mpi.shared_memory.result_buffers", "ResultBuffers")
-
 
 _UNEQUAL = (
     "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
@@ -117,11 +105,9 @@ class MpiCommunicator(Collectives):
         self.library: str = library_name(MPI.Get_library_version())
         self.thresholds: Thresholds = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.mailboxes: Mailboxes | None = None
-        self._new_pipelined: Callable[[], PipelinedAllReduce] | None = None
         self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
         self.shares_memory: bool = self.nodes < self.size
-        self.pool: Pool = Pool()
         self.once: Once = Once()
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         is_free = usual is None or usual is not self._control
@@ -188,29 +174,17 @@ class MpiCommunicator(Collectives):
         if not shared.is_shared or self.local_size == 1:
             return lines, self._control
         control, wait = self._control, partial(Waiting, self.local_size, self._control.progress, self._cores)
-        bounce_buffers = part(shared, segment_bytes(cell_bytes))
-        chunk_bytes = setup.chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
-        pipelined = partial(_pipelined, bounce_buffers, chunk_bytes)
+        chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
+        add_up = partial(NodeSum, part(shared, segment_bytes(cell_bytes)), chunk_bytes)
         if self.local_size < self.size:
-            self._new_pipelined = partial(pipelined, wait())
+            self.node_sum = add_up(wait())
             return lines, control
         told = self.failures = Failures(errors, lambda: mailboxes.sequence)
         mailboxes = Mailboxes(shared, cell_bytes, wait(told.look))
-        waiting = wait(told.look)
-        self._new_pipelined = partial(pipelined, waiting, self._shared_if_there_is_room)
+        self.node_sum = add_up(wait(told.look), self._shared_if_there_is_room)
         mailboxes.allgather_text = control.allgather_text
         self.mailboxes = mailboxes
         return lines, mailboxes
-
-    @cached_property
-    def pipelined(self) -> PipelinedAllReduce | None:
-        """The pipelined all-reduce of this node; None where its ranks share no memory."""
-        return None if self._new_pipelined is None else self._new_pipelined()
-
-    @cached_property
-    def result_buffers(self) -> ResultBuffers | None:
-        """Shared memory in which packs are reduced and results stay; None without mailboxes."""
-        return None if self.mailboxes is None else ResultBuffers(self.mailboxes, self._shared_if_there_is_room)
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's.  Collective.
@@ -223,7 +197,7 @@ class MpiCommunicator(Collectives):
         memory = share(nbytes, self._peers, _memory_fence())
         if isinstance(memory, str):
             if self.rank == 0 and not self._has_warned:
-                setup.warn_without_memory(memory, later=self._new_pipelined is not None)
+                setup.warn_without_memory(memory, later=self.node_sum is not None)
             self._has_warned = True
             return private_memory(nbytes)
         return memory
@@ -238,21 +212,6 @@ class MpiCommunicator(Collectives):
     def is_crowded(self) -> bool:
         """Whether the ranks of this node outnumber the cores that they may use."""
         return self.local_size > self._cores
-
-    def node_broadcast(self) -> NodeBroadcast | None:
-        """Return what sends large arrays through the shared memory of the only node; the first call is collective.
-
-        None where the ranks share no memory or too little, and where they outnumber the cores: those that wait would
-        take the cores of those that copy.
-        """
-        return self.once("node broadcast", self._new_node_broadcast)
-
-    def _new_node_broadcast(self) -> NodeBroadcast | None:
-        if self._control is None or self.failures is None or self.is_crowded:
-            return None
-        memory = self._shared_if_there_is_room(node_broadcast.segment_bytes(self.size))
-        wait = Waiting(self.size, self._control.progress, self._cores, self.failures.look)
-        return None if memory is None else NodeBroadcast(memory, wait)
 
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
@@ -273,7 +232,7 @@ class MpiCommunicator(Collectives):
         self._meet()
         leaders = self._comm.Split(0 if self.local_rank == 0 else MPI.UNDEFINED, self.rank)
         return NodeGroups(
-            _Group(self._inside.Dup(), self.max_count, self.pipelined, self.failures),
+            _Group(self._inside.Dup(), self.max_count, self.node_sum, self.failures),
             _Group(leaders, self.max_count) if leaders != MPI.COMM_NULL else None,
         )
 
@@ -343,10 +302,6 @@ class MpiCommunicator(Collectives):
         watchdog.forget(self.guard)
 
 
-def _pipelined(*arguments: Any) -> PipelinedAllReduce:
-    return PipelinedAllReduce(*arguments)  # loaded now
-
-
 @cache
 def _memory_fence() -> Fence | None:
     """Return a memory fence; None if the processor keeps writes in order."""
@@ -361,24 +316,22 @@ class _Group(MpiCommunicator):
     """A part of a communicator, for calls on which the ranks have already agreed; it has no guard of its own."""
 
     def __init__(
-        self, comm: Any, max_count: int, pipelined: PipelinedAllReduce | None = None, failures: Failures | None = None
+        self, comm: Any, max_count: int, node_sum: NodeSum | None = None, failures: Failures | None = None
     ) -> None:
         self._comm = comm
         self._inside = MPI.COMM_NULL
         self.library, self.shares_memory = "", False
         self.rank: int = comm.rank
         self.size: int = comm.size
-        self.local_rank: int = self.rank if pipelined is not None else 0
-        self.local_size: int = self.size if pipelined is not None else 1
-        self.node_of: tuple[int, ...] = (0,) * self.size if pipelined is not None else tuple(range(self.size))
-        self.nodes: int = 1 if pipelined is not None else self.size
+        self.local_rank: int = self.rank if node_sum is not None else 0
+        self.local_size: int = self.size if node_sum is not None else 1
+        self.node_of: tuple[int, ...] = (0,) * self.size if node_sum is not None else tuple(range(self.size))
+        self.nodes: int = 1 if node_sum is not None else self.size
         self.thresholds = DEFAULT
         self.mailboxes: Mailboxes | None = None
-        self.result_buffers: ResultBuffers | None = None
         self.first_message: FirstMessage | None = None
-        self.pipelined: PipelinedAllReduce | None = pipelined
+        self.node_sum = node_sum
         self.failures: Failures | None = failures
-        self.pool: Pool = Pool()
         self.once: Once = Once()
         self.guard: Guard = Guard()
         self.devices: tuple[Device, ...] = ()

@@ -15,11 +15,11 @@ the data.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, quiet_runner
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.channel import all_equal_patiently
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, aligned
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
@@ -183,122 +183,6 @@ class Mailboxes:
         numbers = [max(int(one[0]), int(other[0])) for one, other in zip(first, second, strict=True)]
         numbers.insert(self.local_rank, self.sequence)
         return numbers
-
-
-# One float of each rank, such as a loss in every step: here the exchange is written out, without the fence that some
-# processors need, since to call it would take a tenth of the time.  Both functions stand for ``run(value, out)`` of
-# `mpistrategy.reduction.routes.mailboxes`.
-
-
-def sum_of_numbers(
-    mailboxes: Mailboxes, digest: int, differs: Callable[[], object], divisor: int, misfit: object
-) -> Callable[[Any, Any], Any]:
-    """Return the sum, divided, of one Python float of each rank; Python's own arithmetic gives the same bits.
-
-    Args:
-        mailboxes: of all ranks.
-        digest: of the call.
-        differs: is called when a digest differs.
-        divisor: of the sum.
-        misfit: is returned, and nothing is sent, where a result is to be written somewhere.
-    """
-    meet, result, add, quiet = mailboxes.meet, np.float64, np.add.accumulate, quiet_runner()
-    slots = _slots_of_one(mailboxes, np.dtype(np.float64))
-
-    def run(value: Any, out: Any) -> Any:
-        if out is not None:
-            return misfit
-        sequence = mailboxes.sequence + 1
-        mine, peers, place, first, second, others, many = slots[sequence & 1]
-        place[0] = value
-        if many is not None:
-            exchange, column = many
-            if not exchange(sequence, digest):
-                differs()
-            total = quiet(add, column)[-1].item()
-            return result(total if divisor == 1 else total / divisor)
-        mailboxes.sequence = sequence
-        mine[1] = digest
-        mine[0] = sequence
-        for peer in peers:
-            if peer[0] != sequence or peer[1] != digest:
-                if not meet(peers, sequence, digest):
-                    differs()
-                break
-        total = first[0] + second[0]
-        for other in others:
-            total += other[0]
-        return result(total if divisor == 1 else total / divisor)
-
-    return run
-
-
-def sum_of_arrays_of_one(
-    mailboxes: Mailboxes,
-    digest: int,
-    differs: Callable[[], object],
-    divisor: int,
-    dtype: np.dtype[Any],
-    shape: tuple[int, ...],
-    misfit: object,
-) -> Callable[[Any, Any], Any]:
-    """Do what `sum_of_numbers` does for arrays of one float32 or float64, with results in `out` where it fits.
-
-    Python adds float32 as float64, and what is rounded to float32 after each sum is what NumPy gives.
-    """
-    meet, slots, add, quiet = mailboxes.meet, _slots_of_one(mailboxes, dtype), np.add.accumulate, quiet_runner()
-    empty, at = np.empty, (0,) * len(shape)
-    rounded: Any = np.empty(1, dtype).data  # memory warns of no overflow
-
-    def run(value: Array, out: Array | None) -> Any:
-        if out is None:
-            result = empty(shape, dtype)
-        elif type(out) is np.ndarray and out.dtype == dtype and out.shape == shape and out.flags.writeable:
-            result = out
-        else:
-            return misfit
-        sequence = mailboxes.sequence + 1
-        mine, peers, place, first, second, others, many = slots[sequence & 1]
-        place[0] = value.item()
-        if many is not None:
-            exchange, column = many
-            if not exchange(sequence, digest):
-                differs()
-            rounded[0] = quiet(add, column)[-1]
-        else:
-            mailboxes.sequence = sequence
-            mine[1] = digest
-            mine[0] = sequence
-            for peer in peers:
-                if peer[0] != sequence or peer[1] != digest:
-                    if not meet(peers, sequence, digest):
-                        differs()
-                    break
-            rounded[0] = first[0] + second[0]
-            for other in others:
-                rounded[0] += other[0]
-        if divisor != 1:
-            rounded[0] /= divisor
-        result[at] = rounded[0]
-        return result
-
-    return run
-
-
-def _slots_of_one(mailboxes: Mailboxes, dtype: np.dtype[Any]) -> list[tuple[Any, ...]]:
-    """Return for each slot its numbers, and where one element of this rank, of ranks 0 and 1, and of the others is.
-
-    On a node of many ranks also the exchange, and all elements as one array, which `accumulate` adds in rank order.
-    """
-    slots = []
-    for slot in mailboxes.slots:
-        elements = [payload[: dtype.itemsize].view(dtype).data for payload in slot.payloads]
-        mine = elements[mailboxes.local_rank]
-        many = None
-        if slot.rows is not None and mailboxes.size >= MANY_NUMBERS:
-            many = slot.exchange, slot.rows[:, : dtype.itemsize].view(dtype)[:, 0]
-        slots.append((slot.mine, slot.peers, mine, elements[0], elements[1], elements[2:], many))
-    return slots
 
 
 def _rows(segments: Sequence[Array], start: int, nbytes: int) -> Array | None:

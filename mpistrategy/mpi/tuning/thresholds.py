@@ -8,10 +8,10 @@ from typing import Any, Literal
 
 import numpy as np
 
-#: The route of `Communicator.allreduce`: none (one rank), between threads, pipelined in a node's shared memory; within
-#: nodes and between them, with every rank as a lane; by MPI's Allreduce; and by MPI's Reduce and Bcast, which an
-#: algorithm may want instead.
-RouteName = Literal["none", "threads", "pipelined", "result_buffers", "lanes", "mpi", "root", "alltoallv"]
+#: The route of `Communicator.allreduce`: none (one rank), between threads, in a node's shared memory; within nodes and
+#: between them, with every rank as a lane; by MPI's Allreduce; and by MPI's Reduce and Bcast, which an algorithm may
+#: want instead.
+RouteName = Literal["none", "threads", "node_sum", "lanes", "mpi", "root", "alltoallv"]
 
 _PIECE_BYTES_BETWEEN_NODES = 2**26
 
@@ -23,7 +23,7 @@ class Thresholds:
     Attributes:
         cell_bytes: up to here a value travels in the mailboxes of two ranks, with the check of the call; of more ranks
             in proportion less, since every rank reads all mailboxes.
-        window_bytes: from here on a buffer takes the pipelined all-reduce of a node; below it MPI does it.
+        window_bytes: from here on the ranks of a node add up an array themselves; below it MPI does it.
         chunk_bytes: what each rank has under way in it at a time.
         pack_bytes: arrays below this are packed with others of their dtype.
         piece_bytes: on one node MPI is given larger buffers in pieces of this.
@@ -54,7 +54,7 @@ class Thresholds:
         return self.piece_bytes if nodes == 1 else max(self.piece_bytes, _PIECE_BYTES_BETWEEN_NODES)
 
     def window_bytes_for(self, dtype: np.dtype[Any]) -> int:
-        """Return from how many bytes on a buffer of this dtype takes the pipelined all-reduce of a node."""
+        """Return from how many bytes on a buffer of this dtype is added up by the ranks of a node."""
         return self._exceptions.get(dtype, self.window_bytes) if self.window_bytes_by_dtype else self.window_bytes
 
     @cached_property

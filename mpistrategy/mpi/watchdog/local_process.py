@@ -60,11 +60,11 @@ def _on_gpu(guard: Guard, now: float) -> str:
 
 
 def _last(guards: Iterable[Guard], now: float) -> str:
-    entries = [entry for guard in guards if (entry := guard.record.last()) is not None and entry[LEFT] != 0.0]
+    entries = [entry for guard in guards if (entry := guard.record.last()) is not None and entry[LEFT]]
     if not entries:
         return "it has made no collective yet"
     last = max(entries, key=lambda entry: float(entry[ENTERED]))
-    return f"its last was {flight_recorder.in_words(last)}, {now - (last[LEFT] or last[ENTERED]):.1f} s ago"
+    return f"its last was {flight_recorder.in_words(last)}, {now - last[LEFT]:.1f} s ago"
 
 
 def inside_of(guard: Guard) -> Entry | None:
@@ -111,9 +111,7 @@ def record(guards: Iterable[Guard]) -> str:
     lines: list[tuple[float, str]] = []
     for guard in guards:
         entries = list(guard.record.entries)  # copies without letting the program's threads run, which write more
-        afterwards = [*(entry[ENTERED] for entry in entries[1:]), None if guard.current is not None else now]
-        for entry, later in zip(entries, afterwards, strict=False):
-            lines.append((entry[ENTERED], flight_recorder.line_of(entry, now, later)))
+        lines += [(entry[ENTERED], flight_recorder.line_of(entry, now)) for entry in entries]
     if not lines:
         return "no collectives yet\n"
     head = f"{'entered':>14} {'took':>14}  collective (# its number in its strategy)\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -24,6 +23,7 @@ from mpistrategy.errors import (
     OptionTypeError,
     StructureError,
 )
+from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -34,13 +34,12 @@ from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena.layout import buckets_for, check_dtypes, laid_out
 from mpistrategy.reduction.arena.unchanged import UnchangedNest
-from mpistrategy.reduction.inputs import checked_leaves, resident_values
+from mpistrategy.reduction.inputs import checked_leaves
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes.base import Description, Route
-from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas, is_in_place
-from mpistrategy.reduction.routes.mailboxes import MISFIT
+from mpistrategy.reduction.routes.base import CallPlan, Description, Route
+from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas
 
 T = TypeVar("T")
 
@@ -132,12 +131,9 @@ class Arena(Generic[T]):
             for view in [] if self._on_device else views:  # CuPy has no read-only arrays
                 view.flags.writeable = False
             self._result = self._structure.pack(views)
-        #: Its plans, kept by `mpistrategy.reduction.plans`.
-        self._plans: dict[Any, Any] = {}
         #: How it is reduced, by operation, dtype between nodes, and whether in place.
         self._routes: dict[Any, InPlaceRoute] = {}
         self._closed = False
-        resident_values[id(self._values)] = weakref.ref(self, partial(_forget, id(self._values)))
 
     @property
     def values(self) -> T:
@@ -203,9 +199,7 @@ class Arena(Generic[T]):
             with Call(guard, "Arena.close", anywhere=True) as call:
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
-        self._plans.clear()
         self._routes.clear()
-        resident_values.pop(id(self._values), None)
         self._buckets, self._mine, self._leaves, self._values, self._result = (), [], [], None, None
         del self._nest, self._is_unchanged
 
@@ -275,16 +269,9 @@ class Arena(Generic[T]):
                 call, op, self._leaves, paths, options=options, weight=weight, targets=targets
             )
             return self._values if in_place else self._structure.pack(results)
-        chosen = reducer.options.merge(options)
-        call.wait_as(chosen.timeout_seconds)
-        reduced_precision.check(chosen.wire)
-        path = self._path(reducer, chosen)
-        route = self._route(op, path, chosen.wire, in_place)
-        route.bring(self._mine)
-        signature = self._signature(op, call.where, call.place, in_place, chosen.wire, path and f", path={path}")
-        call.agree_on(signature._replace(destination=destination, name=call.name), sparingly=not self._on_device)
-        route.run(self._mine)
-        return self._values if in_place else self._result
+        return self._plan(reducer, op, call, reducer.options.merge(options), in_place, destination).run(
+            call, self, out, None
+        )
 
     def _route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Route:
         """Return how the buckets are reduced where they are; `path` is asked for in GPU memory."""
@@ -301,54 +288,46 @@ class Arena(Generic[T]):
         return GpuRoute(self._communicator, packs, op, path, wire, targets=targets)
 
     def _make_plan(
-        self, op: ReduceOp, communicator: Communicator, where: tuple[str, str], path: str
-    ) -> Callable[[Any, Any], Any] | None:
-        """Return a ``run(arena, out)`` that makes the messages of `all_reduce`; None where not all is in place.
-
-        What is left for each call: are the arrays still the arena's, do all ranks call the same, and the sums.
-
-        Args:
-            op: how.
-            communicator: the ranks.
-            where: the public name of the call, and its call site.
-            path: which one is asked for, in GPU memory.
+        self,
+        reducer: Reducer,
+        otherwise: CallPlan,
+        op: ReduceOp,
+        call: Call,
+        options: CommunicationOptions,
+        is_weighted: bool,
+    ) -> CallPlan | None:
+        """Return the plan of `all_reduce` with this arena, without `out`; None where it is reduced like other arrays.
 
         Raises:
-            DTypeError: for a dtype that `op` cannot reduce.
+            MpiStrategyError: as `_all_reduce`.
         """
-        in_place = self._in_place
-        is_served = in_place if self._on_device else all(is_in_place(communicator, each) for each in self._buckets)
-        if self._closed or self._communicator is not communicator or not is_served:
+        if is_weighted or not reducer.algorithm._in_rank_order:
             return None
-        check_dtypes(self._buckets, op, where[0])
-        signature = self._signature(op, *where, in_place, None, f", path={path}" if self._on_device else "")
-        if self._on_device:
-            from mpistrategy.reduction.routes.device_plan import repeated_in_arena  # here, for the quick import
+        self._check(reducer, call.where)
+        check_dtypes(self._buckets, op, call.where)
+        call.structure = self._structure.text
+        return self._plan(reducer, op, call, options, self._in_place, "", otherwise)
 
-            return repeated_in_arena(communicator, self._mine, op, signature, path)
-        guard, key = communicator.guard, (op, None, in_place)
-        digest = guard.digest(signature)
-        self._route(op, "", None, in_place)
-        routes = self._routes  # the flight record keeps `run`, which must not keep the memory after `close`
-
-        def run(arena: Any, out: Any) -> Any:
-            if not arena._is_unchanged() or (out is not None and not (out is arena and in_place)):
-                return MISFIT
-            guard.compare_digest(digest, signature)
-            routes[key].run(())
-            return arena._result
-
-        run.__dict__["signature"] = signature
-        return run
-
-    def _signature(
-        self, op: ReduceOp, where: str, place: str, in_place: bool, sent: str | None, more: str = ""
-    ) -> Signature:
-        """Return what the ranks compare before they reduce the arena."""
-        options = f"arena {self._number}, {in_place=}, wire={sent}{more}"
-        return Signature(
-            "reduce an arena", op.value, self._structure.text, self._summary, "", options, "", where, place
+    def _plan(
+        self,
+        reducer: Reducer,
+        op: ReduceOp,
+        call: Call,
+        options: CommunicationOptions,
+        in_place: bool,
+        destination: str,
+        otherwise: CallPlan | None = None,
+    ) -> ArenaPlan:
+        """Return how it is reduced where it is."""
+        reduced_precision.check(options.wire)
+        path = self._path(reducer, options)
+        more = path and f", path={path}"
+        compared = f"arena {self._number}, {in_place=}, wire={options.wire}{more}"
+        signature = Signature(
+            *("reduce an arena", op.value, self._structure.text, self._summary, destination, compared),
+            *(call.name, call.where, call.place),
         )
+        return ArenaPlan(reducer, otherwise, (op, path, options.wire, in_place), signature, options.timeout_seconds)
 
     def _describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
         """Return what `all_reduce` would do, for `Strategy.explain`."""
@@ -381,9 +360,41 @@ class Arena(Generic[T]):
         return path_word(options, getattr(reducer.algorithm, "_device_path", None) or "") if self._on_device else ""
 
 
-def _forget(identity: int, arena: weakref.ref[Any]) -> None:
-    if resident_values.get(identity) is arena:  # else it was closed, and the number is another one's now
-        del resident_values[identity]
+class ArenaPlan(CallPlan):
+    """The plan of an arena that is reduced where it is.  It keeps nothing of the arena, which may be closed.
+
+    Args:
+        reducer: of the strategy.
+        otherwise: does the calls with an `out`; None where this plan does them.
+        how: the operation, the path in GPU memory, the dtype between nodes, and whether it is reduced in place.
+        signature: of the call.
+        timeout_seconds: how long the call may wait for the other ranks; None: as long as the strategy says.
+    """
+
+    def __init__(
+        self,
+        reducer: Reducer,
+        otherwise: CallPlan | None,
+        how: tuple[ReduceOp, str, str | None, bool],
+        signature: Signature,
+        timeout_seconds: float | None,
+    ) -> None:
+        self._reducer, self._otherwise, self._how = reducer, otherwise, how
+        self._signature, self._digest = signature, reducer.communicator.guard.digest(signature)
+        self._timeout = None if timeout_seconds is None else timeouts.limit(timeout_seconds)
+
+    def run(self, call: Call, value: Arena[Any], out: Any, weight: Any) -> Any:
+        """Return the arena's `values`, or the one result of the node; see `CallPlan.run`."""
+        if out is not None and self._otherwise is not None:
+            return self._otherwise.run(call, value, out, weight)
+        value._check(self._reducer, call.where)
+        route = value._route(*self._how)
+        route.bring(value._mine)
+        if self._timeout is not None:
+            call.timeout = self._timeout
+        call.agree_on(self._signature, self._digest, sparingly=not value._on_device)
+        route.run(value._mine)
+        return value._values if self._how[3] else value._result
 
 
 show_as("mpistrategy", Arena)

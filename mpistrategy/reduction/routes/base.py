@@ -1,12 +1,17 @@
-"""What a route is: one way in which the arrays of a list travel, are combined over the ranks, and come back."""
+"""What a plan of a call is, and what a route is.
+
+A route is one way in which the arrays of a list travel, are combined over the ranks, and come back.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.reduction.layout.packing import Pack
 
@@ -16,6 +21,21 @@ Targets: TypeAlias = "Sequence[Array | None] | None"
 
 #: How much of the packs is copied (1: all), and what where, in words.
 Copies: TypeAlias = "tuple[tuple[float, str], ...]"
+
+
+class CallPlan(ABC):
+    """How one kind of value is reduced to every rank at one call site."""
+
+    @abstractmethod
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction of a value; inside `call`.
+
+        Args:
+            call: the public call, entered by the caller.
+            value: of the kind that the plan was made for.
+            out: where the result goes; None for new memory.
+            weight: of this rank's values, where the plan is one of weighted means.
+        """
 
 
 class Route(Protocol):

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by, division, host_wire_dtype, quiet_runner
-from mpistrategy.mpi.interface.buffers import LEAST_POOLED
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.shared_memory import setup
+from mpistrategy.mpi.shared_memory import node_results, node_sum
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import size_in_words
@@ -26,12 +25,10 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
     from mpistrategy.mpi.multi_node.rounded_exchange import Wire
     from mpistrategy.mpi.multi_node.two_level import allreduce_across
-    from mpistrategy.mpi.shared_memory import pipelined
 else:
     later(globals(), "mpistrategy.mpi.multi_node.two_level")
     later(globals(), "mpistrategy.mpi.multi_node.reduced_precision", "between_nodes")
     later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across")
-    later(globals(), "mpistrategy.mpi.shared_memory.pipelined")
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
 ReducePair = Callable[[Array, Array], None]
@@ -60,6 +57,7 @@ class CommunicatorRoute:
         wire: str | None = None,
     ) -> None:
         self.packs, self._wire = packs, wire
+        self._node = communicator.node_sum if "node_sum" in names else None
         self._communicator, self._text, self._names = communicator, op._on_the_wire, names
         self._divisors = {pack.dtype: op._divisor(pack.dtype, communicator.size) for pack in packs}
         self._nbytes = sum(pack.nbytes for pack in packs)
@@ -73,7 +71,7 @@ class CommunicatorRoute:
 
     # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Take memory for each pack: the target of a lone array, or memory that is used again; fill the others."""
+        """Take memory for each pack: the target of a lone array, or new memory; fill the others."""
         self._memory = [self._taken(pack, targets) for pack in self.packs]
         for pack, taken in zip(self.packs, self._memory, strict=True):
             if len(pack.members) > 1:
@@ -88,9 +86,8 @@ class CommunicatorRoute:
             if given is not None and given.dtype == dtype:
                 return given
             shape = first.shape
-        if pack.size * dtype.itemsize < LEAST_POOLED:
-            return np.empty(shape, dtype)
-        return self._communicator.pool.take(dtype, shape)
+        node = self._node
+        return np.empty(shape, dtype) if node is None else node.new(shape, dtype)
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
@@ -140,60 +137,17 @@ class CommunicatorRoute:
             divide_by(self._divisors[target.dtype], target)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+        names = [
+            "node_results" if name == "node_sum" and pack.nbytes >= node_results.LEAST_BYTES else name
+            for name, pack in zip(self._names, self.packs, strict=True)
+        ]
         return [
             described(ranks, *group, wire=self._dtype_between_nodes(group[1][0].dtype))
-            for group in grouped(self.packs, self._names, arrays)
+            for group in grouped(self.packs, names, arrays)
         ]
 
     def _dtype_between_nodes(self, dtype: np.dtype[Any]) -> Wire:
         return None if self._wire is None else between_nodes(self._communicator, self._wire, dtype, self._text)
-
-
-class OneArrayRoute:
-    """What `CommunicatorRoute` does with one array that travels by itself, in half the steps of Python.
-
-    Args:
-        communicator: the ranks.
-        pack: the array.
-        op: how they are combined.
-        name: the name of the way that it takes.
-    """
-
-    def __init__(self, communicator: Communicator, pack: Pack, op: ReduceOp, name: str) -> None:
-        self._name = name
-        self.packs: tuple[Pack, ...] = (pack,)
-        self._dtype, self._shape, self._text = pack.dtype, pack.members[0].shape, op._on_the_wire
-        self._new: Callable[[], Array] = (
-            partial(np.empty, self._shape, self._dtype)
-            if pack.nbytes < LEAST_POOLED
-            else partial(communicator.pool.take, self._dtype, self._shape)
-        )
-        self._communicator, self._allreduce, self._quiet = communicator, communicator.allreduce, quiet_runner()
-        divisor = op._divisor(pack.dtype, communicator.size)
-        self._division = None if divisor == 1 else division(divisor, pack.dtype)
-        self._target: Any = None
-
-    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Take memory for the result: the target, or new memory."""
-        given = None if targets is None else targets[0]
-        is_target = given is not None and given.dtype == self._dtype
-        self._target = given if is_target else self._new()
-
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
-        """Return the combination, in the memory that was taken."""
-        target, self._target, source = self._target, None, arrays[0]
-        if source.dtype != self._dtype:
-            np.copyto(target, source, casting="unsafe")
-            source = target
-        self._allreduce(target, self._text, source)
-        if self._division is not None:
-            divide, operand = self._division
-            self._quiet(divide, target, operand, target)
-        return [target]
-
-    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return [described(ranks, *group) for group in grouped(self.packs, (self._name,), arrays)]
 
 
 def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:
@@ -214,8 +168,8 @@ def names_of(
     return [
         "lanes"
         if wire is not None and between_nodes(communicator, wire, pack.dtype, text) is not None
-        else "pipelined"
-        if communicator.route(nbytes, pack.dtype, text) == "pipelined"
+        else "node_sum"
+        if communicator.route(nbytes, pack.dtype, text) == "node_sum"
         else communicator.route(pack.nbytes, pack.dtype, text)
         for pack in packs
     ]
@@ -250,13 +204,15 @@ def described(
     by_each = size_in_words(2 * (ranks.size - 1) / ranks.size * nbytes)
     way, moved = "stays here, the only replica", ""
     match name:
-        case "pipelined":
-            chunk = setup.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
-            way = f"through the node's bounce buffers, in {_pieces(packs, chunk, 'chunk')}"
-            if nbytes >= pipelined.LEAST_BYTES and local <= pipelined.MOST_RANKS and nodes == 1:
-                way += f", or of {size_in_words(pipelined.LARGE_BYTES)} while these are faster"
-            part = (local - 1) / local
-            copies = (*copies, (part, f"{local - 1}/{local} into the bounce buffers"), (1, "the result out of it"))
+        case "node_sum" | "node_results":
+            way, part = f"through memory of the node, each rank 1/{local} of them", (local - 1) / local
+            copies = (*copies, (part, f"{local - 1}/{local} into the node's memory"))
+            if name == "node_sum":
+                chunk = node_sum.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
+                way += f", in {_pieces(packs, chunk, 'chunk')}"
+                copies = (*copies, (1, "the result out of it"))
+            else:
+                way += ", where the results stay"
             moved = f"each rank writes {size_in_words(nbytes)} there and reads {size_in_words(2 * part * nbytes)}"
         case "lanes":
             pieces = _pieces(packs, two_level.piece_bytes_for(ranks.node_of), "piece")

@@ -6,8 +6,7 @@ make the same messages as those of `mpistrategy.reduction.routes.gpu.GpuRoute`, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -17,16 +16,17 @@ from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, divide_by, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, by_value, cupy_for, is_captured, is_of_cuda_malloc, layout_of
 from mpistrategy.arrays.nest import Leaves
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack, layouts_of
+from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.routes.copy_kernel import AS_IT_IS, THREADS, kernel
 from mpistrategy.reduction.routes.gpu import gpu_packs
 from mpistrategy.reduction.routes.gpu_copy import Launch, launches
 from mpistrategy.reduction.routes.gpu_operations import combination
-from mpistrategy.reduction.routes.mailboxes import MISFIT, Run
 
 #: Where arrays are: an array of uint64, or the one address.
 Addresses = Array | list[int]
@@ -150,130 +150,118 @@ def are_exact(layouts: Sequence[Layout], op: ReduceOp) -> bool:
     return all(dtype == wire_dtype(dtype) and not (op is ReduceOp.MEAN and dtype.kind in "iu") for dtype, _ in layouts)
 
 
-def repeated_on_gpu(
+def plan_on_gpu(
+    otherwise: CallPlan,
     ranks: Communicator,
-    where: Leaves,
+    leaves: Leaves,
     op: ReduceOp,
     arrays: Sequence[DeviceArray],
-    signature_of: Callable[[tuple[Any, ...]], Signature],
+    signature: Signature,
     *,
     word: str,
     bytes_per_pack: float,
     num_packs: float,
-) -> Run | None:
-    """Return a ``run(value, out)``: the whole call for nests of CuPy arrays like these; None where there is none.
-
-    It returns MISFIT, before anything has been sent, for what it is not for: arrays that are not contiguous or on
-    another GPU, an `out` that is not `value`, and all calls before the ranks have chosen their path.
+    timeout: float | None,
+) -> CallPlan | None:
+    """Return the plan of nests of CuPy arrays like these; None where there is none.
 
     Args:
+        otherwise: see `DevicePlan`.
         ranks: who takes part.
-        where: how to reach the leaves.
+        leaves: how to reach the arrays.
         op: how they are combined.
         arrays: the leaves.
-        signature_of: returns the signature of the call for dtypes and shapes.
+        signature: of the call, but for the dtypes and shapes.
         word: which path is asked for; see `mpistrategy.options.path_word`.
         bytes_per_pack, num_packs: see `mpistrategy.reduction.layout.packing.plan`.
+        timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
     """
     cupy, layouts = cupy_for(_WHAT), layouts_of(arrays)
-    signature, gpu = signature_of(tuple(map(layout_of, arrays))), gpu_of(ranks.devices, ranks.rank)
     if kernel(cupy) is None or not are_exact(layouts, op):
         return None
     packs = [_PlannedPack(cupy, pack) for pack in gpu_packs(layouts, bytes_per_pack, num_packs)]
-    known, addresses_of = device_paths(ranks).known, _Arrays(cupy, gpu).addresses
-    #: Which of the results, pack after pack, belongs to each leaf.
-    order = np.argsort([index for pack in packs for index in pack.indices]).tolist()
-    most_bytes, nested = max(pack.nbytes for pack in packs), not where.single
-    combine = _combiner(ranks, op)
-    compare = _agreement(ranks, signature)
+    signature = signature._replace(values=tuple(map(layout_of, arrays)))
+    gpu = gpu_of(ranks.devices, ranks.rank)
+    return DevicePlan(otherwise, ranks, leaves, op, packs, _Arrays(cupy, gpu), signature, word, timeout)
 
-    def run(value: Any, out: Any) -> Any:
-        path = known.get(word)
-        if path is None or not (out is None or out is value):
-            return MISFIT
-        leaves = where.take(value) if nested else (value,)
-        found = addresses_of(leaves)
+
+class DevicePlan(CallPlan):
+    """The plan of nests of CuPy arrays.
+
+    Args:
+        otherwise: does the calls that this plan is not for: of arrays that are not contiguous or on another GPU, with
+            an `out` that is not the value, and all calls before the ranks have chosen their path.
+        ranks: who takes part.
+        leaves: how to reach the arrays.
+        op: how they are combined.
+        packs: the arrays.
+        arrays: says where they are.
+        signature: of the call.
+        word: which path is asked for.
+        timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
+    """
+
+    def __init__(
+        self,
+        otherwise: CallPlan,
+        ranks: Communicator,
+        leaves: Leaves,
+        op: ReduceOp,
+        packs: Sequence[_PlannedPack],
+        arrays: _Arrays,
+        signature: Signature,
+        word: str,
+        timeout: float | None,
+    ) -> None:
+        self._otherwise, self._ranks, self._leaves, self._op = otherwise, ranks, leaves, op
+        self._packs, self._addresses_of, self._word, self._timeout = packs, arrays.addresses, word, timeout
+        self._signature, self._digest = signature, ranks.guard.digest(signature)
+        self._known, self._most_bytes = device_paths(ranks).known, max(pack.nbytes for pack in packs)
+        #: Which of the results, pack after pack, belongs to each leaf.
+        self._order = np.argsort([index for pack in packs for index in pack.indices]).tolist()
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction; see `CallPlan.run`."""
+        call.structure = self._leaves.text
+        nested, path = not self._leaves.single, self._known.get(self._word)
+        leaves = self._leaves.take(value)
+        is_here = path is not None and (out is None or out is value)
+        found = self._addresses_of(leaves) if is_here else None
         # An array that is there twice is an error, which is found elsewhere; arrays without elements are at address 0.
-        if found is None or (out is not None and nested and len({*found}) < len(found)):
-            return MISFIT
+        if found is None or path is None or (out is not None and len({*found}) < len(found)):
+            return self._otherwise.run(call, value, out, weight)
         addresses: Addresses = np.array(found, np.uint64) if nested else found
         buckets: list[DeviceArray] = []
-        path.make_room(most_bytes)
-        for pack in packs:
+        path.make_room(self._most_bytes)
+        for pack in self._packs:
             own = _own(leaves[pack.first]) if out is not None and pack.is_one else None
             buckets.append(pack.filled(addresses) if own is None else own)
-        compare()
+        if self._timeout is not None:
+            call.timeout = self._timeout
+        call.agree_on(self._signature, self._digest)
         for bucket in buckets:
-            combine(path, bucket)
+            self._combine(path, bucket)
         # All is sent before the results, which may need memory: a rank that has none left must not miss there.
         made: list[DeviceArray] = []
-        for pack, bucket in zip(packs, buckets, strict=True):
+        for pack, bucket in zip(self._packs, buckets, strict=True):
             if out is None:
                 made += pack.results(bucket)
             elif bucket.data.ptr != addresses[pack.first]:
                 pack.move(bucket.data.ptr, addresses, back=True)
-        if out is not None:
-            return out
-        return where.build(map(made.__getitem__, order)) if nested else made[0]
+        return self._leaves.build(map(made.__getitem__, self._order)) if out is None else out
 
-    run.__dict__["signature"] = signature  # for the flight record
-    return run
-
-
-def repeated_in_arena(
-    ranks: Communicator, buckets: Sequence[DeviceArray], op: ReduceOp, signature: Signature, word: str
-) -> Callable[[Any, Any], Any]:
-    """Return a ``run(arena, out)``: the whole call for an arena in GPU memory, whose buckets are reduced in place.
-
-    It returns MISFIT, and nothing has been sent, for other arrays in the arena's nest, before the ranks have chosen
-    their path, on another current GPU, and while the current stream is captured.  It keeps nothing of the arena, which
-    may be closed while the flight record has the call.
-    """
-    cupy = cupy_for(_WHAT)
-    current, mine = cupy.cuda.runtime.getDevice, buckets[0].data.device_id
-    known, most_bytes = device_paths(ranks).known, max(bucket.nbytes for bucket in buckets)
-    combine = _combiner(ranks, op)
-    compare = _agreement(ranks, signature)
-
-    def run(arena: Any, out: Any) -> Any:
-        path = known.get(word)
-        if path is None or not (out is None or out is arena) or not arena._is_unchanged():
-            return MISFIT
-        if current() != mine or is_captured(cupy):
-            return MISFIT
-        path.make_room(most_bytes)
-        compare()
-        for bucket in arena._mine:
-            combine(path, bucket)
-        return arena._result
-
-    run.__dict__["signature"] = signature
-    return run
-
-
-def _combiner(ranks: Communicator, op: ReduceOp) -> Callable[[DevicePath, DeviceArray], None]:
-    """Return what combines a bucket on a path."""
-    text, is_mean = op._on_the_wire, op is ReduceOp.MEAN
-
-    def combine(path: DevicePath, bucket: DeviceArray) -> None:
+    def _combine(self, path: DevicePath, bucket: DeviceArray) -> None:
+        """Combine a bucket on a path."""
         if not bucket.size:
             return
-        if not is_mean:
-            path.allreduce(ranks, bucket, text)
+        if self._op is not ReduceOp.MEAN:
+            path.allreduce(self._ranks, bucket, self._op._on_the_wire)
             return
-        of_path, divisor = combination(path, ranks, op, bucket.dtype)
-        path.allreduce(ranks, bucket, of_path)
+        of_path, divisor = combination(path, self._ranks, self._op, bucket.dtype)
+        path.allreduce(self._ranks, bucket, of_path)
         divide_by(divisor, bucket)
-
-    return combine
 
 
 def _own(array: DeviceArray) -> DeviceArray | None:
     """Return an array, flat, that every path can combine where it is; None for other memory than cudaMalloc's."""
     return array.reshape(-1) if is_of_cuda_malloc(array) else None
-
-
-def _agreement(ranks: Communicator, signature: Signature) -> Callable[[], None]:
-    """Return what compares the call; calls with pointers to GPU memory are always compared."""
-    guard = ranks.guard
-    return partial(guard.compare_digest, guard.digest(signature), signature, due=True)

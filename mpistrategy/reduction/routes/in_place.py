@@ -1,8 +1,7 @@
-"""Reduction of arrays that live in memory which the ranks of a node share: one pass, and no copies.
+"""Reduction of arrays that live in memory which the ranks of a node share: where they are, without copies.
 
-Every rank owns a share of the elements.  It combines its share of all ranks' arrays, in rank order and in chunks that
-stay in the cache, and writes each chunk into all of them, or into one result for the whole node.  One rank computes
-each element, so that the bits are the same everywhere.
+Every rank combines its share of all ranks' arrays (`node_sum.where_they_are`), and writes it into all of them, or into
+one result for the whole node.
 
 When a call begins on one node, all ranks have written their arrays (the guard's agreement comes first).  On several
 nodes the ranks may not have met before, and each looks at its own array alone.  Nobody may read the result or write its
@@ -11,32 +10,26 @@ array again before `communicator.node_barrier()`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 from mpistrategy.mpi.multi_node.rounded_exchange import Wire
-from mpistrategy.mpi.multi_node.two_level import across_nodes, allreduce
-from mpistrategy.mpi.shared_memory.bounce_buffers import share
+from mpistrategy.mpi.multi_node.two_level import across_nodes
+from mpistrategy.mpi.shared_memory.node_sum import where_they_are
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets
-from mpistrategy.reduction.routes.communicator import described
-
-#: The chunks of all ranks' arrays together: about what a core's second cache holds beside other things.
-_CACHE_BYTES = 512 * 2**10
-_LEAST_CHUNK_BYTES = 16 * 2**10
-#: Where memory is not shared and the dtype is not the one that travels, so many elements are converted at a time.
-_CONVERTED_ELEMENTS = 2**20
+from mpistrategy.reduction.routes.base import Copies, Description, Route, Targets
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described, names_of
 
 
 @dataclass(frozen=True)
@@ -59,12 +52,6 @@ class Replicas:
     def mine(self) -> Array:
         """This rank's own array."""
         return self.arrays[self.local_rank]
-
-    @property
-    def my_share(self) -> tuple[int, int]:
-        """Where the elements begin and end that this rank computes."""
-        mine = self.mine
-        return share(mine.size, self.local_rank, len(self.arrays), mine.itemsize)
 
 
 def typed(memory: SharedMemory, start: int, count: int, dtype: np.dtype[Any]) -> tuple[Array, ...]:
@@ -123,12 +110,9 @@ class InPlaceRoute:
         #: For each bucket the dtype in which it travels between nodes, where that is another one.
         self._wires = [between_nodes(communicator, wire, each.mine.dtype, op._on_the_wire) for each in buckets]
         self._communicator, self._buckets, self._op, self._into_result = communicator, buckets, op, into_result
-        #: For each bucket what messages need besides it, between `bring` and `run`.
-        self._spare: list[_Spare] = [_Spare()] * len(buckets)
         self.packs: tuple[Pack, ...] = tuple(map(self._pack, range(len(buckets)), buckets))
-        # Of a bucket without elements nothing is prepared: nodes may have different numbers of ranks.
-        self._steps = [self._step(index, replicas) for index, replicas in enumerate(buckets) if replicas.mine.size]
-        self._results = [_result(replicas) if into_result else replicas.mine for replicas in buckets]
+        #: For each bucket what it takes where the ranks of a node do not see each other's arrays.
+        self._by_messages = [self._route(pack, each, wire) for pack, each in zip(self.packs, buckets, strict=True)]
         self._quiet = quiet_runner()
 
     def _pack(self, index: int, replicas: Replicas) -> Pack:
@@ -138,33 +122,52 @@ class InPlaceRoute:
         converts = wide != mine.dtype and name != "none" and not is_in_place(communicator, replicas)
         return Pack(wide if converts else mine.dtype, mine.size, (member,), converts)
 
+    def _route(self, pack: Pack, replicas: Replicas, wire: str | None) -> Route | None:
+        ranks, op, mine = self._communicator, self._op, replicas.mine
+        if is_in_place(ranks, replicas):
+            return None
+        alone = replace(pack, members=(Member(0, 0, mine.size, mine.shape),))
+        return CommunicatorRoute(ranks, (alone,), op, names_of(ranks, (alone,), op, wire), wire=wire)
+
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Take the memory that messages need besides the arrays, which are where they are combined."""
-        communicator, op = self._communicator, self._op._on_the_wire
-        for index, replicas in enumerate(self._buckets):
-            is_seen = is_seen_across(communicator, replicas, op, self._wires[index])
-            if not is_in_place(communicator, replicas) and not is_seen:
-                self._spare[index] = _spare_for(replicas, into_result=self._into_result)
+        for replicas, route, wire in zip(self._buckets, self._by_messages, self._wires, strict=True):
+            if route is not None and not is_seen_across(self._communicator, replicas, self._op._on_the_wire, wire):
+                route.bring([replicas.mine], [self._target(replicas)])
 
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Combine the buckets on all nodes, and return where the combinations are."""
-        # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that computes the element.
-        for step in self._steps:
-            self._quiet(step)
-        self._spare[:] = [_Spare()] * len(self._buckets)
+        for replicas, route, wire in zip(self._buckets, self._by_messages, self._wires, strict=True):
+            if replicas.mine.size:  # else nodes may have different numbers of ranks
+                # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that adds the element.
+                self._quiet(self._combine, replicas, route, wire)
         self._communicator.node_barrier()
-        return self._results
+        return [_result(replicas) if self._into_result else replicas.mine for replicas in self._buckets]
 
-    def _step(self, index: int, replicas: Replicas) -> Callable[[], None]:
-        """Return what combines a bucket."""
-        communicator, op, mine = self._communicator, self._op._on_the_wire, replicas.mine
-        divisor = self._op._divisor(mine.dtype, communicator.size)
+    def _combine(self, replicas: Replicas, route: Route | None, wire: Wire) -> None:
+        op, dtype = self._op._on_the_wire, replicas.mine.dtype
+        divisor = self._op._divisor(dtype, self._communicator.size)
         targets = (_result(replicas),) if self._into_result else replicas.arrays
-        if is_in_place(communicator, replicas):
-            return partial(combine, replicas.arrays, targets, op, divisor, replicas.my_share)
-        target = targets[0] if self._into_result else mine
-        wire = self._wires[index]
-        return partial(_by_messages, communicator, replicas, targets, target, op, divisor, self._spare, index, wire)
+        if route is None:
+            where_they_are(replicas.arrays, targets, op, divisor, replicas.local_rank)
+            return
+        is_seen = is_seen_across(self._communicator, replicas, op, wire)
+        if is_seen and _across(self._communicator, replicas, targets, op, divisor, wire):
+            return
+        target = self._target(replicas)
+        if is_seen:
+            route.bring([replicas.mine], [target])
+        if self._into_result and replicas.is_shared:
+            self._communicator.node_barrier()  # until the peers are here they may read the result of the call before
+        [total] = route.run([replicas.mine])
+        if target is not None and total is not target:
+            np.copyto(target, total, casting="unsafe")
+
+    def _target(self, replicas: Replicas) -> Array | None:
+        """Return where the result of messages goes; None where the first rank of the node writes it for all."""
+        if not self._into_result:
+            return replicas.mine
+        return None if replicas.is_shared and replicas.local_rank else _result(replicas)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, self._wires, strict=True)]
@@ -205,132 +208,20 @@ def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
         replicas.mine[...] = replicas.arrays[0]
 
 
-def combine(arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int, part: tuple[int, int]) -> None:
-    """Combine a part of all arrays of the node, and write it into each of `targets`.
+def _across(
+    communicator: Communicator, replicas: Replicas, targets: Sequence[Array], op: str, divisor: int, wire: Wire
+) -> bool:
+    """Combine a node's arrays where they are, and the sums of all nodes into `targets`.
 
-    Args:
-        arrays: flat, by local rank.
-        targets: flat, of the same size and dtype, by local rank; may be the arrays themselves.
-        op: "SUM", "MIN", "MAX" or "PROD".
-        divisor: the result is divided by it; floating dtypes only.
-        part: where the elements begin and end.
+    Return False where there was no memory for the counters, on any node.
     """
-    dtype = arrays[0].dtype
-    begin, end = part
-    step = chunk_elements(len(arrays), dtype.itemsize)
-    if dtype != host_wire_dtype(dtype):
-        _combine_rounded(arrays, targets, op, divisor, (begin, end, step))
-        return
-    add, first = COMBINE[op], targets[0]
-    if len(arrays) == 2 and len(targets) == 1 and divisor == 1:
-        step = max(1, end - begin)  # nothing is looked at twice
-    for start in range(begin, end, step):
-        stop = min(start + step, end)
-        total = first[start:stop]
-        if len(arrays) > 1:
-            # The first target may be the first array: it has been read by then.
-            add(arrays[0][start:stop], arrays[1][start:stop], out=total)
-        elif first is not arrays[0]:
-            total[...] = arrays[0][start:stop]
-        for array in arrays[2:]:
-            add(total, array[start:stop], out=total)
-        divide_by(divisor, total)
-        for target in targets[1:]:
-            target[start:stop] = total
-
-
-def chunk_elements(ranks: int, itemsize: int) -> int:
-    """Return how many elements make a chunk of which all ranks' arrays fit the cache."""
-    return max(_LEAST_CHUNK_BYTES, _CACHE_BYTES // ranks) // itemsize
-
-
-def _combine_rounded(
-    arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int, part: tuple[int, int, int]
-) -> None:
-    begin, end, step = part
-    combine = COMBINE[op]
-    wide = np.empty((2, min(step, max(0, end - begin))), host_wire_dtype(arrays[0].dtype))
-    for start in range(begin, end, step):
-        stop = min(start + step, end)
-        total, operand = wide[:, : stop - start]
-        total[...] = arrays[0][start:stop]
-        for array in arrays[1:]:
-            operand[...] = array[start:stop]
-            combine(total, operand, out=total)
-        divide_by(divisor, total)
-        targets[0][start:stop] = total
-        for target in targets[1:]:
-            target[start:stop] = targets[0][start:stop]
-
-
-class _Spare(NamedTuple):
-    """Memory besides a bucket's own; None where it needs none.
-
-    Attributes:
-        converted: for a part of it in the dtype that travels.
-        result: for a result that another rank of the node writes.
-    """
-
-    converted: Array | None = None
-    result: Array | None = None
-
-
-def _spare_for(replicas: Replicas, *, into_result: bool) -> _Spare:
-    mine, wire = replicas.mine, host_wire_dtype(replicas.mine.dtype)
-    converted = None if wire == mine.dtype else np.empty(min(mine.size, _CONVERTED_ELEMENTS), wire)
-    is_another = into_result and replicas.is_shared and replicas.local_rank != 0
-    return _Spare(converted, np.empty_like(mine) if is_another else None)
-
-
-def _by_messages(
-    communicator: Communicator,
-    replicas: Replicas,
-    targets: Sequence[Array],
-    target: Array,
-    op: str,
-    divisor: int,
-    spare: Sequence[_Spare],
-    index: int,
-    wire: Wire,
-) -> None:
-    """Combine a node's arrays where they are, and the sums of all nodes into `targets`; else do `_allreduce`."""
-    if is_seen_across(communicator, replicas, op, wire):
-        ranks: Any = communicator
-        mine = replicas.mine
-        across = across_nodes(ranks)
-        within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
-        if within is not None:  # else there was no memory for the counters, on any node
-            across.allreduce(mine, mine, op, wire, within)
-            return
-    _allreduce(communicator, replicas, target, op, divisor, spare[index], wire)
-
-
-def _allreduce(
-    communicator: Communicator, replicas: Replicas, target: Array, op: str, divisor: int, spare: _Spare, wire: Wire
-) -> None:
-    """Write the combination of all ranks' arrays into `target`, this rank's own or the node's result, by messages."""
-    source = replicas.mine
-    if target is not source and replicas.is_shared:
-        communicator.node_barrier()  # until the peers are here they may read the result of the call before
-        if replicas.local_rank != 0:  # all ranks take part; the first of each node shows it what came out
-            target = np.empty_like(source) if spare.result is None else spare.result
-    if communicator.size == 1:
-        if target is not source:
-            target[...] = source
-        return
-    converted = spare.converted
-    step = target.size if converted is None else converted.size
-    for start in range(0, target.size, max(1, step)):
-        part = target[start : start + step]
-        total = part if converted is None else converted[: part.size]
-        if converted is not None:
-            total[...] = source[start : start + step]
-            communicator.allreduce(total, op)
-        else:
-            allreduce(communicator, total, op, None if source is target else source[start : start + step], wire)
-        divide_by(divisor, total)
-        if converted is not None:
-            np.copyto(part, total, casting="unsafe")
+    ranks: Any = communicator
+    mine = replicas.mine
+    across = across_nodes(ranks)
+    within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
+    if within is not None:
+        across.allreduce(mine, mine, op, wire, within)
+    return within is not None
 
 
 def _result(replicas: Replicas) -> Array:

@@ -362,7 +362,7 @@ def test_code_that_comes_and_goes_is_not_mistaken() -> None:
         space: dict[str, Any] = {"call_site": call_site}
         exec("\n" * (number % 1000) + "found = call_site()", space)
         assert space["found"].text == f"<string>:{number % 1000 + 1}"
-    assert call_sites._sites._count <= 4096
+    assert len(call_sites._sites) <= 4096
 
 
 def test_without_columns(monkeypatch: pytest.MonkeyPatch) -> None:

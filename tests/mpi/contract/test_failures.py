@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import errno
+import re
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -18,7 +18,8 @@ from replicas import RANK, RANKS, SIZE, OnNodes, gather_texts, in_step, outcomes
 import mpistrategy as ms
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.contract import failures
-from mpistrategy.mpi.interface import buffers
+from mpistrategy.mpi.shared_memory.node_sum import NodeSum
+from mpistrategy.reduction.routes import communicator as route
 
 pytestmark = pytest.mark.mpi
 Launch = Callable[..., launching.Finished]
@@ -46,10 +47,6 @@ def strategy() -> Iterator[ms.Strategy]:
 
 def no_memory(*_: Any, **__: Any) -> Any:
     raise MemoryError("there is none")
-
-
-def no_map(*_: Any, **__: Any) -> Any:
-    raise OSError(errno.ENOMEM, "there is none")
 
 
 class Armed:
@@ -125,8 +122,8 @@ def test_the_others_hear_of_it_within_five_seconds(strategy: ms.Strategy, monkey
     for _ in range(3):
         in_step(strategy, lambda ctx: ctx.all_reduce("SUM", LARGE))
     if RANK == SIZE - 1:
-        blocks: Any = strategy.extended.communicator.result_buffers
-        monkeypatch.setattr(blocks, "taken", no_memory)
+        ranks: Any = strategy.extended.communicator
+        monkeypatch.setattr(ranks.node_sum, "run", no_memory)
     began = time.monotonic()
     ends = outcomes(lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", LARGE)))
     assert time.monotonic() - began < 5
@@ -172,8 +169,7 @@ def test_an_error_before_the_agreement_leaves_the_strategy_as_it_is(
         step()
     with monkeypatch.context() as patched:
         if RANK == 0:
-            blocks: Any = strategy.extended.communicator.result_buffers
-            patched.setattr(blocks, "take", no_memory)
+            patched.setattr(NodeSum, "new", no_memory)
             patched.setattr(arena, "_is_unchanged", no_memory)
         ends = outcomes(step)
     assert [end.error for end in ends] == [Exception] + [RemoteError] * (SIZE - 1)
@@ -188,7 +184,6 @@ def test_memory_is_taken_before_the_agreement(monkeypatch: pytest.MonkeyPatch, n
     """Short memory on one rank raises on all, and the strategy works on."""
     made: ms.Strategy = OnNodes(list(RANKS), ms.MpiAllReduce()) if nodes else ms.MirroredStrategy()
     with made as strategy:
-        # Each of a size of its own: none finds a block of those before.
         values: list[Any] = [np.ones(50_000), [np.ones(100_000), np.ones(100)], np.ones(800_000, np.float16)]
         calls: list[Callable[[], Any]] = [
             *(partial(in_step, strategy, partial(all_reduce, value=value)) for value in values),
@@ -197,8 +192,8 @@ def test_memory_is_taken_before_the_agreement(monkeypatch: pytest.MonkeyPatch, n
         for make in calls:
             with monkeypatch.context() as patched:
                 if RANK == 0:
-                    patched.setattr(buffers, "np", NoMemory())
-                    patched.setattr(buffers.mmap, "mmap", no_map)
+                    patched.setattr(route, "np", NoMemory())
+                    patched.setattr(NodeSum, "new", no_memory)
                 ends = outcomes(make)
             assert [end.error for end in ends] == [Exception] + [RemoteError] * (SIZE - 1)
             assert all("MemoryError: there is none" in end.text for end in ends)
@@ -280,7 +275,7 @@ def step():
 for _ in range(3):
     strategy.run(step)
 if rank == 1:
-    strategy.extended.communicator.result_buffers.taken = no_memory
+    strategy.extended.communicator.node_sum.run = no_memory
 try:
     strategy.run(step)
 except (MemoryError, ms.errors.RemoteError) as error:
@@ -344,6 +339,7 @@ except Exception as error:
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
 @pytest.mark.parametrize("size", [4, 200_000])
+@pytest.mark.slow
 def test_a_signal_that_raises_while_a_rank_waits_for_the_others(launch: Launch, tmp_path: Path, size: int) -> None:
     """It has shown its call already; the peers must not take that for an agreement."""
     job = launch(2, [launching.program(SIGNALLED, tmp_path), size], timeout=60).check()
@@ -386,6 +382,7 @@ except (KeyboardInterrupt, ms.errors.RemoteError) as error:
 
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
+@pytest.mark.slow
 def test_a_rank_that_leaves_while_the_others_send_their_reports(launch: Launch) -> None:
     """Ranks 0 and 1 know that their calls differ, and wait for the report of rank 2, which takes no more calls."""
     job = launch(3, LEFT_BETWEEN_REPORTS, timeout=60).check()
@@ -479,7 +476,7 @@ import linecache, sys
 import numpy as np
 import mpistrategy as ms
 
-kind, line = sys.argv[1:]
+kind, line, error, folder = sys.argv[1:]
 
 
 def trace(frame, what, _):
@@ -489,45 +486,57 @@ def trace(frame, what, _):
 def local(frame, what, _):
     if what == "line" and line in linecache.getline(frame.f_code.co_filename, frame.f_lineno):
         sys.settrace(None)
-        raise KeyboardInterrupt("planted")
+        raise {"KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError}[error]("planted")
     return local
 
 
 with ms.MirroredStrategy(on_error="raise") as strategy:
     variable = ms.Variable(np.zeros(30_000), aggregation="SUM")
+    checkpoint = ms.Checkpoint(variable=variable)
+    checkpoint.save(folder)
     ones = np.ones(30_000)
     call = {
-        "all_gather": lambda: ms.get_replica_context().all_gather(ones, 0),
-        "assign": lambda: variable.assign(ones),
+        "all_gather": lambda: strategy.run(lambda: ms.get_replica_context().all_gather(ones, 0)),
+        "assign": lambda: strategy.run(lambda: variable.assign(ones)),
+        "restore": lambda: checkpoint.restore(folder),
+        "variable": lambda: ms.Variable(ones),
     }[kind]
-    strategy.run(call)
+    call()
     sys.settrace(trace if strategy.rank == 1 else None)
     for _ in range(2):
         try:
-            strategy.run(call)
-        except (KeyboardInterrupt, ms.errors.RemoteError, ms.errors.ContextError) as caught:
+            call()
+        except (KeyboardInterrupt, MemoryError, ms.errors.RemoteError, ms.errors.ContextError) as caught:
             print(f"rank {strategy.rank}: {type(caught).__name__}: {caught}", flush=True)
 """
 
 
 @pytest.mark.one_rank
 @pytest.mark.parametrize(
-    ("kind", "line", "nodes"),
+    ("kind", "line", "error", "nodes"),
     [
-        ("all_gather", "comm.Allgather(", 1),  # the other rank is in this call of MPI, and cannot leave it
-        ("all_gather", "self._request.Start()", 2),  # it waits for the message that was not started
-        ("assign", "DENSE[self.method](storage, change)", 1),  # it has written the sum
+        # the other rank is in this call of MPI, and cannot leave it
+        ("all_gather", "comm.Allgather(", "KeyboardInterrupt", 1),
+        # it waits for the message that was not started
+        ("all_gather", "self._request.Start()", "KeyboardInterrupt", 2),
+        # it has written the sum
+        ("assign", "DENSE[self.method](storage, change)", "KeyboardInterrupt", 1),
+        # it waits for its part of the manifest
+        ("restore", "np.flatnonzero(self.readers == communicator.rank)", "MemoryError", 1),
+        # the other rank is in MPI's broadcast on another node
+        ("variable", "communicator.bcast(", "MemoryError", 2),
     ],
 )
 def test_no_rank_waits_for_one_that_was_interrupted(
-    launch: Launch, tmp_path: Path, kind: str, line: str, nodes: int
+    launch: Launch, tmp_path: Path, kind: str, line: str, error: str, nodes: int
 ) -> None:
     program = launching.program(INTERRUPTED_AT_A_LINE, tmp_path)
-    job = launch(2, [program, kind, line], timeout=40, env={"MPIR_CVAR_NUM_CLIQUES": str(nodes)})
-    assert "rank 1: KeyboardInterrupt: planted" in job.stdout, job
-    if "Allgather" in line:
+    words = [program, kind, line, error, str(tmp_path / "checkpoint")]
+    job = launch(2, words, timeout=40, env={"MPIR_CVAR_NUM_CLIQUES": str(nodes)})
+    assert f"rank 1: {error}: planted" in job.stdout, job
+    if "Allgather" in line or "bcast" in line:
         assert job.returncode == 1, job
-        assert "waits in vain: rank 1 failed in ReplicaContext.all_gather: KeyboardInterrupt: planted" in job.stderr
+        assert re.search(rf"waits in vain: rank 1 failed in .*: {error}: planted", job.stderr), job
     else:
         assert job.returncode == 0, job
         assert "rank 0: RemoteError: rank 1 failed in " in job.stdout, job

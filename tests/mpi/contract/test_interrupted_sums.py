@@ -129,7 +129,7 @@ def test_before_this_rank_has_sent_its_digest(strategy: ms.Strategy, step: Calla
 
 
 @several
-@pytest.mark.parametrize("where", ["_start", "all_equal", "_agrees", "compare_digest"])
+@pytest.mark.parametrize("where", ["_start", "all_equal", "_agrees", "compare"])
 def test_in_the_comparison(strategy: ms.Strategy, where: str) -> None:
     """The other ranks have agreed with this one, and have their sums."""
     repeated(strategy, KNOWN, summed_with_the_comparison)

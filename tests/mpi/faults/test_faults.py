@@ -249,9 +249,9 @@ def test_a_swapped_call_is_made_afterwards(planned: Callable[[str], ms.Strategy]
     shapes: list[str] = []
     guard = strategy.extended.communicator.guard
     compare = guard.compare
-    guard.compare = lambda signature, **more: (  # type: ignore[method-assign]
+    guard.compare = lambda signature, *digest, **more: (  # type: ignore[method-assign]
         shapes.append(f"{signature.collective} {signature.values}"),
-        compare(signature, **more),
+        compare(signature, *digest, **more),
     )[1]
     assert np.asarray(strategy.reduce("SUM", np.ones(2))).tolist() == [1, 1]  # put off
     assert np.asarray(strategy.reduce("SUM", np.ones(3))).tolist() == [SIZE] * 3
@@ -341,6 +341,7 @@ def test_delay_changes_nothing(launch: Launch) -> None:
     assert left in done.stderr
 
 
+@pytest.mark.slow
 def test_corrupt_changes_one_rank(launch: Launch) -> None:
     done = run(launch, "rank=1, at=allreduce#2, do=corrupt:52", 3).check()
     assert sorted(done.stdout.splitlines()) == ["rank 0: right", "rank 1: wrong at [3]", "rank 2: right"]
@@ -356,6 +357,7 @@ def test_skip_and_swap_end_the_job(launch: Launch, action: str) -> None:
 
 
 @pytest.mark.each_mpi
+@pytest.mark.slow
 def test_stop_stops_the_process_until_it_is_woken(launch: Launch) -> None:
     done = run(launch, "rank=1, at=allreduce#2, do=stop").check()
     assert sorted(done.stdout.splitlines()) == ["rank 0: right", "rank 1: right", "was stopped"]

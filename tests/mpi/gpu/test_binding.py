@@ -502,6 +502,7 @@ print("went on")
 """
 
 
+@pytest.mark.slow
 def test_a_job_whose_ranks_would_share_a_gpu_ends(launch: Callable[..., launching.Finished]) -> None:
     job = launch(3, JOB.format(tests=launching.HELPERS), timeout=30)
     assert job.returncode == 1

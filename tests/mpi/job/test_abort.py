@@ -211,6 +211,7 @@ def test_a_rank_that_is_done_is_named_to_those_who_still_call_it(launch: Launch,
 
 @pytest.mark.each_mpi
 @pytest.mark.parametrize("leavers", [{1, 2}, {0, 3}, {1}], ids=str)
+@pytest.mark.slow
 def test_those_who_left_are_told_apart_from_those_who_differ(launch: Launch, leavers: set[int]) -> None:
     """Every rank that stays hears of all that left, again and again, and of the calls of the others."""
     body = f"""

@@ -134,6 +134,7 @@ def test_mpich_under_pmix_is_refused_before_it_aborts(arguments: list[str]) -> N
 @one_rank
 @small_shm
 @pytest.mark.skipif(launching.IS_OPEN_MPI, reason="Open MPI takes another way where there is no room")
+@pytest.mark.slow
 def test_mpich_without_room_is_refused_and_the_cure_works() -> None:
     mount = ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs -o size=1m tmpfs /dev/shm && exec "$@"', "sh"]
     program = [sys.executable, "-c", "import mpistrategy as ms; print(ms.MirroredStrategy().num_replicas_in_sync)"]

@@ -106,6 +106,7 @@ def test_a_child_that_is_forked_at_the_end(launch: Launch, first: str) -> None:
     assert job.stdout.count("status 0") == 2, job
 
 
+@pytest.mark.slow
 def test_a_child_under_mpistrategy_run(launch: Launch, tmp_path: Path) -> None:
     """It ends with any status it likes, and the job is unfinished still."""
     (tmp_path / "unfinished").touch()

@@ -59,6 +59,7 @@ def test_eight_times_the_ranks_are_about_eight_times_the_work(what: str) -> None
 
 
 @pytest.mark.parametrize("devices", [None, "auto"])
+@pytest.mark.slow
 def test_a_strategy_of_many_ranks_is_made_in_a_time_that_grows_as_they_do(
     devices: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

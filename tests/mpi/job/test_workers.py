@@ -62,6 +62,7 @@ def test_a_program_that_a_rank_starts_is_no_rank(launch: Launch, tmp_path: Path)
     assert "LaunchError: MirroredStrategy: found a program that rank 1 of 2 has started" in job.stderr, job
 
 
+@pytest.mark.slow
 def test_a_worker_of_a_program_without_a_launcher_has_a_replica_of_its_own(launch: Launch, tmp_path: Path) -> None:
     program = launching.program(PROGRAM, tmp_path)
     done = subprocess.run(

@@ -21,7 +21,7 @@ from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.options import GPU_PATH
 from mpistrategy.reduction import plan, sparse, weights
-from mpistrategy.reduction.routes import device_plan, first_message, in_place, on_device
+from mpistrategy.reduction.routes import communicator, device_plan, first_message, on_device
 from mpistrategy.variables import policies, storage
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -200,7 +200,7 @@ def test_a_variable_with_the_value_of_replica_0(
 
 def test_an_arena_of_16_bit_floats(apart: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     arena = apart.arena([np.zeros(1000, np.float16)])
-    limit_new(memory, in_place, monkeypatch, "empty")
+    limit_new(memory, communicator, monkeypatch, "empty")
 
     def call() -> Any:
         arena.values[0][...] = RANK + 1

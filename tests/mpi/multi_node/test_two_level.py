@@ -22,7 +22,6 @@ from mpistrategy.mpi.contract import sums_by_mpi
 from mpistrategy.mpi.multi_node import lanes, two_level
 from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes, allreduce_across
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
-from mpistrategy.mpi.shared_memory.bounce_buffers import combined
 from mpistrategy.mpi.shared_memory.segments import private_memory
 
 pytestmark = pytest.mark.mpi
@@ -155,19 +154,6 @@ def test_without_shared_memory_the_node_talks_by_mpi(monkeypatch: pytest.MonkeyP
     made.free()
 
 
-@pytest.mark.parametrize("count", [2, 3, 4, 5])
-def test_parts_are_combined_in_order_whichever_is_overwritten(count: int) -> None:
-    parts = [np.random.default_rng(part).normal(size=50).astype(np.float32) for part in range(count)]
-    wanted = reference("SUM", parts)
-    for own in range(count):
-        copies = [part.copy() for part in parts]
-        combined(np.add, copies, copies[own], copies[0] if own > 1 else copies[own])
-        assert copies[own].tobytes() == wanted.tobytes()
-    apart = np.empty(50, np.float32)
-    combined(np.add, parts, apart, apart)
-    assert apart.tobytes() == wanted.tobytes()
-
-
 PRETENDED = {
     "odd and even": {"MPIR_CVAR_NUM_CLIQUES": "2"},
     "blocks, uneven": {"MPIR_CVAR_NUM_CLIQUES": "2", "MPIR_CVAR_CLIQUES_BY_BLOCK": "1"},
@@ -198,6 +184,7 @@ for algorithm in (ms.MpiAllReduce(), ms.HierarchicalCopyAllReduce()):
 @pytest.mark.each_mpi
 @pytest.mark.skipif(not launching.LIBRARY.startswith("MPICH"), reason="only MPICH pretends to run on several nodes")
 @pytest.mark.parametrize("nodes", PRETENDED)
+@pytest.mark.slow
 def test_on_nodes_that_the_mpi_tells_apart(launch: Callable[..., launching.Finished], nodes: str) -> None:
     finished = launch(3, PROGRAM, env=PRETENDED[nodes])
     assert finished.returncode == 0, finished

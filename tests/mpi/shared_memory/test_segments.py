@@ -178,7 +178,7 @@ def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, w
         assert reason in str(ours[0].message)
         assert "srun --mem" in str(ours[0].message)
     assert ranks.mailboxes is None
-    assert ranks.pipelined is None
+    assert ranks.node_sum is None
     assert not again.is_shared
     assert not lasting(files_in_memory() - before), "no file is left"
     ranks.node_barrier()

@@ -168,9 +168,9 @@ def test_a_strategy_takes_what_was_measured_and_sums_the_same(
     with ms.MirroredStrategy() as strategy:
         communicator = strategy.extended.communicator
         assert communicator.thresholds.chunk_bytes == 4096
-        if communicator.pipelined is not None:
+        if communicator.node_sum is not None:
             ways = [communicator.route(2**15, np.dtype(name), "SUM") for name in ("float64", "float32")]
-            assert ways == ["pipelined", "mpi"]
+            assert ways == ["node_sum", "mpi"]
         total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.arange(50_000.0)))
         np.testing.assert_array_equal(total, comm.size * np.arange(50_000.0))
 
@@ -256,6 +256,7 @@ print(f"without a home: {os.getuid()} {os.environ.get('HOME')} {weights.numpy().
 @pytest.mark.each_mpi
 @pytest.mark.skipif(os.getuid() != 0 or shutil.which("setpriv") is None, reason="not run: needs root and setpriv")
 @pytest.mark.skipif(launching.IS_OPEN_MPI, reason="Open MPI itself does not start without a home folder")
+@pytest.mark.slow
 def test_a_job_without_home_and_passwd_entry_works(launch: Callable[..., Finished], tmp_path: Path) -> None:
     program = launching.program(WITHOUT_HOME, tmp_path)
     done = launch(2, [program, tmp_path / "saved"]).check()

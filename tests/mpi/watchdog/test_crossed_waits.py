@@ -146,6 +146,7 @@ for thread in threads:
 """
 
 
+@pytest.mark.slow
 def test_threads_may_wait_in_any_order(launch: Launch, tmp_path: Path) -> None:
     job = launch(2, launching.program(THREADS, tmp_path), timeout=60).check()
     assert job.stdout.count("[2.0, 2.0, 2.0, 2.0]") == 4, job

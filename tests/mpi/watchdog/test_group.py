@@ -29,6 +29,7 @@ def job(tmp_path: Path) -> Iterator[Callable[[int, int], PretendedJob]]:
 
 
 @pytest.mark.parametrize("local", [1, 4])
+@pytest.mark.slow
 def test_a_node_that_is_busy_is_asked_after_growing_pauses_by_one_rank_of_a_node(
     job: Callable[[int, int], PretendedJob], local: int
 ) -> None:
@@ -101,6 +102,7 @@ def test_a_long_record_keeps_its_beginning_and_its_end(job: Callable[[int, int],
     assert "... (cut)" in record
 
 
+@pytest.mark.slow
 def test_the_records_of_many_ranks_fit_into_the_file_that_others_read(job: Callable[[int, int], PretendedJob]) -> None:
     ranks = job(1, 400)
     ranks.beat()

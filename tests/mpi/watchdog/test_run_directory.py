@@ -26,6 +26,7 @@ strategy.barrier("late")
 WELL = "import mpistrategy as ms\nms.MirroredStrategy().barrier('x')\n"
 
 
+@pytest.mark.slow
 def test_reports_of_other_starts_stay_and_are_not_spoken_of(launch: Launch, tmp_path: Path) -> None:
     late = launch(2, HANGS, env={"MPISTRATEGY_TIMEOUT_SECONDS": "1.5"}, cwd=tmp_path)
     assert late.returncode != 0

@@ -40,7 +40,6 @@ from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.multi_node.two_level import AcrossNodes
 from mpistrategy.mpi.shared_memory.segments import private_memory
 from mpistrategy.reduction.arena.arena import Arena
-from mpistrategy.reduction.inputs import resident, resident_values
 
 pytestmark = pytest.mark.mpi
 
@@ -241,7 +240,6 @@ def test_every_way_to_reduce_takes_an_arena(strategy: ms.Strategy) -> None:
         "all_reduce": lambda: strategy.run(lambda: context().all_reduce("SUM", arena)),
         "out=arena": lambda: strategy.run(lambda: context().all_reduce("SUM", arena, out=arena)),
         "out=values": lambda: strategy.run(lambda: context().all_reduce("SUM", arena, out=arena.values)),
-        "values": lambda: strategy.run(lambda: context().all_reduce("SUM", arena.values, out=arena.values)),
         "reduce_to": lambda: strategy.extended.reduce_to("SUM", arena, arena),
         "to its values": lambda: strategy.extended.reduce_to("SUM", arena, arena.values),
         "to a rank": lambda: strategy.extended.reduce_to("SUM", arena, "task:0"),
@@ -259,19 +257,30 @@ def test_every_way_to_reduce_takes_an_arena(strategy: ms.Strategy) -> None:
     assert RANK != 0 or float(mixed[0]) == sum(RANKS)
 
 
-def test_values_in_place_are_reduced_where_they_are(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    arena = strategy.arena({"x": np.zeros(4), "y": (np.zeros(3), np.zeros(1))})
-    calls = []
+def test_one_line_of_the_program_serves_other_arenas_strategies_and_algorithms(strategy: ms.Strategy) -> None:
+    """What was worked out for an arena is never used for another one."""
+    other = ms.MirroredStrategy(cross_device_ops=ms.OrderedAllReduce())
+    arenas = [(each, each.arena([np.zeros(3)])) for each in (strategy, other, strategy, other)]
 
-    def noted(self: Arena, *_: Any, **__: Any) -> Any:
-        calls.append(self)
-        return self.values
+    def total(which: ms.Strategy, arena: Arena[Any], *, op: str = "SUM") -> Any:
+        return which.run(lambda: context().all_reduce(op, arena))
 
-    monkeypatch.setattr(Arena, "_all_reduce", noted)
-    strategy.run(lambda: context().all_reduce("SUM", arena.values, out=arena.values))
-    strategy.run(lambda: context().all_reduce("SUM", arena, name="here"))
-    strategy.run(lambda: context().all_reduce("MEAN", arena.values, out=arena.values, weight=2))
-    assert calls == [arena] * 3
+    for _ in range(2):
+        for number, (each, arena) in enumerate(arenas):
+            arena.values[0][...] = number + RANK
+            assert (total(each, arena)[0] == SIZE * number + sum(RANKS)).all()
+            arena.values[0][...] = number + RANK
+            assert (total(each, arena, op="MAX")[0] == number + SIZE - 1).all()
+    with pytest.raises(errors.OptionTypeError, match="an arena of another strategy"):
+        total(strategy, arenas[1][1])
+    strategy.extended.cross_device_ops = ms.ReductionToOneDevice()
+    arenas[0][1].values[0][...] = RANK
+    assert (total(*arenas[0])[0] == sum(RANKS)).all()
+    strategy.extended.cross_device_ops = ms.MpiAllReduce()
+    arenas[0][1].close()
+    with pytest.raises(errors.ContextError, match="close"):
+        total(*arenas[0])
+    other.close()
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
@@ -280,8 +289,8 @@ def test_ranks_may_write_the_call_differently(strategy: ms.Strategy, op: str) ->
     arena = strategy.arena([np.zeros(4000), np.zeros((3, 5), np.float32), 0.0])
     for round_ in range(6):
         filled(arena, round_)
-        value, out = (arena.values, arena.values) if round_ % SIZE == RANK else (arena, None)
-        result = strategy.run(lambda value=value, out=out: context().all_reduce(op, value, out=out))
+        out = arena.values if round_ % SIZE == RANK else None
+        result = strategy.run(lambda out=out: context().all_reduce(op, arena, out=out))
         assert result is arena.values
         for number, leaf in enumerate(arena._leaves):
             np.testing.assert_array_equal(leaf, wanted(op, leaf, round_ + number))
@@ -393,25 +402,6 @@ def test_in_asks_whether_an_array_is_where_the_arena_put_it(strategy: ms.Strateg
     assert arena._leaves[0].T not in arena
     assert arena._leaves[1][:2] not in arena
     assert 3 not in arena
-
-
-def test_an_arena_is_found_by_its_values(strategy: ms.Strategy) -> None:
-    arena = strategy.arena({"a": np.zeros(2), "b": [np.zeros(3)]})
-    values, leaves = arena.values, arena._leaves
-    assert resident(arena, None) is arena
-    assert resident(values, values) is arena
-    assert resident(values, None) is None
-    assert resident(values, {**values}) is None
-    assert resident(leaves, leaves) is None
-    assert id(values) in resident_values
-    arena.close()
-    assert resident(values, values) is None
-    assert id(values) not in resident_values
-    other = strategy.arena([np.zeros(1)])
-    identity = id(other.values)
-    del other
-    gc.collect()
-    assert identity not in resident_values
 
 
 # ------------------------------------------------------------------------------------------------ mistakes

@@ -56,6 +56,7 @@ def addresses(*rows: list[np.ndarray]) -> np.ndarray:
 @pytest.mark.parametrize("shift", [0, 1])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", STEPS)
+@pytest.mark.slow
 def test_an_update_has_the_bits_of_numpy(
     compiled: Kernels, name: str, dtype: Any, shift: int, scale: float | None
 ) -> None:

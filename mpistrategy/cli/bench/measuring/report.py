@@ -106,13 +106,6 @@ def suite_tail(cases: Sequence[dict[str, Any]]) -> list[str]:
         if "communication_us" in case:
             costs = ", ".join(f"{name} {_signed(cost)}" for name, cost in case["communication_us"].items())
             lines.append(f"Communication of {case['case']} (step less the same library's without it): {costs}.")
-        if "protection_us" in case:
-            cost = case["protection_us"]
-            share = 100 * cost["check"] / case["variants"][-1]["median_us"]
-            lines.append(
-                f"{case['case']}: of a call the check takes {_signed(cost['check'])} ({share:.1f} %), the record "
-                f"{_signed(cost['record'])}; of a second the watchdog takes {_signed(cost['watchdog'])}."
-            )
         if "line_us" in case:
             lines.append(f"{case['case']}: the bytes alone keep the line busy for {time_in_words(case['line_us'])}.")
         if "hidden" in case:

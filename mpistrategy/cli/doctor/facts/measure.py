@@ -23,7 +23,7 @@ _MOST_ROUNDS = 7
 _BUDGET_SECONDS = 0.4
 _PINGS, _LINK_ROUNDS, _LINK_BYTES = 10, 3, 2**20
 _TURNS_SECONDS = 1.0
-_WAYS = {"pipelined": "in shared memory", "lanes": "within and between nodes", "mpi": "by MPI"}
+_WAYS = {"node_sum": "in shared memory", "lanes": "within and between nodes", "mpi": "by MPI"}
 #: What is expected, in bytes a second: of a node's link (1 Gbit/s), an all-reduce on one node, and a copy.
 _LINK, _ON_NODE, _COPY = 1.18e8, 8e9, 1e10
 

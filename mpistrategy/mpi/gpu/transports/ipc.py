@@ -40,7 +40,7 @@ from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory, error_of, first_error
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
-from mpistrategy.mpi.shared_memory.bounce_buffers import share
+from mpistrategy.mpi.shared_memory.node_sum import share
 
 #: What goes in one piece: a pack of the usual size.  Each piece costs a wait and a barrier, some 20 us.
 SLOT_BYTES = 32 * 2**20

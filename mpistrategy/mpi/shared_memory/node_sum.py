@@ -1,0 +1,267 @@
+"""NodeSum: how the ranks of one node add up their arrays (SUM, MIN, MAX, PROD), each rank a share of the elements.
+
+One rank combines each element, in rank order, so that the bits are the same everywhere and in equal runs.  Arrays that
+all ranks of the node see are combined where they are (`where_they_are`).  Of other arrays (`NodeSum.run`)
+every rank copies the others' shares to where they see them: of a large array into a block of `NodeResults`, in which it
+is combined and in which the result stays; else into buffers, in chunks that stay in the cache.  Of each chunk a rank
+combines its own share, and shows the result; one chunk later everybody copies the other results out.
+
+A buffer is written again only after all ranks have said that they are done with the chunk after it, or have come that
+far.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quiet_runner
+from mpistrategy.mpi.shared_memory.node_results import LEAST_BYTES, NO_BLOCK, NodeResults
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
+from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting, counter_bytes
+
+_COUNTERS = 4
+_BUFFERS = 2
+#: With many ranks on a node a chunk grows, so that each one's share of it is worth a call of NumPy.
+_LEAST_SHARE_BYTES = 16 * 2**10
+_LARGEST_CHUNK_BYTES = 2**20
+#: The chunks of all ranks' arrays together: about what a core's second cache holds beside other things.
+_CACHE_BYTES = 512 * 2**10
+_LEAST_PIECE_BYTES = 16 * 2**10
+
+#: ``combination(parts, targets, op, divisor)`` combines arrays of all ranks, in rank order, and writes the result,
+#: divided, into each target; the first target may be the first part.
+Combination: TypeAlias = Callable[[Sequence[Array], Sequence[Array], str, int], None]
+
+
+def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
+    """Return the size of a chunk for so many ranks."""
+    return max(chunk_bytes, min(ranks * _LEAST_SHARE_BYTES, _LARGEST_CHUNK_BYTES))
+
+
+def segment_bytes(chunk_bytes: int) -> int:
+    """Return how much memory each rank needs."""
+    return counter_bytes(_COUNTERS) + 2 * _BUFFERS * chunk_bytes
+
+
+def share(count: int, part: int, parts: int, itemsize: int) -> tuple[int, int]:
+    """Return where share `part` of `count` elements begins and ends; the borders are on cache lines."""
+    step = max(1, ALIGNMENT // itemsize)
+    lines = -(-count // step)
+    return min(count, lines * part // parts * step), min(count, lines * (part + 1) // parts * step)
+
+
+def in_rank_order(parts: Sequence[Array], targets: Sequence[Array], op: str, divisor: int) -> None:
+    """Combine arrays in their order; see `Combination`."""
+    combine, total = COMBINE[op], targets[0]
+    if len(parts) > 1:
+        combine(parts[0], parts[1], out=total)
+    elif total is not parts[0]:
+        total[...] = parts[0]
+    for part in parts[2:]:
+        combine(total, part, out=total)
+    divide_by(divisor, total)
+    for target in targets[1:]:
+        target[...] = total
+
+
+def where_they_are(
+    arrays: Sequence[Array],
+    targets: Sequence[Array],
+    op: str,
+    divisor: int,
+    local_rank: int,
+    combination: Combination = in_rank_order,
+) -> None:
+    """Combine this rank's share of the arrays of all ranks of the node, and write it into each of `targets`.
+
+    All ranks of the node have written their arrays, and wait for each other before anybody reads the targets.
+
+    Args:
+        arrays: flat, by local rank; 16-bit floats are added in float32 and rounded once.
+        targets: flat, of the same size and dtype; may be the arrays themselves.
+        op: "SUM", "MIN", "MAX" or "PROD".
+        divisor: the result is divided by it; floating dtypes only.
+        local_rank: this rank.
+        combination: how they are combined; of 16-bit floats always in rank order.
+    """
+    dtype, wide = arrays[0].dtype, host_wire_dtype(arrays[0].dtype)
+    begin, end = share(arrays[0].size, local_rank, len(arrays), dtype.itemsize)
+    step = piece_elements(len(arrays), dtype.itemsize)
+    if wide == dtype and len(arrays) == 2 and len(targets) == 1 and divisor == 1:
+        step = max(1, end - begin)  # nothing is looked at twice
+    converted = np.empty((2 if wide != dtype else 0, min(step, max(0, end - begin))), wide)
+    for start in range(begin, end, step):
+        stop = min(start + step, end)
+        parts, outs = ([each[start:stop] for each in those] for those in (arrays, targets))
+        if wide == dtype:
+            combination(parts, outs, op, divisor)
+        else:
+            _rounded_once(parts, outs, op, divisor, converted[:, : stop - start])
+
+
+def piece_elements(ranks: int, itemsize: int) -> int:
+    """Return how many elements of so many ranks' arrays fit the cache together."""
+    return max(_LEAST_PIECE_BYTES, _CACHE_BYTES // ranks) // itemsize
+
+
+def _rounded_once(parts: Sequence[Array], targets: Sequence[Array], op: str, divisor: int, room: Array) -> None:
+    """Do `in_rank_order` in the dtype of `room`, two rows for a total and an operand."""
+    total, operand = room
+    total[...] = parts[0]
+    for part in parts[1:]:
+        operand[...] = part
+        COMBINE[op](total, operand, out=total)
+    divide_by(divisor, total)
+    for target in targets:
+        target[...] = total
+
+
+class _Sums(NamedTuple):
+    """Results of a chunk that are still to be copied out: where to, whose share is where, and where the results are."""
+
+    target: Array
+    borders: list[tuple[int, int]]
+    results: list[Array]
+
+
+class NodeSum:
+    """The sums of ordinary arrays among the ranks of one node.
+
+    Args:
+        memory: `segment_bytes(chunk_bytes)` for each rank, zeroed.
+        chunk_bytes: the size of a chunk, of `chunk_bytes_for`.
+        waiting: how to wait for a peer.
+        more: returns so many bytes more for each rank, None where they cannot be shared; collective.  Without it large
+            arrays go in chunks, too.
+    """
+
+    def __init__(
+        self,
+        memory: SharedMemory,
+        chunk_bytes: int,
+        waiting: Waiting,
+        more: Callable[[int], SharedMemory | None] | None = None,
+    ) -> None:
+        self.local_rank: int = memory.local_rank
+        self.size: int = len(memory.segments)
+        self.chunk_bytes: int = chunk_bytes
+        self._waiting = waiting
+        self._sent, self._added, self._arrived, self._chosen = (Counter(memory, line) for line in range(_COUNTERS))
+        self._results = None if more is None else NodeResults(more, self.local_rank)
+        begins = [counter_bytes(_COUNTERS) + part * chunk_bytes for part in range(2 * _BUFFERS)]
+        #: By buffer what the ranks send, and by buffer their results; of each kind one array a rank.
+        self._parts = [[segment[begin:][:chunk_bytes] for segment in memory.segments] for begin in begins]
+        self._typed: dict[np.dtype[Any], list[list[Array]]] = {}
+        self._quiet = quiet_runner()
+        self._chunks = 0
+        self._barriers = 0
+
+    def barrier(self) -> None:
+        """Wait for all ranks of the node; what they wrote before can be read after it."""
+        self._barriers += 1
+        self._arrived.tell(self._barriers)
+        self._wait_for(self._arrived, self._barriers)
+
+    def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+        """Return memory for a result, a target of `run`."""
+        is_large = prod(shape) * dtype.itemsize >= LEAST_BYTES
+        return np.empty(shape, dtype) if self._results is None or not is_large else self._results.new(shape, dtype)
+
+    def run(
+        self,
+        pairs: Sequence[tuple[Array, Array]],
+        op: str = "SUM",
+        divisor: int = 1,
+        combination: Combination = in_rank_order,
+    ) -> None:
+        """Write the combination of all ranks' sources into the targets, for pairs of (source, target), and divide it.
+
+        All are flat, contiguous, of one dtype; source and target may be the same.  `op` is "SUM", "MIN", "MAX" or
+        "PROD".
+        """
+        # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
+        self._quiet(self._run, pairs, op, divisor, combination)
+
+    def _run(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int, combination: Combination) -> None:
+        dtype = pairs[0][0].dtype
+        typed = self._typed.get(dtype)
+        if typed is None:
+            typed = self._typed[dtype] = [[each.view(dtype) for each in part] for part in self._parts]
+        me, elements = self.local_rank, self.chunk_bytes // dtype.itemsize
+        sums: _Sums | None = None
+        for source, target in pairs:
+            if self._results is not None and source.nbytes >= LEAST_BYTES:
+                if sums is not None:
+                    self._copy_out(sums)
+                    sums = None
+                if self._in_blocks(self._results, source, target, op, divisor, combination):
+                    continue
+            for start in range(0, source.size, elements):
+                mine, result = source[start : start + elements], target[start : start + elements]
+                count, number = mine.size, self._chunks + 1
+                sent, results = typed[number & 1], typed[_BUFFERS + (number & 1)]
+                borders = [share(count, rank, self.size, dtype.itemsize) for rank in range(self.size)]
+                begin, end = borders[me]
+                if begin:
+                    sent[me][:begin] = mine[:begin]
+                if end < count:
+                    sent[me][end:count] = mine[end:]
+                self._sent.tell(number)
+                if sums is not None:
+                    self._copy_out(sums)
+                self._chunks = number
+                self._wait_for(self._sent, number)
+                total = results[me][begin:end]
+                if end > begin:
+                    parts = [each[begin:end] for each in sent]
+                    parts[me] = mine[begin:end]
+                    combination(parts, (total,), op, divisor)
+                self._added.tell(number)
+                result[begin:end] = total
+                sums = _Sums(result, borders, results)
+        if sums is not None:
+            self._copy_out(sums)
+
+    def _in_blocks(
+        self, results: NodeResults, source: Array, target: Array, op: str, divisor: int, combination: Combination
+    ) -> bool:
+        """Do `run` with one pair in a block of each rank; return False where a rank has none."""
+        me, nbytes, dtype, own = self.local_rank, target.nbytes, target.dtype, results.number_of(target)
+        begin, end = share(target.size, me, self.size, dtype.itemsize)
+        number = results.take(nbytes) if own == NO_BLOCK else own
+        if number != NO_BLOCK:
+            block = results.block(nbytes, number, me).view(dtype)
+            block[:begin], block[end:] = source[:begin], source[end:]
+        self._chosen.tell(number)
+        self.barrier()
+        numbers = [theirs[0] for theirs in self._chosen.numbers]
+        if NO_BLOCK not in numbers:
+            blocks = [results.block(nbytes, each, rank).view(dtype) for rank, each in enumerate(numbers)]
+            sources, targets = ([*blocks[:me], each, *blocks[me + 1 :]] for each in (source, target))
+            where_they_are(sources, targets, op, divisor, me, combination)
+            self.barrier()
+            if own == NO_BLOCK:
+                target[:begin], target[end:] = blocks[me][:begin], blocks[me][end:]
+        if own == NO_BLOCK != number:
+            results.give_back(nbytes, number)
+        if NO_BLOCK in numbers:
+            results.grow(nbytes)
+        return NO_BLOCK not in numbers
+
+    def _copy_out(self, sums: _Sums) -> None:
+        """Copy the results of the other ranks."""
+        self._wait_for(self._added, self._chunks)
+        for rank, (begin, end) in enumerate(sums.borders):
+            if rank != self.local_rank and end > begin:
+                sums.target[begin:end] = sums.results[rank][begin:end]
+
+    def _wait_for(self, counter: Counter, number: int) -> None:
+        for theirs in counter.numbers:
+            if theirs[0] < number:
+                self._waiting.until(theirs, number)
+        if counter.fence is not None:
+            counter.fence()

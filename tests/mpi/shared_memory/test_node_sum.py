@@ -1,0 +1,269 @@
+"""NodeSum: arrays of any sizes come out as their combination in rank order, on all ranks, however late these are."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, in_step, part_of, same_everywhere
+
+import mpistrategy as ms
+from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype
+from mpistrategy.cross_device_ops.ordered_sum import combine_ordered
+from mpistrategy.mpi.shared_memory import node_sum
+from mpistrategy.mpi.shared_memory.node_sum import (
+    Combination,
+    NodeSum,
+    in_rank_order,
+    segment_bytes,
+    share,
+    where_they_are,
+)
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
+from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+WIRE_DTYPES = [dtype for dtype in DTYPES if dtype not in SIXTEEN_BITS]
+CHUNKS = [64, 192, 4096]
+#: In place of the size of chunks: where the arrays are; in blocks of the node, where there is one.
+WHERE_THEY_ARE, IN_BLOCKS = 0, 1
+#: How a rank adds what all have brought.
+COMBINATIONS: dict[str, Combination] = {"rank order": in_rank_order, "order of the values": combine_ordered}
+SPECIAL = [0.0, -0.0, np.nan, -np.nan, np.inf, -np.inf, 5e-324, 1.7e308, 1.1, -3.3]
+
+
+@pytest.fixture(scope="module")
+def sums(strategy: ms.Strategy) -> dict[int, NodeSum]:
+    """Sums in other chunks than a strategy's own."""
+    ranks = strategy.extended.communicator
+    assert strategy.extended.communicator.node_of == (0,) * SIZE
+    waiting = Waiting(SIZE, lambda: None)
+    made = {size: NodeSum(ranks.shared(segment_bytes(size)), size, waiting) for size in CHUNKS}
+    made[IN_BLOCKS] = NodeSum(ranks.shared(segment_bytes(4096)), 4096, waiting, ranks.shared)
+    return made
+
+
+@pytest.fixture(autouse=True)
+def blocks_of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_sum, "LEAST_BYTES", 1)
+
+
+def idle(loops: int) -> None:
+    """Be late: nothing waits for a clock here, nor sleeps."""
+    for _ in range(loops):
+        pass
+
+
+def brought(rank: int, dtype: Any, count: int, seed: int, *, special: bool = False) -> Array:
+    random = np.random.default_rng([seed, rank, count])
+    kind = np.dtype(dtype).kind
+    if kind in "iu":
+        return random.integers(0, 100, count).astype(dtype)
+    values = random.standard_normal(count)  # sums of these depend on their order
+    with np.errstate(all="ignore"):
+        if special:
+            values = np.where(random.integers(0, 2, count), random.choice(SPECIAL, count), values)
+        return np.asarray(values + 1j * random.standard_normal(count) if kind == "c" else values).astype(dtype)
+
+
+def by_definition(op: str, arrays: list[Array], divisor: int = 1, combination: str = "rank order") -> Array:
+    """Return the combination in one piece; that of 16-bit floats is rounded once."""
+    dtype, wide = arrays[0].dtype, host_wire_dtype(arrays[0].dtype)
+    with np.errstate(all="ignore"):
+        if combination == "rank order":
+            total: Array = functools.reduce(COMBINE[op], [array.astype(wide) for array in arrays])
+            return (total if divisor == 1 else np.true_divide(total, wide.type(divisor))).astype(dtype)
+        total = np.empty_like(arrays[0])
+        combine_ordered(arrays[::-1], [total], op, divisor)
+        return total
+
+
+# Around the borders of chunks of every size, and of the ranks' shares of them, for items of 1 to 32 bytes.
+counts = st.sampled_from(
+    [0, 1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 23, 24, 25, 63, 64, 65, 128, 511, 512, 513, 1024, 1025]
+)
+
+
+@settings(max_examples=part_of(200))
+@given(
+    chunk=st.sampled_from([*CHUNKS, IN_BLOCKS, WHERE_THEY_ARE]),
+    dtype=st.sampled_from(DTYPES),
+    sizes=st.lists(counts, min_size=1, max_size=6),
+    op=st.sampled_from(list(COMBINE)),
+    combination=st.sampled_from(list(COMBINATIONS)),
+    mean=st.booleans(),
+    special=st.booleans(),
+    into=st.integers(0, 2**6 - 1),
+    offset=st.lists(st.integers(0, 7), min_size=SIZE, max_size=SIZE),
+    late=st.lists(st.integers(0, 5000), min_size=SIZE, max_size=SIZE),
+)
+def test_sums(
+    strategy: ms.Strategy,
+    sums: dict[int, NodeSum],
+    chunk: int,
+    dtype: np.dtype[Any],
+    sizes: list[int],
+    op: str,
+    combination: str,
+    mean: bool,
+    special: bool,
+    into: int,
+    offset: list[int],
+    late: list[int],
+) -> None:
+    """Copied in chunks or into blocks, or where they are: the bits of the definition, the same on all ranks."""
+    if chunk and dtype in SIXTEEN_BITS:
+        dtype = np.dtype(np.float32)  # as which they come
+    if dtype.kind == "c":  # no order; and NumPy's products of them depend on where a slice ends
+        op = "SUM"
+    if chunk == WHERE_THEY_ARE:
+        combination = "rank order"
+    divisor = SIZE if mean and dtype.kind not in "iu" else 1
+    everyones = [[brought(rank, dtype, n, i, special=special) for i, n in enumerate(sizes)] for rank in RANKS]
+    mine = everyones[RANK]
+    idle(late[RANK])
+    if chunk:
+        sources = [np.empty(array.size + 8, dtype)[offset[RANK] :][: array.size] for array in mine]
+        for source, array in zip(sources, mine, strict=True):
+            source[...] = array
+        targets = [s if into >> i & 1 else sums[chunk].new(s.shape, dtype) for i, s in enumerate(sources)]
+        sums[chunk].run(list(zip(sources, targets, strict=True)), op, divisor, COMBINATIONS[combination])
+        for i, (source, array) in enumerate(zip(sources, mine, strict=True)):
+            assert into >> i & 1 or bits(source) == bits(array), "what is brought stays as it is"
+    else:
+        targets = [
+            seen_by_all(strategy, array, op, divisor, everywhere=bool(into >> i & 1)) for i, array in enumerate(mine)
+        ]
+    for i, target in enumerate(targets):
+        right = by_definition(op, [theirs[i] for theirs in everyones], divisor, combination)
+        if special and combination == "rank order" and op in ("SUM", "PROD"):
+            wide = host_wire_dtype(dtype)
+            np.testing.assert_array_equal(
+                target.astype(wide), right.astype(wide)
+            )  # of NaN NumPy takes any bits, but all ranks the same
+        else:
+            assert bits(target) == bits(right)
+    assert same_everywhere(targets)
+
+
+def seen_by_all(strategy: ms.Strategy, mine: Array, op: str, divisor: int, *, everywhere: bool) -> Array:
+    """Return the combination of arrays that the ranks see, in this rank's own, or else in the first rank's."""
+    ranks = strategy.extended.communicator
+    memory = ranks.shared(mine.nbytes + ALIGNMENT)
+    arrays = [segment[: mine.nbytes].view(mine.dtype) for segment in memory.segments]
+    arrays[RANK][...] = mine
+    ranks.node_barrier()
+    with np.errstate(all="ignore"):
+        where_they_are(arrays, arrays if everywhere else arrays[:1], op, divisor, RANK)
+    ranks.node_barrier()
+    return arrays[RANK if everywhere else 0]
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+@pytest.mark.parametrize("lateness", [0, 300, 20_000])
+def test_many_reductions_in_a_row_never_mix(sums: dict[int, NodeSum], chunk: int, lateness: int) -> None:
+    common, own = np.random.default_rng(chunk), np.random.default_rng([chunk, RANK])
+    for number in range(300 if lateness < 1000 else 60):
+        idle(int(own.integers(0, lateness + 1)))
+        dtype = WIRE_DTYPES[common.integers(len(WIRE_DTYPES))]
+        sizes = common.integers(0, 3 * chunk // dtype.itemsize + 2, common.integers(1, 4))
+        pairs = [(np.full(n, RANK + number % 50, dtype), np.empty(n, dtype)) for n in sizes]
+        sums[chunk].run(pairs)
+        for _, target in pairs:
+            assert np.all(target == np.array(sum(RANKS) + SIZE * (number % 50)).astype(dtype))
+        if common.integers(5) == 0:
+            sums[chunk].barrier()
+
+
+@pytest.mark.parametrize("chunk", CHUNKS)
+def test_a_rank_that_is_late_within_a_reduction(
+    sums: dict[int, NodeSum], chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of chunks each rank stops now and then: nobody runs over what it has not read yet."""
+    own = np.random.default_rng([7, RANK])
+
+    def slow(*arrays: Array, out: Array) -> Array:
+        if own.integers(4) == 0:
+            idle(int(own.integers(0, 30_000)))
+        return np.add(*arrays, out=out)
+
+    count = 40 * chunk // 8
+    values = [brought(rank, np.float64, count, 3) for rank in RANKS]
+    right = by_definition("SUM", values)
+    monkeypatch.setitem(COMBINE, "SUM", slow)  # type: ignore[arg-type]
+    for _ in range(3):
+        target = values[RANK].copy()
+        sums[chunk].run([(target, target)])
+        assert bits(target) == bits(right)
+
+
+def test_what_was_written_before_a_barrier_is_seen_after_it(strategy: ms.Strategy) -> None:
+    ranks = strategy.extended.communicator
+    memory = ranks.shared(8 * 100)
+    mine = [segment.view(np.int64) for segment in memory.segments]
+    own = np.random.default_rng(RANK)
+    for number in range(1, 300):
+        idle(int(own.integers(0, 3000)))
+        mine[RANK][:] = number
+        ranks.node_barrier()
+        assert all(np.all(theirs == number) for theirs in mine)
+        ranks.node_barrier()
+
+
+@settings(max_examples=part_of(200))
+@given(count=st.integers(0, 5000), parts=st.integers(2, 64), itemsize=st.sampled_from([1, 2, 4, 8, 16, 32]))
+def test_shares_are_whole_and_meet_at_cache_lines(count: int, parts: int, itemsize: int) -> None:
+    borders = [share(count, part, parts, itemsize) for part in range(parts)]
+    assert borders[0][0] == 0
+    assert borders[-1][1] == count
+    for (_, end), (begin, _) in itertools.pairwise(borders):
+        assert end == begin
+        assert end == count or end * itemsize % ALIGNMENT == 0
+    lengths = [end - begin for begin, end in borders]
+    assert min(lengths) >= 0
+    assert max(lengths) <= -(-count // parts) + 2 * max(1, ALIGNMENT // itemsize)
+
+
+def test_a_strategy_adds_large_arrays_itself_and_leaves_small_ones_to_mpi(
+    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks: Any = strategy.extended.communicator
+    went: list[int] = []
+    usual: Callable[..., None] = ranks.node_sum.run
+    monkeypatch.setattr(
+        ranks.node_sum,
+        "run",
+        lambda pairs, *more: (went.extend(t.size for _, t in pairs), usual(pairs, *more)),
+    )
+    limit = ranks.thresholds.window_bytes // 4
+    for size in (limit, limit - 1, 10 * limit):
+        target = np.ones(size, np.float32)
+        ranks.allreduce_many([(target, target)], nbytes=target.nbytes)
+        assert np.all(target == SIZE)
+    assert went == [limit, 10 * limit]
+
+
+def test_no_warning_in_the_middle(sums: dict[int, NodeSum]) -> None:
+    """It would end one rank and leave its peers waiting."""
+    with np.errstate(all="raise"):
+        for op, value in (("SUM", 1.7e308), ("PROD", 1e300), ("PROD", 1e-300), ("SUM", np.inf * (-1) ** RANK)):
+            target = np.full(100, value)
+            sums[192].run([(target, target)], op)
+            sums[192].run(((np.full(100, 5e-324), target),), "MIN", SIZE)
+
+
+def test_ranks_may_want_results_in_different_places(strategy: ms.Strategy) -> None:
+    target = np.zeros(40_000, np.float32)
+    for number in range(SIZE + 1):
+        everyones = [brought(rank, np.float32, target.size, number) for rank in RANKS]
+        out = target if number % SIZE == RANK else None
+        found = in_step(strategy, lambda ctx, mine=everyones[RANK], out=out: ctx.all_reduce("SUM", mine, out=out))
+        assert (found is target) == (out is not None)
+        assert bits(found) == bits(by_definition("SUM", everyones))
