@@ -189,7 +189,7 @@ def test_on_several_nodes_a_late_rank_is_waited_for() -> None:
     first_have_come = 0
     for number in range(12):
         values[:] = -1e6
-        exchange: Any = strategy.extended.communicator.once.made.get((AcrossNodes, "lanes"))
+        exchange: Any = strategy.extended.communicator.once.made.get(AcrossNodes)
         if RANK == 1 and exchange is not None:
             rank_0, end = exchange._node.sent.numbers[0], time.monotonic() + 1
             while rank_0[0] <= exchange._number and time.monotonic() < end:
