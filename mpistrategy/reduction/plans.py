@@ -54,7 +54,9 @@ class NestPlan(CallPlan):
         only_arrays: bool,
         timeout: float | None,
     ) -> None:
-        self.otherwise, self.leaves, self._plan = otherwise, leaves, plan
+        self.otherwise: CallPlan = otherwise
+        self.leaves: Leaves = leaves
+        self._plan = plan
         self._signature, self._digest, self._timeout = signature, guard.digest(signature), timeout
         self._only_arrays = only_arrays
         self._dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]

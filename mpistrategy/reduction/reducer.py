@@ -80,7 +80,9 @@ class GeneralPlan(CallPlan):
     """
 
     def __init__(self, reducer: Reducer, reduce_op: Any, options: Any) -> None:
-        self.reducer, self.reduce_op, self.options = reducer, reduce_op, options
+        self.reducer: Reducer = reducer
+        self.reduce_op: Any = reduce_op
+        self.options: Any = options
 
     @staticmethod
     def kind(value: Any, out: Any) -> Any:
