@@ -1,4 +1,4 @@
-"""What a plan of a call is, and what a route is: one way in which the arrays of a list travel, are combined over the ranks, and come back."""
+"""The plan of a call, and the route: one way in which the arrays of a list travel and are combined over the ranks."""
 
 from __future__ import annotations
 
