@@ -46,6 +46,9 @@ else:
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
+#: What a subclass may override; its values have no plans then.
+_OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce_implementation")
+
 
 class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that reduce packs of arrays.
@@ -94,7 +97,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         destination: Destination,
     ) -> Plan | None:
         """Return how arrays on the host are reduced; None where a subclass reduces in its own way."""
-        if not self._has_plans:
+        if not self._is_usual:
             return None
         reduced_precision.check(options.wire)
         self._check_values([np.empty(0, dtype) for dtype, _ in layouts], op, type(self).__name__)
@@ -104,7 +107,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
         from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE  # here, for the quick import
 
-        is_plain = options.wire is None and self._has_plans and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
+        is_plain = options.wire is None and self._is_usual and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
         return path_word(options, self._device_path) if is_plain else None
 
     def _route(
@@ -186,19 +189,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     @property
     def _is_usual(self) -> bool:
         """Whether no subclass has overridden what reduces."""
-        mine, usual = type(self), PackedCrossDeviceOps
-        return (mine.batch_reduce, mine.batch_reduce_implementation) == (
-            usual.batch_reduce,
-            usual.batch_reduce_implementation,
-        )
-
-    @property
-    def _has_plans(self) -> bool:
-        """Whether no subclass has overridden what a call of one value, or of several, goes through."""
-        mine, usual = type(self), PackedCrossDeviceOps
-        return (
-            self._is_usual and mine.reduce is usual.reduce and mine.reduce_implementation is usual.reduce_implementation
-        )
+        return all(getattr(type(self), name) is getattr(PackedCrossDeviceOps, name) for name in _OVERRIDABLE)
 
     def _begin_on_device(
         self,

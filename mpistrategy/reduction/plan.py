@@ -18,13 +18,12 @@ from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, OneArrayRoute, hybrid, names_of
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
 else:
     later(
         globals(),
         "mpistrategy.reduction.routes.communicator",
         "CommunicatorRoute",
-        "OneArrayRoute",
         "hybrid",
         "names_of",
     )
@@ -109,7 +108,7 @@ def plan_of(
     wire: str | None = None,
 ) -> Plan:
     """Return the plan of arrays of these layouts, with the route that `choose` returns; the same one the next time."""
-    key = (layouts, op, bytes_per_pack, choose, wire)
+    key = (layouts, op, bytes_per_pack, choose, wire, communicator.guard.level)
     made: dict[Any, Plan] = communicator.once.made.setdefault(Plan, {})
     known = made.get(key)
     if known is None:
@@ -149,10 +148,7 @@ def usual_route(
     if message is not None and wire is None and first_message.fits(communicator, layouts, op):
         return first_message.FirstMessageRoute(communicator, message, layouts, op)
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
-    names = names_of(communicator, packs, op, wire)
-    if wire is None and names in (["mpi"], ["lanes"]) and len(packs[0].members) == 1 and packs[0].size:
-        return OneArrayRoute(communicator, packs[0], op, names[0])
-    return CommunicatorRoute(communicator, packs, op, names, wire=wire)
+    return CommunicatorRoute(communicator, packs, op, names_of(communicator, packs, op, wire), wire=wire)
 
 
 def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:

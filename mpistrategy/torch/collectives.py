@@ -13,11 +13,11 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.over_mpi.exchange import exchange
 from mpistrategy.options import Op, ReduceOp
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
-from mpistrategy.torch.group import exchange
 
 #: A collective in a context: of a nest, or of the gradients of its results.
 Collective = Callable[[ReplicaContext, Any], Any]
@@ -221,7 +221,7 @@ def _exchanged(
     with Call(communicator.guard, "mpistrategy.torch.all_to_all", called=name) as call:
         given = tensor.detach()
         rows = t.lengths(given, splits or (), communicator.size, call.where)
-        call.structure = f"rows of shape {list(given.shape[1:])}"
+        call.structure = f"rows of {given.dtype}{list(given.shape[1:])}"
         width = given.shape[1:].numel() * given.element_size()
-        received, taken = exchange(communicator, call, t.flat(given), rows, width)
-        return received.view(sum(taken), *given.shape[1:]).to(given.device), taken
+        received, taken = exchange(communicator, call, t.in_bytes(t.flat(given)), rows, width)
+        return t.from_bytes(received, given.dtype).view(sum(taken), *given.shape[1:]).to(given.device), taken

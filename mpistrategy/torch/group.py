@@ -13,18 +13,21 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.over_mpi.background import Background
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.exchange import exchange
 from mpistrategy.reduction.plan import plan_of, run_plan, usual_route
 from mpistrategy.torch import tensors as t
+
+#: Whether torch takes a Work that is written in Python: not before 2.7.
+_TAKES_WORKS = hasattr(dist.AllreduceOptions(), "asyncOp")
 
 
 def done(result: Any) -> Any:
@@ -40,7 +43,7 @@ def chosen_seconds(timeout: timedelta) -> float | None:
 
 
 class Transfer(dist.Work):  # type: ignore[misc]
-    """The work of a message between two ranks.
+    """The work of a message between two ranks, or of a reduction in the background.
 
     Args:
         message: is under way.
@@ -48,9 +51,15 @@ class Transfer(dist.Work):  # type: ignore[misc]
         targets: the tensor that gets its elements.
     """
 
-    def __init__(self, message: Message, results: Sequence[Any] = (), targets: Sequence[Any] = ()) -> None:
+    def __init__(self, message: Message | Background, results: Sequence[Any] = (), targets: Sequence[Any] = ()) -> None:
         super().__init__()
         self._message, self._results, self._targets = message, results, targets
+        #: Of a reduction.  It has the tensors after an error, too: torch would end the process over an exception in it.
+        self.future: Any = torch.futures.Future()
+
+    def get_future(self) -> Any:
+        """Return the future of the results."""
+        return self.future
 
     def wait(self, timeout: Any = None) -> bool:
         """Wait until the tensor may be used again, or has what was sent."""
@@ -62,8 +71,6 @@ class Transfer(dist.Work):  # type: ignore[misc]
     def is_completed(self) -> bool:
         """Return whether `wait` returns at once."""
         return self._message.test()
-
-    is_success = is_completed
 
     def _source_rank(self) -> int | None:
         return self._message.source
@@ -84,31 +91,54 @@ class Group:
         self.communicator: MpiCommunicator = communicator
         self._ranks, self._rank = communicator.size, communicator.rank
         self._turn = threading.RLock()
+        self._background = Background(communicator)
         #: The backward pass that has reduced last, and how often.
         self._backward, self._reductions = -1, 0
 
     @contextmanager
-    def _call(self, name: str) -> Iterator[Call]:
+    def _call(self, name: str, site: Site | None = None) -> Iterator[Call]:
+        self._background.wait()
         with self._turn, Call(self.communicator.guard, f"torch.distributed.{name}", anywhere=True) as call:
-            self.communicator.guard.site = None
+            self.communicator.guard.site = site
             yield call
 
     # ------------------------------------------------------------------------------------------------- reductions
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        """Replace each tensor by its reduction over the ranks."""
-        with self._call("all_reduce") as call:
+        """Replace each tensor by its reduction over the ranks; large ones go on in the background between nodes."""
+        dense = [each.nbytes for each in tensors if each.is_cpu and not each.is_sparse]
+        is_behind = _TAKES_WORKS and len(dense) == len(tensors) and self._background.takes(sum(dense))
+        # another thread has other lines
+        site = self._site() or (call_site() if is_behind else None)
+        all_reduce = functools.partial(self._all_reduce, list(tensors), opts, site, is_behind=is_behind)
+        if not is_behind or self._background.is_here:
+            all_reduce()
+            return done(list(tensors))
+        work = Transfer(self._background)
+        self._background.submit(all_reduce, lambda _: work.future.set_result(list(tensors)))
+        if torch._C._current_graph_task_id() >= 0:
+            torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
+        return work
+
+    def _all_reduce(self, tensors: list[Any], opts: Any, site: Site | None, *, is_behind: bool) -> None:
+        with self._call("all_reduce", site) as call:
             targets = t.checked(tensors, call.where, dtype=tensors[0].dtype, is_written=True)
             if any(each.is_sparse for each in targets):
                 self._all_reduce_rows(call, tensors, t.operation(opts, call.where)[0])
             else:
-                t.write(self._reduced(call, targets, opts, in_place=True), targets)
-        return done(list(tensors))
+                t.write(self._reduced(call, targets, opts, in_place=True, is_behind=is_behind), targets)
 
     allreduce_coalesced = allreduce
 
     def _reduced(
-        self, call: Call, tensors: Sequence[Any], opts: Any, *, in_place: bool = False, **words: Any
+        self,
+        call: Call,
+        tensors: Sequence[Any],
+        opts: Any,
+        *,
+        in_place: bool = False,
+        is_behind: bool = False,
+        **words: Any,
     ) -> list[Any]:
         """Return the reductions of tensors of one dtype, in the dtype of the sums.
 
@@ -117,30 +147,31 @@ class Group:
             tensors: this rank's, checked.
             opts: of c10d.
             in_place: whether results may be written into the tensors' own memory; else they are flat.
+            is_behind: whether the call is made in the background.
             words: what else the ranks compare.
         """
-        self._count()
-        op, factor = t.operation(opts, call.where)
+        (op, factor), travels = t.operation(opts, call.where), "in the background" if is_behind else ""
         dtype, by, bits, truncates = t.reduction(op, tensors[0].dtype, call.where)
         elements = [t.on_host(each, dtype, factor) for each in tensors]
-        words = {"op": op, "values": t.values_of(tensors), **words}
+        words = {"op": op, "values": t.values_of(tensors), "options": travels, "patiently": is_behind, **words}
         if bits is not None:
             call.agree(call.where, **words)
             return [functools.reduce(bits, self._gathered(t.flat(each)).chunk(self._ranks)) for each in elements]
         arrays = [*map(t.in_numpy, elements)]
-        plan = plan_of(self.communicator, tuple([(each.dtype, each.shape) for each in arrays]), by, 0, usual_route)
+        layouts, ranks = tuple([(each.dtype, each.shape) for each in arrays]), self.communicator
+        plan = plan_of(self._background.ranks(call) if is_behind else ranks, layouts, by, 0, usual_route)
         totals = run_plan(plan, arrays, lambda: call.agree(call.where, **words), in_place=in_place)
         results = elements if in_place else [torch.from_numpy(each) for each in totals]
         return [each.div_(self._ranks, rounding_mode="trunc") for each in results] if truncates else results
 
-    def _count(self) -> None:
-        """Say which reduction of a backward pass this is: the program has one line for all of them."""
+    def _site(self) -> Site | None:
+        """Return which reduction of a backward pass this is: the program has one line for all; None outside of it."""
         backward = torch._C._current_graph_task_id()
         self._reductions, self._backward = self._reductions + 1 if backward == self._backward else 1, backward
-        if backward >= 0:
-            site = call_site()
-            text = f"{site.text}, reduction {self._reductions} of this backward"
-            self.communicator.guard.site = Site(text, site.place)
+        if backward < 0:
+            return None
+        site = call_site()
+        return Site(f"{site.text}, reduction {self._reductions} of this backward", site.place)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _all_reduce_rows(self, call: Call, targets: Sequence[Any], op: str) -> None:
@@ -164,7 +195,7 @@ class Group:
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Replace the root's tensor by the reduction over the ranks; the others keep theirs."""
-        with self._call("reduce") as call:
+        with self._call("reduce", self._site()) as call:
             root = self._member(opts.rootRank, "root", call.where)
             targets = t.checked(tensors, call.where, dtype=tensors[0].dtype, is_written=True)
             totals = self._reduced(call, targets, opts, in_place=self._rank == root, destination=f"rank {root}")
@@ -174,7 +205,7 @@ class Group:
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Reduce the r-th tensors of the ranks' lists into the output of rank r; their sizes may differ."""
         for output, parts in zip(outputs, inputs, strict=True):
-            with self._call("reduce_scatter") as call:
+            with self._call("reduce_scatter", self._site()) as call:
                 targets = t.checked([output], call.where, is_written=True)
                 given = t.checked(parts, call.where, count=self._ranks, dtype=output.dtype)
                 t.checked([given[self._rank]], call.where, numel=output.numel())
@@ -256,8 +287,8 @@ class Group:
         sent = t.together(given)
         counts, taken = ([each.numel() for each in tensors] for tensors in (given, targets))
         words = {"values": t.values_of(alike or [sent[:0]]), "destination": destination}
-        received, _ = exchange(self.communicator, call, sent, counts, sent.element_size(), taken, **words)
-        t.write(received.split(taken), targets)
+        received, _ = exchange(self.communicator, call, t.in_bytes(sent), counts, sent.element_size(), taken, **words)
+        t.write(t.from_bytes(received, sent.dtype).split(taken), targets)
 
     def _only(self, rank: int, tensor: Any) -> list[Any]:
         """Return a tensor for one rank, none for -1, and empty ones for the others."""
@@ -344,47 +375,3 @@ class Group:
             call.wait_as(None if opts is None else chosen_seconds(opts.timeout))
             call.agree(call.where)
         return done([])
-
-
-def exchange(
-    communicator: Communicator,
-    call: Call,
-    sent: Any,
-    counts: Sequence[int],
-    width: int,
-    taken: Sequence[int] | None = None,
-    **words: Any,
-) -> tuple[Any, list[int]]:
-    """Send parts of a tensor to all ranks.  Collective.
-
-    Args:
-        communicator: the ranks.
-        call: the call that this is a part of; the ranks agree in it.
-        sent: a flat tensor.
-        counts: how many units go to each rank.
-        width: of a unit, in bytes.
-        taken: how many units come from each rank; None if this is to be found out.
-        words: what the ranks compare besides the call; without it the dtype.
-
-    Returns:
-        What all ranks have sent to this one, in rank order, as a flat tensor, and how many units of each.
-
-    Raises:
-        OptionError: on every rank, where `taken` is wrong.
-    """
-    call.agree(call.where, **words or {"values": ((str(sent.dtype), ()),)})
-    call.expect_more()
-    found = np.empty(communicator.size, np.int64)
-    communicator.alltoall(np.array(counts, np.int64), found)
-    if taken is not None and found.tolist() != list(taken):
-        raise OptionError.at(
-            call.where,
-            found=f"parts of {found.tolist()} elements for rank {communicator.rank}, from rank 0 on",
-            expected=f"{list(taken)}, as its outputs are",
-        )
-    received = torch.empty(int(found.sum()) * width // sent.element_size(), dtype=sent.dtype)
-    call.agree(call.where)
-    communicator.alltoallv(
-        t.in_bytes(sent), np.multiply(counts, width).tolist(), t.in_bytes(received), (found * width).tolist()
-    )
-    return received, found.tolist()

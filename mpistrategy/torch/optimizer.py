@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -14,6 +14,7 @@ from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.plan import run_plan
+from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
@@ -81,8 +82,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             raise OptionError.at(_WHERE, found=f"aggregation={aggregation!r}", expected="'MEAN' or 'SUM'")
         named = list(named_parameters or ())
         if len(dict(named)) < len(named):
-            names = [name for name, _ in named]
-            raise OptionError.at(_WHERE, found=f"names {names!r:.200}", expected="a name of its own for each parameter")
+            raise OptionError.at(
+                _WHERE,
+                found=f"names {[name for name, _ in named]!r:.200}",
+                expected="a name of its own for each parameter",
+            )
         self._names = {id(tensor): name for name, tensor in named}
         self._strategy: Strategy = strategy_for(strategy, _WHERE)
         self._options = CommunicationOptions(wire=wire)
@@ -128,9 +132,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
         parameters = self._parameters()
         guard, reducer = self._strategy.extended.communicator.guard, self._strategy.extended._reducer
-        device = parameters[0][1].device if parameters else None
         with (
-            replica_context(self._strategy, device) as context,
+            replica_context(self._strategy, parameters[0][1].device if parameters else None) as context,
             torch.no_grad(),
             Call(guard, f"{_WHERE}.synchronize", anywhere=True) as call,
         ):
@@ -149,18 +152,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
                     elif each.grad.is_sparse:
                         each.grad = each.grad.to_dense()
                     dense[each.grad.data_ptr()] = each.grad.detach()
-            self._combine(call, [each for each in dense.values() if each.numel()], context)
+            self._combine(call, [each for each in dense.values() if each.numel()], context, reducer)
         self._is_synchronized = True
         self._steps += 1
 
-    def _combine(self, call: Call, gradients: list[Any], context: ReplicaContext) -> None:
+    def _combine(self, call: Call, gradients: list[Any], context: ReplicaContext, reducer: Reducer) -> None:
         """Write the combined gradients into the tensors that are there."""
         if not gradients:
             return
         wide = [_wide(each) for each in gradients]
         arrays = [t.in_numpy(each) for each in wide if each.is_cpu and self._options.wire is None]
-        layouts = tuple([(each.dtype, each.shape) for each in arrays])
-        agreed = self._strategy.extended._reducer.agreed_plan(self._op, layouts)
+        agreed = reducer.agreed_plan(self._op, tuple([(each.dtype, each.shape) for each in arrays]))
         if agreed is None or len(arrays) < len(wide):
             context.all_reduce(self._op, wide, self._options, out=wide)
         else:
@@ -177,7 +179,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         finally:
             self._synchronizes = True
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         """Combine the gradients unless `synchronize` has done so, and make the optimizer's step.  Collective.
 
         Args:
@@ -189,7 +191,6 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         """
 
         def together() -> Any:
-            assert closure is not None
             loss = closure()
             self.synchronize()
             return loss if loss is None else all_reduce(loss.detach(), strategy=self._strategy, name="a closure's loss")
@@ -213,8 +214,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the optimizer's state."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
+        return dict(self.optimizer.state_dict())
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Give the optimizer a state."""
@@ -248,8 +248,8 @@ def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any
     if grad is None:
         nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
         grad = _sparse(nowhere, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
-    grad = grad.coalesce()
-    places, values = context.all_gather([grad.indices().t().contiguous(), _wide(grad.values())], 0)
+    mine = grad.coalesce()
+    places, values = context.all_gather([mine.indices().t().contiguous(), _wide(mine.values())], 0)
     total = _sparse(places.t(), values, grad.shape).coalesce()
     return (total / context.num_replicas_in_sync if op is ReduceOp.MEAN else total).to(grad.dtype)
 

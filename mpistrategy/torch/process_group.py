@@ -76,7 +76,8 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
     _set_default_timeout = set_timeout
 
     def shutdown(self) -> None:
-        """Free the group's communicator."""
+        """Free the group's communicators."""
+        self._background.free()
         self.communicator.free()
         _kept[:] = [each for each in _kept if each is not self]
 

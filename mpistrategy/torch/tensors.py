@@ -128,8 +128,8 @@ def flat(tensor: Any, dtype: Any = None) -> Any:
 
 def on_host(tensor: Any, dtype: Any, factor: Any = 1) -> Any:
     """Return a tensor times a factor, in a dtype that NumPy has: itself where it is that, else its elements, flat."""
-    is_seen = tensor.is_cpu and tensor.dtype is dtype and not (tensor.is_conj() or tensor.is_neg())
-    found = tensor if is_seen else flat(tensor, dtype)
+    is_lazy = tensor.is_conj() or tensor.is_neg()
+    found = tensor if tensor.is_cpu and tensor.dtype is dtype and not is_lazy else flat(tensor, dtype)
     return found if factor == 1 else found * factor
 
 
@@ -149,6 +149,11 @@ def in_numpy(tensor: Any) -> Any:
 def in_bytes(elements: Any) -> Any:
     """Return the memory of a flat tensor as an array of bytes."""
     return in_numpy(elements.view(torch.uint8))
+
+
+def from_bytes(memory: Any, dtype: Any) -> Any:
+    """Return an array of bytes as a flat tensor."""
+    return torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(0, dtype=dtype)
 
 
 def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
@@ -178,16 +183,14 @@ def joined(tensors: Sequence[Any]) -> Any:
         == (True, first.dtype, begin, True)
         for each, begin in zip(tensors, begins, strict=False)
     ]
-    lie_so.append(first.untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr())
-    return first.as_strided((sum(counts),), (1,)) if all(lie_so) else None
+    is_one_memory = first.untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr()
+    return first.as_strided((sum(counts),), (1,)) if is_one_memory and all(lie_so) else None
 
 
 def together(tensors: Sequence[Any]) -> Any:
     """Return the elements of tensors of one dtype one after the other."""
-    found = joined(tensors)
-    if found is None:
-        found = torch.cat([flat(each).view(torch.uint8) for each in tensors]).view(tensors[0].dtype)
-    return found
+    found, dtype = joined(tensors), tensors[0].dtype
+    return torch.cat([flat(each).view(torch.uint8) for each in tensors]).view(dtype) if found is None else found
 
 
 def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[int]:

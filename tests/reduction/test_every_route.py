@@ -7,6 +7,7 @@ chunks, pieces and packs.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -165,7 +166,9 @@ def many_steps(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def assert_took(route: Route, strategy: ms.Strategy, value: Any, op: str) -> None:
-    """Check that every buffer of a value takes this route."""
+    """Check that every buffer of a value takes this route, unless one node pretends to be several."""
+    if "MPIR_CVAR_NUM_CLIQUES" in os.environ:
+        return
     lines = [line for line in strategy.explain(value, op).splitlines()[1:-1] if line[2] != " "]
     words = (route.words,) if isinstance(route.words, str) else route.words
     words = words if route.words else (f"({route.kind}: ",)

@@ -106,7 +106,7 @@ def run(options: argparse.Namespace) -> int:
     report: dict[str, Any] = {"environment": describe(ranks.job()), "method": reports.METHOD, "cases": []}
     status = 0
     if options.save:
-        status = _save(options, ranks, strategy, report)
+        status = _save(options, ranks, report)
         if ranks.rank == 0:
             reports.write(options.markdown, reports.markdown(report))
     else:
@@ -222,27 +222,26 @@ def _run_suites(
         peer.close()
 
 
-def _save(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy, report: dict[str, Any]) -> int:
+def _save(options: argparse.Namespace, ranks: RawRanks, report: dict[str, Any]) -> int:
     from mpistrategy.cli.bench.cases.thresholds import EFFORT, Search
     from mpistrategy.cli.bench.cases.thresholds import QUICK as QUICK_SEARCH
 
-    environment, node_of = report["environment"], strategy.extended.communicator.node_of
+    environment = report["environment"]
     machine = Machine(environment["mpi"], environment["ranks_on_node"], environment["nodes"])
     named = os.environ.get(VARIABLE)
-    saves = node_of.index(node_of[ranks.rank]) == ranks.rank  # one rank of each node: their homes may differ
 
     def place() -> Path:
         return expanded(named) if named else machine.file
 
     def failed(action: Callable[[], object]) -> bool:
-        """Say on all ranks whether a rank that saves could not do it."""
+        """Say on all ranks whether rank 0 could not do it."""
         trouble = False
         try:
-            if saves:
+            if ranks.rank == 0:
                 action()
         except OSError as error:
             trouble = True
-            _tell(f"rank {ranks.rank} cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
+            _tell(f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
         return bool(ranks.greatest(np.array([float(trouble)]))[0])
 
     if failed(lambda: check_can_save(place())):

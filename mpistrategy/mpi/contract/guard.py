@@ -53,6 +53,8 @@ _FLAG = 1 << 62  # digests are smaller
 #: The public name of the call that closes a strategy.
 CLOSE = "Strategy.close"
 _LEAVING, _READY = Signature("exit"), Signature("ready for the messages of the call")
+#: In place of `_LEAVING` after a failure, so that the other ranks hear of it where they leave at the same time.
+_LEAVING_BROKEN = Signature("exit after a failure")
 
 T = TypeVar("T")
 
@@ -303,7 +305,7 @@ class Guard(TellsErrors):
         self.leaving = self.has_begun_to_leave = True
         self.since = time.monotonic()
         if self._channel is not None:
-            self._channel.start(self._digests.of(_LEAVING)[0])
+            self._channel.start(self.digest(_LEAVING if self.broken is None else _LEAVING_BROKEN))
 
     def peers_have_left(self) -> bool | None:
         """Return True when all ranks have ended, False when one calls a collective, None while ranks are missing."""
@@ -337,11 +339,17 @@ class Guard(TellsErrors):
             raise self.mark_told(self.remote_error())
         self.stage = COMPARING
         interruptions: list[BaseException] = []
-        texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look, interruptions)
-        self.stage = AGREED
-        reports = [mismatch_report.Report(*json.loads(text)) for text in texts]
-        if interruptions:
+        texts: list[str] = []
+        try:
+            texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look, interruptions)
+            reports = _reports_in(texts)
+            self.stage = AGREED
             self.hear_of_ends(reports)
+        except BaseException:
+            if texts:  # a signal: no rank tells this again
+                self.hear_of_ends(_reports_in(texts))
+            raise
+        if interruptions:
             raise interruptions[0]
         return reports
 
@@ -386,3 +394,7 @@ class Guard(TellsErrors):
         if self._rank != next(rank for rank, report in enumerate(reports) if mismatch_report.LEFT not in report.call):
             error.__dict__[OF_ANOTHER_RANK] = True  # one rank's print says it all
         raise self.mark_told(error)
+
+
+def _reports_in(texts: list[str]) -> list[mismatch_report.Report]:
+    return [mismatch_report.Report(*json.loads(text)) for text in texts]

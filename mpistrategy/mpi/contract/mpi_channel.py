@@ -20,6 +20,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.channel import all_equal_patiently, wait_patiently
 from mpistrategy.objects.text import decoded, encoded
 
@@ -27,6 +28,7 @@ _DIGITS = 4
 _HEADER = _DIGITS + 1
 _BITS = 16
 _REMEMBERED = 4096
+_MOST_INTERRUPTIONS = 9
 #: Stands where the totals of the header will be, until they are there: a request that was never started leaves it.
 UNKNOWN = np.full(_HEADER, np.nan).tobytes()
 
@@ -156,14 +158,17 @@ class MpiControlChannel:
         interruptions: list[BaseException] | None = None,
     ) -> list[str]:
         """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
-        mine = np.frombuffer(encoded(text), np.uint8)
-        counts = np.zeros(self._comm.size, np.int64)
+        exchange = _Exchange(self._comm, text)
         wait = partial(self._gather, look=look, interruptions=interruptions)
-        wait(self._comm.Iallgather(np.array([mine.size], np.int64), counts))
-        together = np.empty(int(counts.sum()), np.uint8)
-        wait(self._comm.Iallgatherv(mine, [together, counts]))
-        texts, ends = together.tobytes(), np.cumsum(counts).tolist()
-        return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+        while True:
+            try:
+                return exchange.run(wait)
+            except MpiStrategyError:  # of `look`
+                raise
+            except BaseException as interruption:  # a signal's, between the waits: the other ranks are in the exchange
+                if interruptions is None or len(interruptions) >= _MOST_INTERRUPTIONS:
+                    raise
+                interruptions.append(interruption)
 
     def leave(self) -> None:
         """Note that this rank has left a comparison; see `ControlChannel.leave`."""
@@ -183,3 +188,27 @@ class MpiControlChannel:
         if self._persistent:
             self._request.Free()
         self._comm.Free()
+
+
+class _Exchange:
+    """One exchange of texts; after an interruption `run` goes on where it was left."""
+
+    def __init__(self, comm: MPI.Intracomm, text: str) -> None:
+        self._comm = comm
+        self._mine = np.frombuffer(encoded(text), np.uint8)
+        self._length, self._counts = np.array([self._mine.size], np.int64), np.zeros(comm.size, np.int64)
+        self._together = np.zeros(0, np.uint8)
+        self._requests: list[Any] = []
+
+    def run(self, wait: Callable[[Any], None]) -> list[str]:
+        """Return every rank's text; `wait` waits for a request."""
+        if not self._requests:
+            # By `map`, since no signal is handled between the start of a request and its place in the list.
+            self._requests.extend(map(self._comm.Iallgather, [self._length], [self._counts]))
+        wait(self._requests[0])
+        if len(self._requests) == 1:
+            self._together = np.empty(int(self._counts.sum()), np.uint8)
+            self._requests.extend(map(self._comm.Iallgatherv, [self._mine], [[self._together, self._counts]]))
+        wait(self._requests[1])
+        texts, ends = self._together.tobytes(), np.cumsum(self._counts).tolist()
+        return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]

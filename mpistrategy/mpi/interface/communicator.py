@@ -41,6 +41,7 @@ class Communicator(Protocol):
         thresholds: from which size on a buffer takes which route.
         mailboxes: carry small values with the check of the call; None unless all ranks share one node's memory.
         first_message: adds up a few numbers with the check of the call; None where the check takes another way.
+        node_sum: adds up arrays of this node; None where its ranks share no memory.
         once: returns what is made once for these ranks: ``once(key, make)``.
     """
 
@@ -57,10 +58,7 @@ class Communicator(Protocol):
     mailboxes: Mailboxes | None
     first_message: FirstMessage | None
     once: Once
-
-    @property
-    def node_sum(self) -> NodeSum | None:
-        """What adds up arrays of this node; None where its ranks share no memory."""
+    node_sum: NodeSum | None
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with a buffer of so many bytes."""

@@ -222,7 +222,8 @@ def _say_goodbye(state: _Watch) -> None:
     status = state.status() if state.ends_the_job() else 0
     all_leave = state.all_leave or any(guard.all_leave for guard in state.open)
     end = time.monotonic() + (PATIENCE_SECONDS if status and not all_leave else math.inf)
-    waiting = [guard for guard in state.open if guard.is_untold or not guard.is_broken]
+    # The engine of a strategy says its own goodbye when that is freed, and none after a failure.
+    waiting = [guard for guard in state.open if not guard.is_in_background and (guard.is_untold or not guard.is_broken)]
     for guard in waiting:
         if not guard.has_begun_to_leave:
             guard.start_leaving()
@@ -248,7 +249,7 @@ def _say_goodbye(state: _Watch) -> None:
         time.sleep(PATIENCE_SECONDS + (_FIRST_SPEAKS_SECONDS if state.rank else 0.0))
         state.end_with(status, "")
     for guard, free in list(state.open.items()):
-        if guard.is_broken:  # messages may be under way
+        if guard.is_broken or guard.is_in_background:  # messages may be under way
             watchdog.forget(guard)
         else:
             free()

@@ -111,15 +111,12 @@ class Collectives:
     max_count: int
     #: Whether MPI gives all ranks the same bits of one sum.
     has_equal_sums: bool = True
+    #: What adds up arrays of this node; None where its ranks share no memory.
+    node_sum: NodeSum | None = None
     #: How to wait for messages between nodes; None: the usual one of `two_level`.
     manner: Manner | None = None
     _control: MpiControlChannel | None
     guard: Guard
-
-    @property
-    def node_sum(self) -> NodeSum | None:
-        """What adds up arrays of this node; None where its ranks share no memory."""
-        return None
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable, Sequence
-from functools import cache, cached_property, partial
-from typing import TYPE_CHECKING, Any
+from functools import cache, partial
+from typing import Any
 
 from mpi4py import MPI
 
@@ -28,6 +28,7 @@ from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.over_mpi.collectives import Collectives
 from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
+from mpistrategy.mpi.shared_memory.node_sum import NodeSum, chunk_bytes_for
 from mpistrategy.mpi.shared_memory.segments import (
     Fence,
     NodePeers,
@@ -41,15 +42,6 @@ from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
-from mpistrategy.objects.later import later
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.shared_memory import node_sum
-    from mpistrategy.mpi.shared_memory.node_sum import NodeSum
-else:
-    later(globals(), "mpistrategy.mpi.shared_memory.node_sum")
-    later(globals(), "mpistrategy.mpi.shared_memory.node_sum", "NodeSum")
-
 
 _UNEQUAL = (
     "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
@@ -113,7 +105,6 @@ class MpiCommunicator(Collectives):
         self.library: str = library_name(MPI.Get_library_version())
         self.thresholds: Thresholds = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
         self.mailboxes: Mailboxes | None = None
-        self._new_node_sum: Callable[[], NodeSum] | None = None
         self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
         self.shares_memory: bool = self.nodes < self.size
@@ -183,21 +174,17 @@ class MpiCommunicator(Collectives):
         if not shared.is_shared or self.local_size == 1:
             return lines, self._control
         control, wait = self._control, partial(Waiting, self.local_size, self._control.progress, self._cores)
-        new_node_sum = partial(_node_sum, part(shared, segment_bytes(cell_bytes)), self.local_size, self.thresholds)
+        chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
+        add_up = partial(NodeSum, part(shared, segment_bytes(cell_bytes)), chunk_bytes)
         if self.local_size < self.size:
-            self._new_node_sum = partial(new_node_sum, wait())
+            self.node_sum = add_up(wait())
             return lines, control
         told = self.failures = Failures(errors, lambda: mailboxes.sequence)
         mailboxes = Mailboxes(shared, cell_bytes, wait(told.look))
-        self._new_node_sum = partial(new_node_sum, wait(told.look), self._shared_if_there_is_room)
+        self.node_sum = add_up(wait(told.look), self._shared_if_there_is_room)
         mailboxes.allgather_text = control.allgather_text
         self.mailboxes = mailboxes
         return lines, mailboxes
-
-    @cached_property
-    def node_sum(self) -> NodeSum | None:
-        """What adds up arrays of this node; None where its ranks share no memory."""
-        return None if self._new_node_sum is None else self._new_node_sum()
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's.  Collective.
@@ -210,7 +197,7 @@ class MpiCommunicator(Collectives):
         memory = share(nbytes, self._peers, _memory_fence())
         if isinstance(memory, str):
             if self.rank == 0 and not self._has_warned:
-                setup.warn_without_memory(memory, later=self._new_node_sum is not None)
+                setup.warn_without_memory(memory, later=self.node_sum is not None)
             self._has_warned = True
             return private_memory(nbytes)
         return memory
@@ -315,10 +302,6 @@ class MpiCommunicator(Collectives):
         watchdog.forget(self.guard)
 
 
-def _node_sum(memory: SharedMemory, ranks: int, thresholds: Thresholds, *rest: Any) -> NodeSum:
-    return NodeSum(memory, node_sum.chunk_bytes_for(ranks, thresholds.chunk_bytes), *rest)
-
-
 @cache
 def _memory_fence() -> Fence | None:
     """Return a memory fence; None if the processor keeps writes in order."""
@@ -347,7 +330,7 @@ class _Group(MpiCommunicator):
         self.thresholds = DEFAULT
         self.mailboxes: Mailboxes | None = None
         self.first_message: FirstMessage | None = None
-        self.node_sum: NodeSum | None = node_sum
+        self.node_sum = node_sum
         self.failures: Failures | None = failures
         self.once: Once = Once()
         self.guard: Guard = Guard()

@@ -178,17 +178,18 @@ def load(file: Path) -> Thresholds:
     values = content.get("paths") if isinstance(content, dict) and content.get("format") == _FORMAT else None
     if not isinstance(values, dict) or set(values) != set(_NAMES):
         raise ValueError(f"it does not have the thresholds {', '.join(_NAMES)} in format {_FORMAT}")
-    by_dtype = values.pop("window_bytes_by_dtype")
+    by_dtype = values["window_bytes_by_dtype"]
     if not isinstance(by_dtype, dict) or not all(map(_is_dtype, by_dtype)):
         raise ValueError(
             f"window_bytes_by_dtype is {_shown(by_dtype)}, expected names of dtypes and their window_bytes"
         )
-    checked = [*values.items(), *((f"window_bytes of {name}", value) for name, value in by_dtype.items())]
+    checked = [(name, value) for name, value in values.items() if value is not by_dtype]
+    checked += ((f"window_bytes of {name}", value) for name, value in by_dtype.items())
     for name, value in checked:
         least, most = _LEAST.get(name, 0), _MOST.get(name, _LARGEST)
         if type(value) is not int or not least <= value <= most or value % 64:
             raise ValueError(f"{name} is {_shown(value)}, expected a multiple of 64 from {least} to {most}")
-    return Thresholds(**values, window_bytes_by_dtype=tuple(by_dtype.items()), source=str(file))
+    return _from_json(values, str(file))
 
 
 def _is_dtype(name: str) -> bool:
@@ -209,10 +210,9 @@ def _shown(value: Any) -> str:
 
 
 def agreed(version: str, ranks: Ranks) -> Thresholds:
-    """Return the thresholds for these ranks, the same on all of them.  Collective.
+    """Return the thresholds for these ranks, the same on all of them: those that rank 0 finds.  Collective.
 
-    A file that cannot be used, and files that are not the same on all ranks, mean the defaults on every rank, and one
-    warning on rank 0.
+    A file that cannot be used means the defaults, and one warning on rank 0.
 
     Args:
         version: what MPI says about its version.
@@ -220,33 +220,31 @@ def agreed(version: str, ranks: Ranks) -> Thresholds:
     """
     if _tried:
         return _tried[-1]
-    machine = Machine.of(version, ranks.node_of)
+    found = _found(Machine.of(version, ranks.node_of)) if ranks.rank == 0 else DEFAULT
+    sizes, source = json.loads(ranks.allgather_text(json.dumps([found.sizes(), found.source]))[0])
+    return _from_json(sizes, source)
+
+
+def _found(machine: Machine) -> Thresholds:
+    """Return the thresholds of a machine's file; without one that can be used, the shipped ones."""
     named = os.environ.get(VARIABLE)
-    shipped = default_for(machine.library)
-    thresholds, trouble = shipped, ""
     file = named if named is not None else _own_file(machine)
     if file:
         try:
-            thresholds = load(expanded(file))
+            return load(expanded(file))
         except (OSError, ValueError) as error:
             reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            trouble = f"the thresholds in {file} cannot be used: {reason}"
-    texts = ranks.allgather_text(json.dumps([trouble, _values(thresholds)]))
-    read = {text: json.loads(text) for text in dict.fromkeys(texts)}  # usually one
-    told = [read[text] for text in texts]
-    trouble = next((each for each, _ in told if each), "")
-    if not trouble and any(values != told[0][1] for _, values in told):
-        other = next(rank for rank, (_, values) in enumerate(told) if values != told[0][1])
-        trouble = f"ranks 0 and {other} have different thresholds (here: {thresholds.source})"
-    if not trouble:
-        return thresholds
-    if ranks.rank == 0:
-        warn(
-            f"{trouble}; all ranks use the defaults. Measure anew with `mpistrategy bench --save`, remove the file, or "
-            f"give all ranks the same one: {VARIABLE}=FILE.",
-            FallbackWarning,
-        )
-    return shipped
+            warn(
+                f"the thresholds in {file} cannot be used: {reason}; all ranks use the defaults. Measure anew with "
+                f"`mpistrategy bench --save`, remove the file, or name another one: {VARIABLE}=FILE.",
+                FallbackWarning,
+            )
+    return default_for(machine.library)
+
+
+def _from_json(sizes: dict[str, Any], source: str) -> Thresholds:
+    by_dtype = tuple(sizes.pop("window_bytes_by_dtype").items())
+    return Thresholds(**sizes, window_bytes_by_dtype=by_dtype, source=source)
 
 
 def _own_file(machine: Machine) -> str:
@@ -268,7 +266,3 @@ def trying(thresholds: Thresholds) -> Iterator[None]:
         yield
     finally:
         _tried.pop()
-
-
-def _values(thresholds: Thresholds) -> list[Any]:
-    return [*thresholds.sizes().values()]

@@ -1,4 +1,7 @@
-"""The plan of a call, and the route: one way in which the arrays of a list travel and are combined over the ranks."""
+"""What a plan of a call is, and what a route is.
+
+A route is one way in which the arrays of a list travel, are combined over the ranks, and come back.
+"""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by, division, host_wire_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory import node_results, node_sum
 from mpistrategy.mpi.tuning.thresholds import RouteName
@@ -148,50 +148,6 @@ class CommunicatorRoute:
 
     def _dtype_between_nodes(self, dtype: np.dtype[Any]) -> Wire:
         return None if self._wire is None else between_nodes(self._communicator, self._wire, dtype, self._text)
-
-
-class OneArrayRoute:
-    """What `CommunicatorRoute` does with one array that travels by itself, in half the steps of Python.
-
-    Args:
-        communicator: the ranks.
-        pack: the array.
-        op: how they are combined.
-        name: the name of the way that it takes.
-    """
-
-    def __init__(self, communicator: Communicator, pack: Pack, op: ReduceOp, name: str) -> None:
-        self._name = name
-        self.packs: tuple[Pack, ...] = (pack,)
-        self._dtype, self._shape, self._text = pack.dtype, pack.members[0].shape, op._on_the_wire
-        self._communicator, self._allreduce, self._quiet = communicator, communicator.allreduce, quiet_runner()
-        divisor = op._divisor(pack.dtype, communicator.size)
-        self._division = None if divisor == 1 else division(divisor, pack.dtype)
-        self._target: Any = None
-
-    def _new(self) -> Array:
-        return np.empty(self._shape, self._dtype)
-
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Take memory for the result: the target, or new memory."""
-        given = None if targets is None else targets[0]
-        is_target = given is not None and given.dtype == self._dtype
-        self._target = given if is_target else self._new()
-
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
-        """Return the combination, in the memory that was taken."""
-        target, self._target, source = self._target, None, arrays[0]
-        if source.dtype != self._dtype:
-            np.copyto(target, source, casting="unsafe")
-            source = target
-        self._allreduce(target, self._text, source)
-        if self._division is not None:
-            divide, operand = self._division
-            self._quiet(divide, target, operand, target)
-        return [target]
-
-    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return [described(ranks, *group) for group in grouped(self.packs, (self._name,), arrays)]
 
 
 def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:

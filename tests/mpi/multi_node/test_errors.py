@@ -15,7 +15,7 @@ import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops import built_in
 from mpistrategy.errors import ContextError, RemoteError
-from mpistrategy.reduction import broadcast, gather, plans, reducer
+from mpistrategy.reduction import broadcast, gather, plans, weights
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -130,11 +130,11 @@ class Pair:
 PAIR = Pair(np.ones(3), np.ones(4))
 
 CALLS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
-    "the kind of array that was given": (built_in, "in_kind", lambda c: c.all_reduce("SUM", np.ones(3), name="a")),
+    "the kind of array that was given": (built_in, "in_kind", lambda c: c.all_reduce("SUM", np.ones(3, ">f8"))),
     "numbers in a list": (plans, "as_leaf", lambda c: c.all_reduce("SUM", [1.0, 2.0])),
     "a nest of the program's": (Pair, "__post_init__", lambda c: c.all_reduce("SUM", PAIR).second),
-    "out": (reducer, "_write", lambda c: c.all_reduce("SUM", np.ones(3), out=np.ones(3), name="a")),
-    "a weighted mean": (reducer, "in_kind", lambda c: c.all_reduce("MEAN", np.ones(3), weight=1.0, name="a")),
+    "out": (plans, "written", lambda c: c.all_reduce("SUM", [1.0, np.ones(3)], out=[np.ones(()), np.ones(3)])),
+    "a weighted mean": (weights, "written", lambda c: c.all_reduce("MEAN", np.ones(3), weight=1.0, out=np.ones(3))),
     "a gather": (gather, "like_given", lambda c: c.all_gather(np.ones(3), 0)),
 }
 
@@ -153,7 +153,7 @@ def test_what_goes_on_in_the_background(
     monkeypatch.setattr(built_in, "in_kind", mistake.before(built_in.in_kind))
 
     def call() -> float:
-        handle = contained.run(lambda: context().all_reduce_async("SUM", np.ones(3), name="a"))
+        handle = contained.run(lambda: context().all_reduce_async("SUM", np.ones(3, ">f8")))
         return float(handle.wait().sum())
 
     assert call() == 3 * SIZE

@@ -167,7 +167,8 @@ def test_without_ml_dtypes_every_rank_says_what_to_install(
     wire.bfloat16.cache_clear()
     if RANK == SIZE - 1:  # on one rank only: all must be told
         monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    for outcome in outcomes(lambda: reduced(strategy, "SUM", np.ones(3, np.float32))):
+    new = np.ones(11, np.float32)  # no call before had this shape, and so a plan
+    for outcome in outcomes(lambda: reduced(strategy, "SUM", new)):
         assert outcome.error is OptionError
         assert "pip install ml_dtypes" in outcome.text
     monkeypatch.undo()

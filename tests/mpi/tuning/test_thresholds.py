@@ -157,18 +157,6 @@ def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyP
     assert caught[0].filename == __file__  # where the user's program is, not where we warn
 
 
-@pytest.mark.parametrize(
-    "other", ['["", [1, 2, 3, 4, 5]]', '["the thresholds in x cannot be used: y", [1, 2, 3, 4, 5]]']
-)
-def test_ranks_that_see_different_files_fall_back_alike(other: str) -> None:
-    files.save(MEASURED, Machine.of(VERSION, (0, 0)))
-    with pytest.warns(FallbackWarning, match="all ranks use the defaults"):
-        assert files.agreed(VERSION, Ranks(other)) == SHIPPED
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # rank 0 alone tells
-        assert files.agreed(VERSION, Ranks(other, rank=1)) == SHIPPED
-
-
 @pytest.mark.mpi(min_size=2)
 def test_a_strategy_takes_what_was_measured_and_sums_the_same(
     comm: MPI.Intracomm, cache: Path, monkeypatch: pytest.MonkeyPatch
@@ -188,19 +176,14 @@ def test_a_strategy_takes_what_was_measured_and_sums_the_same(
 
 
 @pytest.mark.mpi(min_size=2)
-def test_a_strategy_of_ranks_with_different_files(
-    comm: MPI.Intracomm, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_all_ranks_take_what_rank_0_finds(comm: MPI.Intracomm, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = cache / f"{comm.rank}.json"
     files.save(replace(MEASURED, pack_bytes=64 * (1 + comm.rank)), Machine("any", 1, 1), file)
-    monkeypatch.setenv(VARIABLE, str(file))
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        with ms.MirroredStrategy() as strategy:
-            communicator = strategy.extended.communicator
-            assert communicator.thresholds == default_for(communicator.library)
-            assert strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 1)) == comm.size
-    assert len([one for one in caught if "different thresholds" in str(one.message)]) == (comm.rank == 0)
+    monkeypatch.setenv(VARIABLE, str(file) if comm.rank < 2 else str(cache / "none.json"))
+    with ms.MirroredStrategy() as strategy:
+        communicator = strategy.extended.communicator
+        assert communicator.thresholds.pack_bytes == 64
+        assert strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 1)) == comm.size
 
 
 # ------------------------------------------------------------------------------------------- no home folder

@@ -1,0 +1,107 @@
+"""A thread that makes calls in their order while the program computes: the reductions of a backward pass between nodes.
+
+Its calls are compared on the program's own guard, among the program's other calls: each of these waits first until the
+thread has made what was submitted.  The data travel on a communicator of their own, with naps between two looks at the
+messages, since the program needs the core.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.multi_node.two_level import Manner
+from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.progress import patiently, promptly
+
+#: Smaller values are quicker in the program's own thread.
+_LEAST_BYTES = 2**18
+
+
+class Background:
+    """The thread of a communicator.
+
+    Args:
+        communicator: whose calls it makes.
+
+    Attributes:
+        source: None, as of what is sent.
+    """
+
+    def __init__(self, communicator: MpiCommunicator) -> None:
+        self._is_of_use = communicator.nodes > 1 and communicator.may_use_threads
+        self.source: int | None = None
+        self._communicator = communicator
+        self._ranks: MpiCommunicator | None = None
+        self._thread = ThreadPoolExecutor(1, "mpistrategy background")
+        self._number = 0
+        self._last: Future[None] | None = None
+        self._error: BaseException | None = None
+        self._is_awaited = False
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether a reduction of so many bytes belongs here: between nodes, if MPI allows several threads."""
+        return self._is_of_use and nbytes >= _LEAST_BYTES
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is this one."""
+        return threading.get_ident() == self._number
+
+    def submit(self, work: Callable[[], object], ended: Callable[[object], None]) -> None:
+        """Call `work` after all that was submitted before, and then `ended`.
+
+        After an error nothing is done until `wait` has raised it.
+        """
+        self._last = self._thread.submit(self._run, work)
+        self._last.add_done_callback(ended)
+
+    def _run(self, work: Callable[[], object]) -> None:
+        self._number = threading.get_ident()
+        if self._error is None:
+            try:
+                work()
+            except BaseException as error:
+                self._error = error
+
+    def test(self) -> bool:
+        """Return whether all is done."""
+        return self._last is None or self._last.done()
+
+    def wait(self) -> None:
+        """Wait until all is done; raise the first error.  Does nothing in the thread itself."""
+        last = self._last
+        if last is None or self.is_here:
+            return
+        self._is_awaited = True
+        try:
+            last.result()
+        finally:
+            self._is_awaited = False
+        if self._last is last:  # no other thread has submitted more
+            self._last = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def ranks(self, call: Call) -> MpiCommunicator:
+        """Return the communicator on which the data of a call travel; the first time collective."""
+        if self._ranks is None:
+            call.agree("the first reduction in the background", patiently=True)
+            call.expect_more()
+            self._ranks = self._communicator.duplicate()
+            self._ranks.first_message = None  # calls are compared on the other communicator
+            self._ranks.manner = Manner(self._pause, nudges=8, blocks=False)
+        return self._ranks
+
+    def _pause(self, looks: int) -> None:
+        (promptly if self._is_awaited else patiently)(looks)
+
+    def free(self) -> None:
+        """Wait, and free the communicator.  Collective."""
+        self.wait()
+        self._thread.shutdown()
+        if self._ranks is not None and not self._communicator.guard.closed:
+            self._ranks.free()
