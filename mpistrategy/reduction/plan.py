@@ -108,7 +108,7 @@ def plan_of(
     wire: str | None = None,
 ) -> Plan:
     """Return the plan of arrays of these layouts, with the route that `choose` returns; the same one the next time."""
-    key = (layouts, op, bytes_per_pack, choose, wire)
+    key = (layouts, op, bytes_per_pack, choose, wire, communicator.guard.level)
     made: dict[Any, Plan] = communicator.once.made.setdefault(Plan, {})
     known = made.get(key)
     if known is None:

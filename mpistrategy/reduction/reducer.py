@@ -241,7 +241,8 @@ class Reducer:
             is_weighted = weight is not None
             try:
                 kind = general.kind(value, out)
-                key = general, call.where, call.place, call.name, reduce_op, options, is_weighted, kind
+                level = self.communicator.guard.level
+                key = general, level, call.where, call.place, call.name, reduce_op, options, is_weighted, kind
                 plan = self._plans.get(key)
             except Exception:  # such as that of a list that holds itself
                 return general(self, reduce_op, options).run(call, value, out, weight)

@@ -72,7 +72,7 @@ class NoPlans(dict[Any, Any]):
         self.reducer = reducer
 
     def get(self, key: Any, default: Any = None) -> Any:
-        _, _, _, reduce_op, options, _, _ = key
+        *_, reduce_op, options, _, _ = key
         return GeneralPlan(self.reducer, reduce_op, options)
 
 
