@@ -257,6 +257,8 @@ class Guard(TellsErrors):
         """
         asked = False
         if self._channel is None:
+            if self.current is not None:
+                self.current.signature = signature  # for traces
             return asked
         if digest is None:
             digest, signature = self._digests.of(signature)
