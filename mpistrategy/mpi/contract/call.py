@@ -101,9 +101,9 @@ class Call:
     def _begin(self, guard: Guard) -> None:
         """Enter the outermost call into the flight record."""
         guard.thread, guard.stage = get_ident(), BEFORE
+        if not self._anywhere:
+            self.place = (guard.site or site_of(_getframe(2))).place
         if guard.size > 1:
-            if not self._anywhere:
-                self.place = (guard.site or site_of(_getframe(2))).place
             record = guard.record
             record.number += 1
             self._entry = [record.number, self, monotonic(), 0.0]
