@@ -17,12 +17,12 @@ from mpistrategy.reduction.routes.base import Route
 if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
     from mpistrategy.mpi.multi_node.two_level import allreduce_across
-    from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
     from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 else:
     later(globals(), "mpistrategy.mpi.multi_node.reduced_precision", "between_nodes")
     later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across")
-    later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute")
+    later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute", "names_of")
 
 
 class NcclAllReduce(PackedCrossDeviceOps):
@@ -81,8 +81,8 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     def _route(
         self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None
     ) -> Route:
-        """Return the route of packs: on several nodes the same for all sizes."""
-        if communicator.nodes == 1:
+        """Return the route of packs: on several nodes the same for all sizes, if MPI's sums have the same bits."""
+        if communicator.nodes == 1 or "root" in names_of(communicator, packs, op, wire):
             return super()._route(communicator, packs, op, destination, wire)
 
         def across(source: Array, target: Array) -> None:

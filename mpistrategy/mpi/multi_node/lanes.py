@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpistrategy.mpi.shared_memory.node_sum import share
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,14 @@ class Lanes:
         begin = self.part_of(self.local_rank, count, itemsize).start
         borders = [share(count, each, self.slices, itemsize) for each in range(first, end)]
         return [slice(start - begin, stop - begin) for start, stop in borders]
+
+    def longest_slice(self, count: int, itemsize: int) -> int:
+        """Return how many elements a slice of at most `count` elements has at most.
+
+        Of fewer elements a slice may be longer by a cache line than its share of all of them.
+        """
+        step = max(1, ALIGNMENT // itemsize)
+        return -(-count // (step * self.slices)) * step
 
 
 def every_rank(node_of: Sequence[int], rank: int) -> Lanes:

@@ -186,11 +186,6 @@ class AcrossNodes:
             self._new_links = partial(communicator.links, self._lanes.counterparts)
             self._links = self._new_links()
 
-    @property
-    def in_turn(self) -> bool:
-        """Whether the levels take turns with the whole array, since the ranks of a node share no memory."""
-        return self._groups is not None
-
     def within(
         self, arrays: Sequence[Array], targets: Sequence[Array], finish: Callable[[Array], object]
     ) -> InPlaceStage | None:
@@ -233,11 +228,11 @@ class AcrossNodes:
     def _new_rounded(self, wire: np.dtype[Any]) -> list[list[Rounded]]:
         """Return how the slices of this rank are exchanged, for each piece under way.  Collective."""
         itemsize = np.dtype(np.float32).itemsize
-        counts = [part.stop - part.start for part in self._lanes.slices_of(self.piece_bytes // itemsize, itemsize)]
+        most = self._lanes.longest_slice(self.piece_bytes // itemsize, itemsize)
         links = [self._new_links() for _ in range(BUFFERS)]  # ranks may start two pieces' messages in any order
 
         def made() -> list[list[Rounded]]:
-            return [[Rounded(*each, wire) for each in zip(those, counts, strict=True)] for those in links]
+            return [[Rounded(link, most, wire) for link in those] for those in links]
 
         rounded: list[list[Rounded]] = self._on_all(made)
         return rounded

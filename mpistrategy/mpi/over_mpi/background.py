@@ -80,8 +80,6 @@ class Background:
             last.result()
         finally:
             self._is_awaited = False
-        if self._last is last:  # no other thread has submitted more
-            self._last = None
         error, self._error = self._error, None
         if error is not None:
             raise error
@@ -90,8 +88,8 @@ class Background:
         """Return the communicator on which the data of a call travel; the first time collective."""
         if self._ranks is None:
             call.agree("the first reduction in the background", patiently=True)
-            call.expect_more()
             self._ranks = self._communicator.duplicate()
+            call.expect_more()
             self._ranks.first_message = None  # calls are compared on the other communicator
             self._ranks.manner = Manner(self._pause, nudges=8, blocks=False)
         return self._ranks
@@ -101,7 +99,9 @@ class Background:
 
     def free(self) -> None:
         """Wait, and free the communicator.  Collective."""
-        self.wait()
-        self._thread.shutdown()
-        if self._ranks is not None and not self._communicator.guard.closed:
-            self._ranks.free()
+        try:
+            self.wait()
+        finally:
+            self._thread.shutdown()
+            if self._ranks is not None and not self._communicator.guard.closed:
+                self._ranks.free()

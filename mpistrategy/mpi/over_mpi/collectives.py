@@ -65,21 +65,28 @@ class Message:
 
     def test(self) -> bool:
         """Return whether the block has been sent or received."""
-        return bool(MPI.Request.Testall(self._requests)) and not self._rest
+        if self.source is None:
+            status = MPI.Status()
+            if not self._requests[0].Test(status):
+                return False
+            self._receive_rest(status)
+        return bool(MPI.Request.Testall(self._requests))
 
     def wait(self) -> None:
         """Wait until the block has been sent or received."""
-        if not self._requests:
-            return
-        status = MPI.Status()
-        self._requests[0].Wait(status)
         if self.source is None:
-            self.source = status.Get_source()
-            for begin, end in self._rest:
-                self._requests.append(self._comm.Irecv([self._block[begin:end], MPI.BYTE], self.source, self._tag))
-            self._rest = []
+            status = MPI.Status()
+            self._requests[0].Wait(status)
+            self._receive_rest(status)
         MPI.Request.Waitall(self._requests)
         self._requests = []
+
+    def _receive_rest(self, status: MPI.Status) -> None:
+        """Begin to receive the other pieces from the rank that has sent the first one."""
+        self.source = status.Get_source()
+        for begin, end in self._rest:
+            self._requests.append(self._comm.Irecv([self._block[begin:end], MPI.BYTE], self.source, self._tag))
+        self._rest = []
 
 
 class Collectives:

@@ -39,10 +39,10 @@ def exchange(
     Raises:
         OptionError: on every rank, where `taken` is wrong.
     """
+    mine, found = np.array(counts, np.int64), np.empty(communicator.size, np.int64)
     call.agree(call.where, **words)
-    call.expect_more()
-    found = np.empty(communicator.size, np.int64)
-    communicator.alltoall(np.array(counts, np.int64), found)
+    communicator.alltoall(mine, found)
+    call.expect_more()  # not before: the others may be in the exchange
     if taken is not None and found.tolist() != list(taken):
         raise OptionError.at(
             call.where,

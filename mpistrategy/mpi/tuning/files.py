@@ -220,26 +220,27 @@ def agreed(version: str, ranks: Ranks) -> Thresholds:
     """
     if _tried:
         return _tried[-1]
-    found = _found(Machine.of(version, ranks.node_of)) if ranks.rank == 0 else DEFAULT
+    found, complaint = _found(Machine.of(version, ranks.node_of)) if ranks.rank == 0 else (DEFAULT, "")
     sizes, source = json.loads(ranks.allgather_text(json.dumps([found.sizes(), found.source]))[0])
+    if complaint:  # not before: a warning may be an error, and the others wait
+        warn(complaint, FallbackWarning)
     return _from_json(sizes, source)
 
 
-def _found(machine: Machine) -> Thresholds:
-    """Return the thresholds of a machine's file; without one that can be used, the shipped ones."""
+def _found(machine: Machine) -> tuple[Thresholds, str]:
+    """Return the thresholds of a machine's file, and why it cannot be used; then the shipped ones."""
     named = os.environ.get(VARIABLE)
     file = named if named is not None else _own_file(machine)
     if file:
         try:
-            return load(expanded(file))
+            return load(expanded(file)), ""
         except (OSError, ValueError) as error:
             reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            warn(
+            return default_for(machine.library), (
                 f"the thresholds in {file} cannot be used: {reason}; all ranks use the defaults. Measure anew with "
-                f"`mpistrategy bench --save`, remove the file, or name another one: {VARIABLE}=FILE.",
-                FallbackWarning,
+                f"`mpistrategy bench --save`, remove the file, or name another one: {VARIABLE}=FILE."
             )
-    return default_for(machine.library)
+    return default_for(machine.library), ""
 
 
 def _from_json(sizes: dict[str, Any], source: str) -> Thresholds:

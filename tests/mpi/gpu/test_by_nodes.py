@@ -97,7 +97,7 @@ def test_all_ranks_get_the_same_bits_and_a_nan_wins(strategy: Any, cupy: Any) ->
 def test_sums_by_shares_are_sums_by_nodes(path: str, strategy: Any, cupy: Any) -> None:
     ranks = strategy.extended.communicator
     here = cupy.asarray(np.full(400_003, RANK + 1.0))
-    BY_SHARES.run(device_path(ranks, path, here.nbytes), ranks, here, "SUM")
+    BY_SHARES.run(device_path(ranks, path, here.nbytes), ranks, here, "SUM", None)
     assert set(here.get().tolist()) == {SIZE * (SIZE + 1) / 2}
 
 

@@ -14,8 +14,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
-from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, same_everywhere, value_of
+from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, OnNodes, context, same_everywhere, value_of
 
+import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import sums_by_mpi
@@ -234,3 +235,22 @@ def test_sums_of_an_mpi_whose_bits_differ_go_by_one_rank(monkeypatch: pytest.Mon
         assert made.route(result.nbytes, result.dtype, "SUM") == "root"
     assert made.first_message is None
     made.free()
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.filterwarnings("ignore:MPI's Allreduce gives")
+def test_nor_by_an_algorithm_that_has_lanes_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    digest_of = sums_by_mpi.digest_of
+    monkeypatch.setattr(sums_by_mpi, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
+    monkeypatch.setattr(MpiCommunicator, "reduce_by_mpi", None)
+    with OnNodes([rank % 2 for rank in RANKS], ms.HierarchicalCopyAllReduce()) as strategy:
+        assert strategy.run(lambda: context().all_reduce("SUM", np.ones(9000)))[0] == SIZE
+
+
+@pytest.mark.parametrize("ranks", [6, 9, 48])
+def test_a_shorter_piece_may_have_a_longer_slice(ranks: int) -> None:
+    full = 2**16
+    for rank in range(ranks):
+        mine = lanes.every_rank([0] * ranks + [1] * ranks, rank)
+        longest = [max(part.stop - part.start for part in mine.slices_of(full - 16 * n, 4)) for n in range(ranks)]
+        assert max(longest) <= mine.longest_slice(full, 4)
