@@ -210,14 +210,12 @@ class Leaves:
         build: returns the nest with these leaves.
         single: whether the nest is its own leaf.
         text: the structure, as `Structure.text`.
-        in_order: whether it is a flat dictionary whose keys come in the order of its leaves.
     """
 
     take: Callable[[Any], Sequence[Any]]
     build: Callable[[Iterable[Any]], Any]
     single: bool
     text: str
-    in_order: bool = False
 
 
 def leaves_of(nest: Any) -> Leaves | None:
@@ -238,7 +236,7 @@ def leaves_of(nest: Any) -> Leaves | None:
     if names != list(nest):
         return Leaves(take, lambda results: structure.rebuild(iter(results)), False, structure.text)
     # Without `strict`, which takes a third of the time of a few numbers.
-    return Leaves(take, lambda results: dict(zip(names, results)), False, structure.text, True)  # noqa: B905
+    return Leaves(take, lambda results: dict(zip(names, results)), False, structure.text)  # noqa: B905
 
 
 def alike(nest: Any, other: Any) -> bool:

@@ -64,8 +64,8 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
     def wait(self) -> T_co:
         """Return what `all_reduce` would have returned.  Collective: every rank waits, having started equally many.
 
-        A second call returns the same again, and is no collective.  On several nodes, sums below 256 KiB may have
-        been added in another order than by `all_reduce`: still the same bits on all ranks, and in equal runs.
+        A second call returns the same again, and is no collective.  On several nodes, sums may have been added in
+        another order than by `all_reduce`: still the same bits on all ranks, and in equal runs.
 
         Raises:
             CollectiveMismatchError: on every rank, when the ranks have started different all-reduces, or one of them
@@ -106,7 +106,8 @@ def start_all_reduce(
             yield
 
     if in_jax_trace():
-        agree()  # the call refuses it, and tells the other ranks
+        with agree():  # the call refuses it, and tells the other ranks
+            pass
     placed = _is_on_device(value)
     if placed:
         handle = _started_on_device(reducer, reduce_op, value, options, name, out, agree)
@@ -267,13 +268,9 @@ def _on(reducer: Reducer, engine: AtOnce) -> Reducer:
     if engine.communicator is reducer.communicator:
         return reducer
     other: Reducer | None = engine.views.get(reducer)
-    if other is None:
+    if other is None or other.algorithm is not reducer.algorithm or other.options is not reducer.options:
         other = engine.views[reducer] = Reducer(engine.communicator, reducer.algorithm, reducer.options)
-    if other.algorithm is not reducer.algorithm:
-        other.algorithm = reducer.algorithm
-    if other.options is not reducer.options:
-        other.options = reducer.options
-    return other
+    return other  # what has been started goes on with its own
 
 
 show_as("mpistrategy", AllReduceHandle)

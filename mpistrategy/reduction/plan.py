@@ -50,7 +50,6 @@ class Plan:
 
     Attributes:
         route, op, layouts, dtypes: as given.
-        is_exact: whether the route's results are the plan's.
         bring: does what comes before the ranks agree on the call.
         run: returns the results after that; the arguments of both are those of `Route.run`.
     """
@@ -68,7 +67,6 @@ class Plan:
         is_exact = all(
             host_wire_dtype(dtype) == dtype == result for dtype, result in zip(self.dtypes, self._results, strict=True)
         )
-        self.is_exact: bool = is_exact
         #: Memory for the results that the route does not return, between `bring` and `run`.
         self._memory: list[Array | None] = []
         if not is_exact:

@@ -144,7 +144,10 @@ def kind_of(value: Any) -> Any:
         return kind, _kinds_of(value)
     if is_arena(value):
         return kind, value._number
-    return kind, getattr(value, "dtype", None), getattr(value, "shape", None)
+    shape = getattr(value, "shape", None)
+    if not isinstance(shape, tuple):  # a record may have a field of that name, and a key keeps no values
+        return kind
+    return kind, getattr(value, "dtype", None), shape
 
 
 def _kinds_of(values: Any) -> tuple[Any, ...]:

@@ -239,12 +239,16 @@ class Reducer:
             if call.structure:  # of the call around this one: what is compared besides may change from call to call
                 return general(self, reduce_op, options).run(call, value, out, weight)
             is_weighted = weight is not None
+            key: Any = None
+            plan: CallPlan | None = None
             try:
                 kind = general.kind(value, out)
                 level = self.communicator.guard.level
                 key = general, level, call.where, call.place, call.name, reduce_op, options, is_weighted, kind
                 plan = self._plans.get(key)
             except Exception:  # such as that of a list that holds itself
+                key = None
+            if key is None:  # out here, so that an error of the general way does not tell of the other
                 return general(self, reduce_op, options).run(call, value, out, weight)
             if plan is None:
                 plan = self._made(call, general(self, reduce_op, options), value, out, is_weighted=is_weighted)
@@ -438,7 +442,7 @@ class Reducer:
 
         It makes the messages of a `batch_reduce` of the same arrays to every rank.  It holds until `changes` grows.
         """
-        key = (op, layouts)
+        key = (op, layouts, self.communicator.guard.level)
         try:
             return self._agreed[key]
         except KeyError:

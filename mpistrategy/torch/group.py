@@ -56,6 +56,8 @@ class Transfer(dist.Work):  # type: ignore[misc]
         self._message, self._results, self._targets = message, results, targets
         #: Of a reduction.  It has the tensors after an error, too: torch would end the process over an exception in it.
         self.future: Any = torch.futures.Future()
+        #: What waits for a reduction itself.
+        self.own: Any = None
 
     def get_future(self) -> Any:
         """Return the future of the results."""
@@ -64,6 +66,8 @@ class Transfer(dist.Work):  # type: ignore[misc]
     def wait(self, timeout: Any = None) -> bool:
         """Wait until the tensor may be used again, or has what was sent."""
         self._message.wait()
+        if self.own is not None:
+            self.own.result()  # the error of a reduction before this one may have been raised, and caught
         t.write(self._results, self._targets)
         self._results = self._targets = ()
         return True
@@ -115,7 +119,7 @@ class Group:
             all_reduce()
             return done(list(tensors))
         work = Transfer(self._background)
-        self._background.submit(all_reduce, lambda _: work.future.set_result(list(tensors)))
+        work.own = self._background.submit(all_reduce, lambda _: work.future.set_result(list(tensors)))
         if torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
         return work

@@ -162,8 +162,9 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return
         wide = [_wide(each) for each in gradients]
         arrays = [t.in_numpy(each) for each in wide if each.is_cpu and self._options.wire is None]
-        agreed = reducer.agreed_plan(self._op, tuple([(each.dtype, each.shape) for each in arrays]))
-        if agreed is None or len(arrays) < len(wide):
+        layouts = tuple([(each.dtype, each.shape) for each in arrays])
+        agreed = reducer.agreed_plan(self._op, layouts) if len(arrays) == len(wide) else None
+        if agreed is None:
             context.all_reduce(self._op, wide, self._options, out=wide)
         else:
             call.wait_as(agreed.timeout_seconds)

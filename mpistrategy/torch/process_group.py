@@ -77,9 +77,11 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Free the group's communicators."""
-        self._background.free()
-        self.communicator.free()
-        _kept[:] = [each for each in _kept if each is not self]
+        try:
+            self._background.free()
+        finally:
+            self.communicator.free()
+            _kept[:] = [each for each in _kept if each is not self]
 
     def abort(self) -> None:
         """Take no more calls."""

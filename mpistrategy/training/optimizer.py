@@ -249,7 +249,7 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
         mine, theirs = type(self), type(extended)
         return (
             *(mine._kernel, mine.change, mine.update, vars(self).keys().isdisjoint(STEP_METHODS)),
-            *(theirs.batch_reduce_to, theirs.update, extended._reducer.changes),
+            *(theirs.batch_reduce_to, theirs.update, extended._reducer.changes, extended.communicator.guard.level),
             *(self.aggregation, self.global_clipnorm, self.nonfinite, self._plans.sliced.arenas_made),
         )
 

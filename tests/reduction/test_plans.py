@@ -8,7 +8,7 @@ import operator
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -489,6 +489,13 @@ def test_nothing_keeps_the_values_alive(strategy: ms.Strategy, way: Callable[...
     class Kept(dict[str, Any]):
         """A dictionary that can be watched."""
 
+    class Hashed(np.ndarray):  # as tensors of torch are
+        __hash__ = object.__hash__
+
+    class Gamma(NamedTuple):
+        shape: Any
+        rate: Any
+
     for build in (
         lambda x: x,
         lambda x: [x],
@@ -497,6 +504,7 @@ def test_nothing_keeps_the_values_alive(strategy: ms.Strategy, way: Callable[...
         lambda x: [{"a": x}, (x.copy(),)],
         lambda x: ({"a": [x]},),
         lambda x: Kept(a=x),
+        lambda x: Gamma(x.view(Hashed), x.copy()),
     ):
         for size in (3, 3000, 100_000):
             array = np.ones(size)
@@ -509,6 +517,14 @@ def test_nothing_keeps_the_values_alive(strategy: ms.Strategy, way: Callable[...
             del result
             gc.collect()
             assert watched() is None, "the result is still referred to"
+
+
+def test_the_error_of_what_has_no_plan_tells_of_no_other(strategy: ms.Strategy) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    with pytest.raises(errors.StructureError) as caught:
+        general(strategy, "SUM", endless)
+    assert caught.value.__context__ is None
 
 
 @pytest.mark.mpi(min_size=2)

@@ -214,9 +214,9 @@ class Guard(TellsErrors):
         self.level = level
         self.skips = level == OFF and not self._is_free
 
-    def compare_digest(self, digest: int, signature: Signature, *, due: bool = False) -> None:
-        """Do `compare` with a known digest, sparingly unless it is `due`, outside every `Call`."""
-        if self._channel is not None and not self._agrees(digest, signature, due=due):
+    def compare_digest(self, digest: int, signature: Signature) -> None:
+        """Do `compare` with a known digest, outside every `Call`."""
+        if self._channel is not None and not self._agrees(digest, signature, due=True):
             self.resolve(signature)
 
     def on_all(self, work: Callable[[], T]) -> T:
@@ -231,7 +231,7 @@ class Guard(TellsErrors):
         except Exception as error:
             self.report_failure(self.current.where if self.current else "", error)
             raise self.mark_told(error) from None
-        self.compare_digest(self.digest(_READY), _READY, due=True)
+        self.compare_digest(self.digest(_READY), _READY)
         return made
 
     def resolve(self, signature: Signature) -> bool:

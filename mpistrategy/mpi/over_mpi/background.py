@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.multi_node.two_level import Manner
@@ -50,13 +50,14 @@ class Background:
         """Whether the calling thread is this one."""
         return threading.get_ident() == self._number
 
-    def submit(self, work: Callable[[], object], ended: Callable[[object], None]) -> None:
-        """Call `work` after all that was submitted before, and then `ended`.
+    def submit(self, work: Callable[[], object], ended: Callable[[object], None]) -> Future[None]:
+        """Call `work` after all that was submitted before, and then `ended`; return what waits for it.
 
-        After an error nothing is done until `wait` has raised it.
+        After an error nothing is done, and all that was submitted fails with it, until `wait` has raised it.
         """
-        self._last = self._thread.submit(self._run, work)
-        self._last.add_done_callback(ended)
+        self._last = made = self._thread.submit(self._run, work)
+        made.add_done_callback(ended)
+        return made
 
     def _run(self, work: Callable[[], object]) -> None:
         self._number = threading.get_ident()
@@ -65,6 +66,8 @@ class Background:
                 work()
             except BaseException as error:
                 self._error = error
+        if self._error is not None:
+            raise self._error
 
     def test(self) -> bool:
         """Return whether all is done."""
@@ -77,7 +80,7 @@ class Background:
             return
         self._is_awaited = True
         try:
-            last.result()
+            wait([last])
         finally:
             self._is_awaited = False
         error, self._error = self._error, None

@@ -21,8 +21,6 @@ from mpistrategy.errors import OptionError, OptionTypeError
 DEFAULT_BYTES_PER_PACK = 32 * 2**20
 #: A number that is a view of a larger pack would keep all of it.
 FEW_ELEMENTS = 64
-#: Larger packs would be new memory each time.
-_MOST_JOINED_BYTES = 4 * 2**20
 
 #: What one thread of a GPU reads at once.
 GPU_ALIGNMENT = 16
@@ -60,21 +58,6 @@ class Pack:
         array = arrays[self.members[0].index]
         return len(self.members) == 1 and array.dtype == self.dtype and is_buffer(array)
 
-    def in_one_piece(self, arrays: Sequence[Array]) -> Array | None:
-        """Return the arrays' values one after the other, to be read only; None where some need more than that.
-
-        Python joins buffers in a third of the time that NumPy takes to concatenate small arrays.
-        """
-        if self.is_array(arrays):
-            return arrays[self.members[0].index].reshape(-1)
-        chosen = self.chosen(arrays)
-        if self.converts or len(chosen) == 1 or self.nbytes > _MOST_JOINED_BYTES:
-            return None
-        try:
-            return np.frombuffer(b"".join(chosen), self.dtype)  # type: ignore[arg-type]  # they have buffers
-        except TypeError:  # one is not contiguous
-            return None
-
     def chosen(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return those of `arrays` that are in the pack."""
         return arrays if len(self.members) == len(arrays) else [arrays[member.index] for member in self.members]
@@ -82,16 +65,11 @@ class Pack:
     def fill(self, arrays: Sequence[Array], buffer: Array | None = None) -> Array:
         """Return a buffer, `buffer` or a new one, with the arrays' values, converted to the wire dtype.
 
-        For packs without gaps, as those on the host are; so is `in_one_piece`.
+        For packs without gaps, as those on the host are.
         """
         filled = np.empty(self.size, self.dtype) if buffer is None else buffer
         np.concatenate(self.chosen(arrays), axis=None, out=filled, casting="unsafe")
         return filled
-
-    @cached_property
-    def is_plain(self) -> bool:
-        """Whether the pack holds the first arrays of the list, in order, and all of them have one axis."""
-        return all(m.index == at and len(m.shape) == 1 for at, m in enumerate(self.members))
 
     @cached_property
     def slices(self) -> list[slice]:

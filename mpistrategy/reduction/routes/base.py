@@ -24,7 +24,7 @@ Copies: TypeAlias = "tuple[tuple[float, str], ...]"
 
 
 class CallPlan(ABC):
-    """How one kind of value is reduced to every rank at one call site."""
+    """How one kind of value is reduced at one call site."""
 
     @abstractmethod
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
@@ -33,7 +33,7 @@ class CallPlan(ABC):
         Args:
             call: the public call, entered by the caller.
             value: of the kind that the plan was made for.
-            out: where the result goes; None for new memory.
+            out: where the result goes, or the destinations; None for new memory on every rank.
             weight: of this rank's values, where the plan is one of weighted means.
         """
 

@@ -63,7 +63,6 @@ class FirstMessageRoute:
         self, communicator: Communicator, message: FirstMessage, layouts: tuple[Layout, ...], op: ReduceOp
     ) -> None:
         self.packs: tuple[Pack, ...] = packing.plan(layouts, wire=host_wire_dtype)
-        self._layouts, self._message, self._divisor = layouts, message, 1
         self._writers: list[Callable[[Array], None]] = []
         self._readers: list[Callable[[], Array]] = []
         start = 0
@@ -80,7 +79,7 @@ class FirstMessageRoute:
                 view: Any = mine.view(np.complex128) if dtype.kind == "c" else mine
                 total: Any = sums.view(np.complex128) if dtype.kind == "c" else sums
                 self._writers.append(partial(_write, view.reshape(shape)))
-                divisor = self._divisor = op._divisor(wire, communicator.size)
+                divisor = op._divisor(wire, communicator.size)
                 divide = None if divisor == 1 else division(divisor, total.dtype)
                 self._readers.append(partial(_read, total.reshape(shape), wire, divide))
         self._quiet = quiet_runner()
