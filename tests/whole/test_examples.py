@@ -98,3 +98,11 @@ def code_of(program: Path) -> list[str]:
 
 def numbers_of(printed: str) -> np.ndarray:
     return np.array([re.findall(r"[\d.]+", line.replace(":", "")) for line in printed.splitlines()], float)
+
+
+def test_conjugate_gradients_solve_on_any_number_of_ranks(launch: Launch, tmp_path: Path) -> None:
+    for ranks in (1, 3):
+        found, printed = report(launch, ranks, tmp_path, "conjugate_gradient.py", "3000", "80")
+        assert max(found["residual"].values()) < 1e-8
+        assert abs(found["middle"] - 1 / 0.1) < 1e-9  # far from the borders 2.1 x - x - x = 1
+        assert f"80 iterations on {ranks} rank" in printed
