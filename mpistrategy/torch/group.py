@@ -19,7 +19,7 @@ import torch.distributed as dist
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site
-from mpistrategy.mpi.over_mpi.background import Background
+from mpistrategy.mpi.over_mpi.background import Background, Submitted
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.over_mpi.exchange import exchange
@@ -51,13 +51,11 @@ class Transfer(dist.Work):  # type: ignore[misc]
         targets: the tensor that gets its elements.
     """
 
-    def __init__(self, message: Message | Background, results: Sequence[Any] = (), targets: Sequence[Any] = ()) -> None:
+    def __init__(self, message: Message | Submitted, results: Sequence[Any] = (), targets: Sequence[Any] = ()) -> None:
         super().__init__()
         self._message, self._results, self._targets = message, results, targets
         #: Of a reduction.  It has the tensors after an error, too: torch would end the process over an exception in it.
         self.future: Any = torch.futures.Future()
-        #: What waits for a reduction itself.
-        self.own: Any = None
 
     def get_future(self) -> Any:
         """Return the future of the results."""
@@ -66,8 +64,6 @@ class Transfer(dist.Work):  # type: ignore[misc]
     def wait(self, timeout: Any = None) -> bool:
         """Wait until the tensor may be used again, or has what was sent."""
         self._message.wait()
-        if self.own is not None:
-            self.own.result()  # the error of a reduction before this one may have been raised, and caught
         t.write(self._results, self._targets)
         self._results = self._targets = ()
         return True
@@ -118,8 +114,9 @@ class Group:
         if not is_behind or self._background.is_here:
             all_reduce()
             return done(list(tensors))
-        work = Transfer(self._background)
-        work.own = self._background.submit(all_reduce, lambda _: work.future.set_result(list(tensors)))
+        submitted = self._background.submit(all_reduce)
+        work = Transfer(submitted)
+        submitted.future.add_done_callback(lambda _: work.future.set_result(list(tensors)))
         if torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
         return work

@@ -163,7 +163,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         wide = [_wide(each) for each in gradients]
         arrays = [t.in_numpy(each) for each in wide if each.is_cpu and self._options.wire is None]
         layouts = tuple([(each.dtype, each.shape) for each in arrays])
-        agreed = reducer.agreed_plan(self._op, layouts) if len(arrays) == len(wide) else None
+        agreed = None if len(arrays) < len(wide) else reducer.agreed_plan(self._op, layouts)
         if agreed is None:
             context.all_reduce(self._op, wide, self._options, out=wide)
         else:

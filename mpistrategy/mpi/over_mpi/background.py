@@ -25,14 +25,10 @@ class Background:
 
     Args:
         communicator: whose calls it makes.
-
-    Attributes:
-        source: None, as of what is sent.
     """
 
     def __init__(self, communicator: MpiCommunicator) -> None:
         self._is_of_use = communicator.nodes > 1 and communicator.may_use_threads
-        self.source: int | None = None
         self._communicator = communicator
         self._ranks: MpiCommunicator | None = None
         self._thread = ThreadPoolExecutor(1, "mpistrategy background")
@@ -50,14 +46,13 @@ class Background:
         """Whether the calling thread is this one."""
         return threading.get_ident() == self._number
 
-    def submit(self, work: Callable[[], object], ended: Callable[[object], None]) -> Future[None]:
-        """Call `work` after all that was submitted before, and then `ended`; return what waits for it.
+    def submit(self, work: Callable[[], object]) -> Submitted:
+        """Call `work` after all that was submitted before.
 
         After an error nothing is done, and all that was submitted fails with it, until `wait` has raised it.
         """
-        self._last = made = self._thread.submit(self._run, work)
-        made.add_done_callback(ended)
-        return made
+        self._last = self._thread.submit(self._run, work)
+        return Submitted(self, self._last)
 
     def _run(self, work: Callable[[], object]) -> None:
         self._number = threading.get_ident()
@@ -68,10 +63,6 @@ class Background:
                 self._error = error
         if self._error is not None:
             raise self._error
-
-    def test(self) -> bool:
-        """Return whether all is done."""
-        return self._last is None or self._last.done()
 
     def wait(self) -> None:
         """Wait until all is done; raise the first error.  Does nothing in the thread itself."""
@@ -108,3 +99,27 @@ class Background:
             self._thread.shutdown()
             if self._ranks is not None and not self._communicator.guard.closed:
                 self._ranks.free()
+
+
+class Submitted:
+    """Work of the thread that is under way; a `Message` to those who wait for it.
+
+    Attributes:
+        future: of the work.
+        source: None, as of what is sent.
+    """
+
+    source: int | None = None
+
+    def __init__(self, background: Background, future: Future[None]) -> None:
+        self._background = background
+        self.future: Future[None] = future
+
+    def test(self) -> bool:
+        """Return whether the work is done."""
+        return self.future.done()
+
+    def wait(self) -> None:
+        """Wait until all work is done; raise the first error, or that for which this was not done."""
+        self._background.wait()
+        self.future.result()
