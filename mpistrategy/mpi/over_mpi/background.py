@@ -69,11 +69,12 @@ class Background:
         last = self._last
         if last is None or self.is_here:
             return
-        self._is_awaited = True
-        try:
-            wait([last])
-        finally:
-            self._is_awaited = False
+        if not last.done():
+            self._is_awaited = True
+            try:
+                wait([last])
+            finally:
+                self._is_awaited = False
         error, self._error = self._error, None
         if error is not None:
             raise error
