@@ -286,6 +286,10 @@ class Mirrored(DistributedValues):
         return super().__repr__() if self.values else f"Mirrored(<lives on {self._lives_on}>)"
 
 
+class ArenaLike:
+    """The base of `mpistrategy.Arena`, which is known by it to what lies below."""
+
+
 class IndexedSlices:
     """A sparse array: row ``i`` of the dense array is the sum of all ``values[j]`` with ``indices[j] == i``.
 

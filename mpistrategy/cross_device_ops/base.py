@@ -46,6 +46,8 @@ class CrossDeviceOps:
     # may do something else.
     _in_rank_order: bool = False
     _is_built_in: bool = False
+    _num_packs: float = 0
+    _device_path: str = ""
 
     def __init_subclass__(cls, **others: Any) -> None:
         super().__init_subclass__(**others)

@@ -54,14 +54,10 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that reduce packs of arrays.
 
     Attributes:
-        _num_packs: see `mpistrategy.reduction.layout.packing.plan`.
-        _device_path: the path of arrays in GPU memory; "" leaves it to the options.
         _to_every_rank: chooses the route to every rank, once for each list of layouts; None: their packs take `_route`.
     """
 
     _is_built_in = True
-    _num_packs: float = 0
-    _device_path: str = ""
     _to_every_rank: ChooseRoute | None = staticmethod(usual_route)
 
     @property

@@ -33,10 +33,14 @@ class Algorithm(Protocol):
     Attributes:
         _in_rank_order: whether a sum in rank order is what it would return: arenas may then be reduced in place.
         _is_built_in: whether it is one of the library's own pipelines, and can be asked how buffers travel.
+        _num_packs: into about how many packs values in GPU memory are split; 0 leaves it to the options.
+        _device_path: the path of arrays in GPU memory; "" leaves it to the options.
     """
 
     _in_rank_order: bool
     _is_built_in: bool
+    _num_packs: float
+    _device_path: str
 
     @property
     def _configuration(self) -> str:

@@ -25,7 +25,7 @@ from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.arena.layout import check_dtypes
 from mpistrategy.reduction.inputs import leaves_like
-from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.reducer import AllReduce, Reducer
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.asynchronous_gpu import Begun
@@ -225,7 +225,7 @@ def _prepared(
     leaves_like(out, structure, _WHERE)
     ReduceOp._parse(reduce_op, _WHERE)
     kept = structure.pack(leaves)  # the caller may put other arrays into the nest meanwhile
-    return partial(reducer.all_reduce, _CALL, reduce_op, kept, options, name=name, out=out)
+    return partial(reducer.run, _CALL, AllReduce, reduce_op, kept, options, name=name, out=out)
 
 
 def _of_arena(

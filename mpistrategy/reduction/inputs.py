@@ -102,6 +102,11 @@ def arrays_of(leaves: Sequence[Any], layouts: tuple[Layout, ...] | None = None) 
     return None
 
 
+def is_plain_array(leaf: Any) -> bool:
+    """Return whether a leaf is NumPy's own array, of a dtype that travels as it is."""
+    return type(leaf) is np.ndarray and leaf.dtype.isnative and not leaf.dtype.hasobject
+
+
 def _on_host(leaf: Any) -> Array:
     kind = type(leaf)
     if kind in NUMBERS:

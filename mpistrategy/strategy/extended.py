@@ -32,7 +32,7 @@ from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.inputs import unpacked, unwrapped
 from mpistrategy.reduction.layout.destinations import Destination, for_value, resolve
 from mpistrategy.reduction.plans import kind_of
-from mpistrategy.reduction.reducer import GeneralPlan, Reducer
+from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.registry import Placement
 from mpistrategy.variables.writes import refuse_drift
@@ -174,8 +174,8 @@ class StrategyExtended(Placement, NotPickled, Settable):
             ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
         self._require_collective("reduce_to")
-        return self._reducer.all_reduce(
-            "StrategyExtended.reduce_to", reduce_op, value, options, name=name, out=destinations, general=_ReduceTo
+        return self._reducer.run(
+            "StrategyExtended.reduce_to", _ReduceTo, reduce_op, value, options, name=name, out=destinations
         )
 
     @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
@@ -190,9 +190,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
         self._require_collective("batch_reduce_to")
         where, pairs = "StrategyExtended.batch_reduce_to", value_destination_pairs
-        results: list[Any] = self._reducer.all_reduce(
-            where, reduce_op, pairs, options, name=name, general=_BatchReduceTo
-        )
+        results: list[Any] = self._reducer.run(where, _BatchReduceTo, reduce_op, pairs, options, name=name)
         return results
 
     @collective("broadcast", own=own_mirrored("tensor"))
@@ -370,7 +368,7 @@ def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure] | None:
     return leaves, structure
 
 
-class _ReduceTo(GeneralPlan):
+class _ReduceTo(AllReduce):
     """`StrategyExtended.reduce_to`; the `out` of its calls are the destinations."""
 
     @staticmethod
@@ -378,7 +376,7 @@ class _ReduceTo(GeneralPlan):
         """Return what tells the calls apart for which there are plans."""
         return kind_of(value), _kind_of_destinations(value, out)
 
-    def leaves_of(self, value: Any) -> nest.Leaves | None:
+    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays of a value; None for a list of numbers, which is one array."""
         found = nest.leaves_of(value)
         if found is None or found.single:
@@ -395,20 +393,20 @@ class _ReduceTo(GeneralPlan):
         with reducer.entered():
             if isinstance(value, Arena):
                 where = value._destination(out, call.where)
-                return value._all_reduce(reducer, self.reduce_op, call, options=self.options, destination=where)
-            chosen = reducer.options.merge(self.options)
+                return value._all_reduce(reducer, self.argument, call, options=self.options, destination=where)
+            chosen = self.chosen
             found = _leaves_of(value)
             if found is None:
-                return algorithm.reduce(self.reduce_op, value, out, chosen)
+                return algorithm.reduce(self.argument, value, out, chosen)
             leaves, structure = found
             call.structure = structure.text
-            if reducer.agrees_on_none(call, ReduceOp._parse(self.reduce_op, call.where), structure):
+            if reducer.agrees_on_none(call, ReduceOp._parse(self.argument, call.where), structure):
                 return structure.pack([])
             where = for_value(value, out)
-            return structure.pack(algorithm.batch_reduce(self.reduce_op, [(leaf, where) for leaf in leaves], chosen))
+            return structure.pack(algorithm.batch_reduce(self.argument, [(leaf, where) for leaf in leaves], chosen))
 
 
-class _BatchReduceTo(GeneralPlan):
+class _BatchReduceTo(AllReduce):
     """`StrategyExtended.batch_reduce_to`."""
 
     @staticmethod
@@ -420,7 +418,7 @@ class _BatchReduceTo(GeneralPlan):
         (where,) = {*map(_kind_of_destinations, values, destinations)}
         return where, kind_of(values)
 
-    def leaves_of(self, value: Any) -> nest.Leaves | None:
+    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays; None where some are in nests."""
         if any(map(nest.is_container, chain.from_iterable(value))):
             return None
@@ -435,15 +433,15 @@ class _BatchReduceTo(GeneralPlan):
         reducer = self.reducer
         with reducer.entered():
             if _has_arenas(value):
-                one, results = _ReduceTo(reducer, self.reduce_op, self.options), []
+                one, results = _ReduceTo(reducer, self.argument, self.options), []
                 for each, destinations in value:
                     call.expect_more()
                     results.append(one.run(call, each, destinations, None))
                 return results
-            return self._of_pairs(call, value, reducer.options.merge(self.options))
+            return self._of_pairs(call, value, self.chosen)
 
     def _of_pairs(self, call: Call, pairs: Any, options: CommunicationOptions) -> list[Any]:
-        algorithm, reduce_op = cast(CrossDeviceOps, self.reducer.algorithm), self.reduce_op
+        algorithm, reduce_op = cast(CrossDeviceOps, self.reducer.algorithm), self.argument
         pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
         are_pairs = isinstance(pairs, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
         nests = [_leaves_of(value) for value, _ in pairs] if are_pairs else []

@@ -16,7 +16,7 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution
+from mpistrategy.arrays.values import ArenaLike, IndexedSlices, Mirrored, contribution
 
 #: The kind of what runs the step function on every replica.
 STEP = "step"
@@ -108,7 +108,7 @@ def own_mirrored(name: str, of: str = "value") -> Callable[[Given], Any]:
 
 def is_arena(value: Any) -> bool:
     """Return whether `value` is a `mpistrategy.Arena`."""
-    return hasattr(type(value), "_make_plan")
+    return isinstance(value, ArenaLike)
 
 
 def _own(value: Any) -> Any:

@@ -7,6 +7,7 @@ there, too, and every rank adds them up in rank order: the same bits everywhere.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype, quiet_runner
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
+from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
@@ -26,6 +28,47 @@ _ALIGNMENT = 16  # enough for every dtype of NumPy
 def fits(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
     """Return whether these arrays go into a mailbox together: every rank reads all mailboxes, so few bytes each."""
     return sum(map(_room, _packs(layouts))) * max(2, mailboxes.size) <= 2 * mailboxes.payload_bytes
+
+
+class MailboxArrays:
+    """Arrays of each rank that all ranks of the node see, as they are.
+
+    Args:
+        mailboxes: the ranks'.
+        layouts: dtype and shape of each array; they fit: see `has_room`.
+    """
+
+    def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> None:
+        self._mailboxes, me = mailboxes, mailboxes.local_rank
+        #: For each slot and rank, its arrays.
+        self._seen = [[self._arrays(payload, layouts) for payload in slot.payloads] for slot in mailboxes.slots]
+        self._mine = [arrays[me] for arrays in self._seen]
+
+    @staticmethod
+    def has_room(mailboxes: Mailboxes, layouts: tuple[Layout, ...], readers: int) -> bool:
+        """Return whether the arrays fit, if each rank reads the mailboxes of so many."""
+        if not all(dtype.itemsize for dtype, _ in layouts):
+            return False
+        nbytes = sum(aligned(prod(shape) * dtype.itemsize) for dtype, shape in layouts)
+        return nbytes * max(2, readers) <= 2 * mailboxes.payload_bytes
+
+    @staticmethod
+    def _arrays(payload: Array, layouts: tuple[Layout, ...]) -> list[Array]:
+        arrays, start = [], 0
+        for dtype, shape in layouts:
+            nbytes = prod(shape) * dtype.itemsize
+            arrays.append(payload[start : start + nbytes].view(dtype).reshape(shape))
+            start += aligned(nbytes)
+        return arrays
+
+    def put(self, arrays: Sequence[Array]) -> None:
+        """Copy this rank's arrays to where the other ranks see them after the next agreement."""
+        for place, array in zip(self._mine[(self._mailboxes.sequence + 1) & 1], arrays, strict=False):
+            place[...] = array
+
+    def seen(self) -> list[list[Array]]:
+        """Return each rank's arrays, after the agreement and before the next one."""
+        return self._seen[self._mailboxes.sequence & 1]
 
 
 class MailboxRoute:
