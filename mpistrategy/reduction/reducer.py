@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -35,8 +35,8 @@ from mpistrategy.reduction.inputs import (
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.numbers import NumbersOfRanks
-from mpistrategy.reduction.plan import Plan, is_simple
-from mpistrategy.reduction.plans import NestPlan, PlacedPlan, kind_of
+from mpistrategy.reduction.plan import is_simple
+from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, WeightedPlan, dtype_of_products, weights_of_ranks
 
@@ -48,27 +48,6 @@ else:
 
 #: So many plans are kept.
 _MOST_PLANS = 1024
-
-
-class AgreedPlan(NamedTuple):
-    """A plan, and the words that the ranks compare before it runs.
-
-    Attributes:
-        plan: the plan.
-        words: what `Call.agree` is given.
-        timeout_seconds: how long a call may wait for the other ranks; None: as long as the strategy says.
-    """
-
-    plan: Plan
-    words: dict[str, Any]
-    timeout_seconds: float | None
-
-    def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
-        """Return the results on every rank; inside `call`."""
-        call.wait_as(self.timeout_seconds)
-        self.plan.bring(arrays)
-        call.agree("reduce", sparingly=True, **self.words)
-        return self.plan.run(arrays)
 
 
 class General(CallPlan):
@@ -255,7 +234,6 @@ class Reducer:
         self.changes: int = 0
         #: By call site, operation, options and kind of value.
         self._plans: dict[Any, Any] = {}
-        self._agreed: dict[Any, AgreedPlan | None] = {}
         #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
         self.entered: Callable[[], AbstractContextManager[Any]] = nullcontext
         #: The numbers of new arenas, the same on every rank.
@@ -287,7 +265,6 @@ class Reducer:
         """Forget what was prepared for another algorithm or other options."""
         self.changes += 1
         self._plans.clear()
-        self._agreed.clear()
 
     def copy(self) -> Reducer:
         """Return another one with the same ranks, algorithm and options, and no plans."""
@@ -443,7 +420,7 @@ class Reducer:
     def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
         """Return the reduction of one array on every rank; inside `call`, in any context."""
         if type(array) is np.ndarray:
-            plan = self.agreed_plan(op, ((array.dtype, array.shape),))
+            plan = self.plan_of_arrays(op, ((array.dtype, array.shape),))
             if plan is not None:
                 return plan.run(call, (array,))[0]
         call.wait_as(self._options.timeout_seconds)
@@ -452,28 +429,28 @@ class Reducer:
             result = local_component(self._algorithm.reduce(op, value, value, self._options))
         return result if is_on_device(result) else np.asarray(result)
 
-    def agreed_plan(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> AgreedPlan | None:
+    def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> ArraysPlan | None:
         """Return the plan of ordinary arrays with the algorithm and the options in force; None where there is none.
 
         It makes the messages of a `batch_reduce` of the same arrays to every rank.  It holds until `changes` grows.
         """
-        key = (op, layouts, self.communicator.guard.level)
-        try:
-            return self._agreed[key]
-        except KeyError:
-            pass
-        made = None
-        if all(is_simple(dtype, op) for dtype, _ in layouts) and (
-            plan := self._algorithm._plan_for(self.communicator, layouts, op, self._options, EVERY_RANK)
-        ):
-            settings = self._algorithm._settings(self._options)
-            values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-            words = {"op": op.value, "values": values, "destination": EVERY_RANK_TEXT, "options": settings}
-            made = AgreedPlan(plan, words, self._options.timeout_seconds)
-        if len(self._agreed) >= _MOST_PLANS:
-            self._agreed.clear()
-        self._agreed[key] = made
-        return made
+        found: ArraysPlan | None = self.kept(
+            (ArraysPlan, op, layouts, self.communicator.guard.level), partial(self._made_for, op, layouts)
+        )
+        return found
+
+    def _made_for(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> ArraysPlan | None:
+        ranks, options = self.communicator, self._options
+        if not all(is_simple(dtype, op) for dtype, _ in layouts):
+            return None
+        plan = self._algorithm._plan_for(ranks, layouts, op, options, EVERY_RANK)
+        if plan is None:
+            return None
+        values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
+        settings = self._algorithm._settings(options)
+        signature = Signature("reduce", op.value, "", values, EVERY_RANK_TEXT, settings)
+        seconds = options.timeout_seconds
+        return ArraysPlan(ranks.guard, plan, signature, None if seconds is None else timeouts.limit(seconds))
 
 
 def _made(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:
