@@ -6,13 +6,13 @@ there, too, and every rank adds them up in rank order: the same bits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import aligned
@@ -78,7 +78,6 @@ class MailboxRoute:
         self.mailboxes: Mailboxes = mailboxes
         self.op: ReduceOp = op
         self.combine: Combine = COMBINE[op._on_the_wire]
-        self.quiet: Callable[..., Any] = quiet_runner()
         self.packs: tuple[Pack, ...] = _packs(layouts)
         self._count = len(layouts)
         self._divisions = {
@@ -117,6 +116,7 @@ class MailboxRoute:
         for index, view in self._places[(self.mailboxes.sequence + 1) & 1]:
             view[...] = arrays[index]
 
+    @np.errstate(all="ignore")  # as in MPI: no warnings, which may be errors, on some ranks only
     def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Return the combination of all ranks' arrays, in the memory that was taken."""
         results: list[Any] = [None] * self._count
@@ -130,16 +130,16 @@ class MailboxRoute:
 
     def _combine_into(self, total: Array, parts: Sequence[Array], rows: Array | None) -> None:
         """Write the combination of the ranks' parts in rank order, divided, into `total`."""
-        combine, quiet = self.combine, self.quiet
+        combine = self.combine
         if rows is not None:
-            quiet(combine_rows, combine, rows, total)
+            combine_rows(combine, rows, total)
         else:
-            quiet(combine, parts[0], parts[1], out=total)
+            combine(parts[0], parts[1], out=total)
             for part in parts[2:]:
-                quiet(combine, total, part, out=total)
+                combine(total, part, out=total)
         if total.dtype in self._divisions:
             divide, operand = self._divisions[total.dtype]
-            quiet(divide, total, operand, total)
+            divide(total, operand, total)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
