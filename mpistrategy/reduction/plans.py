@@ -39,7 +39,7 @@ class NestPlan(CallPlan):
         leaves: how to reach the arrays.
         plan: of the arrays.
         signature: of the call.
-        only_arrays: whether all leaves are NumPy's arrays.
+        kinds: the types of the leaves.
         timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
     """
 
@@ -51,14 +51,16 @@ class NestPlan(CallPlan):
         plan: Plan,
         signature: Signature,
         *,
-        only_arrays: bool,
+        kinds: set[type],
         timeout: float | None,
     ) -> None:
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
         self._plan = plan
         self._signature, self._digest, self._timeout = signature, guard.digest(signature), timeout
-        self._only_arrays = only_arrays
+        self._only_arrays = kinds == _ARRAYS
+        #: Whether results need not be made arrays of another library.
+        self.only_own: bool = kinds <= _ARRAYS | _NUMBERS
         self.dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
         #: Whether results may be written to their targets at once.
         self._some_go_alone = not isinstance(plan.route, MailboxRoute) and any(
@@ -149,9 +151,9 @@ class PlacedPlan(CallPlan):
             return plan.otherwise.run(call, value, out, weight)
         if not self._is_here:
             return plan.leaves.build([Mirrored((), text) for _ in leaves])
-        return plan.leaves.build(
-            [Mirrored((in_kind(result, leaf),), text) for result, leaf in zip(results, leaves, strict=True)]
-        )
+        if not plan.only_own:
+            results = [*map(in_kind, results, leaves)]
+        return plan.leaves.build([Mirrored((result,), text) for result in results])
 
 
 def written(results: Sequence[Array], targets: Sequence[Array], out: Any) -> Any:

@@ -162,8 +162,7 @@ class AllReduce(General):
         signature = signature._replace(op=op.value, values=values)
         if is_weighted:
             return WeightedPlan(self, ranks, where, layouts, plan, signature, timeout)
-        only_arrays = kinds == {np.ndarray}
-        made = NestPlan(self, ranks.guard, where, plan, signature, only_arrays=only_arrays, timeout=timeout)
+        made = NestPlan(self, ranks.guard, where, plan, signature, kinds=kinds, timeout=timeout)
         return made if destination is None else PlacedPlan(made, destination, ranks.rank)
 
     def reduce(

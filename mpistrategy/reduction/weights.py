@@ -92,11 +92,10 @@ class WeightedMean:
 
     def finish(self, totals: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
         """Turn the sums of `contributions` into the means; NaN where all weights are 0."""
-        with np.errstate(all="ignore"):
-            return [
-                rounded(divide(total, self._total), mean_dtype(array.dtype), room)
-                for total, array, room in zip(totals, arrays, self._memory, strict=True)
-            ]
+        return [
+            rounded(divide(total, self._total), mean_dtype(array.dtype), room)
+            for total, array, room in zip(totals, arrays, self._memory, strict=True)
+        ]
 
 
 def dtype_of_products(dtype: np.dtype[Any]) -> np.dtype[Any]:

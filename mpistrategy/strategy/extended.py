@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -173,7 +174,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
             ContextError: in a step function.
             ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
-        self._require_collective("reduce_to")
+        self._require_collective("StrategyExtended.reduce_to")
         return self._reducer.run(
             "StrategyExtended.reduce_to", _ReduceTo, reduce_op, value, options, name=name, out=destinations
         )
@@ -188,7 +189,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         name: str | None = None,
     ) -> list[Any]:
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
-        self._require_collective("batch_reduce_to")
+        self._require_collective("StrategyExtended.batch_reduce_to")
         where, pairs = "StrategyExtended.batch_reduce_to", value_destination_pairs
         results: list[Any] = self._reducer.run(where, _BatchReduceTo, reduce_op, pairs, options, name=name)
         return results
@@ -205,7 +206,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         Returns:
             A Mirrored, as in `reduce_to`.
         """
-        self._require_collective("broadcast_to")
+        self._require_collective("StrategyExtended.broadcast_to")
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
                 return tensor._broadcast(self._reducer, destinations, call)
@@ -339,10 +340,11 @@ class StrategyExtended(Placement, NotPickled, Settable):
     def _require_cross_replica(self, method: str) -> None:
         context.require_cross_replica(self._container_strategy, f"StrategyExtended.{method}")
 
-    def _require_collective(self, method: str) -> None:
-        self._require_cross_replica(method)
-        if self._container_strategy._is_default:
-            warn_if_alone(self._container_strategy, f"StrategyExtended.{method}")
+    def _require_collective(self, where: str) -> None:
+        strategy = self._container_strategy
+        context.require_cross_replica(strategy, where)
+        if strategy._is_default:
+            warn_if_alone(strategy, where)
 
     def _entered(self) -> Frame:
         return context.cross_replica(self._container_strategy)
@@ -415,6 +417,8 @@ class _BatchReduceTo(AllReduce):
         if type(value) is not list or {*map(type, value)} != {tuple}:
             raise TypeError
         values, destinations = zip(*value, strict=True)
+        if all(map(is_, values, destinations)):
+            return np.ndarray, kind_of(values)
         (where,) = {*map(_kind_of_destinations, values, destinations)}
         return where, kind_of(values)
 
@@ -422,7 +426,7 @@ class _BatchReduceTo(AllReduce):
         """Return how to reach the arrays; None where some are in nests."""
         if any(map(nest.is_container, chain.from_iterable(value))):
             return None
-        return nest.Leaves(lambda pairs: [value for value, _ in pairs], list, False, "")
+        return nest.Leaves(_values_of, list, False, "")
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the results."""
@@ -457,6 +461,10 @@ class _BatchReduceTo(AllReduce):
             call.agree("reduce", op=ReduceOp._parse(reduce_op, call.where).value)
         results = iter(algorithm.batch_reduce(reduce_op, single, options) if single else [])
         return [structure.rebuild(results) for structure in structures]
+
+
+def _values_of(pairs: Any) -> list[Any]:
+    return [value for value, _ in pairs]
 
 
 def _kind_of_destinations(value: Any, destinations: Any) -> Any:

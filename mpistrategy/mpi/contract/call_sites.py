@@ -25,7 +25,7 @@ _FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "
 _PROGRAMS = os.path.join(_FOLDER, "cli", "bench", "")
 _REMEMBERED = 4096
 _CALLERS = 2
-_DIGESTS, _LONG_FIELD = 4096, 64
+_DIGESTS = 4096
 _MOST_NAMED = 3
 _MODULE = "<module>"
 _FROM = " from "
@@ -230,7 +230,6 @@ class Digests:
     def __init__(self) -> None:
         #: The digest and the signature itself, so that the flight record holds one object for all equal calls.
         self._known: dict[Signature, tuple[int, Signature]] = {}
-        self._long_fields: dict[Any, str] = {}
 
     def of(self, signature: Signature) -> tuple[int, Signature]:
         """Return the digest, and one signature object for all equal ones."""
@@ -239,18 +238,9 @@ class Digests:
             return found
         if len(self._known) >= _DIGESTS:
             self._known.clear()
-            self._long_fields.clear()
-        # Long fields (the variables of a step) repeat while short ones (its number) change.
-        fields = [self._of_field(field) if len(field) > _LONG_FIELD else field for field in signature]
-        digest = int.from_bytes(_hashed(repr(fields)), "little") >> 2
+        digest = int.from_bytes(_hashed(repr(tuple(signature))), "little") >> 2
         found = self._known[signature] = (digest, signature)
         return found
-
-    def _of_field(self, field: Any) -> str:
-        known = self._long_fields.get(field)
-        if known is None:
-            known = self._long_fields[field] = _hashed(repr(field)).hex()
-        return known
 
 
 def _hashed(text: str) -> bytes:
