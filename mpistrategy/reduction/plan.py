@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -39,7 +40,29 @@ _REMEMBERED = 512
 _KINDS = "fiuc"
 
 
-class Plan:
+class Transfer(ABC):
+    """What becomes of arrays of certain layouts: what is done with them before the ranks agree on a call, and after it.
+
+    Attributes:
+        layouts: dtype and shape of each array.
+        results: the dtype of each result.
+        writes_targets: whether results may be written to their targets at once.
+    """
+
+    layouts: tuple[Layout, ...]
+    results: Sequence[np.dtype[Any]] = ()
+    writes_targets: bool = False
+
+    @abstractmethod
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Do all that can fail, before the ranks agree on the call: take memory, and copy."""
+
+    @abstractmethod
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return the results, after that; `targets` are those of `Route.run`."""
+
+
+class Plan(Transfer):
     """The reduction of arrays of certain layouts by one route.
 
     Args:
@@ -49,46 +72,46 @@ class Plan:
         route: how they travel.
 
     Attributes:
-        route, op, layouts, dtypes: as given.
-        bring: does what comes before the ranks agree on the call.
-        run: returns the results after that; the arguments of both are those of `Route.run`.
+        route: as given.
     """
 
     def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, route: Route) -> None:
-        self.route: Route = route
-        self.bring: Callable[..., None] = route.bring
-        self.run: Callable[..., list[Array]] = route.run
-        self.op: ReduceOp = op
-        self._size = communicator.size
-        self.layouts: tuple[Layout, ...] = layouts
-        self.dtypes: list[np.dtype[Any]] = [dtype for dtype, _ in layouts]
-        self._results = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype in self.dtypes]
-        # What the route returns is the result where it has its own dtype, and no integers are divided.
-        is_exact = all(
-            host_wire_dtype(dtype) == dtype == result for dtype, result in zip(self.dtypes, self._results, strict=True)
-        )
+        self.route, self.layouts = route, layouts
+        self._op, self._size = op, communicator.size
+        self.results = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
+        is_beside = isinstance(route, (MailboxRoute, first_message.FirstMessageRoute))
+        self.writes_targets = not is_beside and any(len(pack.members) == 1 for pack in route.packs)
+        #: For each array whether what the route returns is the result: it has its dtype, and no integers are divided.
+        self._are_exact = [
+            host_wire_dtype(dtype) == dtype == result for (dtype, _), result in zip(layouts, self.results, strict=True)
+        ]
+        self._is_exact = all(self._are_exact)
         #: Memory for the results that the route does not return, between `bring` and `run`.
         self._memory: list[Array | None] = []
-        if not is_exact:
-            self.bring, self.run = self._bring_and_make_room, self._run_and_finish
 
-    def _bring_and_make_room(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        given = targets if targets is not None else [None] * len(self.dtypes)
-        self._memory = [
-            None if host_wire_dtype(dtype) == dtype == result else _room(target, result, shape)
-            for target, (dtype, shape), result in zip(given, self.layouts, self._results, strict=True)
-        ]
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Take memory for the results, and do what the route needs before the ranks agree on the call."""
+        if not self._is_exact:
+            given = targets if targets is not None else [None] * len(self.layouts)
+            rows = zip(given, self.layouts, self.results, self._are_exact, strict=True)
+            self._memory = [
+                None if exact else _room(target, result, shape) for target, (_, shape), result, exact in rows
+            ]
         self.route.bring(arrays, targets)
 
-    def _run_and_finish(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
-        results, memory, self._memory = self.route.run(arrays, targets), self._memory, []
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return the combinations of all ranks' arrays."""
+        totals = self.route.run(arrays, targets)
+        if self._is_exact:
+            return totals
+        memory, self._memory = self._memory, []
         return [
-            result
+            total
             if room is None
-            else finish(result, dtype, self.op, self._size, room)
+            else finish(total, dtype, self._op, self._size, room)
             if dtype.kind in "iu"
-            else rounded(result, dtype, room)
-            for result, dtype, room in zip(results, self.dtypes, memory, strict=True)
+            else rounded(total, dtype, room)
+            for total, (dtype, _), room in zip(totals, self.layouts, memory, strict=True)
         ]
 
 
