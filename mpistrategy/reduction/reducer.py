@@ -304,7 +304,7 @@ class Reducer:
             word = self._algorithm._gpu_word(ranks, options)
             if word is None:
                 return None
-            sizes = {"bytes_per_pack": options.bytes_per_pack, "num_packs": getattr(self._algorithm, "_num_packs", 0)}
+            sizes = {"bytes_per_pack": options.bytes_per_pack, "num_packs": self._algorithm._num_packs}
             return plan_on_gpu(general, ranks, where, op, leaves, signature, word=word, timeout=timeout, **sizes)
         arrays = arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):

@@ -357,7 +357,7 @@ class Arena(Generic[T]):
 
     def _path(self, reducer: Reducer, options: CommunicationOptions) -> str:
         """Return which path is asked for, where the arena is in GPU memory; "" elsewhere."""
-        return path_word(options, getattr(reducer.algorithm, "_device_path", None) or "") if self._on_device else ""
+        return path_word(options, reducer.algorithm._device_path) if self._on_device else ""
 
 
 class ArenaPlan(CallPlan):
