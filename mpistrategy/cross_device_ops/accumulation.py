@@ -59,8 +59,9 @@ class AccumulationRoute:
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return what the function has made of all ranks' arrays."""
         communicator, results = self._communicator, list(arrays)
+        buffers, self._buffers = self._buffers, []
         with Call(communicator.guard, "ReductionToOneDevice") as call:
-            for number, (pack, buffer) in enumerate(zip(self.packs, self._buffers, strict=True), 1):
+            for number, (pack, buffer) in enumerate(zip(self.packs, buffers, strict=True), 1):
                 together, self._together = self._together, None
                 communicator.gatherv(buffer, [buffer.size] * communicator.size, together, self._root)
                 # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
@@ -71,7 +72,7 @@ class AccumulationRoute:
                     copies = [copy.reshape(member.shape) for copy in together]
                     self._accumulate(copies, arrays[member.index].dtype, result, call.where)
                     del together, copies  # before there is memory for the next value
-                    self._together = self._room(*self._buffers[number : number + 1])
+                    self._together = self._room(*buffers[number : number + 1])
                 call.agree("accumulated")
                 if self._is_sent:
                     communicator.bcast(buffer, self._root)

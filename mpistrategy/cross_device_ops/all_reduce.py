@@ -9,8 +9,8 @@ from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
-from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.layout.destinations import Destination
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.packing import Layout, checked_num_packs
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
@@ -76,17 +76,18 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         ranks: Communicator,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
+        bytes_per_pack: float,
+        wire: str | None,
+        destination: Destination = EVERY_RANK,
     ) -> Route:
         """Return the route of arrays: on several nodes the same for all sizes, if MPI's sums have the same bits."""
-        packs = self._packs(layouts, options)
-        names = names_of(ranks, packs, op, options.wire)
+        packs = self._packs(layouts, bytes_per_pack)
+        names = names_of(ranks, packs, op, wire)
         if destination.only_rank is not None or ranks.nodes == 1 or "root" in names:
-            return super()._route(ranks, layouts, op, options, destination)
+            return super()._route(ranks, layouts, op, bytes_per_pack, wire, destination)
 
         def across(source: Array, target: Array) -> None:
-            dtype = between_nodes(ranks, options.wire, target.dtype, op._on_the_wire)
+            dtype = between_nodes(ranks, wire, target.dtype, op._on_the_wire)
             allreduce_across(ranks, target, op._on_the_wire, source=source, wire=dtype)
 
-        return CommunicatorRoute(ranks, packs, op, ["lanes"] * len(packs), across, wire=options.wire)
+        return CommunicatorRoute(ranks, packs, op, ["lanes"] * len(packs), across, wire=wire)

@@ -29,7 +29,7 @@ from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.finish import rounded
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.plan import Plan, usual_route
+from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
@@ -67,23 +67,27 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         destination: Destination,
     ) -> Plan:
         """Return how arrays on the host are reduced; the results count on the destination's ranks."""
-        return Plan(ranks, layouts, op, self._route(ranks, layouts, op, options, destination))
+        nbytes, wire = options.bytes_per_pack, options.wire
+        if destination is EVERY_RANK:
+            return plan_of(ranks, layouts, op, nbytes, self._route, wire)
+        return Plan(ranks, layouts, op, self._route(ranks, layouts, op, nbytes, wire, destination))
 
     def _route(
         self,
         ranks: Communicator,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
+        bytes_per_pack: float,
+        wire: str | None,
+        destination: Destination = EVERY_RANK,
     ) -> Route:
         """Return the route of arrays: by MPI's Reduce to a single rank, else the fastest to every rank."""
         if destination.only_rank is not None:
-            return by_one_rank(ranks, self._packs(layouts, options), op, destination.only_rank, destination)
-        return usual_route(ranks, layouts, op, options.bytes_per_pack, options.wire)
+            return by_one_rank(ranks, self._packs(layouts, bytes_per_pack), op, destination.only_rank, destination)
+        return usual_route(ranks, layouts, op, bytes_per_pack, wire)
 
-    def _packs(self, layouts: tuple[Layout, ...], options: CommunicationOptions) -> Packs:
-        return packing.plan(layouts, options.bytes_per_pack, self._num_packs, host_wire_dtype)
+    def _packs(self, layouts: tuple[Layout, ...], bytes_per_pack: float) -> Packs:
+        return packing.plan(layouts, bytes_per_pack, self._num_packs, host_wire_dtype)
 
     def _plan_for(
         self,

@@ -17,9 +17,9 @@ from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sor
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
-from mpistrategy.reduction.layout.destinations import Destination
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.base import Route
@@ -83,11 +83,12 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         ranks: Communicator,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
+        bytes_per_pack: float,
+        wire: str | None,
+        destination: Destination = EVERY_RANK,
     ) -> Route:
         """Return the route of arrays: through memory of the node, or share by share from rank to rank."""
-        packs = hybrid(layouts, ranks.thresholds.pack_bytes, options.bytes_per_pack)
+        packs = hybrid(layouts, ranks.thresholds.pack_bytes, bytes_per_pack)
         names = names_of(ranks, packs, op)
         node, text = ranks.node_sum, op._on_the_wire
         if node is not None and {*names} == {"node_sum"}:

@@ -14,7 +14,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.destinations import Destination, ranks_of
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan
 from mpistrategy.reduction.routes.base import Route
@@ -95,12 +95,13 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         ranks: Communicator,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
+        bytes_per_pack: float,
+        wire: str | None,
+        destination: Destination = EVERY_RANK,
     ) -> Route:
         """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
         root = self._root(ranks, destination)
         if self.accumulation_fn is None:
-            return by_one_rank(ranks, self._packs(layouts, options), op, root, destination)
+            return by_one_rank(ranks, self._packs(layouts, bytes_per_pack), op, root, destination)
         one_by_one = packing.plan(layouts, 1, 0, host_wire_dtype)
         return AccumulationRoute(ranks, one_by_one, op, self.accumulation_fn, root, destination)
