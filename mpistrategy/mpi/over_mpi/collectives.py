@@ -129,7 +129,7 @@ class Collectives:
         """Return the route that `allreduce` takes with so many bytes."""
         if self.nodes > 1:
             return self._route_between_nodes(nbytes)
-        is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes_for(dtype)
+        is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes
         return "node_sum" if is_large and self.node_sum is not None else "mpi"
 
     def _route_between_nodes(self, nbytes: int) -> RouteName:

@@ -103,7 +103,9 @@ class MpiCommunicator(Collectives):
         self.nodes: int = len(numbers)
         self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
         self.library: str = library_name(MPI.Get_library_version())
-        self.thresholds: Thresholds = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
+        self.thresholds: Thresholds = DEFAULT
+        if self.size > 1:
+            self.thresholds = agreed(MPI.Get_library_version(), self.rank, self.node_of, self.allgather_text)
         self.mailboxes: Mailboxes | None = None
         self._has_warned = False
         #: Whether some node has several ranks, which can share memory; equal on all ranks.
