@@ -302,8 +302,6 @@ def engine_of_gpus(communicator: Any, agree: Callable[[], AbstractContextManager
 
 def _engine(communicator: Any, agree: Callable[[], AbstractContextManager[None]], otherwise: type[AtOnce]) -> AtOnce:
     """Return an `Engine` where the MPI of all ranks allows several threads.  Collective, where there is an MPI."""
-    if not hasattr(communicator, "may_use_threads"):
-        return otherwise(communicator)
     with agree():
         threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
         return Engine(communicator) if threads else otherwise(communicator)
