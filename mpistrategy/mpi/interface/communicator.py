@@ -17,7 +17,7 @@ from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Once
+from mpistrategy.mpi.interface.buffers import Freed, Once
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName, Thresholds
@@ -167,7 +167,7 @@ class Communicator(ABC):
 
 
 @dataclass(frozen=True)
-class NodeGroups:
+class NodeGroups(Freed):
     """The communicators of `Communicator.node`.
 
     Attributes:

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.communicator import Communicator, NodeGroups
 from mpistrategy.mpi.multi_node.lanes import every_rank
 from mpistrategy.mpi.multi_node.node_stage import BufferStage, InPlaceStage, NodeStage, Piece
@@ -154,7 +155,7 @@ class Flight:
         return moved
 
 
-class AcrossNodes:
+class AcrossNodes(Freed):
     """The state of the two-level all-reduce; made once for a communicator.  Collective."""
 
     def __init__(self, communicator: Any) -> None:

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently, growing_pauses
 from mpistrategy.mpi.faults import injection
+from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.multi_node.two_level import Manner
 
 _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
@@ -92,7 +93,7 @@ class Job:
         return self._result
 
 
-class AtOnce:
+class AtOnce(Freed):
     """Runs every job when it is submitted, in the calling thread.
 
     Attributes:
