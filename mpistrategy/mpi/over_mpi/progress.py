@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently, growing_pauses
 from mpistrategy.mpi.faults import injection
+from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.multi_node.two_level import Manner
 
 _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
@@ -107,7 +108,7 @@ class Done:
         return self._result
 
 
-class AtOnce:
+class AtOnce(Freed):
     """Runs every job when it is submitted, in the calling thread.
 
     Attributes:
@@ -335,8 +336,6 @@ def engine_of_gpus(communicator: Any, agree: Callable[[], AbstractContextManager
 
 def _engine(communicator: Any, agree: Callable[[], AbstractContextManager[None]], otherwise: type[AtOnce]) -> AtOnce:
     """Return an `Engine` where the MPI of all ranks allows several threads.  Collective, where there is an MPI."""
-    if not hasattr(communicator, "may_use_threads"):
-        return otherwise(communicator)
     with agree():
         threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
         return Engine(communicator) if threads else otherwise(communicator)

@@ -81,7 +81,7 @@ def is_seen_across(communicator: Any, replicas: Replicas, op: str, wire: Wire) -
     return (
         replicas.is_shared
         and len(replicas.arrays) > 1
-        and hasattr(communicator, "links")
+        and communicator.has_links
         and host_wire_dtype(mine.dtype) == mine.dtype
         and (wire is not None or communicator.route(mine.nbytes, mine.dtype, op) == "lanes")
     )

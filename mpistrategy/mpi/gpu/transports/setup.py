@@ -103,7 +103,7 @@ def _abilities(ranks: Communicator) -> Abilities:
     cupy = cupy_for(_WHERE)
     if ranks.size == 1:
         return Abilities()
-    if getattr(ranks, "is_simulated", False):
+    if ranks.is_simulated:
         return Abilities(verdict=cuda_aware.NO, reason=_THREADS, ipc=_THREADS)
     answer = _takes_gpu_memory(ranks.nodes)
     return Abilities(
