@@ -9,7 +9,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.plan import Plan, usual_route
+from mpistrategy.reduction.plan import usual_plan
 
 
 class NumbersOfRanks:
@@ -22,8 +22,7 @@ class NumbersOfRanks:
 
     def __init__(self, communicator: Communicator, count: int) -> None:
         self._rank, layouts = communicator.rank, ((np.dtype(np.float64), (communicator.size, count)),)
-        route = usual_route(communicator, layouts, ReduceOp.SUM, 0, None)
-        self._plan = Plan(communicator, layouts, ReduceOp.SUM, route)
+        self._plan = usual_plan(communicator, layouts, ReduceOp.SUM)
         self._numbers: Array = np.zeros(layouts[0][1])
 
     def bring(self, mine: Any) -> None:

@@ -29,14 +29,9 @@ else:
         "names_of",
     )
 
-#: Returns the route of arrays of certain layouts, with packs of at most so many bytes (0: the library's own limit), and
-#: with what sums of float32 travel as between nodes.
-ChooseRoute = Callable[[Communicator, tuple[Layout, ...], ReduceOp, float, "str | None"], Route]
-
 #: From so many bytes on results are written where the arrays are.  Below, the ranks of a node add up in memory that
 #: they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
 _LEAST_IN_PLACE = 8 * 2**20
-_REMEMBERED = 512
 _KINDS = "fiuc"
 
 
@@ -120,24 +115,9 @@ def _room(target: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) ->
     return target if target is not None and target.dtype == dtype else np.empty(shape, dtype)
 
 
-def plan_of(
-    communicator: Communicator,
-    layouts: tuple[Layout, ...],
-    op: ReduceOp,
-    bytes_per_pack: float,
-    choose: ChooseRoute,
-    wire: str | None = None,
-) -> Plan:
-    """Return the plan of arrays of these layouts, with the route that `choose` returns; the same one the next time."""
-    key = (layouts, op, bytes_per_pack, choose, wire, communicator.guard.level)
-    made: dict[Any, Plan] = communicator.once.made.setdefault(Plan, {})
-    known = made.get(key)
-    if known is None:
-        if len(made) >= _REMEMBERED:
-            made.clear()
-        route = choose(communicator, layouts, op, bytes_per_pack, wire)
-        known = made[key] = Plan(communicator, layouts, op, route)
-    return known
+def usual_plan(communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
+    """Return the plan of arrays of these layouts, by the fastest route to every rank."""
+    return Plan(communicator, layouts, op, usual_route(communicator, layouts, op, 0, None))
 
 
 def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True) -> list[Array]:
