@@ -25,8 +25,7 @@ from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace
 from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.arena.arena import Arena
-from mpistrategy.reduction.arena.layout import check_dtypes
+from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.inputs import leaves_like
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 

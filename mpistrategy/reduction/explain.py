@@ -26,12 +26,11 @@ from mpistrategy.reduction.routes.base import Description, nbytes_of
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node import reduced_precision
-    from mpistrategy.reduction.arena.arena import Arena
-    from mpistrategy.reduction.arena.layout import check_dtypes
+    from mpistrategy.reduction.arena import Arena, check_dtypes
 else:
     later(globals(), "mpistrategy.mpi.multi_node.reduced_precision")
-    later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
-    later(globals(), "mpistrategy.reduction.arena.layout", "check_dtypes")
+    later(globals(), "mpistrategy.reduction.arena", "Arena")
+    later(globals(), "mpistrategy.reduction.arena", "check_dtypes")
 
 _WHERE = "Strategy.explain"
 #: What is reduced by plans, and the lines about what is not.

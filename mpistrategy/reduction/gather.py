@@ -20,8 +20,7 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.reduction.inputs import is_plain_array
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
-from mpistrategy.reduction.numbers import NumbersOfRanks
-from mpistrategy.reduction.plan import Transfer
+from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
 from mpistrategy.reduction.plans import NestPlan
 from mpistrategy.reduction.reducer import General
 from mpistrategy.reduction.routes.base import CallPlan, Targets

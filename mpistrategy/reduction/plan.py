@@ -162,3 +162,26 @@ def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
     else:
         fits = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
     return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and fits
+
+
+class NumbersOfRanks:
+    """So many numbers of each rank, as float64.
+
+    Args:
+        communicator: the ranks.
+        count: how many of each rank.
+    """
+
+    def __init__(self, communicator: Communicator, count: int) -> None:
+        self._rank, layouts = communicator.rank, ((np.dtype(np.float64), (communicator.size, count)),)
+        self._plan = usual_plan(communicator, layouts, ReduceOp.SUM)
+        self._numbers: Array = np.zeros(layouts[0][1])
+
+    def bring(self, mine: Any) -> None:
+        """Give this rank's numbers, before the ranks agree on the call."""
+        self._numbers[self._rank] = mine
+        self._plan.bring((self._numbers,))
+
+    def found(self) -> Array:
+        """Return the numbers of all ranks, a row for each, after that."""
+        return self._plan.run((self._numbers,))[0]

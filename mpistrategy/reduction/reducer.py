@@ -34,8 +34,7 @@ from mpistrategy.reduction.inputs import (
 )
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
-from mpistrategy.reduction.numbers import NumbersOfRanks
-from mpistrategy.reduction.plan import Plan, Transfer, is_simple
+from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer, is_simple
 from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, WeightedPlan, dtype_of_products, weights_of_ranks

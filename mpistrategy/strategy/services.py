@@ -10,13 +10,13 @@ from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Op
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.arena import Arena
     from mpistrategy.reduction.explain import explanation
     from mpistrategy.strategy.overloads import T
     from mpistrategy.variables.mirrored_check import check_mirrored
     from mpistrategy.variables.variable import Variable
 else:
-    later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
+    later(globals(), "mpistrategy.reduction.arena", "Arena")
     later(globals(), "mpistrategy.reduction.explain", "explanation")
     later(globals(), "mpistrategy.variables.mirrored_check", "check_mirrored")
 
