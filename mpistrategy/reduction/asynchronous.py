@@ -20,7 +20,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.over_mpi.progress import AtOnce, Done, Job, engine_of
+from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace
 from mpistrategy.objects.shown import show_as
@@ -46,7 +46,7 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
     _instead_of_pickling = "Send what wait() returns."
 
-    def __init__(self, job: Job | Done, engine: AtOnce, guard: Guard, on_device: _OnDevice | None = None) -> None:
+    def __init__(self, job: Job, engine: AtOnce, guard: Guard, on_device: _OnDevice | None = None) -> None:
         self._job, self._on_device = job, on_device
         self._made: Any = _NOT_YET
         self._number = engine.submitted
@@ -110,9 +110,9 @@ def start_all_reduce(
     # Of arrays on a host and a GPU together all is done now: another thread has another stream.
     engine = AtOnce(communicator) if placed else engine_of(communicator, agree)
     if engine.is_at_once:
-        engine.count()
-        done = Done(_reduced(reducer, reduce_op, value, options, name, out))
-        return AllReduceHandle(done, engine, communicator.guard)
+        job = Job(partial(_reduced, reducer, reduce_op, value, options, name, out))
+        engine.submit(job)
+        return AllReduceHandle(job, engine, communicator.guard)
     ranks = engine.communicator
     try:
         if isinstance(value, Arena):
