@@ -68,7 +68,7 @@ class Services:
 
         Returns:
             The text, which replica 0 also prints: the buffers that are made of the value, the way that each takes,
-            what is copied, what each rank writes or sends, and where the thresholds come from.
+            what is copied, and where the thresholds come from.
 
         Raises:
             ReduceOpError, DTypeError, LeafError, EmptyBatchError, ContextError: as all_reduce, but on this rank alone.
