@@ -14,7 +14,6 @@ from typing import Any
 from mpistrategy import errors
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call_sites import Signature, site_of
-from mpistrategy.mpi.contract.error_messages import AGREED, BEFORE, is_of_one_rank
 from mpistrategy.mpi.contract.flight_recorder import LEFT, CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects import jax_traces
@@ -100,7 +99,7 @@ class Call:
 
     def _begin(self, guard: Guard) -> None:
         """Enter the outermost call into the flight record."""
-        guard.thread, guard.stage = get_ident(), BEFORE
+        guard.thread, guard.agreed, guard.told = get_ident(), False, None
         if not self._anywhere:
             self.place = (guard.site or site_of(_getframe(2))).place
         if guard.size > 1:
@@ -177,7 +176,7 @@ class Call:
 
     def expect_more(self) -> None:
         """Say that there will be one more `agree`: a failure before it must be reported to the other ranks."""
-        self._guard.stage = BEFORE
+        self._guard.agreed = False
 
     def wait_as(self, timeout_seconds: float | None) -> None:
         """Set how long this call may wait for the other ranks; None leaves it as it is."""
@@ -196,16 +195,11 @@ class Call:
             self._leave()
             return
         try:
-            if not guard.was_told(error):
-                if guard.stage == AGREED and not is_of_one_rank(error):
-                    guard.mark_raised_by_all(error)
-                guard.fail(self.where, error)
+            guard.fail(self.where, error)
         finally:
             self._leave()
-        if self._outer is None:
-            guard.clear_told(error)  # the program may raise the same object again, in another call
-        else:
-            guard.mark_told(error)
+        # The program may raise the same object again, in another call.
+        guard.told = error if self._outer is not None else None
 
     def _leave(self) -> None:
         guard = self._guard
