@@ -341,6 +341,15 @@ def contribution(value: Any) -> Any:
     return value._contribution() if isinstance(value, ArrayLike) else value
 
 
+class ArenaBase:
+    """What tells a `mpistrategy.Arena`, which lies above, from a nest of arrays."""
+
+    @property
+    def values(self) -> Any:
+        """The nest of this rank's arrays."""
+        raise NotImplementedError
+
+
 @dataclass(frozen=True)
 class ValueContext:
     """What the function given to `experimental_distribute_values_from_function` is told.

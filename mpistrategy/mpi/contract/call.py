@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from mpistrategy import errors
-from mpistrategy.mpi.contract import timeouts
+from mpistrategy.mpi.contract import observers, timeouts
 from mpistrategy.mpi.contract.call_sites import Signature, site_of
 from mpistrategy.mpi.contract.flight_recorder import LEFT, CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
@@ -83,6 +83,8 @@ class Call:
                 self._join(guard, outer)
             self._before = guard.since
             guard.current = self
+            if observers.observers and outer is None:
+                observers.tell("entered", guard, self)
             if self._called is not None and not isinstance(self._called, str):
                 raise self._refused(
                     errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")
@@ -204,6 +206,8 @@ class Call:
     def _leave(self) -> None:
         guard = self._guard
         guard.current = self._outer
+        if observers.observers and self._outer is None:
+            observers.tell("left", guard, self)
         if self._before == math.inf:
             guard.since = math.inf  # the program's own work goes on
         if self._entry is not None:
