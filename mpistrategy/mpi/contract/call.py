@@ -14,7 +14,7 @@ from typing import Any
 from mpistrategy import errors
 from mpistrategy.mpi.contract import observers, timeouts
 from mpistrategy.mpi.contract.call_sites import Signature, site_of
-from mpistrategy.mpi.contract.flight_recorder import LEFT, CurrentCall
+from mpistrategy.mpi.contract.flight_recorder import CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects import jax_traces
 
@@ -47,8 +47,11 @@ class Call:
     name: str = ""
     #: The call site as ranks compare it; "" for a call that may be made anywhere.
     place: str = ""
+    #: Its number, and when it was entered and left: see `CurrentCall`.
+    number: int = 0
+    entered: float = 0.0
+    left: float = 0.0
     _outer: CurrentCall | None = None
-    _entry: list[Any] | None = None
     _on_gpu: AbstractContextManager[Any] | None = None
 
     def __init__(
@@ -107,8 +110,8 @@ class Call:
         if guard.size > 1:
             record = guard.record
             record.number += 1
-            self._entry = [record.number, self, monotonic(), 0.0]
-            record.entries.append(self._entry)
+            self.number, self.entered = record.number, monotonic()
+            record.entries.append(self)
 
     def _join(self, guard: Guard, outer: CurrentCall) -> None:
         """Take over what the call around this one has."""
@@ -210,8 +213,8 @@ class Call:
             observers.tell("left", guard, self)
         if self._before == math.inf:
             guard.since = math.inf  # the program's own work goes on
-        if self._entry is not None:
-            self._entry[LEFT] = monotonic()
+        if self.number:
+            self.left = monotonic()
         if self._on_gpu is not None:
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed

@@ -31,7 +31,7 @@ from mpistrategy.mpi.contract.call_sites import Digests, Signature, Site, call_s
 from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, Failures, in_words
-from mpistrategy.mpi.contract.flight_recorder import WHAT, CurrentCall, FlightRecord
+from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
 from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
 from mpistrategy.objects.later import later
 
@@ -247,7 +247,7 @@ class Guard:
         if digest is None:
             digest, signature = self._digests.of(signature)
         if self.current is not None:
-            self.record.entries[-1][WHAT].signature = signature
+            self.record.entries[-1].signature = signature
         self.since = time.monotonic()
         if not self._agrees(digest, due=not sparingly, patiently=patiently):
             asked = self._resolve(signature)

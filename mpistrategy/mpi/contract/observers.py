@@ -9,8 +9,7 @@ import sys
 from types import TracebackType
 from typing import Any, Protocol
 
-from mpistrategy.mpi.contract.call_sites import Signature
-from mpistrategy.mpi.contract.flight_recorder import NUMBER, WHAT, CurrentCall
+from mpistrategy.mpi.contract.flight_recorder import CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
 
 
@@ -44,15 +43,6 @@ def unwatch(observer: Observer) -> None:
     """Tell `observer` no more."""
     global observers
     observers = tuple(each for each in observers if each is not observer)
-
-
-def described(guard: Guard, call: CurrentCall) -> tuple[int, Signature | None]:
-    """Return the number of the collective that `guard` is in, or was in last, and what is known of it.
-
-    The number is 0 in a strategy of one rank, which counts none.  The signature may come while the collective lasts.
-    """
-    entry = guard.record.last()
-    return (entry[NUMBER] if entry is not None and entry[WHAT] is call else 0), call.signature
 
 
 class Interval:

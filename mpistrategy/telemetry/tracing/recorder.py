@@ -118,8 +118,7 @@ class Recorder:
         self._put((kind, what, start, _now(), thread))
 
     def _of_call(self, guard: Guard, call: CurrentCall) -> tuple[Any, ...]:
-        number, signature = observers.described(guard, call)
-        return self._groups.get(guard), number, signature, call.where, call.name, call.place
+        return self._groups.get(guard), call.number, call.signature, call.where, call.name, call.place
 
     def _put(self, event: tuple[Any, ...]) -> None:
         if len(self._waiting) < MOST_WAITING:
