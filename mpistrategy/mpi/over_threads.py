@@ -17,7 +17,7 @@ import numpy as np
 from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
 from mpistrategy.errors import CollectiveMismatchError
-from mpistrategy.mpi.contract.call_sites import line_of
+from mpistrategy.mpi.contract.call_sites import site_of
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Once
@@ -117,7 +117,9 @@ class Meeting:
             self._round += 1
         try:
             frame = sys._getframe(1)
-            self.turns.wait_for(self.members[rank], lambda: self._round > mine, lambda: f"waits at {line_of(frame)}")
+            self.turns.wait_for(
+                self.members[rank], lambda: self._round > mine, lambda: f"waits at {site_of(frame).text}"
+            )
         except CollectiveMismatchError:
             self._brought.pop(rank, None)
             raise

@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from mpistrategy import errors
 from mpistrategy.errors import DeviceError, MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import failures, forks
-from mpistrategy.mpi.contract.call_sites import Digests, Signature, Site, call_site
+from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
 from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, Failures, in_words
@@ -97,7 +97,6 @@ class Guard:
         self._rank = rank
         self.size = size
         self.thread = 0
-        self._digests = Digests()
         #: The public call that this rank is in, the innermost one.
         self.current: CurrentCall | None = None
         self.record: FlightRecord = FlightRecord()
@@ -196,7 +195,7 @@ class Guard:
 
     def digest(self, signature: Signature) -> int:
         """Return the digest of a signature."""
-        return self._digests.of(signature)[0]
+        return digest_of(signature)
 
     def check_as(self, level: str) -> None:
         """Compare all calls, or only those that need a barrier where that costs a message.
@@ -245,7 +244,7 @@ class Guard:
                 self.current.signature = signature  # for traces
             return asked
         if digest is None:
-            digest, signature = self._digests.of(signature)
+            digest = digest_of(signature)
         if self.current is not None:
             self.record.entries[-1].signature = signature
         self.since = time.monotonic()
