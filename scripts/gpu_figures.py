@@ -3,7 +3,7 @@
     mpiexec -n 2 python scripts/gpu_figures.py FILE.json PART...
 
 PART is one of: limits (what the device and the bus can do), packing (many arrays into one), check (the packing kernel
-against NumPy), staged, mpi, ipc, nccl (all-reduces on this path). Rank 0 writes what it found as JSON. With
+against NumPy), staged, mpi, nccl (all-reduces on this path). Rank 0 writes what it found as JSON. With
 MPISTRATEGY_TEST_GPU=1 the GPU is real; else it is the tests' double, and the figures mean nothing. The folder tests
 must be on PYTHONPATH.
 """
@@ -207,7 +207,7 @@ PARTS: dict[str, Callable[[Any, Any], Figures]] = {
     "limits": limits,
     "packing": packing_figures,
     "check": check,
-    **dict.fromkeys(("staged", "mpi", "ipc", "nccl"), path_figures),
+    **dict.fromkeys(("staged", "mpi", "nccl"), path_figures),
 }
 ALONE = ("packing", "check")
 

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
     from mpistrategy.mpi.multi_node.two_level import allreduce_across
     from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
-    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 else:
     later(globals(), "mpistrategy.mpi.multi_node.reduced_precision", "between_nodes")
     later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across")
@@ -54,8 +53,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     Every rank of a node has a slice, and MPI's Allreduce combines what the counterparts on the nodes have.  Over the
     network goes no more than must.  `MpiAllReduce` does the like with large values; this one does it with all.  Right
-    for any number of ranks on any node.  Arrays in GPU memory stay there: each rank combines one share of them, and all
-    are gathered.
+    for any number of ranks on any node.  Arrays in GPU memory go as with `MpiAllReduce`.
 
     Args:
         num_packs: the values are split into about so many packs, whatever bytes_per_pack says; 0 leaves it to
@@ -70,13 +68,6 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def __init__(self, num_packs: int = 1) -> None:
         self._num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
-
-    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
-        """Return how arrays in GPU memory are combined: share by share."""
-        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, BY_SHARES  # here, for the quick import
-
-        usual = super()._gpu_operation(communicator, destination)
-        return BY_SHARES if usual is ALL_REDUCE else usual
 
     def _route(
         self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None

@@ -26,7 +26,6 @@ from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.routes.copy_kernel import AS_IT_IS, THREADS, kernel
 from mpistrategy.reduction.routes.gpu import gpu_packs
 from mpistrategy.reduction.routes.gpu_copy import Launch, launches
-from mpistrategy.reduction.routes.gpu_operations import combination
 
 #: Where arrays are: an array of uint64, or the one address.
 Addresses = Array | list[int]
@@ -254,12 +253,8 @@ class DevicePlan(CallPlan):
         """Combine a bucket on a path."""
         if not bucket.size:
             return
-        if self._op is not ReduceOp.MEAN:
-            path.allreduce(self._ranks, bucket, self._op._on_the_wire)
-            return
-        of_path, divisor = combination(path, self._ranks, self._op, bucket.dtype)
-        path.allreduce(self._ranks, bucket, of_path)
-        divide_by(divisor, bucket)
+        path.allreduce(self._ranks, bucket, self._op._on_the_wire)
+        divide_by(self._op._divisor(bucket.dtype, self._ranks.size), bucket)
 
 
 def _own(array: DeviceArray) -> DeviceArray | None:

@@ -26,17 +26,13 @@ from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.gpu_copy import fill, move
-from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation, combination
+from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation
 
-_BY_NODES = "from 1 MiB on each GPU reading its part from those of its node, which then goes between the nodes"
 _PATHS = {
     "alone": "on the only replica",
     "mpi": "by MPI, which gets pointers to it",
     "staged": "through pinned memory of the host in chunks of 4 MiB, three of them under way",
     "nccl": "by NCCL, on the current stream",
-    "ipc": "each GPU reading its peers'",
-    "ipc+mpi": f"{_BY_NODES} by MPI, which gets pointers to it; smaller arrays by MPI between all ranks",
-    "ipc+staged": f"{_BY_NODES} through pinned memory of the host; smaller arrays so between all ranks",
 }
 
 
@@ -147,13 +143,12 @@ class GpuRoute:
                     self._combine(ranks, path, bucket.reshape(-1))
 
     def _combine(self, ranks: Communicator, path: DevicePath, bucket: DeviceArray) -> None:
-        """Combine a bucket, and divide it where it is one of floats, and the path has not."""
+        """Combine a bucket, and divide it where it is one of floats."""
         dtype = wire_dtype(bucket.dtype)
-        op, divisor = combination(path, ranks, self._op, dtype, self._wire)
 
         def combine(values: DeviceArray) -> None:
-            self._operation.run(path, ranks, values, op, self._wire)
-            divide_by(divisor, values)
+            self._operation.run(path, ranks, values, self._op._on_the_wire, self._wire)
+            divide_by(self._op._divisor(dtype, ranks.size), values)
 
         if dtype == bucket.dtype:
             combine(bucket)
@@ -197,13 +192,7 @@ class GpuRoute:
         if path is None:
             return "in GPU memory, on a path that the ranks choose at the first such call"
         how = _PATHS[path.name] + (f", {self._operation.text}" if self._operation.text else "")
-        dtype = wire_dtype(dtype)
-        op, divisor = combination(path, ranks, self._op, dtype, self._wire)
-        if op == "AVG":
-            how += ", which divides, too"
-        elif path.name == "nccl" and divisor & (divisor - 1):
-            how += f", and divided by a kernel: NCCL's average over {divisor} replicas has other bits"
-        why = path.by_host(ranks, dtype, self._op._on_the_wire, self._wire)
+        why = path.by_host(ranks, wire_dtype(dtype), self._op._on_the_wire, self._wire)
         if why and path.name != "staged":
             how = f"{_PATHS['staged']}, since {why}"
         return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"
