@@ -25,11 +25,11 @@ from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.gpu.cuda_driver import stream_writer
-from mpistrategy.mpi.gpu.transports import ordered_keys, rounded
-from mpistrategy.mpi.gpu.transports.pieces import Pieces
+from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory, error_of, first_error, own_part
+from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 
 #: For how long a first sum may take: NCCL connects to the peers in it.
@@ -77,7 +77,6 @@ class NcclPath:
         self._asking = threading.Lock()
         self._device = self._cupy.cuda.runtime.getDevice()
         self._staged = StagedPath()
-        self._pieces = Pieces(self._cupy)
         self._staged.make_room_for_all()
         ordered_keys.compile_for(self._cupy)
         self._progress = GpuProgress(self._cupy, self._ask, stream_writer)
@@ -138,7 +137,8 @@ class NcclPath:
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
         """Replace `buffer` by its combination over the ranks, on the current stream.
 
-        What NCCL does not know goes by way of the host.  With a `wire`, float32 travels in its dtype.
+        What NCCL does not know goes by way of the host.  With a `wire`, float32 travels in its dtype: NCCL rounds each
+        sum to it.  A CuPy before 14 knows no bfloat16, and sends all digits.
         """
         if self.by_host(ranks, buffer.dtype, op):
             self._staged.allreduce(ranks, buffer, op, wire)
@@ -148,11 +148,14 @@ class NcclPath:
             pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
             self._nccl.allReduce(pointer, pointer, _count(values), kind, _operation(nccl, op), stream)
 
-        sent = rounded.dtype_for(self._cupy, ranks, wire, buffer.dtype, op)
-        if sent is None:
+        dtype = by_nccl(ranks, wire, buffer.dtype, op)
+        if dtype is None or (dtype.kind != "f" and int(self._cupy.__version__.partition(".")[0]) < 14):
             self._combine(buffer, op, put)
-        else:
-            self._pieces.combine(buffer, sent, lambda piece: self._combine(piece, op, put))
+            return
+        rounded = communication_memory(self._cupy, buffer.size, dtype)
+        rounded[...] = buffer
+        self._combine(rounded, op, put)
+        buffer[...] = rounded
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` on `root` by its combination over the ranks."""
