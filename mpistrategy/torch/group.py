@@ -46,14 +46,17 @@ class Transfer(dist.Work):  # type: ignore[misc]
     """The work of a message between two ranks, or of a reduction in the background.
 
     Args:
+        group: whose timeout holds.
         message: is under way.
         results: a flat tensor of what is received, with the message's memory; nothing for what is sent.
         targets: the tensor that gets its elements.
     """
 
-    def __init__(self, message: Message | Submitted, results: Sequence[Any] = (), targets: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, group: Group, message: Message | Submitted, results: Sequence[Any] = (), targets: Sequence[Any] = ()
+    ) -> None:
         super().__init__()
-        self._message, self._results, self._targets = message, results, targets
+        self._group, self._message, self._results, self._targets = group, message, results, targets
         #: Of a reduction.  It has the tensors after an error, too: torch would end the process over an exception in it.
         self.future: Any = torch.futures.Future()
 
@@ -61,9 +64,10 @@ class Transfer(dist.Work):  # type: ignore[misc]
         """Return the future of the results."""
         return self.future
 
-    def wait(self, timeout: Any = None) -> bool:
-        """Wait until the tensor may be used again, or has what was sent."""
-        self._message.wait()
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Wait until the tensor may be used again, or has what was sent; 0 stands for the group's timeout."""
+        own = self._group.communicator.guard.timeout
+        self._message.wait("torch.distributed.Work.wait", chosen_seconds(timeout) or own)
         t.write(self._results, self._targets)
         self._results = self._targets = ()
         return True
@@ -75,13 +79,11 @@ class Transfer(dist.Work):  # type: ignore[misc]
     def _source_rank(self) -> int | None:
         return self._message.source
 
-    source_rank = _source_rank
-
 
 class Group:
     """The ranks of a process group of torch, and its collectives: one method each, with the arguments of c10d.
 
-    Results are written into the tensors that are given.  Calls of several threads take turns.
+    Results are written into the tensors that are given.  Collectives of several threads take turns.
 
     Args:
         communicator: of the group's ranks alone; it belongs to the group.
@@ -115,7 +117,7 @@ class Group:
             all_reduce()
             return done(list(tensors))
         submitted = self._background.submit(all_reduce)
-        work = Transfer(submitted)
+        work = Transfer(self, submitted)
         submitted.future.add_done_callback(lambda _: work.future.set_result(list(tensors)))
         if torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
@@ -358,9 +360,8 @@ class Group:
             raise OptionError.at(where, found=f"tag {tag}", expected=f"an int from 0 to {GREATEST_TAG}")
         elements, ranks = t.flat(targets[0]), self.communicator
         begin: Callable[..., Message] = ranks.begin_to_receive if receives else ranks.begin_to_send
-        with self._turn:
-            message = begin(t.in_bytes(elements), peer, tag)
-        return Transfer(message, [elements], targets) if receives else Transfer(message)
+        # takes no turn: the reduction in the background, which has it, may wait for this message on another rank
+        return Transfer(self, begin(t.in_bytes(elements), peer, tag), *([[elements], targets] if receives else ()))
 
     def _member(self, rank: int, what: str, where: str) -> int:
         """Return a rank of the group."""

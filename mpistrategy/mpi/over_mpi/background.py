@@ -120,7 +120,10 @@ class Submitted:
         """Return whether the work is done."""
         return self.future.done()
 
-    def wait(self) -> None:
-        """Wait until all work is done; raise the first error, or that for which this was not done."""
+    def wait(self, where: str = "", timeout: float = 0.0) -> None:
+        """Wait until all work is done; raise the first error, or that for which this was not done.
+
+        The calls in it have their own timeouts.
+        """
         self._background.wait()
         self.future.result()
