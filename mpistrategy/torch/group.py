@@ -109,11 +109,12 @@ class Group:
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Replace each tensor by its reduction over the ranks; large ones go on in the background between nodes."""
         dense = [each.nbytes for each in tensors if each.is_cpu and not each.is_sparse]
-        is_behind = _TAKES_WORKS and len(dense) == len(tensors) and self._background.takes(sum(dense))
+        is_large = _TAKES_WORKS and len(dense) == len(tensors) and self._background.takes(sum(dense))
+        goes_on = is_large and (opts is None or opts.asyncOp) and not self._background.is_here
         # another thread has other lines
-        site = self._site() or (call_site() if is_behind else None)
-        all_reduce = functools.partial(self._all_reduce, list(tensors), opts, site, is_behind=is_behind)
-        if not is_behind or self._background.is_here:
+        site = self._site() or (call_site() if goes_on else None)
+        all_reduce = functools.partial(self._all_reduce, list(tensors), opts, site, is_large=is_large)
+        if not goes_on:
             all_reduce()
             return done(list(tensors))
         submitted = self._background.submit(all_reduce)
@@ -123,13 +124,13 @@ class Group:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
         return work
 
-    def _all_reduce(self, tensors: list[Any], opts: Any, site: Site | None, *, is_behind: bool) -> None:
+    def _all_reduce(self, tensors: list[Any], opts: Any, site: Site | None, *, is_large: bool) -> None:
         with self._call("all_reduce", site) as call:
             targets = t.checked(tensors, call.where, dtype=tensors[0].dtype, is_written=True)
             if any(each.is_sparse for each in targets):
                 self._all_reduce_rows(call, tensors, t.operation(opts, call.where)[0])
             else:
-                t.write(self._reduced(call, targets, opts, in_place=True, is_behind=is_behind), targets)
+                t.write(self._reduced(call, targets, opts, in_place=True, is_large=is_large), targets)
 
     allreduce_coalesced = allreduce
 
@@ -140,7 +141,7 @@ class Group:
         opts: Any,
         *,
         in_place: bool = False,
-        is_behind: bool = False,
+        is_large: bool = False,
         **words: Any,
     ) -> list[Any]:
         """Return the reductions of tensors of one dtype, in the dtype of the sums.
@@ -150,20 +151,21 @@ class Group:
             tensors: this rank's, checked.
             opts: of c10d.
             in_place: whether results may be written into the tensors' own memory; else they are flat.
-            is_behind: whether the call is made in the background.
+            is_large: whether the data travel as those in the background, which other ranks may make there.
             words: what else the ranks compare.
         """
-        (op, factor), travels = t.operation(opts, call.where), "in the background" if is_behind else ""
+        (op, factor), travels = t.operation(opts, call.where), "among those in the background" if is_large else ""
         dtype, by, bits, truncates = t.reduction(op, tensors[0].dtype, call.where)
         elements = [t.on_host(each, dtype, factor) for each in tensors]
-        words = {"op": op, "values": t.values_of(tensors), "options": travels, "patiently": is_behind, **words}
+        alike = {"op": op, "values": t.values_of(tensors), "options": travels, **words}
+        agree = functools.partial(call.agree, call.where, patiently=self._background.is_here, **alike)
         if bits is not None:
-            call.agree(call.where, **words)
+            agree()
             return [functools.reduce(bits, self._gathered(t.flat(each)).chunk(self._ranks)) for each in elements]
         arrays = [*map(t.in_numpy, elements)]
         layouts, ranks = tuple([(each.dtype, each.shape) for each in arrays]), self.communicator
-        plan = plan_of(self._background.ranks(call) if is_behind else ranks, layouts, by, 0, usual_route)
-        totals = run_plan(plan, arrays, lambda: call.agree(call.where, **words), in_place=in_place)
+        plan = plan_of(self._background.ranks(call) if is_large else ranks, layouts, by, 0, usual_route)
+        totals = run_plan(plan, arrays, agree, in_place=in_place)
         results = elements if in_place else [torch.from_numpy(each) for each in totals]
         return [each.div_(self._ranks, rounding_mode="trunc") for each in results] if truncates else results
 

@@ -37,6 +37,8 @@ else:
 _DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
 #: Tags of messages between two ranks: of an exchange of uneven parts, and the first of those that a program chooses.
 _EXCHANGE, _PROGRAM = 2**10, 2**11
+#: Messages that were not answered in time: MPI may still use their memory.
+_abandoned: list[Message] = []
 #: The greatest tag that every MPI takes.
 GREATEST_TAG = 2**15 - 1 - _PROGRAM
 
@@ -88,6 +90,7 @@ class Message:
         end = time.monotonic() + timeout
         while not self.test():
             if time.monotonic() > end:
+                _abandoned.append(self)
                 peer = "any rank" if self.source is None else f"rank {self.source}"
                 raise CollectiveTimeoutError.at(
                     where,
