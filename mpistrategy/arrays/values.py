@@ -288,10 +288,6 @@ class Mirrored(DistributedValues):
         return super().__repr__() if self.values else f"Mirrored(<lives on {self._lives_on}>)"
 
 
-class ArenaLike:
-    """The base of `mpistrategy.Arena`, which is known by it to what lies below."""
-
-
 class IndexedSlices:
     """A sparse array: row ``i`` of the dense array is the sum of all ``values[j]`` with ``indices[j] == i``.
 
@@ -345,6 +341,15 @@ def contribution(value: Any) -> Any:
     """Return this replica's part of `value` in a reduction or a gather; of a variable, its own copy."""
     value = local_component(value)
     return value._contribution() if isinstance(value, ArrayLike) else value
+
+
+class ArenaBase:
+    """What tells a `mpistrategy.Arena`, which lies above, from a nest of arrays."""
+
+    @property
+    def values(self) -> Any:
+        """The nest of this rank's arrays."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)

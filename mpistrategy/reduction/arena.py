@@ -16,7 +16,7 @@ from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.gpu import cupy_for
-from mpistrategy.arrays.values import ArenaLike, contribution
+from mpistrategy.arrays.values import ArenaBase, contribution
 from mpistrategy.errors import (
     ContextError,
     CopyError,
@@ -63,7 +63,7 @@ class _Strategy(Protocol):
     def extended(self) -> Extended: ...
 
 
-class Arena(ArenaLike, Generic[T]):
+class Arena(ArenaBase, Generic[T]):
     """A nest of arrays that the strategy lays out, and reduces where they are.  Creation is collective.
 
     `Strategy.arena` makes one.  Fill `values` in place (``np.multiply(a, b, out=arena.values["w"])``,

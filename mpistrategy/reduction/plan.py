@@ -29,8 +29,8 @@ else:
         "names_of",
     )
 
-#: From so many bytes on results are written where the arrays are.  Below, the ranks of a node add up in memory that
-#: they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
+#: From so many bytes on the results of one node are written where the arrays are.  Below, its ranks add up in memory
+#: that they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
 _LEAST_IN_PLACE = 8 * 2**20
 _KINDS = "fiuc"
 
@@ -73,6 +73,8 @@ class Plan(Transfer):
     def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, route: Route) -> None:
         self.route, self.layouts = route, layouts
         self._op, self._size = op, communicator.size
+        #: From how many bytes on results may be written over the arrays.  Between nodes other memory only costs time.
+        self.least_in_place: int = _LEAST_IN_PLACE if communicator.nodes == 1 else 0
         self.results = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
         is_beside = isinstance(route, (MailboxRoute, first_message.FirstMessageRoute))
         self.writes_targets = not is_beside and any(len(pack.members) == 1 for pack in route.packs)
@@ -129,7 +131,7 @@ def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *
         agree: compares the call between the ranks.
         in_place: whether the results are written over them.
     """
-    is_large = in_place and sum([each.nbytes for each in arrays]) >= _LEAST_IN_PLACE
+    is_large = in_place and sum([each.nbytes for each in arrays]) >= plan.least_in_place
     into = [each if each.flags.c_contiguous else None for each in arrays] if is_large else None
     plan.bring(arrays, into)
     agree()

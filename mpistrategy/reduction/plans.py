@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import Mirrored
 from mpistrategy.mpi.contract.call import Call
@@ -186,4 +187,6 @@ def _kinds_of(values: Any) -> tuple[Any, ...]:
         return (*map(_dtype_of, values), *map(_shape_of, values))
     if kinds <= _NUMBERS:
         return (*map(type, values),)
+    if len(kinds) == 1 and all(is_cupy(each) for each in [*values][:1]):
+        return (*kinds, *map(_dtype_of, values), *map(_shape_of, values))
     return (*map(kind_of, values),)

@@ -382,7 +382,7 @@ class Reducer:
             return None
 
         def results() -> list[Any]:
-            found = begun.route.results(begun.arrays)
+            found = begun.route.results()
             kinds = [in_kind(result, like) for result, like in zip(found, given, strict=True)]
             return _handed_out(kinds, leaves, targets, memory)
 

@@ -21,9 +21,9 @@ from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.errors import DeviceError, OptionTypeError
-from mpistrategy.mpi.contract import call_sites
+from mpistrategy.mpi.contract import call_sites, observers
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.public_calls import STEP, collective, own_mirrored
+from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
@@ -320,11 +320,16 @@ class StrategyExtended(Placement, NotPickled, Settable):
             return nest.map_structure(lambda leaf: (leaf,), result)
         return nest.map_structure(lambda leaf: Mirrored((leaf,)) if _is_array(leaf) else leaf, result)
 
-    @collective(STEP)
     def call_for_each_replica(
         self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> T:
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; `Strategy.run` is this."""
+        if not observers.observers:
+            return self._call(fn, args, kwargs)
+        with observers.Interval("step", getattr(fn, "__name__", type(fn).__name__)):
+            return self._call(fn, args, kwargs)
+
+    def _call(self, fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> T:
         refuse_in_jax_trace("Strategy.run")
         self._require_cross_replica("call_for_each_replica")
         context.check_call("StrategyExtended.call_for_each_replica", fn, args, kwargs)

@@ -330,7 +330,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         communicator = self.extended.communicator
         guard = communicator.guard
         if (error := sys.exception()) is not None and not isinstance(error, SystemExit):
-            guard.leave_with(CLOSE, error)
+            guard.break_off(CLOSE, error)
         if guard.closed:
             guard.tell_of_failure()
             communicator.free()
@@ -362,7 +362,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         if error is None or self.size == 1:
             self.close()
         elif not isinstance(error, SystemExit):  # the end of the program tells the other ranks
-            self.extended.communicator.guard.leave_with("its with block", error)
+            self.extended.communicator.guard.break_off("its with block", error)
 
     def __repr__(self) -> str:
         device = self.extended.worker_devices[0]

@@ -245,16 +245,12 @@ def _wide(tensor: Any) -> Any:
 
 def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any:
     """Return a sparse gradient: the rows of all ranks."""
-    grad = parameter.grad
+    grad = parameter.grad  # made without checks of the indices, and saying so: else torch warns of them
     if grad is None:
         nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        grad = _sparse(nowhere, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+        no_rows = parameter.new_empty(0, *parameter.shape[1:])
+        grad = torch.sparse_coo_tensor(nowhere, no_rows, parameter.shape, check_invariants=False)
     mine = grad.coalesce()
     places, values = context.all_gather([mine.indices().t().contiguous(), _wide(mine.values())], 0)
-    total = _sparse(places.t(), values, grad.shape).coalesce()
+    total = torch.sparse_coo_tensor(places.t(), values, grad.shape, check_invariants=False).coalesce()
     return (total / context.num_replicas_in_sync if op is ReduceOp.MEAN else total).to(grad.dtype)
-
-
-def _sparse(places: Any, values: Any, shape: Any) -> Any:
-    # without checks, and saying so: else torch warns of them
-    return torch.sparse_coo_tensor(places, values, shape, check_invariants=False)

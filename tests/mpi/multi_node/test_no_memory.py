@@ -20,7 +20,7 @@ from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.options import GPU_PATH
 from mpistrategy.reduction import broadcast, plan, sparse, weights
-from mpistrategy.reduction.routes import communicator, device_plan, first_message, on_device
+from mpistrategy.reduction.routes import communicator, first_message, gpu, on_device
 from mpistrategy.variables import policies, storage
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -263,5 +263,5 @@ def test_a_variable_on_gpus(on_gpus: ms.Strategy, memory: Memory, cupy: Any) -> 
 
 
 def test_after_a_sum_on_gpus(on_gpus: ms.Strategy, memory: Memory, cupy: Any) -> None:
-    memory.limit(device_plan._PlannedPack, "results")
+    memory.limit(gpu, "_views")
     check_the_others_hear(on_gpus, memory, lambda: context().all_reduce("SUM", cupy.ones(3)).get())
