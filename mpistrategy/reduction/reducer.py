@@ -33,8 +33,8 @@ from mpistrategy.reduction.inputs import (
     to_reduce,
 )
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
-from mpistrategy.reduction.layout.packing import Layout, layouts_of
-from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer, is_simple
+from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
+from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer
 from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, WeightedPlan, dtype_of_products, weights_of_ranks
