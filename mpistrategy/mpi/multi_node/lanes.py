@@ -30,17 +30,14 @@ class Lanes:
     local_rank: int
     counterparts: tuple[tuple[int, ...], ...]
 
-    @property
-    def owners(self) -> list[int]:
-        """The local ranks that own a slice."""
-        return [rank for rank, (first, end) in enumerate(self.borders) if end > first]
-
     def part_of(self, local_rank: int, count: int, itemsize: int) -> slice:
         """Return the part of `count` elements that a rank of this node owns."""
+        return slice(*self.share_of(count, local_rank, len(self.borders), itemsize))
+
+    def share_of(self, count: int, local_rank: int, ranks: int, itemsize: int) -> tuple[int, int]:
+        """Return where that part begins and ends; as `share` does."""
         first, end = self.borders[local_rank]
-        if end == first:
-            return slice(0, 0)
-        return slice(share(count, first, self.slices, itemsize)[0], share(count, end - 1, self.slices, itemsize)[1])
+        return share(count, first, self.slices, itemsize)[0], share(count, end - 1, self.slices, itemsize)[1]
 
     def slices_of(self, count: int, itemsize: int) -> list[slice]:
         """Return the slices of this rank, counted from where its part begins."""

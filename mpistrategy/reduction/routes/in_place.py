@@ -216,12 +216,10 @@ def _across(
     Return False where there was no memory for the counters, on any node.
     """
     ranks: Any = communicator
-    mine = replicas.mine
     across = across_nodes(ranks)
-    within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
-    if within is not None:
-        across.allreduce(mine, mine, op, wire, within)
-    return within is not None
+    if across.sees_node:
+        across.in_place(replicas.arrays, targets, op, wire, partial(divide_by, divisor))
+    return across.sees_node
 
 
 def _result(replicas: Replicas) -> Array:
