@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -14,9 +12,6 @@ from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.packing import Layout, checked_num_packs
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
-
-if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
 
 
 class NcclAllReduce(PackedCrossDeviceOps):
@@ -48,8 +43,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     Every rank of a node has a slice, and MPI's Allreduce combines what the counterparts on the nodes have.  Over the
     network goes no more than must.  `MpiAllReduce` does the like with large values; this one does it with all.  Right
-    for any number of ranks on any node.  Arrays in GPU memory stay there: each rank combines one share of them, and all
-    are gathered.
+    for any number of ranks on any node.  Arrays in GPU memory go as with `MpiAllReduce`.
 
     Args:
         num_packs: the values are split into about so many packs, whatever bytes_per_pack says; 0 leaves it to
@@ -63,13 +57,6 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def __init__(self, num_packs: int = 1) -> None:
         self._num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
-
-    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
-        """Return how arrays in GPU memory are combined: share by share."""
-        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, BY_SHARES  # here, for the quick import
-
-        usual = super()._gpu_operation(communicator, destination)
-        return BY_SHARES if usual is ALL_REDUCE else usual
 
     def _route(
         self,

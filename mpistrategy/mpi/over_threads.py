@@ -16,7 +16,7 @@ import numpy as np
 
 from mpistrategy.arrays.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
-from mpistrategy.mpi.contract.call_sites import line_of
+from mpistrategy.mpi.contract.call_sites import site_of
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Once
 from mpistrategy.mpi.interface.communicator import InOneProcess, NodeGroups
@@ -112,7 +112,9 @@ class Meeting:
             self._round += 1
         try:
             frame = sys._getframe(1)
-            self.turns.wait_for(self.members[rank], lambda: self._round > mine, lambda: f"waits at {line_of(frame)}")
+            self.turns.wait_for(
+                self.members[rank], lambda: self._round > mine, lambda: f"waits at {site_of(frame).text}"
+            )
         except CollectiveMismatchError:
             self._brought.pop(rank, None)
             raise

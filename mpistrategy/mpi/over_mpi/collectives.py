@@ -5,6 +5,8 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from itertools import accumulate, repeat
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
+from mpistrategy.errors import CollectiveTimeoutError
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface import buffers
@@ -27,6 +30,8 @@ from mpistrategy.mpi.tuning.thresholds import RouteName
 _DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
 #: Tags of messages between two ranks: of an exchange of uneven parts, and the first of those that a program chooses.
 _EXCHANGE, _PROGRAM = 2**10, 2**11
+#: Messages that were not answered in time: MPI may still use their memory.
+_abandoned: list[Message] = []
 #: The greatest tag that every MPI takes.
 GREATEST_TAG = 2**15 - 1 - _PROGRAM
 
@@ -65,14 +70,28 @@ class Message:
             self._receive_rest(status)
         return bool(MPI.Request.Testall(self._requests))
 
-    def wait(self) -> None:
-        """Wait until the block has been sent or received."""
-        if self.source is None:
-            status = MPI.Status()
-            self._requests[0].Wait(status)
-            self._receive_rest(status)
-        MPI.Request.Waitall(self._requests)
-        self._requests = []
+    def wait(self, where: str, timeout: float) -> None:
+        """Wait until the block has been sent or received; in steps, since no other rank may come.
+
+        Args:
+            where: the public name.
+            timeout: for how many seconds.
+
+        Raises:
+            CollectiveTimeoutError: when it takes longer.
+        """
+        end = time.monotonic() + timeout
+        while not self.test():
+            if time.monotonic() > end:
+                _abandoned.append(self)
+                peer = "any rank" if self.source is None else f"rank {self.source}"
+                raise CollectiveTimeoutError.at(
+                    where,
+                    found=f"no message between this rank and {peer} for {timeout:g} s",
+                    expected="send and recv on both",
+                    fix="A longer limit is the group's timeout, or MPISTRATEGY_TIMEOUT_SECONDS.",
+                )
+            os.sched_yield()
 
     def _receive_rest(self, status: MPI.Status) -> None:
         """Begin to receive the other pieces from the rank that has sent the first one."""

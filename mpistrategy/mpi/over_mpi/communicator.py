@@ -166,12 +166,14 @@ class MpiCommunicator(Collectives):
         if self.local_size < self.size:
             self.node_sum = add_up(wait())
             return lines, control
-        told = self.failures = Failures(errors, lambda: mailboxes.sequence)
-        mailboxes = Mailboxes(shared, cell_bytes, wait(told.look))
-        self.node_sum = add_up(wait(told.look), self._shared_if_there_is_room)
+        self.failures = Failures(errors)
+        self.mailboxes = mailboxes = Mailboxes(shared, cell_bytes, wait(self._look))
+        self.node_sum = add_up(wait(self._look), self._shared_if_there_is_room)
         mailboxes.allgather_text = control.allgather_text
-        self.mailboxes = mailboxes
         return lines, mailboxes
+
+    def _look(self) -> None:
+        self.guard.look()
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's.  Collective.

@@ -93,6 +93,21 @@ class Job:
         return self._result
 
 
+class Done:
+    """The result of what was done in place of a `Job`."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def is_over(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> Any:
+        """Return it."""
+        return self._result
+
+
 class AtOnce(Freed):
     """Runs every job when it is submitted, in the calling thread.
 
@@ -100,8 +115,11 @@ class AtOnce(Freed):
         communicator: that of the jobs.
         submitted: the number of jobs so far.
         known_to_all: how many of them all ranks are known to have submitted.
+        is_at_once: whether a job is done when it has been submitted.
         views: for a submitter of jobs, its copy that uses this communicator.
     """
+
+    is_at_once: bool = True
 
     def __init__(self, communicator: Any) -> None:
         self.communicator = communicator
@@ -112,13 +130,17 @@ class AtOnce(Freed):
 
     def submit(self, job: Job) -> None:
         """Run `job`; raise its error, which no rank need wait for."""
-        self.submitted += 1
-        self.known_to_all = self.submitted
+        self.count()
         job.run()
         if job.error is not None:
             raise job.error
 
-    def finish(self, job: Job) -> None:
+    def count(self) -> None:
+        """Count a job, which all ranks submit before they go on."""
+        self.submitted += 1
+        self.known_to_all = self.submitted
+
+    def finish(self, job: Any) -> None:
         """Do what is needed for `job` to end by itself: nothing."""
 
     def keep_failed(self, job: Job) -> None:
@@ -141,6 +163,7 @@ class AtWait(AtOnce):
     """
 
     submitted: int
+    is_at_once: bool = False
 
     def __init__(self, communicator: Any) -> None:
         super().__init__(communicator)
@@ -174,6 +197,7 @@ class Engine(AtOnce):
     """
 
     submitted: int
+    is_at_once: bool = False
 
     def __init__(self, communicator: Any) -> None:
         #: The jobs that are not over, the one under way included; None ends the thread.

@@ -355,6 +355,7 @@ def test_of_many_ranks_all_are_waited_for_and_compared() -> None:
     ("ranks", "op"),
     [(15, ms.ReduceOp.MAX), (16, ms.ReduceOp.PROD), (16, ms.ReduceOp.SUM), (37, ms.ReduceOp.MEAN)],
 )
+@np.errstate(all="ignore")
 def test_of_many_ranks_the_bits_are_those_of_one_rank_after_the_other(ranks: int, op: ms.ReduceOp) -> None:
     dice = np.random.default_rng(ranks)
     for dtype in map(np.dtype, ("f4", "f8", "c16", "i1", "i8", "u4")):
