@@ -45,7 +45,7 @@ class Communicator(ABC):
         node_sum: adds up arrays of this node; None where its ranks share no memory.
         once: returns what is made once for these ranks: ``once(key, make)``.
         is_simulated: whether the ranks are threads of one process.
-        has_links: whether `links` can be made: whether there is an MPI.
+        has_links: whether some of the ranks can have a communicator of their own: whether there is an MPI.
         is_crowded: whether the ranks of this node outnumber the cores that they may use.
     """
 
@@ -75,10 +75,6 @@ class Communicator(ABC):
     @abstractmethod
     def progress(self) -> None:
         """Let MPI make progress with messages."""
-
-    def links(self, counterparts: Sequence[Sequence[int]]) -> Sequence[Any]:
-        """Return a communicator for each list of ranks, this one among them; all of a list make theirs alike."""
-        return []
 
     @abstractmethod
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:

@@ -46,8 +46,8 @@ _LOOKS_WITHOUT_MPI = 16
 
 def piece_bytes_for(node_of: Sequence[int]) -> int:
     """Return how much of a buffer is one piece; the same on all ranks."""
-    room = NODE_BYTES // max(Counter(node_of).values()) - segment_bytes(0)
-    most = room // (segment_bytes(ALIGNMENT) - segment_bytes(0)) * ALIGNMENT
+    pieces = (segment_bytes(1) - segment_bytes(0)) * max(Counter(node_of).values())
+    most = NODE_BYTES // pieces // ALIGNMENT * ALIGNMENT
     return min(PIECE_BYTES, max(most, _LEAST_PIECE_BYTES))
 
 
@@ -193,7 +193,7 @@ class AcrossNodes(Freed):
         self._new_links: Callable[[], list[Any]] = partial(communicator.links, self._lanes.counterparts)
         if memory is not None and len(memory.segments) > 1:
             waiting = _AmongMessages(self._until)
-            self.node_sum = NodeSum(memory, self.piece_bytes, waiting, part_of=self._lanes.share_of)
+            self.node_sum = NodeSum(memory, self.piece_bytes, waiting, part_of=self._lanes.part_of)
         if communicator.nodes > 1:
             self._links = self._new_links()
 
@@ -234,8 +234,8 @@ class AcrossNodes(Freed):
         elements, under_way = self.piece_bytes // itemsize, deque[tuple[Flight, slice]]()
         for start in range(0, arrays[0].size, elements):
             count = min(elements, arrays[0].size - start)
-            part = self._lanes.part_of(self._lanes.local_rank, count, itemsize)
-            own = slice(start + part.start, start + part.stop)
+            begin, end = self._lanes.part_of(count, self._lanes.local_rank, len(arrays), itemsize)
+            own = slice(start + begin, start + end)
             total = targets[0][own]
             if total.size:
                 in_rank_order([array[own] for array in arrays], (total,), op, 1)
