@@ -13,7 +13,6 @@ Where the ranks of a node share no memory, and in simulated jobs, the levels tak
 
 from __future__ import annotations
 
-import itertools
 import os
 import time
 from collections import Counter, deque
@@ -27,7 +26,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.communicator import Communicator, NodeGroups
-from mpistrategy.mpi.multi_node.lanes import every_rank
+from mpistrategy.mpi.multi_node.lanes import Lanes, every_rank
 from mpistrategy.mpi.multi_node.rounded_exchange import Rounded, Wire
 from mpistrategy.mpi.shared_memory.node_sum import Exchange, NodeSum, in_rank_order, segment_bytes
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
@@ -168,15 +167,18 @@ class AcrossNodes(Freed):
         piece_bytes: how much of a buffer is one piece.
         node_sum: adds up ordinary arrays of this node; None on a node of one rank, and where ranks share no memory.
         sees_node: whether arrays that all ranks of the node see can be combined by `in_place`.
+        lanes: who owns which slice.
+        links: the communicator of each slice of this rank.
+        rounded: how slices of this rank are exchanged where they are rounded, for each piece under way.
+        flights: the exchanges with other nodes that are under way.
     """
 
     def __init__(self, communicator: Any) -> None:
-        self._lanes = every_rank(communicator.node_of, communicator.rank)
+        self.lanes: Lanes = every_rank(communicator.node_of, communicator.rank)
         self.piece_bytes: int = piece_bytes_for(communicator.node_of)
         self.node_sum: NodeSum | None = None
-        self._links: list[Any] = []
-        #: How slices of this rank are exchanged where they are rounded, for each piece under way.
-        self._rounded: list[list[Rounded]] = []
+        self.links: list[Any] = []
+        self.rounded: list[list[Rounded]] = []
         self._groups: NodeGroups | None = None
         nbytes = segment_bytes(self.piece_bytes)
         memory = communicator.shared(nbytes) if communicator.size > communicator.nodes else None
@@ -186,16 +188,15 @@ class AcrossNodes(Freed):
             return
         usual = CROWDED if communicator.is_crowded else EAGER
         self._manner: Manner = communicator.manner or usual
-        #: The exchanges with other nodes that are under way.
-        self._flights: list[Flight] = []
+        self.flights: list[Flight] = []
         self._progress: Callable[[], object] = communicator.progress
         self._on_all = communicator.guard.on_all
-        self._new_links: Callable[[], list[Any]] = partial(communicator.links, self._lanes.counterparts)
+        self._new_links: Callable[[], list[Any]] = partial(communicator.links, self.lanes.counterparts)
         if memory is not None and len(memory.segments) > 1:
-            waiting = _AmongMessages(self._until)
-            self.node_sum = NodeSum(memory, self.piece_bytes, waiting, part_of=self._lanes.part_of)
+            waiting = _AmongMessages(self.wait)
+            self.node_sum = NodeSum(memory, self.piece_bytes, waiting, part_of=self.lanes.part_of)
         if communicator.nodes > 1:
-            self._links = self._new_links()
+            self.links = self._new_links()
 
     def allreduce(self, source: Array, target: Array, op: str, wire: Wire) -> None:
         """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same.
@@ -234,7 +235,7 @@ class AcrossNodes(Freed):
         elements, under_way = self.piece_bytes // itemsize, deque[tuple[Flight, slice]]()
         for start in range(0, arrays[0].size, elements):
             count = min(elements, arrays[0].size - start)
-            begin, end = self._lanes.part_of(count, self._lanes.local_rank, len(arrays), itemsize)
+            begin, end = self.lanes.part_of(count, self.lanes.local_rank, len(arrays), itemsize)
             own = slice(start + begin, start + end)
             total = targets[0][own]
             if total.size:
@@ -245,15 +246,15 @@ class AcrossNodes(Freed):
         while under_way:
             _write(exchange, *under_way.popleft(), targets, finish)
 
-    def _exchange(self, target: Array, op: str, wire: Wire) -> LanesExchange:
-        if wire is not None and not self._rounded:
-            self._rounded = self._new_rounded(wire)
-        return LanesExchange(self, op, wire, blocks=self._manner.blocks and target.nbytes <= self.piece_bytes)
+    def _exchange(self, target: Array, op: str, wire: Wire) -> _Pieces:
+        if wire is not None and not self.rounded:
+            self.rounded = self._new_rounded(wire)
+        return _Pieces(self, op, wire, blocks=self._manner.blocks and target.nbytes <= self.piece_bytes)
 
     def _new_rounded(self, wire: np.dtype[Any]) -> list[list[Rounded]]:
         """Return how the slices of this rank are exchanged, for each piece under way.  Collective."""
         itemsize = np.dtype(np.float32).itemsize
-        most = self._lanes.longest_slice(self.piece_bytes // itemsize, itemsize)
+        most = self.lanes.longest_slice(self.piece_bytes // itemsize, itemsize)
         links = [self._new_links() for _ in range(BUFFERS)]  # ranks may start two pieces' messages in any order
 
         def made() -> list[list[Rounded]]:
@@ -261,31 +262,6 @@ class AcrossNodes(Freed):
 
         rounded: list[list[Rounded]] = self._on_all(made)
         return rounded
-
-    def begin(self, total: Array, count: int, number: int, op: str, wire: Wire, *, blocks: bool) -> Flight:
-        """Begin to combine this rank's part of a piece of `count` elements, the `number`-th, with its counterparts'."""
-        slices = self._lanes.slices_of(count, total.itemsize) if self._links else []
-        parts = [(lane, total[part]) for lane, part in enumerate(slices) if part.stop > part.start]
-        flight = Flight(self._messages(parts, number, op, wire, blocks=blocks))
-        self._flights.append(flight)
-        return flight
-
-    def _messages(
-        self, parts: Sequence[tuple[int, Array]], number: int, op: str, wire: Wire, *, blocks: bool
-    ) -> Iterator[list[Any]]:
-        if wire is not None:
-            for lane, values in parts:
-                yield from self._rounded[number % BUFFERS][lane].exchange(values)
-        elif blocks:  # nothing can fail on one rank between the agreement and this
-            for lane, values in parts:
-                self._links[lane].reduce_by_mpi(values, op)
-        else:
-            yield [self._links[lane].begin_to_reduce_by_mpi(values, op) for lane, values in parts]
-
-    def end(self, flight: Flight) -> None:
-        """Wait until an exchange is over."""
-        self._until(flight.has_landed)
-        self._flights.remove(flight)
 
     def _in_turn(self, groups: NodeGroups, source: Array, target: Array, op: str, wire: Wire) -> None:
         """Combine within each node, then between their first ranks, and hand out, each by its own collective."""
@@ -307,28 +283,29 @@ class AcrossNodes(Freed):
 
     def free(self) -> None:
         """Free the communicators of the counterparts, where all ranks are known to do so."""
-        for link in (*self._links, *(each.link for those in self._rounded for each in those)):
+        for link in (*self.links, *(each.link for those in self.rounded for each in those)):
             link.free()
 
     def _advance(self) -> bool:
         moved = False
-        for flight in self._flights:
+        for flight in self.flights:
             moved = flight.advance() or moved
         return moved
 
-    def _until(self, ready: Callable[[], bool]) -> None:
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready()`, and let messages move on meanwhile."""
         looks = 0
         while not ready():
             if not self._advance():
                 looks += 1
                 self._manner.pause(looks)
-                if not self._flights and looks % _LOOKS_WITHOUT_MPI == 0:
+                if not self.flights and looks % _LOOKS_WITHOUT_MPI == 0:
                     self._progress()  # what this rank sent last may still lie in MPI's own memory
-                for _ in range(self._manner.nudges if self._flights else 0):
-                    self._flights[0].nudge()
+                for _ in range(self._manner.nudges if self.flights else 0):
+                    self.flights[0].nudge()
 
 
-class LanesExchange(Exchange):
+class _Pieces(Exchange):
     """The exchange of the pieces of one buffer, in their order.
 
     Args:
@@ -339,15 +316,33 @@ class LanesExchange(Exchange):
 
     def __init__(self, across: AcrossNodes, op: str, wire: Wire, *, blocks: bool) -> None:
         self._across, self._op, self._wire, self._blocks = across, op, wire, blocks
-        self._numbers = itertools.count()
+        self._count = 0
 
     def begin(self, total: Array, count: int) -> Flight:
         """Begin to combine this rank's part of a piece with those of its counterparts."""
-        return self._across.begin(total, count, next(self._numbers), self._op, self._wire, blocks=self._blocks)
+        across = self._across
+        self._count += 1
+        slices = across.lanes.slices_of(count, total.itemsize) if across.links else []
+        flight = Flight(self._messages([(n, total[part]) for n, part in enumerate(slices) if part.stop > part.start]))
+        across.flights.append(flight)
+        return flight
+
+    def _messages(self, parts: Sequence[tuple[int, Array]]) -> Iterator[list[Any]]:
+        links, op = self._across.links, self._op
+        if self._wire is not None:
+            rounded = self._across.rounded[self._count % BUFFERS]
+            for lane, values in parts:
+                yield from rounded[lane].exchange(values)
+        elif self._blocks:  # nothing can fail on one rank between the agreement and this
+            for lane, values in parts:
+                links[lane].reduce_by_mpi(values, op)
+        else:
+            yield [links[lane].begin_to_reduce_by_mpi(values, op) for lane, values in parts]
 
     def end(self, begun: Flight) -> None:
         """Wait until it has been combined."""
-        self._across.end(begun)
+        self._across.wait(begun.has_landed)
+        self._across.flights.remove(begun)
 
 
 class _AmongMessages(Waiting):
@@ -366,7 +361,7 @@ def _has_come(numbers: memoryview, value: int) -> bool:
 
 
 def _write(
-    exchange: LanesExchange, flight: Flight, own: slice, targets: Sequence[Array], finish: Callable[[Array], object]
+    exchange: _Pieces, flight: Flight, own: slice, targets: Sequence[Array], finish: Callable[[Array], object]
 ) -> None:
     """Write this rank's part of a piece into all targets when it has been combined: it is in the first one."""
     exchange.end(flight)
