@@ -8,7 +8,7 @@ agreement and it.
 Two pieces are under way at a time: while one is on the network, the node adds up the next.  Who adds what depends only
 on the placement of the ranks: equal runs give equal bits.
 
-Where the ranks of a node share no memory, and in simulated jobs, the levels take turns with the whole array.
+Ranks that share no memory count as nodes of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.buffers import Freed
-from mpistrategy.mpi.interface.communicator import Communicator, NodeGroups
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.lanes import Lanes, every_rank
 from mpistrategy.mpi.multi_node.rounded_exchange import Rounded, Wire
 from mpistrategy.mpi.shared_memory.node_sum import Exchange, NodeSum, in_rank_order, segment_bytes
@@ -89,7 +89,12 @@ def allreduce_across(
     flat = buffer.reshape(-1)
     mine = flat if source is None else source.reshape(-1)
     with np.errstate(all="ignore"):
-        across_nodes(communicator).allreduce(mine, flat, op, wire)
+        if communicator.has_links:
+            across_nodes(communicator).allreduce(mine, flat, op, wire)
+        elif wire is None:
+            communicator.allreduce(flat, op, mine)
+        else:
+            _rounded_in_one_process(communicator, mine, flat, wire)
 
 
 def allreduce(ranks: Communicator, buffer: Array, op: str, source: Array | None, wire: Wire) -> None:
@@ -174,28 +179,28 @@ class AcrossNodes(Freed):
     """
 
     def __init__(self, communicator: Any) -> None:
-        self.lanes: Lanes = every_rank(communicator.node_of, communicator.rank)
-        self.piece_bytes: int = piece_bytes_for(communicator.node_of)
+        memory = None
+        node_of: Sequence[int] = range(communicator.size)
+        if communicator.size > communicator.nodes:
+            memory = communicator.shared(shared_bytes(communicator.node_of))
+        self.sees_node: bool = memory is not None and memory.is_shared
+        if self.sees_node:
+            node_of = communicator.node_of
+        self.lanes: Lanes = every_rank(node_of, communicator.rank)
+        self.piece_bytes: int = piece_bytes_for(node_of)
         self.node_sum: NodeSum | None = None
         self.links: list[Any] = []
         self.rounded: list[list[Rounded]] = []
-        self._groups: NodeGroups | None = None
-        nbytes = segment_bytes(self.piece_bytes)
-        memory = communicator.shared(nbytes) if communicator.size > communicator.nodes else None
-        self.sees_node: bool = communicator.has_links and (memory is None or memory.is_shared)
-        if not self.sees_node:
-            self._groups = communicator.node()
-            return
         usual = CROWDED if communicator.is_crowded else EAGER
         self._manner: Manner = communicator.manner or usual
         self.flights: list[Flight] = []
         self._progress: Callable[[], object] = communicator.progress
         self._on_all = communicator.guard.on_all
         self._new_links: Callable[[], list[Any]] = partial(communicator.links, self.lanes.counterparts)
-        if memory is not None and len(memory.segments) > 1:
+        if memory is not None and self.sees_node and len(memory.segments) > 1:
             waiting = _AmongMessages(self.wait)
             self.node_sum = NodeSum(memory, self.piece_bytes, waiting, part_of=self.lanes.part_of)
-        if communicator.nodes > 1:
+        if max(node_of) > 0:
             self.links = self._new_links()
 
     def allreduce(self, source: Array, target: Array, op: str, wire: Wire) -> None:
@@ -203,9 +208,7 @@ class AcrossNodes(Freed):
 
         `wire` is that of `allreduce_across`.
         """
-        if self._groups is not None:
-            self._in_turn(self._groups, source, target, op, wire)
-        elif self.node_sum is None:
+        if self.node_sum is None:
             self.in_place((source,), (target,), op, wire, _as_it_is)
         else:
             self.node_sum.run(((source, target),), op, exchange=self._exchange(target, op, wire))
@@ -262,24 +265,6 @@ class AcrossNodes(Freed):
 
         rounded: list[list[Rounded]] = self._on_all(made)
         return rounded
-
-    def _in_turn(self, groups: NodeGroups, source: Array, target: Array, op: str, wire: Wire) -> None:
-        """Combine within each node, then between their first ranks, and hand out, each by its own collective."""
-        if not target.size:
-            return
-        if target is not source:
-            target[...] = source
-        groups.node.reduce(target, 0, op)
-        leaders = groups.leaders
-        if leaders is None or leaders.size == 1:
-            pass
-        elif leaders.has_links:
-            across_nodes(leaders).allreduce(target, target, op, wire)
-        else:
-            _round(target, wire)
-            leaders.allreduce(target, op)
-            _round(target, wire)
-        groups.node.bcast(target, 0)
 
     def free(self) -> None:
         """Free the communicators of the counterparts, where all ranks are known to do so."""
@@ -374,7 +359,10 @@ def _as_it_is(total: Array) -> None:
     """Finish nothing."""
 
 
-def _round(values: Array, wire: Wire) -> None:
-    """Round values in place to the dtype that travels, where it is another one."""
-    if wire is not None:
-        values[...] = values.astype(wire)
+def _rounded_in_one_process(communicator: Communicator, source: Array, target: Array, wire: np.dtype[Any]) -> None:
+    """Do `allreduce_across` with ranks that are threads: round what each node has, and the sum."""
+    together = np.empty((communicator.size, source.size), source.dtype)
+    communicator.allgatherv(source, [source.size] * communicator.size, together)
+    sums = [together[np.equal(communicator.node_of, node)].sum(axis=0) for node in range(communicator.nodes)]
+    rounded = np.add.reduce([each.astype(wire).astype(source.dtype) for each in sums])
+    target[...] = rounded.astype(wire)

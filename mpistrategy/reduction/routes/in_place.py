@@ -195,15 +195,9 @@ def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
 
         on_device.bcast(communicator, replicas.mine, 0)
         return
-    if not replicas.is_shared:
+    if not replicas.is_shared or communicator.nodes > 1:
         communicator.bcast(replicas.mine, 0)
-        return
-    if communicator.nodes > 1:
-        leaders = communicator.node().leaders
-        if leaders is not None:
-            leaders.bcast(replicas.mine, 0)
-        communicator.node_barrier()
-    if replicas.local_rank != 0:
+    elif replicas.local_rank != 0:
         replicas.mine[...] = replicas.arrays[0]
 
 
