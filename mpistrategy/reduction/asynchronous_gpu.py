@@ -88,5 +88,5 @@ def engine(
 
 def known_path(reducer: Reducer, options: CommunicationOptions | None) -> DevicePath | None:
     """Return the path that arrays with these options take; None while the ranks have not chosen it."""
-    word = path_word(reducer.options.merge(options), getattr(reducer.algorithm, "_device_path", ""))
+    word = path_word(reducer.options.merge(options), reducer.algorithm._device_path)
     return device_paths(reducer.communicator).known.get(word)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.shown import ranks_in_words
 
@@ -64,7 +65,7 @@ class DevicePath(Protocol):
 
 
 @dataclass
-class DevicePaths:
+class DevicePaths(Freed):
     """The paths of one strategy.
 
     Attributes:

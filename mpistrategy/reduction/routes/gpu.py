@@ -224,7 +224,7 @@ def _finished_by(ranks: Any, path_name: str) -> str:
     """Return who does the host's part of an all-reduce that goes on while the program computes."""
     if path_name in ON_THE_STREAM:
         return ""
-    if getattr(ranks, "may_use_threads", False):
+    if ranks.may_use_threads:
         return "; a thread of this rank does what the host must do"
     return "; wait() does what the host must do: MPI has no MPI_THREAD_MULTIPLE"
 
