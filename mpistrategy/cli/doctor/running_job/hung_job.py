@@ -190,7 +190,7 @@ def lines(told: Told, late: Sequence[Lateness] = ()) -> list[str]:
         shown.append(f"{len(waiting)} of {len(seen)} ranks{here} wait: for ranks that are not known to have come.")
     else:
         shown.append(
-            f"All {len(seen)} ranks wait: in different strategies, in calls that do not fit together, or for a network that has stopped."
+            f"All {len(seen)} ranks wait: in calls that do not fit together, or for a network that has stopped."
         )
     if unclear:
         shown.append(f"Not heard of since this wait began: {ranks_in_words([each.rank for each in unclear])}.")
