@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import cupy_double
@@ -269,7 +269,9 @@ def test_the_watchdog_sees_how_far_the_gpu_is(cupy: Any) -> None:
     flight.look(1.0)
     assert (flight.entry, flight.in_words(1.0), flight.waited(9.0, 0.0)) == (None, "", 0.0)
     stream.put(int, ready=lambda: may_begin[0])
-    flight.begin([7, type("", (), {"where": "all_reduce"}), 0.0, 0.0], 3.0)
+    words = dict.fromkeys(("structure", "name", "place"), "") | {"where": "all_reduce", "signature": None}
+    call: Any = SimpleNamespace(number=7, entered=0.0, left=0.0, timeout=None, **words)
+    flight.begin(call, 3.0)
     stream.put(int, ready=lambda: may_end[0])
     flight.given()
     flight.look(2.0)
