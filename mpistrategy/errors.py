@@ -103,6 +103,8 @@ class MpiStrategyError(Exception):
 
     where = found = expected = fix = ""
     rank: int | None = None
+    # Of an error that several ranks raise: whether another rank prints it whole, and whether others have other errors.
+    _is_printed_elsewhere = _is_one_of_several = False
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
@@ -126,7 +128,7 @@ class MpiStrategyError(Exception):
         return error
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Whether the other ranks of this process's strategies know the error means nothing elsewhere.
+        # Who prints the error means nothing elsewhere.
         return type(self), self.args, {name: kept for name, kept in vars(self).items() if not name.startswith("_")}
 
 

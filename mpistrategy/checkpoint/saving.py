@@ -38,7 +38,7 @@ from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Manifest, Shard, 
 from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of, shard_name
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.public_calls import WRITING, collective
+from mpistrategy.mpi.contract.observers import Interval
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.job.abort import before_abort
 from mpistrategy.mpi.job.launcher import version
@@ -197,13 +197,12 @@ class Saving(NotPickled):
                 expected="a file system that the nodes of all ranks share",
             ) from error
 
-    @collective(WRITING)
     def _write(self, collected: Collected) -> Array:
         """Write this rank's shard; return the report."""
         assert self._folder is not None
         assert collected.shard is not None
         name = shard_name(collected.shard)
-        with writing("Checkpoint.save", os.path.join(self._folder.path, name)):
+        with Interval("span", "write a checkpoint"), writing("Checkpoint.save", os.path.join(self._folder.path, name)):
             nbytes, checksum = self._folder.write(name, pieces_of(collected.arrays))
         collected.arrays = {}
         report = np.zeros(1, REPORT)

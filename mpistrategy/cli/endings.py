@@ -17,8 +17,7 @@ import contextlib
 import os
 import sys
 
-from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK
+from mpistrategy.errors import LaunchError, MpiStrategyError
 from mpistrategy.mpi.job.exit_hooks import status_of
 from mpistrategy.objects.text import encoded
 
@@ -86,7 +85,9 @@ def _is_from_outside(error: BaseException) -> bool:
     seen: set[int] = set()
     each: BaseException | None = error
     while each is not None and id(each) not in seen:
-        if OF_ANOTHER_RANK in getattr(each, "__dict__", ()) or type(each).__module__.partition(".")[0] == "mpi4py":
+        if isinstance(each, MpiStrategyError) and each._is_printed_elsewhere:
+            return True
+        if type(each).__module__.partition(".")[0] == "mpi4py":
             return True
         seen.add(id(each))
         each = each.__cause__ or each.__context__

@@ -186,9 +186,9 @@ def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCom
         raise
     except (ImportError, RuntimeError) as error:
         raise no_mpi("MirroredStrategy", error) from None  # its traceback shows mpi4py's search alone
-    _load(_USED_LATER)
     world.refuse_child("MirroredStrategy", comm)
     with world.joining("MirroredStrategy", comm):
+        _load(_USED_LATER)
         return MpiCommunicator(comm, contains_errors=contains_errors)
 
 

@@ -14,8 +14,8 @@ from typing import Any, NamedTuple
 
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import observers
-from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.flight_recorder import CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects.text import encoded
 from mpistrategy.options import is_on
@@ -98,12 +98,12 @@ class _Ranges:
         self._stop = stop
         self._inside: set[Guard] = set()
 
-    def entered(self, guard: Guard, call: Call) -> None:
+    def entered(self, guard: Guard, call: CurrentCall) -> None:
         """Begin the range of a collective."""
         self._inside.add(guard)
         self._push(call.where)
 
-    def left(self, guard: Guard, call: Call) -> None:
+    def left(self, guard: Guard, call: CurrentCall) -> None:
         """End it, unless it began before the ranges."""
         if guard in self._inside:
             self._inside.remove(guard)

@@ -8,7 +8,8 @@ from types import TracebackType
 from typing import Self
 
 from mpistrategy.errors import OptionTypeError
-from mpistrategy.mpi.contract.observers import Interval, is_watched
+from mpistrategy.mpi.contract import observers
+from mpistrategy.mpi.contract.observers import Interval
 
 
 class Switched(ABC):
@@ -50,7 +51,7 @@ class Span(ContextDecorator):
         return type(self)(self._name)  # a function may be called by several threads, and by itself
 
     def __enter__(self) -> Self:
-        if is_watched():
+        if observers.observers:
             self._intervals.append(Interval("span", self._name))
             self._intervals[-1].__enter__()
         return self

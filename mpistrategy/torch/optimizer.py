@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -163,12 +164,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         wide = [_wide(each) for each in gradients]
         arrays = [t.in_numpy(each) for each in wide if each.is_cpu and self._options.wire is None]
         layouts = tuple([(each.dtype, each.shape) for each in arrays])
-        agreed = None if len(arrays) < len(wide) else reducer.agreed_plan(self._op, layouts)
-        if agreed is None:
+        plan = None if len(arrays) < len(wide) else reducer.plan_of_arrays(self._op, layouts)
+        if plan is None:
             context.all_reduce(self._op, wide, self._options, out=wide)
         else:
-            call.wait_as(agreed.timeout_seconds)
-            run_plan(agreed.plan, arrays, lambda: call.agree("reduce", **agreed.words))
+            run_plan(plan.plan, arrays, partial(plan.agree, call))
         t.write(wide, gradients)
 
     @contextlib.contextmanager

@@ -12,10 +12,9 @@ from types import TracebackType
 from typing import Any
 
 from mpistrategy import errors
-from mpistrategy.mpi.contract import timeouts
+from mpistrategy.mpi.contract import observers, timeouts
 from mpistrategy.mpi.contract.call_sites import Signature, site_of
-from mpistrategy.mpi.contract.error_messages import AGREED, BEFORE, is_of_one_rank
-from mpistrategy.mpi.contract.flight_recorder import LEFT, CurrentCall
+from mpistrategy.mpi.contract.flight_recorder import CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects import jax_traces
 
@@ -48,8 +47,11 @@ class Call:
     name: str = ""
     #: The call site as ranks compare it; "" for a call that may be made anywhere.
     place: str = ""
+    #: Its number, and when it was entered and left: see `CurrentCall`.
+    number: int = 0
+    entered: float = 0.0
+    left: float = 0.0
     _outer: CurrentCall | None = None
-    _entry: list[Any] | None = None
     _on_gpu: AbstractContextManager[Any] | None = None
 
     def __init__(
@@ -84,6 +86,8 @@ class Call:
                 self._join(guard, outer)
             self._before = guard.since
             guard.current = self
+            if observers.observers and outer is None:
+                observers.tell("entered", guard, self)
             if self._called is not None and not isinstance(self._called, str):
                 raise self._refused(
                     errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")
@@ -100,14 +104,14 @@ class Call:
 
     def _begin(self, guard: Guard) -> None:
         """Enter the outermost call into the flight record."""
-        guard.thread, guard.stage = get_ident(), BEFORE
+        guard.thread, guard.agreed, guard.told = get_ident(), False, None
         if not self._anywhere:
             self.place = (guard.site or site_of(_getframe(2))).place
         if guard.size > 1:
             record = guard.record
             record.number += 1
-            self._entry = [record.number, self, monotonic(), 0.0]
-            record.entries.append(self._entry)
+            self.number, self.entered = record.number, monotonic()
+            record.entries.append(self)
 
     def _join(self, guard: Guard, outer: CurrentCall) -> None:
         """Take over what the call around this one has."""
@@ -177,7 +181,7 @@ class Call:
 
     def expect_more(self) -> None:
         """Say that there will be one more `agree`: a failure before it must be reported to the other ranks."""
-        self._guard.stage = BEFORE
+        self._guard.agreed = False
 
     def wait_as(self, timeout_seconds: float | None) -> None:
         """Set how long this call may wait for the other ranks; None leaves it as it is."""
@@ -196,24 +200,21 @@ class Call:
             self._leave()
             return
         try:
-            if not guard.was_told(error):
-                if guard.stage == AGREED and not is_of_one_rank(error):
-                    guard.mark_raised_by_all(error)
-                guard.fail(self.where, error)
+            guard.fail(self.where, error)
         finally:
             self._leave()
-        if self._outer is None:
-            guard.clear_told(error)  # the program may raise the same object again, in another call
-        else:
-            guard.mark_told(error)
+        # The program may raise the same object again, in another call.
+        guard.told = error if self._outer is not None else None
 
     def _leave(self) -> None:
         guard = self._guard
         guard.current = self._outer
+        if observers.observers and self._outer is None:
+            observers.tell("left", guard, self)
         if self._before == math.inf:
             guard.since = math.inf  # the program's own work goes on
-        if self._entry is not None:
-            self._entry[LEFT] = monotonic()
+        if self.number:
+            self.left = monotonic()
         if self._on_gpu is not None:
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed

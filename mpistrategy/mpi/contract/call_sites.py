@@ -13,7 +13,7 @@ import os
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from itertools import islice
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
@@ -25,7 +25,6 @@ _FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "
 _PROGRAMS = os.path.join(_FOLDER, "cli", "bench", "")
 _REMEMBERED = 4096
 _CALLERS = 2
-_DIGESTS, _LONG_FIELD = 4096, 64
 _MOST_NAMED = 3
 _MODULE = "<module>"
 _FROM = " from "
@@ -162,11 +161,6 @@ def call_site() -> Site:
     return site_of(sys._getframe(1))
 
 
-def line_of(frame: FrameType | None) -> str:
-    """Return file and line of the first frame outside this package, from `frame` on."""
-    return _site_of([found]).text if (found := outside(frame)) is not None else UNKNOWN.text
-
-
 def without_columns(place: str) -> str:
     """Return ``loss.py:3 from train.py:12`` of ``loss.py:3:8 from train.py:12:4``."""
     return _FROM.join(_without_column(each) for each in place.split(_FROM))
@@ -224,33 +218,10 @@ def names_in_words(names: Sequence[str]) -> str:
     return f"{', '.join(names[:_MOST_NAMED])} and {len(names) - _MOST_NAMED} more ({digest})"
 
 
-class Digests:
-    """The digests of signatures, below 2**62; each is computed once."""
-
-    def __init__(self) -> None:
-        #: The digest and the signature itself, so that the flight record holds one object for all equal calls.
-        self._known: dict[Signature, tuple[int, Signature]] = {}
-        self._long_fields: dict[Any, str] = {}
-
-    def of(self, signature: Signature) -> tuple[int, Signature]:
-        """Return the digest, and one signature object for all equal ones."""
-        found = self._known.get(signature)
-        if found is not None:
-            return found
-        if len(self._known) >= _DIGESTS:
-            self._known.clear()
-            self._long_fields.clear()
-        # Long fields (the variables of a step) repeat while short ones (its number) change.
-        fields = [self._of_field(field) if len(field) > _LONG_FIELD else field for field in signature]
-        digest = int.from_bytes(_hashed(repr(fields)), "little") >> 2
-        found = self._known[signature] = (digest, signature)
-        return found
-
-    def _of_field(self, field: Any) -> str:
-        known = self._long_fields.get(field)
-        if known is None:
-            known = self._long_fields[field] = _hashed(repr(field)).hex()
-        return known
+@lru_cache(_REMEMBERED)
+def digest_of(signature: Signature) -> int:
+    """Return the digest of a signature, below 2**62."""
+    return int.from_bytes(_hashed(repr(tuple(signature))), "little") >> 2
 
 
 def _hashed(text: str) -> bytes:

@@ -9,8 +9,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
-from mpistrategy.errors import OptionError, OptionWarning
-from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.errors import OptionError
 from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
@@ -21,22 +20,16 @@ else:
 #: The environment variable that chooses the level.
 VARIABLE = "MPISTRATEGY_CHECK"
 ALWAYS, OFF = LEVELS = ("always", "off")
-#: A level of earlier versions, which compared only new calls and every 32nd.
-_FORMER = "first"
 
 
 def parse(value: Any, where: str, name: str = "") -> str:
-    """Return the level that `value` names; "first" warns and means "always".
+    """Return the level that `value` names.
 
     Raises:
         OptionError: for anything else.
     """
     if isinstance(value, str) and value.lower() in LEVELS:
         return value.lower()
-    if isinstance(value, str) and value.lower() == _FORMER:
-        text = f'{where}: {name}"{_FORMER}" is not a level any more and means "{ALWAYS}": every call is compared, '
-        warn(f"{text}in the first message of the call", OptionWarning)
-        return ALWAYS
     raise OptionError.at(
         where,
         found=f"{name}{value!r}",

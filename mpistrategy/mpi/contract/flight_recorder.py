@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -18,14 +18,14 @@ from mpistrategy.mpi.contract.call_sites import Signature, without_columns
 #: How many collectives are remembered.
 LENGTH = 256
 
-NUMBER, WHAT, ENTERED, LEFT = range(4)
-#: One collective: its number in its strategy, from 1 on; the `Call`; when it was entered and when it was left, in
-#: seconds of time.monotonic().  The last is 0.0 while the collective runs.
-Entry = Sequence[Any]
-
 
 class CurrentCall(Protocol):
-    """The public call that a rank is in: a `mpistrategy.mpi.contract.call.Call`."""
+    """A public call of this rank: a `mpistrategy.mpi.contract.call.Call`.
+
+    Attributes:
+        number: its number in its strategy, from 1 on; 0 for a call inside another one, and in a strategy of one rank.
+        entered, left: when it was, in seconds of time.monotonic(); `left` is 0.0 while it runs.
+    """
 
     where: str
     structure: str
@@ -33,6 +33,9 @@ class CurrentCall(Protocol):
     place: str
     signature: Signature | None
     timeout: float | None
+    number: int
+    entered: float
+    left: float
 
 
 class FlightRecord:
@@ -46,34 +49,28 @@ class FlightRecord:
     __slots__ = ("entries", "number")
 
     def __init__(self) -> None:
-        self.entries: deque[Entry] = deque(maxlen=LENGTH)
+        self.entries: deque[CurrentCall] = deque(maxlen=LENGTH)
         self.number: int = 0
 
-    def last(self, back: int = 0) -> Entry | None:
+    def last(self, back: int = 0) -> CurrentCall | None:
         """Return the last entry, or the one `back` before it; for any thread."""
         return self.entries[-1 - back] if len(self.entries) > back else None
 
 
-def in_words(entry: Entry, *, with_place: bool = True) -> str:
+def in_words(call: CurrentCall, *, with_place: bool = True) -> str:
     """Return ``#7 ReplicaContext.all_reduce SUM float64[3] (24 B) at train.py:12``, as far as known."""
-    what = entry[WHAT]
-    signature = getattr(what, "signature", None)
-    name = getattr(signature, "call", "") or getattr(what, "where", "") or "a collective"
-    parts = [f"#{entry[NUMBER]} {name}"]
-    if signature is not None:
-        op = signature.op if signature.op.isupper() else ""
-        parts += [text for text in (op, values_in_words(signature.values)) if text]
-    title = getattr(signature, "name", "") or getattr(what, "name", "")
-    place = getattr(signature, "place", "") or getattr(what, "place", "")
-    parts += [f"name={title!r}"] if title else []
-    parts += [f"at {without_columns(place)}"] if place and with_place else []
-    return " ".join(parts)
+    known = call.signature or Signature("", call=call.where)
+    parts = [f"#{call.number} {known.call}", known.op if known.op.isupper() else "", values_in_words(known.values)]
+    title, place = known.name or call.name, known.place or call.place
+    parts.append(f"name={title!r}" if title else "")
+    parts.append(f"at {without_columns(place)}" if place and with_place else "")
+    return " ".join(filter(None, parts))
 
 
-def line_of(entry: Entry, now: float) -> str:
+def line_of(call: CurrentCall, now: float) -> str:
     """Return an entry as a line of a report: how long ago it was entered, its duration, its words."""
-    took = f"{(entry[LEFT] - entry[ENTERED]) * 1e3:10.3f} ms" if entry[LEFT] else "not left     "
-    return f"{entry[ENTERED] - now:12.6f} s  {took}  {in_words(entry)}"
+    took = f"{(call.left - call.entered) * 1e3:10.3f} ms" if call.left else "not left     "
+    return f"{call.entered - now:12.6f} s  {took}  {in_words(call)}"
 
 
 _FEW = 3

@@ -7,7 +7,7 @@ else in the first message of the call (`mpi_channel`).  If the digests differ, t
 words, and every rank raises the same table.
 
 A rank that cannot make the call (there is a string among its arrays, say) sends its error in place of the digest.  The
-other ranks raise it, too, and do not wait.
+other ranks raise it, too, and do not wait: see `Guard.fail`.
 
 A rank can raise a flag: one bit beside its next digest.  The digests then differ, the ranks find their calls equal, and
 go on: all have seen the flag in the same call.  Without a flag this costs nothing.
@@ -17,29 +17,21 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from mpistrategy import errors
-from mpistrategy.errors import MpiStrategyError, RemoteError
-from mpistrategy.mpi.contract import forks
-from mpistrategy.mpi.contract.call_sites import Digests, Signature, Site, call_site
-from mpistrategy.mpi.contract.channel import ControlChannel
+from mpistrategy.errors import DeviceError, MpiStrategyError, RemoteError
+from mpistrategy.mpi.contract import failures, forks
+from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
+from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
-from mpistrategy.mpi.contract.error_messages import (
-    AGREED,
-    BEFORE,
-    COMPARING,
-    OF_ANOTHER_RANK,
-    PATIENCE_SECONDS,
-    TellsErrors,
-    went_past,
-)
-from mpistrategy.mpi.contract.failures import Failure, Failures
-from mpistrategy.mpi.contract.flight_recorder import WHAT, CurrentCall, FlightRecord
+from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, Failures, in_words
+from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
 from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
 from mpistrategy.objects.later import later
 
@@ -56,10 +48,11 @@ _LEAVING, _READY = Signature("exit"), Signature("ready for the messages of the c
 #: In place of `_LEAVING` after a failure, so that the other ranks hear of it where they leave at the same time.
 _LEAVING_BROKEN = Signature("exit after a failure")
 
+E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
 
 
-class Guard(TellsErrors):
+class Guard:
     """Compares the calls of all ranks of one communicator.
 
     Args:
@@ -67,7 +60,7 @@ class Guard(TellsErrors):
         rank: this rank's number.
         size: how many ranks there are.
         is_free: whether the comparison travels with the data, so that to leave it out would save nothing.
-        failures: where ranks tell each other of errors after an agreement; None where they cannot.
+        failures: where ranks show each other that they take no more calls; None where they cannot.
         contains_errors: whether an error that ends this rank's program ends only this communicator, not the job.
     """
 
@@ -82,19 +75,20 @@ class Guard(TellsErrors):
         contains_errors: bool = False,
     ) -> None:
         self._channel = channel
-        #: Tells the other ranks of errors after an agreement; None where that is not possible.
         self.failures = failures
-        if failures is not None:
-            failures.on_broken = self.stop
         self.contains_errors = contains_errors
         #: Why this guard takes no more calls after a failure; None before.
         self.broken: Failure | None = None
         #: Whether this rank takes no more calls, and the other ranks, which wait for it, have not been told.
         self.is_untold: bool = False
         #: The error that the watchdog makes this rank raise where it waits, and the number of that comparison.
-        self.late: tuple[MpiStrategyError, int] | None = None
-        #: How far this rank has come with its call: BEFORE, COMPARING or AGREED.
-        self.stage: int = BEFORE
+        self._late: tuple[MpiStrategyError, int] | None = None
+        #: The comparison in which this rank has found that another one takes no more calls, and when it found that.
+        self._noticed = (-1, 0.0)
+        #: Whether the other ranks may have taken this rank's word for its call: its data move, or have moved.
+        self.agreed: bool = False
+        #: The error of the present call that the other ranks know, or can no longer be told.
+        self.told: BaseException | None = None
         #: Whether a thread of this library makes the calls, for jobs that the program has started.
         self.is_in_background = False
         #: Whether a comparison through MPI must be one that this rank can leave.
@@ -103,7 +97,6 @@ class Guard(TellsErrors):
         self._rank = rank
         self.size = size
         self.thread = 0
-        self._digests = Digests()
         #: The public call that this rank is in, the innermost one.
         self.current: CurrentCall | None = None
         self.record: FlightRecord = FlightRecord()
@@ -123,8 +116,6 @@ class Guard(TellsErrors):
         self.level: str = ALWAYS
         #: Whether calls that need no barrier are not compared.
         self.skips: bool = False
-        #: How many calls were not compared since the last agreement.
-        self.unseen: int = 0
         #: How far this rank's GPU is with its collectives: a `gpu_progress.GpuProgress`, once there is one.
         self.gpu_progress: Any = None
         #: Makes this rank's GPU the current one, for a with block; None for a rank that drives none.
@@ -204,7 +195,7 @@ class Guard(TellsErrors):
 
     def digest(self, signature: Signature) -> int:
         """Return the digest of a signature."""
-        return self._digests.of(signature)[0]
+        return digest_of(signature)
 
     def check_as(self, level: str) -> None:
         """Compare all calls, or only those that need a barrier where that costs a message.
@@ -216,8 +207,8 @@ class Guard(TellsErrors):
 
     def compare_digest(self, digest: int, signature: Signature) -> None:
         """Do `compare` with a known digest, outside every `Call`."""
-        if self._channel is not None and not self._agrees(digest, signature, due=True):
-            self.resolve(signature)
+        if self._channel is not None and not self._agrees(digest, due=True):
+            self._resolve(signature)
 
     def on_all(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, on ranks that have agreed on a call, before its messages.  Collective.
@@ -229,18 +220,10 @@ class Guard(TellsErrors):
         try:
             made = work()
         except Exception as error:
-            self.report_failure(self.current.where if self.current else "", error)
+            self._send(self._where(), error)
             raise self.mark_told(error) from None
         self.compare_digest(self.digest(_READY), _READY)
         return made
-
-    def resolve(self, signature: Signature) -> bool:
-        """Raise on every rank after the digests have differed, but for a raised flag; return as `compare`."""
-        try:
-            return self._resolve(self._report(signature))
-        except MpiStrategyError:
-            self.stage = BEFORE  # as on the rank that has failed
-            raise
 
     def compare(
         self, signature: Signature, digest: int | None = None, *, patiently: bool = False, sparingly: bool = False
@@ -261,37 +244,34 @@ class Guard(TellsErrors):
                 self.current.signature = signature  # for traces
             return asked
         if digest is None:
-            digest, signature = self._digests.of(signature)
+            digest = digest_of(signature)
         if self.current is not None:
-            self.record.entries[-1][WHAT].signature = signature
+            self.record.entries[-1].signature = signature
         self.since = time.monotonic()
-        if not self._agrees(digest, signature, due=not sparingly, patiently=patiently):
-            asked = self.resolve(signature)
+        if not self._agrees(digest, due=not sparingly, patiently=patiently):
+            asked = self._resolve(signature)
         self.since = time.monotonic()
         return asked
 
-    def _agrees(self, digest: int, signature: Signature, *, due: bool, patiently: bool = False) -> bool:
+    def _agrees(self, digest: int, *, due: bool, patiently: bool = False) -> bool:
         """Return whether all ranks make an equal call, or this call is not compared."""
+        self.agreed = True
         if self.skips and not due:
-            self.unseen += 1
-            self.stage = AGREED
             return True
         self.comparisons += 1
         flag, channel = self._flag, self._channel
         assert channel is not None
-        self.stage = COMPARING
         try:
             equal = channel.all_equal(digest | flag, self.look if patiently or self._is_patient else None)
         except errors.CollectiveMismatchError:  # an answer, too, of replicas in threads
-            self.stage = BEFORE
+            self.agreed = False
             raise
-        if not equal:
-            return False  # the reports come next
-        self.stage = AGREED
-        self.unseen = 0
-        if flag:
+        except BaseException as error:
+            self._leave_comparison(self._where(), error)
+            raise
+        if equal and flag:
             self._see_flags()
-        return True
+        return equal
 
     def close_in_child(self) -> None:
         """Take no calls in this process, a forked child: the thread that was in one belongs to the parent."""
@@ -315,22 +295,198 @@ class Guard(TellsErrors):
 
     def tell_peers(self, why: str = "its program has ended") -> None:
         """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again."""
-        words = {mismatch_report.LEFT: why}
-        if self.broken is None:
-            mine = mismatch_report.Report(words, "its end", unseen=self.unseen)
-        else:
+        words, kind, text = {mismatch_report.LEFT: why}, "", ""
+        if self.broken is not None:
+            words["call"] = self.broken.where
             kind, _, text = self.broken.error.partition(": ")
-            mine = mismatch_report.Report({**words, "call": self.broken.where}, "its end", kind, text, self.unseen)
-        reports, self.unseen = self.gather_reports(mine), 0
+        reports = self._gather_reports(mismatch_report.Report(words, "its end", kind, text))
         self.is_untold = False
-        if not self.hear_of_ends(reports):
+        if not self._hear_of_ends(reports):
             self.start_leaving()
 
-    def _report(self, signature: Signature) -> mismatch_report.Report:
-        words, digest = signature.describe(), self.digest(signature)
-        return mismatch_report.Report(words, self.here().text, "", "", self.unseen, digest)
+    # --------------------------------------------------------------------------------------------- errors of this rank
 
-    def gather_reports(self, mine: mismatch_report.Report) -> list[mismatch_report.Report]:
+    def fail(self, where: str, error: BaseException) -> None:
+        """Tell the other ranks of an error in a call that this rank leaves.
+
+        As long as this rank has not shown its digest, the error goes in its place, and all ranks raise.  Afterwards an
+        error of this rank alone ends the job with its traceback.  Where errors are contained, and after an interruption
+        (by the handler of a signal, say), this rank takes no more calls, and the others raise RemoteError.  Between
+        nodes a call that is interrupted before its digest counts as not begun.
+
+        Args:
+            where: the public name of the call.
+            error: the error.
+        """
+        if error is self.told or self.broken:
+            return
+        if not self.agreed:
+            if isinstance(error, Exception):
+                self._send(where, error)
+            elif self.failures is not None:
+                self.break_off(where, error)
+        elif isinstance(error, MpiStrategyError) and not isinstance(error, DeviceError):
+            # All ranks raise it.  The first one prints it, or the one of which it tells.
+            error._is_printed_elsewhere = self._rank != (error.rank or 0)
+        elif not isinstance(error, Exception):
+            self.break_off(where, error)
+        elif self.give_up is not None:
+            self.give_up(error)  # does not return
+        elif self.failures is not None or not self.is_in_background:  # there the program hears of it when it waits
+            self.break_off(where, error)
+            self.tell_of_failure()
+
+    def break_off(self, where: str, error: BaseException) -> None:
+        """Take no more calls after an error, and let the other ranks know; does not wait for them.
+
+        Ranks of other nodes are told by the watchdog, and when this rank's program ends.
+
+        Args:
+            where: what the error has ended.
+            error: the error.
+        """
+        if self._channel is not None and self.broken is None:
+            self.is_untold = self.failures is None
+            self.stop(Failure(in_words(error), self._rank, where))
+
+    def stop(self, reason: Failure) -> None:
+        """Take no more calls: it is not known which messages are under way."""
+        if self.broken is None:
+            if self.failures is not None:
+                self.failures.show(reason)
+            self.broken = reason
+        self.closed = True
+
+    def _leave_comparison(self, where: str, error: BaseException) -> None:
+        """Take no more calls after an interruption between this rank's digest and the answer."""
+        if self.broken is not None or self._channel is None:
+            return
+        self._channel.leave()
+        self.break_off(where, error)
+        if self.is_untold and self.give_up is not None and isinstance(error, Exception):
+            self.give_up(error)
+
+    def _send(self, where: str, error: Exception) -> None:
+        """Take part in a comparison with an error in place of a call: the other ranks raise it, too."""
+        if self._channel is None:
+            return
+        self.agreed = True
+        try:
+            self._meet_with(self._channel, where, error)
+        except MpiStrategyError:
+            raise
+        except BaseException as interruption:
+            self._leave_comparison(where, interruption)
+            raise
+        self.agreed = False
+
+    def _meet_with(self, channel: ControlChannel, where: str, error: Exception) -> None:
+        # No signature has a negative digest: only if all ranks fail alike does this look like an agreement.
+        self.since = time.monotonic()
+        self.comparisons += 1
+        channel.start(-1 - self._rank)
+        patience_ends = time.monotonic() + PATIENCE_SECONDS
+        said, pauses = False, growing_pauses()
+        while (answer := channel.finished()) is None:
+            if self.is_broken:
+                return  # some rank has failed and takes no part
+            if not said and time.monotonic() > patience_ends:
+                said = True
+                if self.skips and self.give_up is not None:
+                    # The other ranks may wait for data that this rank does not send.
+                    self.give_up(error)
+                sys.stderr.write(
+                    f"[rank {self._rank}] waits to tell the other ranks: {type(error).__name__}: {error}\n"
+                )
+            time.sleep(next(pauses))
+        if not answer and not self.is_broken:
+            mine = mismatch_report.Report({"call": where}, self.here().text, type(error).__name__, str(error))
+            reports = self._gather_reports(mine)
+            self._hear_of_ends(reports)
+            if isinstance(error, MpiStrategyError):
+                told = [(report.error, report.text, report.site) for report in reports]
+                error._is_printed_elsewhere = told.index(told[self._rank]) < self._rank
+                error._is_one_of_several = any(each[0] and each != told[self._rank] for each in told)
+            if self.skips and self.give_up is not None and not all(report.error for report in reports):
+                # A message that this rank has not received would be taken for the next data.
+                self.give_up(error)
+
+    def tell_of_failure(self) -> None:
+        """Tell the other ranks that this one takes no more calls, where they have not heard; wait a little for them."""
+        if not self.is_untold or self.has_begun_to_leave:
+            return
+        self.start_leaving()
+        self.leaving = False  # the program goes on
+        end = time.monotonic() + PATIENCE_SECONDS
+        for pause in growing_pauses():
+            answer = self.peers_have_left()
+            if answer is not None or time.monotonic() > end:
+                break
+            time.sleep(pause)
+        if answer is False:
+            self.tell_peers()
+        self.is_untold = answer is None
+
+    def mark_told(self, error: E) -> E:
+        """Note that the other ranks know the error, or that it can no longer be told; return it."""
+        self.told = error
+        return error
+
+    def _where(self) -> str:
+        return self.current.where if self.current is not None else ""
+
+    # ------------------------------------------------------------------------------------------- errors of other ranks
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether some rank takes no more calls after a failure, so that this rank must not wait for it."""
+        return self.broken is not None or (self.failures is not None and self.failures.left_by() is not None)
+
+    def stop_waiting(self, error: MpiStrategyError) -> None:
+        """Make this rank's main thread raise `error` where it waits, if it can leave that wait; for any thread.
+
+        If the wait ends before the main thread looks, `error` has no effect.
+        """
+        self._late = error, self.comparisons
+
+    @property
+    def is_told_late(self) -> bool:
+        """Whether `stop_waiting` was called for the present wait."""
+        return self._late is not None and self._late[1] == self.comparisons
+
+    def look(self) -> None:
+        """Raise if this rank waits in vain; called now and then where it waits for the others."""
+        if self._late is not None and self.is_told_late and self.broken is None:
+            error = self._late[0]
+            if self._channel is not None:
+                self._channel.leave()
+            self.break_off("a wait for the others", error)
+            raise self.mark_told(error)
+        if self.failures is None or self.failures.left_by() is None:
+            return
+        number, since = self._noticed
+        if number != self.comparisons:
+            self._noticed = (self.comparisons, time.monotonic())
+        elif time.monotonic() - since > failures.PATIENCE_SECONDS:
+            raise self.mark_told(self._remote_error())
+
+    def _remote_error(self) -> MpiStrategyError:
+        """Take no more calls; return the error that says which rank has failed."""
+        rank = None if self.failures is None else self.failures.left_by()
+        if self.failures is not None and rank is not None:
+            self.stop(self.failures.failure_of(rank))
+        assert self.broken is not None
+        return self.broken.as_error()
+
+    def _hear_of_ends(self, reports: Sequence[mismatch_report.Report]) -> Failure | None:
+        """Take no more calls if a rank has ended with an error; return which and how, else None."""
+        for rank, report in enumerate(reports):
+            if mismatch_report.LEFT in report.call and report.error:
+                text = f"{report.error}: {report.text}" if report.text else report.error
+                self.stop(Failure(text, rank, report.call.get("call", "")))
+        return self.broken
+
+    def _gather_reports(self, mine: mismatch_report.Report) -> list[mismatch_report.Report]:
         """Return the reports of all ranks.
 
         Raises:
@@ -338,64 +494,67 @@ class Guard(TellsErrors):
         """
         assert self._channel is not None
         if self.is_broken and not self.is_untold:
-            raise self.mark_told(self.remote_error())
-        self.stage = COMPARING
+            raise self.mark_told(self._remote_error())
         interruptions: list[BaseException] = []
         texts: list[str] = []
         try:
             texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look, interruptions)
             reports = _reports_in(texts)
-            self.stage = AGREED
-            self.hear_of_ends(reports)
-        except BaseException:
+            self._hear_of_ends(reports)
+        except BaseException as error:
             if texts:  # a signal: no rank tells this again
-                self.hear_of_ends(_reports_in(texts))
+                self._hear_of_ends(_reports_in(texts))
+            if not isinstance(error, MpiStrategyError):  # of the channel, which has ended the wait
+                self._leave_comparison(self._where(), error)
             raise
         if interruptions:
             raise interruptions[0]
         return reports
 
-    def _see_flags(self) -> None:
-        self.flag_was_seen = True  # first, since a signal may come between the two lines
-        self._flag = 0
-
-    def _resolve(self, mine: mismatch_report.Report) -> bool:
+    def _resolve(self, signature: Signature) -> bool:
         """Find out why the digests differ; raise on every rank unless it was only a flag, or ranks that ask.
 
         Return whether it was ranks that ask.
         """
-        reports = self.gather_reports(mine)
-        if mine.digest is not None and all(report.digest == mine.digest for report in reports):
-            self.unseen = 0
+        mine = mismatch_report.Report(signature.describe(), self.here().text, digest=self.digest(signature))
+        reports = self._gather_reports(mine)
+        if all(report.digest == mine.digest for report in reports):
             self._see_flags()
             return False
-        self.unseen = 0
         if mismatch_report.only_ask(reports):
             return True  # a flag that is up is seen at the next comparison
-        if self.hear_of_ends(reports):
-            raise self.mark_told(self.remote_error())
+        self.agreed = False
+        raise self.mark_told(self._error_in(reports))
+
+    def _error_in(self, reports: Sequence[mismatch_report.Report]) -> MpiStrategyError:
+        """Return what every rank without an error of its own raises, given the reports of calls that differ."""
+        if self._hear_of_ends(reports):
+            return self._remote_error()
         for rank, report in enumerate(reports):
             if report.error:
+                if self.skips:
+                    time.sleep(PATIENCE_SECONDS)  # the other rank ends the job
                 kind = getattr(errors, report.error, RemoteError)
                 if not (isinstance(kind, type) and issubclass(kind, MpiStrategyError)):
                     kind = RemoteError
-                if went_past(reports):
-                    time.sleep(PATIENCE_SECONDS)  # the other rank ends the job
                 text = f"rank {rank} could not make this call ({report.site}): {report.error}: {report.text}"
-                error = kind(text)
-                error.__dict__[OF_ANOTHER_RANK] = True
-                error.rank = rank
+                error: MpiStrategyError = kind(text)
+                error.rank, error._is_printed_elsewhere = rank, True
                 if isinstance(error, RemoteError):
                     error.error = f"{report.error}: {report.text}"
-                raise self.mark_told(error)
+                return error
         closing = [rank for rank, report in enumerate(reports) if report.call.get("call") == CLOSE]
         if closing and self.contains_errors:
             self.stop(Failure("it has closed the strategy", closing[0]))
-            raise self.mark_told(self.remote_error())
+            return self._remote_error()
         error = mismatch_report.mismatch(reports)
-        if self._rank != next(rank for rank, report in enumerate(reports) if mismatch_report.LEFT not in report.call):
-            error.__dict__[OF_ANOTHER_RANK] = True  # one rank's print says it all
-        raise self.mark_told(error)
+        first = next(rank for rank, report in enumerate(reports) if mismatch_report.LEFT not in report.call)
+        error._is_printed_elsewhere = self._rank != first  # one rank's print says it all
+        return error
+
+    def _see_flags(self) -> None:
+        self.flag_was_seen = True  # first, since a signal may come between the two lines
+        self._flag = 0
 
 
 def _reports_in(texts: list[str]) -> list[mismatch_report.Report]:

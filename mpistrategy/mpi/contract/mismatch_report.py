@@ -27,7 +27,6 @@ class Report:
         site: its call site.
         error: the name of the error that kept it from making the call, and
         text: its text.
-        unseen: how many calls were not compared since the last comparison.
         digest: the number that was compared; None without a call.
     """
 
@@ -35,7 +34,6 @@ class Report:
     site: str
     error: str = ""
     text: str = ""
-    unseen: int = 0
     digest: int | None = None
 
 

@@ -10,8 +10,6 @@ from mpistrategy.errors import OptionError
 
 #: The environment variable that sets the limit, in seconds; 0 means no limit.
 VARIABLE = "MPISTRATEGY_TIMEOUT_SECONDS"
-#: Its former name, which is still read.
-FORMER_NAME = "MPISTRATEGY_TIMEOUT"
 DEFAULT_SECONDS = 600.0
 _EXPECTED = "seconds >= 0 (0: no limit)"
 
@@ -48,8 +46,5 @@ def chosen(given: Any = None) -> float:
     """Return the limit of a strategy: its argument, else the variable, else `DEFAULT_SECONDS`."""
     if given is not None:
         return limit(given)
-    for name in (VARIABLE, FORMER_NAME):
-        text = os.environ.get(name, "")
-        if text:
-            return parse(text, name)
-    return DEFAULT_SECONDS
+    text = os.environ.get(VARIABLE, "")
+    return parse(text) if text else DEFAULT_SECONDS

@@ -1,7 +1,7 @@
 """Planned faults: a plan makes some public collective go wrong on one rank.
 
-Without a plan nothing of this runs.  `arm` intercepts the marked methods of `mpistrategy.mpi.contract.public_calls` on
-this rank only.  The messages stay the same, so each rank may have a plan of its own.
+Without a plan nothing of this runs.  `arm` hooks the marked methods of `mpistrategy.mpi.contract.public_calls` on this
+rank only.  The messages stay the same, so each rank may have a plan of its own.
 
 A plan counts the program's own calls from the first strategy on, over all strategies of this process; calls inside a
 collective do not count.  A fault happens before the guard hears of the call: to the other ranks it looks like the same
@@ -37,11 +37,10 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, Mirrored
 from mpistrategy.errors import InjectedFault
-from mpistrategy.mpi.contract import public_calls
 from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.contract.public_calls import Given, PublicCall, is_arena
-from mpistrategy.mpi.faults.plans import KINDS, Fault, parse
+from mpistrategy.mpi.contract.public_calls import Given, PublicCall, hooks, is_arena
+from mpistrategy.mpi.faults.plans import Fault, parse
 from mpistrategy.mpi.interface import current
 
 #: The environment variable that holds a plan.
@@ -166,16 +165,16 @@ def arm(rank: int, size: int) -> None:
         return
     _armed = Armed(text, faults, rank, size)
     atexit.register(_armed.tell_what_is_left)
-    public_calls.intercept(KINDS, _counted)
+    hooks.append(_counted)
 
 
 def disarm() -> None:
-    """Put the methods back as they were written."""
+    """Let the marked methods be as they were written."""
     global _armed
     if _armed is not None:
         atexit.unregister(_armed.tell_what_is_left)
         _armed = None
-        public_calls.intercept(KINDS, None)
+        hooks.remove(_counted)
 
 
 def _counted(public: PublicCall, args: tuple[Any, ...], kwargs: Given) -> Any:

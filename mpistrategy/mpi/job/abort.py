@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.channel import growing_pauses
-from mpistrategy.mpi.contract.error_messages import OF_ANOTHER_RANK, ONE_OF_SEVERAL, PATIENCE_SECONDS
+from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import child_exit
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks, status_of
@@ -111,7 +111,7 @@ class _Watch:
         status: int = 1,
     ) -> None:
         path = error_files.write(error, self.rank)
-        if OF_ANOTHER_RANK in error.__dict__:
+        if isinstance(error, MpiStrategyError) and error._is_printed_elsewhere:
             head = f"{kind.__name__}, which another rank prints whole: {error}".partition("\n")[0]
             self.say(head[:_LONGEST_HEAD])
             time.sleep(_ANOTHER_PRINTS_SECONDS)  # where that rank has caught it, it comes here in whole
@@ -119,7 +119,7 @@ class _Watch:
         if path:
             self.say(f"The error as data: {path}")
         self.say(f"{kind.__name__} was not caught{where}: {_ENDS}")
-        if ONE_OF_SEVERAL in error.__dict__:
+        if isinstance(error, MpiStrategyError) and error._is_one_of_several:
             time.sleep(_OTHERS_PRINT_SECONDS)
         self.abort(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else status)
 
@@ -275,4 +275,4 @@ def _leave_contained(state: _Watch) -> None:
         "waiting: catch the error in the program, as `mpistrategy guide ending` shows."
     )
     for guard in contained:
-        guard.leave_with("", error)
+        guard.break_off("", error)

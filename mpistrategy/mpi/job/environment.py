@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 
 from mpistrategy.errors import OptionWarning
-from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.objects.nearest import did_you_mean
 
@@ -26,8 +25,6 @@ VARIABLES = {
     "MPISTRATEGY_TIMEOUT_SECONDS": "how long a collective may take",
     "MPISTRATEGY_TRACE": "the folder of a recording",
 }
-#: Former names, which are still read.
-FORMER_NAMES = {timeouts.FORMER_NAME: timeouts.VARIABLE}
 #: Variables of the tests begin so.
 _TESTS = ("MPISTRATEGY_TEST_", "MPISTRATEGY_GPU_LANE")
 
@@ -41,12 +38,9 @@ def _nearest(name: str) -> str:
 
 
 def warn_of_unknown() -> None:
-    """Warn, once a process and name, of former names, and of variables that only look like those of this package."""
+    """Warn, once a process and name, of variables that only look like those of this package."""
     unknown = {name for name in os.environ if name.startswith(_PREFIX) and not name.startswith(_TESTS)}
     for name in sorted(unknown - VARIABLES.keys() - _told):
         _told.add(name)
-        if name in FORMER_NAMES:
-            warn(f"the variable {name} of the environment is now called {FORMER_NAMES[name]}", OptionWarning)
-            continue
         near = _nearest(name) or f"There are {', '.join(VARIABLES)}."
         warn(f"nothing reads the variable {name} of the environment.  {near}", OptionWarning)

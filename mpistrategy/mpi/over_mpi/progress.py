@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently, growing_pauses
 from mpistrategy.mpi.faults import injection
+from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.multi_node.two_level import Manner
 
 _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
@@ -92,15 +93,33 @@ class Job:
         return self._result
 
 
-class AtOnce:
+class Done:
+    """The result of what was done in place of a `Job`."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def is_over(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> Any:
+        """Return it."""
+        return self._result
+
+
+class AtOnce(Freed):
     """Runs every job when it is submitted, in the calling thread.
 
     Attributes:
         communicator: that of the jobs.
         submitted: the number of jobs so far.
         known_to_all: how many of them all ranks are known to have submitted.
+        is_at_once: whether a job is done when it has been submitted.
         views: for a submitter of jobs, its copy that uses this communicator.
     """
+
+    is_at_once: bool = True
 
     def __init__(self, communicator: Any) -> None:
         self.communicator = communicator
@@ -111,13 +130,17 @@ class AtOnce:
 
     def submit(self, job: Job) -> None:
         """Run `job`; raise its error, which no rank need wait for."""
-        self.submitted += 1
-        self.known_to_all = self.submitted
+        self.count()
         job.run()
         if job.error is not None:
             raise job.error
 
-    def finish(self, job: Job) -> None:
+    def count(self) -> None:
+        """Count a job, which all ranks submit before they go on."""
+        self.submitted += 1
+        self.known_to_all = self.submitted
+
+    def finish(self, job: Any) -> None:
         """Do what is needed for `job` to end by itself: nothing."""
 
     def keep_failed(self, job: Job) -> None:
@@ -140,6 +163,7 @@ class AtWait(AtOnce):
     """
 
     submitted: int
+    is_at_once: bool = False
 
     def __init__(self, communicator: Any) -> None:
         super().__init__(communicator)
@@ -173,13 +197,14 @@ class Engine(AtOnce):
     """
 
     submitted: int
+    is_at_once: bool = False
 
     def __init__(self, communicator: Any) -> None:
-        self._idle = threading.Event()
-        self._idle.set()
-        self._unfinished = self._waiting = 0
+        #: The jobs that are not over, the one under way included; None ends the thread.
+        self._jobs: deque[Job | None] = deque()
+        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._waiting = 0
         self._lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         super().__init__(communicator.duplicate(self._patient))
         self.communicator.guard.is_in_background = True
         # Over TCP each call moves only a part of MPICH's messages; with long sleeps many must be under way.  And the
@@ -189,12 +214,14 @@ class Engine(AtOnce):
         self._thread.start()
 
     def submit(self, job: Job) -> None:
-        """Run `job` after all earlier ones."""
+        """Run `job` after all earlier ones.
+
+        A signal's handler may raise between any two lines.  Then the next job, or `free`, wakes the thread; and the
+        number is one too small, which the comparison of the next `wait` finds.
+        """
+        self._jobs.append(job)
+        self._news.put(None)
         self.submitted += 1
-        with self._lock:
-            self._unfinished += 1
-            self._idle.clear()
-        self._jobs.put(job)
 
     def finish(self, job: Job) -> None:
         """Wait for `job`; meanwhile the thread has the core of this one."""
@@ -214,7 +241,10 @@ class Engine(AtOnce):
 
         A job that some rank has not started ends with an error on the others.
         """
-        self._idle.wait()
+        last = Job(lambda: None)
+        self._jobs.append(last)
+        self._news.put(None)
+        last.wait()
         guard = self.communicator.guard
         guard.start_leaving()
         pauses = growing_pauses()
@@ -222,34 +252,37 @@ class Engine(AtOnce):
             if left is False:
                 guard.tell_peers("it starts no further all_reduce_async")
             time.sleep(next(pauses))
-        self._jobs.put(None)
+        self._jobs.append(None)
+        self._news.put(None)
         self._thread.join()
         self.communicator.free()
         super().free()
 
     def _patient(self, usual: ControlChannel) -> ControlChannel:
-        self._channel = _Channel(usual, self._idle)
+        self._channel = _Channel(usual, self._jobs, self._news)
         return self._channel
 
     def _run(self) -> None:
         self._channel.owner = self.communicator.guard.thread = threading.get_ident()
         injection.inside.depth = 1  # these calls were counted when they were started
-        while (job := self._jobs.get()) is not None:
-            job.run(BaseException)
-            self.keep_failed(job)
-            del job
-            with self._lock:
-                self._unfinished -= 1
-                if not self._unfinished:
-                    self._idle.set()
+        while True:
+            self._news.get()
+            while self._jobs:
+                job = self._jobs[0]
+                if job is None:
+                    return
+                job.run(BaseException)
+                self.keep_failed(job)
+                del job
+                self._jobs.popleft()
 
 
 class _Channel:
     """The guard's channel: without a busy core for the engine's thread, and for the goodbye in another thread."""
 
-    def __init__(self, usual: ControlChannel, idle: threading.Event) -> None:
+    def __init__(self, usual: ControlChannel, jobs: deque[Job | None], news: queue.SimpleQueue[None]) -> None:
         self._usual = usual
-        self._idle = idle
+        self._jobs, self._news = jobs, news
         self._put_off: int | None = None
         self.owner = 0
         self.allgather_text, self.leave = usual.allgather_text, usual.leave
@@ -258,15 +291,16 @@ class _Channel:
         return all_equal_patiently(self._usual, digest, look)
 
     def start(self, digest: int) -> None:
-        if self._idle.is_set() or threading.get_ident() == self.owner:
+        if not self._jobs or threading.get_ident() == self.owner:
             self._usual.start(digest)
         else:
             self._put_off = digest
+            self._news.put(None)  # `Engine.submit` may have been interrupted before it
 
     def finished(self) -> bool | None:
         if self._put_off is None or threading.get_ident() == self.owner:
             return self._usual.finished()
-        if self._idle.is_set():
+        if not self._jobs:
             self._usual.start(self._put_off)
             self._put_off = None
         return None
@@ -302,8 +336,6 @@ def engine_of_gpus(communicator: Any, agree: Callable[[], AbstractContextManager
 
 def _engine(communicator: Any, agree: Callable[[], AbstractContextManager[None]], otherwise: type[AtOnce]) -> AtOnce:
     """Return an `Engine` where the MPI of all ranks allows several threads.  Collective, where there is an MPI."""
-    if not hasattr(communicator, "may_use_threads"):
-        return otherwise(communicator)
     with agree():
         threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
         return Engine(communicator) if threads else otherwise(communicator)

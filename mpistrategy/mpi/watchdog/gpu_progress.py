@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from mpistrategy.mpi.contract.flight_recorder import Entry, in_words
+from mpistrategy.mpi.contract.flight_recorder import CurrentCall, in_words
 from mpistrategy.mpi.watchdog.roll_call import FAILED
 
 #: Numbers are counted modulo this.
@@ -52,7 +52,7 @@ class GpuProgress:
         write = writer(stream.ptr, self._reached.ctypes.data)
         self._write: _Write = write or self._copy_of(cupy.arange(_RING, dtype="int64"))
         self._given = 0
-        self._entries: list[Entry | None] = [None] * _RING
+        self._entries: list[CurrentCall | None] = [None] * _RING
         self._limits: list[float | None] = [None] * _RING
         self._last = cupy.cuda.Event(disable_timing=True)
         self._last.record(stream)
@@ -80,7 +80,7 @@ class GpuProgress:
         ended = int(self._reached[_ENDED])
         return int(self._reached[_BEGUN]) != ended
 
-    def begin(self, entry: Entry | None, limit: float | None = None) -> None:
+    def begin(self, entry: CurrentCall | None, limit: float | None = None) -> None:
         """Note that the next thing on the current stream is a collective.
 
         Args:
@@ -133,7 +133,7 @@ class GpuProgress:
             self._failure = str(error)
 
     @property
-    def entry(self) -> Entry | None:
+    def entry(self) -> CurrentCall | None:
         """The collective whose result is missing, as of the last look; None without one."""
         return None if self._since == math.inf else self._entries[self._oldest]
 

@@ -19,7 +19,7 @@ from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure
-from mpistrategy.mpi.contract.flight_recorder import ENTERED, NUMBER, Entry, in_words
+from mpistrategy.mpi.contract.flight_recorder import CurrentCall, in_words
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog.run_directory import BUSY, CLAIM, LEFT, MOST_BYTES, ROLL_CALL, RunDirectory
 from mpistrategy.mpi.watchdog.status_board import ALARMED, LastCalls, RankStatus, StatusBoard
@@ -58,7 +58,6 @@ class Group:
 
     Attributes:
         ranks: the numbers in the job of all ranks, in the order of the communicator.
-        is_making: whether the ranks meet here to make a communicator.
         seen_here: returns what this node shows of ranks that no strategy connects yet, in words; "" for nothing.
     """
 
@@ -76,7 +75,6 @@ class Group:
         self.guard = guard
         self.board = board
         self.ranks: Sequence[int] = ()
-        self.is_making = False
         self.seen_here: Callable[[Sequence[int]], str] = lambda ranks: ""
         self.node = node
         self.nodes = nodes
@@ -93,11 +91,11 @@ class Group:
         self._noted = 0
         self._told_left = False
         #: The wait in which this rank has seen that another one takes no more calls, and since when.
-        self._left_call: Entry | None = None
+        self._left_call: CurrentCall | None = None
         self._left_since = 0.0
         #: Since when this rank has been told to stop waiting; infinity if it has not.
         self._told_since = math.inf
-        self._entry: Entry | None = None
+        self._entry: CurrentCall | None = None
         self._again = False
 
     @property
@@ -121,9 +119,9 @@ class Group:
     def note_calls(self) -> None:
         """Show when this rank entered its last collectives, to whoever looks from outside at who came last."""
         entries = list(self.guard.record.entries)  # copies without letting the program's threads run, which write more
-        if entries and entries[-1][NUMBER] != self._noted:
-            self._noted = entries[-1][NUMBER]
-            entered = {entry[NUMBER]: int(entry[ENTERED] * 1e9) for entry in entries}
+        if entries and entries[-1].number != self._noted:
+            self._noted = entries[-1].number
+            entered = {entry.number: int(entry.entered * 1e9) for entry in entries}
             self.board.write_calls(LastCalls(self.identity, len(self.ranks), entered))
 
     def is_late(self, now: float, not_before: float) -> bool:
@@ -152,17 +150,7 @@ class Group:
         entry = inside_of(self.guard)
         if entry is None or self.guard.since == math.inf:
             return 0.0
-        return max(0.0, now - max(float(entry[ENTERED]), self.guard.since, not_before))
-
-    def was_met_by(self, rank: int, other: int) -> bool:
-        """Return whether a rank of this node has come, or may have come, to the call that another one is in.
-
-        Without mailboxes it may have; but a rank that waits elsewhere does not take part in making a communicator.
-        """
-        if self._shown is None:
-            return not self.is_making
-        shown = {status.rank: number for status, number in zip(self.board.read(), self._shown(), strict=True)}
-        return rank in shown and other in shown and shown[rank] >= shown[other]
+        return max(0.0, now - max(float(entry.entered), self.guard.since, not_before))
 
     def last_calls(self) -> dict[int, str]:
         """Return where the ranks of this node are, for those that cannot say it; {} while this rank is in no call.
@@ -175,7 +163,7 @@ class Group:
         shown = self._shown()
         mine = shown[self.board.local_rank]
         last = "it has made no collective yet" if before is None else f"its last was {in_words(before)}"
-        words = [f"; it has come to #{here[NUMBER]}" if theirs >= mine else f"; {last}" for theirs in shown]
+        words = [f"; it has come to #{here.number}" if theirs >= mine else f"; {last}" for theirs in shown]
         return {status.rank: text for status, text in zip(self.board.read(), words, strict=True)}
 
     def tell_of_end(self) -> None:

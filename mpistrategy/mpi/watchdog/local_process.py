@@ -14,7 +14,7 @@ from contextlib import contextmanager
 
 from mpistrategy.mpi.contract import flight_recorder
 from mpistrategy.mpi.contract.call_sites import outside
-from mpistrategy.mpi.contract.flight_recorder import ENTERED, LEFT, Entry
+from mpistrategy.mpi.contract.flight_recorder import CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
 
 _STATES = {
@@ -39,13 +39,13 @@ def now_doing(guards: Iterable[Guard]) -> str:
     guards = list(guards)
     inside = [(entry, guard.thread) for guard in guards if (entry := inside_of(guard)) is not None]
     if inside:
-        oldest, thread = min(inside, key=lambda pair: float(pair[0][ENTERED]))
+        oldest, thread = min(inside, key=lambda pair: float(pair[0].entered))
         in_main = thread == threading.main_thread().ident
         words = flight_recorder.in_words(oldest, with_place=not in_main)
         if any(guard.own_gpu_since < math.inf and inside_of(guard) is oldest for guard in guards):
             place = f"{'' if in_main else 'main thread '}{_place()}"
             return f"on its way: its GPU is still at what comes before {words}; {place}"
-        return f"in {words} for {now - oldest[ENTERED]:.1f} s; {'' if in_main else 'main thread '}{_place()}"
+        return f"in {words} for {now - oldest.entered:.1f} s; {'' if in_main else 'main thread '}{_place()}"
     on_gpu = next((text for guard in guards if (text := _on_gpu(guard, now))), "")
     if on_gpu:
         return f"{on_gpu}; {_place()}"
@@ -60,19 +60,19 @@ def _on_gpu(guard: Guard, now: float) -> str:
 
 
 def _last(guards: Iterable[Guard], now: float) -> str:
-    entries = [entry for guard in guards if (entry := guard.record.last()) is not None and entry[LEFT]]
+    entries = [entry for guard in guards if (entry := guard.record.last()) is not None and entry.left]
     if not entries:
         return "it has made no collective yet"
-    last = max(entries, key=lambda entry: float(entry[ENTERED]))
-    return f"its last was {flight_recorder.in_words(last)}, {now - last[LEFT]:.1f} s ago"
+    last = max(entries, key=lambda entry: float(entry.entered))
+    return f"its last was {flight_recorder.in_words(last)}, {now - last.left:.1f} s ago"
 
 
-def inside_of(guard: Guard) -> Entry | None:
+def inside_of(guard: Guard) -> CurrentCall | None:
     """Return the entry of the collective that this rank is in; None when it is in none."""
     if guard.current is None:
         return None
     entry = guard.record.last()  # looked at after `current`: an entry is written before that is set
-    return None if entry is None or entry[LEFT] else entry
+    return None if entry is None or entry.left else entry
 
 
 def _place() -> str:
@@ -111,7 +111,7 @@ def record(guards: Iterable[Guard]) -> str:
     lines: list[tuple[float, str]] = []
     for guard in guards:
         entries = list(guard.record.entries)  # copies without letting the program's threads run, which write more
-        lines += [(entry[ENTERED], flight_recorder.line_of(entry, now)) for entry in entries]
+        lines += [(entry.entered, flight_recorder.line_of(entry, now)) for entry in entries]
     if not lines:
         return "no collectives yet\n"
     head = f"{'entered':>14} {'took':>14}  collective (# its number in its strategy)\n"

@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 from mpistrategy import own_files
 from mpistrategy.mpi import over_threads
 from mpistrategy.mpi.contract import observers
-from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, without_columns
-from mpistrategy.mpi.contract.flight_recorder import bytes_of, values_in_words
+from mpistrategy.mpi.contract.flight_recorder import CurrentCall, bytes_of, values_in_words
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.telemetry.own_rank import own_place
@@ -92,13 +91,13 @@ class Recorder:
 
     # ------------------------------------------------------------------------------- in the program's threads
 
-    def entered(self, guard: Guard, call: Call) -> None:
+    def entered(self, guard: Guard, call: CurrentCall) -> None:
         """Note when a collective begins."""
         if guard not in self._groups:
             self._groups[guard] = _group_of(guard, len(self._groups))
         self._open[guard] = ["call", (guard, call), _now(), self._thread_number(), False]
 
-    def left(self, guard: Guard, call: Call) -> None:
+    def left(self, guard: Guard, call: CurrentCall) -> None:
         """Put a collective into the queue."""
         opened = self._open.pop(guard, None)
         if opened is not None:
@@ -118,9 +117,8 @@ class Recorder:
         kind, what, start, thread, _ = self._open.pop(token)
         self._put((kind, what, start, _now(), thread))
 
-    def _of_call(self, guard: Guard, call: Call) -> tuple[Any, ...]:
-        number, signature = observers.described(guard, call)
-        return self._groups.get(guard), number, signature, call.where, call.name, call.place
+    def _of_call(self, guard: Guard, call: CurrentCall) -> tuple[Any, ...]:
+        return self._groups.get(guard), call.number, call.signature, call.where, call.name, call.place
 
     def _put(self, event: tuple[Any, ...]) -> None:
         if len(self._waiting) < MOST_WAITING:

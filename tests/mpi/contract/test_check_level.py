@@ -129,18 +129,11 @@ def test_the_result_of_a_node_stays_until_all_its_ranks_reduce_again(size: int) 
 
 
 def test_unknown_levels_are_refused() -> None:
-    for level in ("sometimes", "", 1, True):
+    for level in ("sometimes", "first", "", 1, True):
         with pytest.raises(errors.OptionError, match='expected "always" or "off"'):
             ms.MirroredStrategy(check=level)  # type: ignore[arg-type]
     for level in (*check_level.LEVELS, "Always"):
         ms.MirroredStrategy(check=level).close()
-
-
-def test_the_former_level_first_warns_and_means_always() -> None:
-    with pytest.warns(errors.OptionWarning, match="not a level any more"):
-        strategy = ms.MirroredStrategy(check="first")
-    assert strategy.extended.communicator.guard.level == "always"
-    strategy.close()
 
 
 @several

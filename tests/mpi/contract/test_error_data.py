@@ -105,20 +105,20 @@ class Memory:
 @pytest.mark.one_rank
 def test_what_travels_through_memory_is_the_failure() -> None:
     segments = [np.zeros(BYTES, np.uint8) for _ in range(3)]
-    first, second, third = (Failures(Memory(rank, segments), lambda: 7) for rank in range(3))
-    second.break_off("reduce: of mine", RuntimeError("two\nlines: here"))
-    for other in (first, third):
-        told = other.remote_error(other.left_by() or 0)
-        assert (told.rank, getattr(told, "error", "")) == (1, "RuntimeError: two\nlines: here")
-        assert str(told).startswith("rank 1 failed in reduce: of mine: RuntimeError: two\nlines: here. ")
-    first.break_off("x" * 2 * BYTES, ValueError("y" * 2 * BYTES))
+    first, second, third = (Failures(Memory(rank, segments)) for rank in range(3))
+    shown = Failure("RuntimeError: two\nlines: here", 1, "reduce: of mine")
+    assert third.left_by() is None
+    second.show(shown)
+    for each in (first, second, third):
+        assert each.left_by() == 1
+        assert each.failure_of(1) == shown
+    first.show(Failure("y" * 2 * BYTES, 0, "x" * 2 * BYTES))
+    assert third.failure_of(0).error.startswith("yyy")
 
 
 @several
 def test_a_pickle_has_public_data_only(strategy: ms.MirroredStrategy) -> None:
     error = raised(lambda: strategy.reduce("SUM", "text" if RANK == SIZE - 1 else 1.0))
-    marks = [name for name in vars(error) if name.startswith("_")]
-    assert marks
     for again in (copy.copy(error), pickle.loads(pickle.dumps(error))):
         assert not [name for name in vars(again) if name.startswith("_") and name != "__notes__"]  # Python's own
         assert (type(again), str(again), again.rank) == (type(error), str(error), error.rank)

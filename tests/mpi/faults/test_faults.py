@@ -152,22 +152,16 @@ def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ms.Stra
         strategy.close()
 
 
-def test_without_a_plan_nothing_is_wrapped(strategy: ms.Strategy) -> None:
+def test_without_a_plan_nothing_is_in_the_way(strategy: ms.Strategy) -> None:
     assert strategy.num_replicas_in_sync == SIZE
-    assert ms.Checkpoint.__name__ == "Checkpoint"  # which is loaded when it is first named
-    assert {call.kind for call in public_calls.marked} == {*KINDS, public_calls.STEP, public_calls.WRITING}
-    for call in public_calls.marked:
-        assert vars(call.owner())[call.function.__name__] is call.function
-        assert not hasattr(call.function, "__wrapped__")
-    assert injection._armed is None
+    assert not public_calls.hooks
 
 
-def test_after_a_plan_nothing_is_wrapped(planned: Callable[[str], ms.Strategy]) -> None:
-    before = ms.ReplicaContext.all_reduce
+def test_after_a_plan_nothing_is_in_the_way(planned: Callable[[str], ms.Strategy]) -> None:
     planned("rank=any, at=allreduce#1000, do=kill")
-    assert ms.ReplicaContext.all_reduce is not before
+    assert len(public_calls.hooks) == 1
     injection.disarm()
-    assert ms.ReplicaContext.all_reduce is before
+    assert not public_calls.hooks
 
 
 def test_a_malformed_plan_on_one_rank_raises_on_all(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ import pages
 import pytest
 
 import mpistrategy
-from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.job import environment
 from mpistrategy.options import is_on
 
@@ -25,7 +24,6 @@ def test_the_tables_have_the_variables_that_the_package_reads() -> None:
     read = {name for text in TEXTS.values() for name in re.findall(r"\bMPISTRATEGY_[A-Z]+(?:_[A-Z]+)*\b", text)}
     assert {name for name in read if not name.startswith(("MPISTRATEGY_TEST", "MPISTRATEGY_GPU_LANE"))} == {
         *environment.VARIABLES,
-        *environment.FORMER_NAMES,
     }
     page = pages.TEXTS["environment"]
     assert set(re.findall(r"(?m)^\| `(MPISTRATEGY_\w+)` \|", page)) == {*environment.VARIABLES}
@@ -73,17 +71,6 @@ def test_control_characters_in_a_name_are_not_printed(monkeypatch: pytest.Monkey
     with pytest.warns(mpistrategy.errors.OptionWarning, match=r"MPISTRATEGY_\\x1b\[2J\\udcf6") as told:
         environment.warn_of_unknown()
     assert "\x1b" not in str(told[0].message)
-
-
-def test_the_former_name_of_a_variable_is_read_and_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_told", set())
-    monkeypatch.delenv("MPISTRATEGY_TIMEOUT_SECONDS", raising=False)
-    monkeypatch.setenv("MPISTRATEGY_TIMEOUT", "7")
-    assert timeouts.chosen() == 7
-    with pytest.warns(mpistrategy.errors.OptionWarning, match="is now called MPISTRATEGY_TIMEOUT_SECONDS"):
-        environment.warn_of_unknown()
-    monkeypatch.setenv("MPISTRATEGY_TIMEOUT_SECONDS", "8")
-    assert timeouts.chosen() == 8
 
 
 @pytest.mark.each_mpi

@@ -18,7 +18,6 @@ import os, signal, sys, threading, time
 import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
-from mpistrategy.mpi.contract.error_messages import COMPARING
 
 world, how = MPI.COMM_WORLD, sys.argv[1]
 if "nodes" in how:  # each rank on a node of its own
@@ -45,7 +44,7 @@ def stop(*_):
 
 
 def watch_rank_0():
-    while not (guard.stage == COMPARING if "nodes" in how else guard.current):
+    while not (guard.current and (guard.agreed or "nodes" not in how)):
         pass
     signal.pthread_kill(threading.main_thread().ident, signal.SIGTERM)
     told()

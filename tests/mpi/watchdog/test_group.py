@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 from pretended import LIMIT, PretendedJob
 
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.flight_recorder import LENGTH
+from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog.status_board import BYTES, WELL, RankStatus
 
 pytestmark = pytest.mark.one_rank
@@ -115,18 +117,24 @@ def test_the_records_of_many_ranks_fit_into_the_file_that_others_read(job: Calla
     assert all((record[0], record[-1]) == ("first", "last") for record in records.values())
 
 
+def recorded(guard: Guard, number: int, entered: float) -> Call:
+    call = Call(guard, "a call")
+    call.number, call.entered = number, entered
+    return call
+
+
 def test_the_last_calls_of_a_rank_are_shown_to_whoever_looks(job: Callable[[int, int], PretendedJob]) -> None:
     ranks = job(1, 2)
     first, second = ranks.groups
     record = first.guard.record
     for number in range(LENGTH + 44):
-        record.entries.append([number + 1, "a call", 10.0 + number, 0.0])
+        record.entries.append(recorded(first.guard, number + 1, 10.0 + number))
     first.note_calls()
     shown, nothing = second.board.calls()
     assert [*shown.entered] == [*range(45, LENGTH + 45)]
     assert shown.entered[LENGTH + 44] == int((10.0 + LENGTH + 43) * 1e9)
     assert (shown.strategy, shown.ranks) == (first.identity, 2)
     assert nothing.entered == {}
-    record.entries.append([LENGTH + 45, "a call", 999.0, 0.0])
+    record.entries.append(recorded(first.guard, LENGTH + 45, 999.0))
     first.note_calls()
     assert [*second.board.calls()[0].entered] == [*range(46, LENGTH + 46)]

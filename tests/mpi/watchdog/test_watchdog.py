@@ -15,6 +15,7 @@ import launching
 import pytest
 from mpi4py import MPI
 
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.flight_recorder import LENGTH, values_in_words
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.shared_memory.segments import private_memory
@@ -427,7 +428,9 @@ def test_a_record_is_read_while_the_program_goes_on(hasty: None) -> None:
         while not over.is_set():
             for _ in range(LENGTH):
                 record.number += 1
-                record.entries.append([record.number, None, 0.0, 1.0])
+                call = Call(guard, "a call")
+                call.number, call.left = record.number, 1.0
+                record.entries.append(call)
             record.entries.clear()
 
     program = threading.Thread(target=go_on)
