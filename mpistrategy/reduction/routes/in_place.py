@@ -188,15 +188,9 @@ def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
 
         on_device.bcast(communicator, replicas.mine, 0)
         return
-    if not replicas.is_shared:
+    if not replicas.is_shared or communicator.nodes > 1:
         communicator.bcast(replicas.mine, 0)
-        return
-    if communicator.nodes > 1:
-        leaders = communicator.node().leaders
-        if leaders is not None:
-            leaders.bcast(replicas.mine, 0)
-        communicator.node_barrier()
-    if replicas.local_rank != 0:
+    elif replicas.local_rank != 0:
         replicas.mine[...] = replicas.arrays[0]
 
 
@@ -208,12 +202,10 @@ def _across(
     Return False where there was no memory for the counters, on any node.
     """
     ranks: Any = communicator
-    mine = replicas.mine
     across = across_nodes(ranks)
-    within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
-    if within is not None:
-        across.allreduce(mine, mine, op, wire, within)
-    return within is not None
+    if across.sees_node:
+        across.in_place(replicas.arrays, targets, op, wire, partial(divide_by, divisor))
+    return across.sees_node
 
 
 def _result(replicas: Replicas) -> Array:
