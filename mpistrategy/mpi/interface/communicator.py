@@ -86,9 +86,7 @@ class Communicator(ABC):
         This rank's value is in `source`, which does not change; None means in `buffer`.
         """
 
-    def allreduce_many(
-        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
-    ) -> None:
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int, nbytes: int) -> None:
         """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
 
         The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
