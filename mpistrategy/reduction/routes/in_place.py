@@ -25,7 +25,6 @@ from mpistrategy.mpi.multi_node.rounded_exchange import Wire
 from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.node_sum import where_they_are
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
-from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Route, Targets
@@ -178,14 +177,8 @@ class InPlaceRoute:
             seen = is_seen_across(ranks, replicas, op, wire)
             name = "lanes" if wire is not None else ranks.route(pack.nbytes, pack.dtype, op)
             return described(ranks, name, [pack], copies, in_place=not into_result, seen=seen, wire=wire)
-        read, written = size_in_words(pack.nbytes), size_in_words(pack.nbytes / (local if into_result else 1))
-        target = "into the node's one result" if into_result else "into every one"
-        return Description(
-            [pack],
-            f"where the arrays are, each rank 1/{local} of them",
-            (),
-            f"each rank reads {read} and writes {written}, {target}",
-        )
+        target = "the node's one result" if into_result else "every one"
+        return Description([pack], f"where the arrays are, each rank 1/{local} of them, into {target}", ())
 
 
 def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:

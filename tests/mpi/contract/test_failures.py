@@ -170,7 +170,7 @@ def test_an_error_before_the_agreement_leaves_the_strategy_as_it_is(
     with monkeypatch.context() as patched:
         if RANK == 0:
             patched.setattr(NodeSum, "new", no_memory)
-            patched.setattr(arena, "_is_unchanged", no_memory)
+            patched.setattr(arena, "_holds", no_memory)
         ends = outcomes(step)
     assert [end.error for end in ends] == [Exception] + [RemoteError] * (SIZE - 1)
     assert all("MemoryError: there is none" in end.text for end in ends)

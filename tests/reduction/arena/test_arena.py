@@ -39,7 +39,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.multi_node.two_level import AcrossNodes
 from mpistrategy.mpi.shared_memory.segments import private_memory
-from mpistrategy.reduction.arena.arena import Arena
+from mpistrategy.reduction.arena import Arena
 
 pytestmark = pytest.mark.mpi
 
