@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from sys import _getframe
 from threading import get_ident
 from time import monotonic
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from mpistrategy import errors
@@ -17,6 +17,9 @@ from mpistrategy.mpi.contract.call_sites import Signature, site_of
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects import jax_traces
+
+#: Of code: generators, coroutines, and both.
+_GENERATORS = 0x20 | 0x80 | 0x200
 
 
 class Call:
@@ -51,6 +54,8 @@ class Call:
     number: int = 0
     entered: float = 0.0
     left: float = 0.0
+    #: What has entered it.
+    frame: FrameType | None = None
     _outer: CurrentCall | None = None
     _on_gpu: AbstractContextManager[Any] | None = None
 
@@ -77,7 +82,7 @@ class Call:
             self.name = name
 
     def __enter__(self) -> Call:
-        guard = self._guard
+        guard, self.frame = self._guard, _getframe(1)
         outer = self._outer = guard.current
         try:
             if outer is None:
@@ -106,7 +111,7 @@ class Call:
         """Enter the outermost call into the flight record."""
         guard.thread, guard.agreed, guard.told = get_ident(), False, None
         if not self._anywhere:
-            self.place = (guard.site or site_of(_getframe(2))).place
+            self.place = (guard.site or site_of(self.frame)).place
         if guard.size > 1:
             record = guard.record
             record.number += 1
@@ -122,6 +127,10 @@ class Call:
                 expected="one thread at a time",
                 fix="Make a MirroredStrategy for each thread, all ranks in the same order.",
             )
+        if not _is_under_way(outer.frame):  # a signal has come where it was left, and it may not be done
+            guard.current = None
+            guard.break_off(outer.where, KeyboardInterrupt("as the call was left"))
+            raise guard.refusal(self.where)
         self.where = outer.where
         self.structure = outer.structure or self.structure
         self.name = outer.name or self.name
@@ -207,7 +216,7 @@ class Call:
         guard.told = error if self._outer is not None else None
 
     def _leave(self) -> None:
-        guard = self._guard
+        guard, self.frame = self._guard, None
         guard.current = self._outer
         if observers.observers and self._outer is None:
             observers.tell("left", guard, self)
@@ -219,3 +228,13 @@ class Call:
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed
                 on_gpu.__exit__(None, None, None)
+
+
+def _is_under_way(frame: FrameType | None) -> bool:
+    """Return whether this thread is in what a frame does; True for a generator, which may be suspended."""
+    if frame is None or frame.f_code.co_flags & _GENERATORS:
+        return True
+    now: FrameType | None = _getframe(1)
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is frame
