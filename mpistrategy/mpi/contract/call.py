@@ -57,6 +57,7 @@ class Call:
     #: What has entered it.
     frame: FrameType | None = None
     _outer: CurrentCall | None = None
+    _is_in_own_work: bool = False
     _on_gpu: AbstractContextManager[Any] | None = None
 
     def __init__(
@@ -73,7 +74,7 @@ class Call:
             raise guard.refusal(where)
         self.where: str = where
         self._guard, self._called = guard, called
-        self._anywhere, self._before = anywhere or bool(called), 0.0
+        self._anywhere = anywhere or bool(called)
         if structure:
             self.structure = structure
         if called and isinstance(called, str):
@@ -89,9 +90,8 @@ class Call:
                 self._begin(guard)
             else:
                 self._join(guard, outer)
-            self._before = guard.since
             guard.current = self
-            if observers.observers and outer is None:
+            if outer is None and observers.observers:
                 observers.tell("entered", guard, self)
             if self._called is not None and not isinstance(self._called, str):
                 raise self._refused(
@@ -131,6 +131,7 @@ class Call:
             guard.current = None
             guard.break_off(outer.where, KeyboardInterrupt("as the call was left"))
             raise guard.refusal(self.where)
+        self._is_in_own_work = guard.since == math.inf
         self.where = outer.where
         self.structure = outer.structure or self.structure
         self.name = outer.name or self.name
@@ -218,12 +219,13 @@ class Call:
     def _leave(self) -> None:
         guard, self.frame = self._guard, None
         guard.current = self._outer
-        if observers.observers and self._outer is None:
+        if self._outer is not None:
+            if self._is_in_own_work:
+                guard.since = math.inf  # it goes on
+            return
+        self.left = monotonic()
+        if observers.observers:
             observers.tell("left", guard, self)
-        if self._before == math.inf:
-            guard.since = math.inf  # the program's own work goes on
-        if self.number:
-            self.left = monotonic()
         if self._on_gpu is not None:
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed
