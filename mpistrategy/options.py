@@ -195,7 +195,7 @@ class CommunicationOptions:
             in which this rank waits counts; see `Strategy.expect_long`.
         implementation: a `CommunicationImplementation` or its name in any letter case.  "NCCL" and "RING" (MPI) choose
             the transport of arrays in GPU memory, where it is available.  "AUTO" uses MPISTRATEGY_GPU_PATH (mpi,
-            staged, nccl, ipc, ipc+mpi, ipc+staged), or lets the library choose.  Arrays on the host always use MPI.
+            staged, nccl), or lets the library choose.  Arrays on the host always use MPI.
         wire: "bfloat16" halves the bytes between nodes in sums and means of float32 (and of 16-bit floats, which are
             summed in float32).  Each node's contribution is rounded to bfloat16 (unit roundoff u = 2^-8), the
             contributions are added in float32, and the sum is rounded once.  The result is equal on all ranks, and
@@ -252,7 +252,7 @@ class CommunicationOptions:
 
 #: Chooses the transport of arrays in GPU memory for all strategies, where it is available.
 GPU_PATH = "MPISTRATEGY_GPU_PATH"
-_PATH_WORDS = ("auto", "mpi", "staged", "nccl", "ipc", "ipc+mpi", "ipc+staged")
+_PATH_WORDS = ("auto", "mpi", "staged", "nccl")
 _BY_IMPLEMENTATION = {CommunicationImplementation.RING: "ring", CommunicationImplementation.NCCL: "nccl"}
 
 
@@ -264,8 +264,7 @@ def path_word(options: CommunicationOptions, chosen: str = "") -> str:
         chosen: the request of the algorithm, which comes first; "" for none.
 
     Returns:
-        The request, or the value of MPISTRATEGY_GPU_PATH: "auto", "mpi", "staged", "nccl", "ipc", "ipc+mpi" or
-        "ipc+staged".
+        The request, or the value of MPISTRATEGY_GPU_PATH: "auto", "mpi", "staged" or "nccl".
 
     Raises:
         OptionError: for another value of the variable.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-PATHS = ("nccl", "ipc", "mpi", "staged")
+PATHS = ("nccl", "mpi", "staged")
 #: What is compared with a budget, and its heading.
 COUNTED = {
     "launches": "launches",
@@ -22,43 +22,36 @@ Budget = tuple[int, int, int, int, int, int]
 BUDGETS: dict[str, dict[str, Budget]] = {
     "SUM of 4 KiB": {
         "nccl": (0, 1, 1, 0, 0, 0),
-        "ipc": (1, 2, 2, 1, 1, 0),
         "mpi": (0, 1, 1, 0, 1, 0),
         "staged": (0, 3, 4, 3, 1, 1),
     },
     "SUM of 4 KiB, in place": {
         "nccl": (0, 0, 1, 0, 0, 0),
-        "ipc": (1, 1, 2, 1, 1, 0),
         "mpi": (0, 0, 1, 0, 1, 0),
         "staged": (0, 2, 4, 3, 1, 1),
     },
     "SUM of 161 arrays": {
         "nccl": (1, 0, 1, 0, 0, 0),
-        "ipc": (2, 1, 2, 1, 1, 0),
         "mpi": (1, 0, 1, 0, 1, 0),
         "staged": (1, 2, 4, 3, 1, 1),
     },
     "MEAN of 161 arrays": {
-        "nccl": (1, 0, 1, 0, 0, 0),
-        "ipc": (3, 1, 2, 1, 1, 0),
+        "nccl": (2, 0, 1, 0, 0, 0),
         "mpi": (2, 0, 1, 0, 1, 0),
         "staged": (2, 2, 4, 3, 1, 1),
     },
     "SGD with momentum, 161 variables": {
         "nccl": (3, 0, 1, 0, 0, 0),
-        "ipc": (4, 1, 2, 1, 1, 0),
         "mpi": (3, 0, 1, 0, 1, 0),
         "staged": (3, 2, 4, 3, 1, 1),
     },
     "Adam, 161 variables": {
         "nccl": (3, 0, 1, 0, 0, 0),
-        "ipc": (4, 1, 2, 1, 1, 0),
         "mpi": (3, 0, 1, 0, 1, 0),
         "staged": (3, 2, 4, 3, 1, 1),
     },
     "Adam, clipped and checked": {
         "nccl": (5, 2, 1, 0, 2, 0),
-        "ipc": (6, 3, 2, 1, 3, 0),
         "mpi": (5, 2, 1, 0, 3, 0),
         "staged": (5, 4, 4, 3, 3, 1),
     },

@@ -153,7 +153,6 @@ STEPS: list[tuple[str, str, Callable[[Lane, Row], None], int]] = [
     ("check", "packing kernel against NumPy", check, 15),
     ("staged", "all-reduce, staged through the host, 2 ranks on one GPU", path, 15),
     ("mpi", "all-reduce, CUDA-aware MPI, 2 ranks on one GPU", path, 15),
-    ("ipc", "all-reduce, CUDA IPC, 2 ranks on one GPU", path, 15),
     ("nccl1", "NCCL on one rank", nccl1, 15),
     ("nccl", "all-reduce, NCCL", path, 15),
     ("hidden", "all-reduce beside computation, a GPU for each rank", hidden, 15),
@@ -164,7 +163,7 @@ STEPS: list[tuple[str, str, Callable[[Lane, Row], None], int]] = [
     ("counts", "operations counted, and their budgets, 2 ranks", counts, 15),
     ("races", "slow kernels, 2 ranks", run_tests("reduction/test_gpu_races.py", ranks=2), 20),
     ("stays", "every collective, and what stays on the GPU, 2 ranks", run_tests(*STAYS, ranks=2), 20),
-    ("bynodes", "IPC within 2 pretended nodes, 4 ranks", run_tests("mpi/gpu/test_by_nodes.py", ranks=4), 20),
+    ("onnodes", "every collective on 2 pretended nodes, 3 ranks", run_tests(STAYS[0], ranks=3), 20),
     ("overlap", "reductions beside computation; memory of other libraries, 2 ranks", run_tests(*OVERLAP, ranks=2), 20),
     (
         "failures",

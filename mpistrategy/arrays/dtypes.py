@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextvars
 import numbers
 from collections.abc import Callable
-from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -103,25 +101,6 @@ def divide_by(divisor: int | float, array: Array) -> None:
     if divisor != 1:
         ufunc, operand = division(divisor, array.dtype)
         ufunc(array, operand, out=array)
-
-
-def quiet_runner() -> Callable[..., Any]:
-    """Return a function that calls ``function(*args)`` without NumPy's overflow warnings; for one thread at a time.
-
-    MPI does not warn either.  `np.errstate` does the same, but takes longer than a small sum.
-    """
-    context = contextvars.copy_context()
-    before = np.geterr()
-    context.run(partial(np.seterr, all="ignore"))
-    if np.geterr() == before:
-        return context.run
-    np.seterr(**before)  # NumPy 1 keeps this state elsewhere
-    return _with_errstate
-
-
-def _with_errstate(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    with np.errstate(all="ignore"):
-        return function(*args, **kwargs)
 
 
 # --------------------------------------------------------------------------------------------- combination

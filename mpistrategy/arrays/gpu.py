@@ -104,7 +104,7 @@ def on_device(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[
 
 def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -> None:
     """Raise DeviceError unless all arrays are on one GPU: the one with this index, if given."""
-    found = sorted({int(array.device.id) for array in arrays})
+    found = sorted({int(array.data.device_id) for array in arrays})
     if index is not None and found != [index]:
         raise DeviceError.at(
             where,

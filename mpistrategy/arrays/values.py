@@ -223,15 +223,17 @@ class DistributedValues(ArrayLike):
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any]) -> None:
-        given: Any = values
-        if not isinstance(given, (tuple, list)) or len(given) > 1:
+        self.values: tuple[Any, ...] = values if type(values) is tuple and len(values) < 2 else self._checked(values)
+
+    def _checked(self, values: Any) -> tuple[Any, ...]:
+        if not isinstance(values, (tuple, list)) or len(values) > 1:
             raise OptionTypeError.at(
                 type(self).__name__,
                 found=f"values={values!r}",
                 expected="a tuple of one: this rank's own component",
                 fix="The other components live on the other ranks.",
             )
-        self.values: tuple[Any, ...] = tuple(values)
+        return tuple(values)
 
     def _read(self) -> Any:
         return self.values[0]
@@ -269,7 +271,7 @@ class Mirrored(DistributedValues):
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any], lives_on: str = "every rank") -> None:
-        super().__init__(values)
+        self.values = values if type(values) is tuple and len(values) < 2 else self._checked(values)
         self._lives_on = lives_on
 
     def _read(self) -> Any:

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
+from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
+from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.destinations import Destination
-from mpistrategy.reduction.layout.packing import checked_num_packs
-from mpistrategy.reduction.plan import ChooseRoute
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
+from mpistrategy.reduction.layout.packing import Layout, checked_num_packs
 from mpistrategy.reduction.routes.base import Route
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
-    from mpistrategy.mpi.multi_node.two_level import allreduce_across
-    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
-    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
-else:
-    later(globals(), "mpistrategy.mpi.multi_node.reduced_precision", "between_nodes")
-    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across")
-    later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute", "names_of")
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
 
 
 class NcclAllReduce(PackedCrossDeviceOps):
@@ -54,8 +43,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     Every rank of a node has a slice, and MPI's Allreduce combines what the counterparts on the nodes have.  Over the
     network goes no more than must.  `MpiAllReduce` does the like with large values; this one does it with all.  Right
-    for any number of ranks on any node.  Arrays in GPU memory stay there: each rank combines one share of them, and all
-    are gathered.
+    for any number of ranks on any node.  Arrays in GPU memory go as with `MpiAllReduce`.
 
     Args:
         num_packs: the values are split into about so many packs, whatever bytes_per_pack says; 0 leaves it to
@@ -66,27 +54,27 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     """
 
     _in_rank_order = True
-    _to_every_rank: ChooseRoute | None = None
 
     def __init__(self, num_packs: int = 1) -> None:
         self._num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
 
-    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
-        """Return how arrays in GPU memory are combined: share by share."""
-        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, BY_SHARES  # here, for the quick import
-
-        usual = super()._gpu_operation(communicator, destination)
-        return BY_SHARES if usual is ALL_REDUCE else usual
-
     def _route(
-        self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        bytes_per_pack: float,
+        wire: str | None,
+        destination: Destination = EVERY_RANK,
     ) -> Route:
-        """Return the route of packs: on several nodes the same for all sizes, if MPI's sums have the same bits."""
-        if communicator.nodes == 1 or "root" in names_of(communicator, packs, op, wire):
-            return super()._route(communicator, packs, op, destination, wire)
+        """Return the route of arrays: on several nodes the same for all sizes, if MPI's sums have the same bits."""
+        packs = self._packs(layouts, bytes_per_pack)
+        names = names_of(ranks, packs, op, wire)
+        if destination.only_rank is not None or ranks.nodes == 1 or "root" in names:
+            return super()._route(ranks, layouts, op, bytes_per_pack, wire, destination)
 
         def across(source: Array, target: Array) -> None:
-            dtype = between_nodes(communicator, wire, target.dtype, op._on_the_wire)
-            allreduce_across(communicator, target, op._on_the_wire, source=source, wire=dtype)
+            dtype = between_nodes(ranks, wire, target.dtype, op._on_the_wire)
+            allreduce_across(ranks, target, op._on_the_wire, source=source, wire=dtype)
 
-        return CommunicatorRoute(communicator, packs, op, ["lanes"] * len(packs), across, wire=wire)
+        return CommunicatorRoute(ranks, packs, op, ["lanes"] * len(packs), across, wire=wire)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrategy.arrays.values import Mirrored, PerReplica, local_component
 from mpistrategy.errors import (
@@ -18,21 +18,14 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import in_words
-from mpistrategy.options import CommunicationImplementation, CommunicationOptions, Op, ReduceOp
+from mpistrategy.options import CommunicationOptions, Op, ReduceOp
+from mpistrategy.reduction.algorithm import Algorithm
+from mpistrategy.reduction.broadcast import broadcast
 from mpistrategy.reduction.layout import destinations as placing
-from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import Plan
-
-if TYPE_CHECKING:
-    from mpistrategy.reduction.algorithm import OnDevice
-    from mpistrategy.reduction.broadcast import broadcast
-else:
-    later(globals(), "mpistrategy.reduction.broadcast", "broadcast")
 
 
-class CrossDeviceOps:
+class CrossDeviceOps(Algorithm):
     """Reduces values of all replicas, and broadcasts values to them.
 
     Give an instance to `MirroredStrategy(cross_device_ops=...)`, or call its methods directly while a strategy's
@@ -42,26 +35,6 @@ class CrossDeviceOps:
 
     """
 
-    # See `mpistrategy.reduction.algorithm.Algorithm`.  A subclass is in rank order only if it says so itself: it
-    # may do something else.
-    _in_rank_order: bool = False
-    _is_built_in: bool = False
-
-    def __init_subclass__(cls, **others: Any) -> None:
-        super().__init_subclass__(**others)
-        cls._in_rank_order = bool(cls.__dict__.get("_in_rank_order"))
-
-    @property
-    def _configuration(self) -> str:
-        """What must be equal on all ranks for their messages to fit together."""
-        return type(self).__name__
-
-    def _settings(self, options: CommunicationOptions) -> str:
-        """Return the configuration and the options of one call, as far as they shape the messages."""
-        shown = f"{self._configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
-        chosen: Any = options.implementation
-        return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
-
     def _call(self, method: str, value: Any = None, name: str | None = None) -> tuple[Communicator, Call]:
         """Return the communicator of this thread's strategy, else of `value`, and the call of a method.
 
@@ -69,7 +42,7 @@ class CrossDeviceOps:
             ContextError: outside every strategy, for a value that belongs to none.
         """
         where = f"{type(self).__name__}.{method}"
-        communicator: Communicator | None = current.current() or getattr(value, "_group", None)
+        communicator = current.current() or (value._group if isinstance(value, PerReplica) else None)
         if communicator is None:
             raise ContextError.at(
                 where,
@@ -140,7 +113,10 @@ class CrossDeviceOps:
         # A generator of pairs can be walked only once: list it before it is needed twice.
         if isinstance(value_destination_pairs, Iterator):
             value_destination_pairs = list(value_destination_pairs)
-        communicator, call = self._call("batch_reduce", _first_value(value_destination_pairs), name)
+        first = (
+            next(iter(value_destination_pairs), None) if isinstance(value_destination_pairs, (list, tuple)) else None
+        )
+        communicator, call = self._call("batch_reduce", first[0] if isinstance(first, tuple) and first else None, name)
         with current.working_on(communicator), call:
             op = ReduceOp._parse(reduce_op, call.where)
             pairs = _checked_pairs(value_destination_pairs, call.where)
@@ -186,33 +162,6 @@ class CrossDeviceOps:
             destinations = placing.for_value(tensor, destinations)
             placing.resolve(destinations, communicator, call.where)
             return self.broadcast_implementation(tensor, destinations)
-
-    def _begin_on_device(
-        self,
-        ranks: Communicator,
-        op: ReduceOp,
-        given: Sequence[Any],
-        options: CommunicationOptions,
-        outs: Sequence[Any] | None,
-        where: str,
-    ) -> OnDevice | None:
-        """Return None: nothing is known of how it reduces."""
-        return None
-
-    def _plan_for(
-        self,
-        ranks: Communicator,
-        layouts: tuple[Layout, ...],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        destination: placing.Destination,
-    ) -> Plan | None:
-        """Return None: nothing is known of how it reduces."""
-        return None
-
-    def _gpu_word(self, ranks: Communicator, options: CommunicationOptions) -> str | None:
-        """Return None: nothing is known of how it reduces."""
-        return None
 
     def __repr__(self) -> str:
         return in_words(self)
@@ -272,13 +221,6 @@ class CrossDeviceOps:
 def mirrored(value: Any, destination: placing.Destination, communicator: Communicator) -> Mirrored:
     """Wrap a result that lives on the ranks of `destination`."""
     return Mirrored((value,) if destination.includes(communicator.rank) else (), destination.text)
-
-
-def _first_value(pairs: Any) -> Any:
-    try:
-        return pairs[0][0]
-    except (TypeError, IndexError, KeyError):
-        return None
 
 
 def _checked(options: Any, call: Call) -> CommunicationOptions:

@@ -14,35 +14,28 @@ import numpy as np
 from mpistrategy.arrays.convert import is_on_device, on_device_of
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, mean_dtype
+from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
+from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
+from mpistrategy.reduction import sparse
+from mpistrategy.reduction.algorithm import OnDevice
 from mpistrategy.reduction.inputs import checked_value, in_kind, own_component, own_result, summand
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.finish import rounded
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.plan import ChooseRoute, Plan, plan_of, usual_route
+from mpistrategy.reduction.plan import Plan, plan_of, usual_route
 from mpistrategy.reduction.routes.base import Route
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
-    from mpistrategy.mpi.multi_node import reduced_precision
-    from mpistrategy.reduction import sparse
-    from mpistrategy.reduction.algorithm import OnDevice
-    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
     from mpistrategy.reduction.routes.gpu import GpuRoute
     from mpistrategy.reduction.routes.gpu_operations import GpuOperation
-else:
-    later(globals(), "mpistrategy.arrays.gpu", "check_device", "layout_of", "to_host")
-    later(globals(), "mpistrategy.mpi.multi_node.reduced_precision")
-    later(globals(), "mpistrategy.reduction.sparse")
-    later(globals(), "mpistrategy.reduction.routes.communicator", "CommunicatorRoute", "names_of")
-    later(globals(), "mpistrategy.reduction.algorithm", "OnDevice")
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
@@ -51,18 +44,9 @@ _OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce
 
 
 class PackedCrossDeviceOps(CrossDeviceOps):
-    """Base of the algorithms that reduce packs of arrays.
-
-    Attributes:
-        _num_packs: see `mpistrategy.reduction.layout.packing.plan`.
-        _device_path: the path of arrays in GPU memory; "" leaves it to the options.
-        _to_every_rank: chooses the route to every rank, once for each list of layouts; None: their packs take `_route`.
-    """
+    """Base of the algorithms that reduce packs of arrays."""
 
     _is_built_in = True
-    _num_packs: float = 0
-    _device_path: str = ""
-    _to_every_rank: ChooseRoute | None = staticmethod(usual_route)
 
     @property
     def num_packs(self) -> float:
@@ -76,17 +60,34 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _plan(
         self,
-        communicator: Communicator,
+        ranks: Communicator,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         options: CommunicationOptions,
         destination: Destination,
     ) -> Plan:
         """Return how arrays on the host are reduced; the results count on the destination's ranks."""
-        if destination is EVERY_RANK and self._to_every_rank is not None:
-            return plan_of(communicator, layouts, op, options.bytes_per_pack, self._to_every_rank, options.wire)
-        packs = packing.plan(layouts, options.bytes_per_pack, self.num_packs, host_wire_dtype)
-        return Plan(communicator, layouts, op, self._route(communicator, packs, op, destination, options.wire))
+        nbytes, wire = options.bytes_per_pack, options.wire
+        if destination is EVERY_RANK:
+            return plan_of(ranks, layouts, op, nbytes, self._route, wire)
+        return Plan(ranks, layouts, op, self._route(ranks, layouts, op, nbytes, wire, destination))
+
+    def _route(
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        bytes_per_pack: float,
+        wire: str | None,
+        destination: Destination = EVERY_RANK,
+    ) -> Route:
+        """Return the route of arrays: by MPI's Reduce to a single rank, else the fastest to every rank."""
+        if destination.only_rank is not None:
+            return by_one_rank(ranks, self._packs(layouts, bytes_per_pack), op, destination.only_rank, destination)
+        return usual_route(ranks, layouts, op, bytes_per_pack, wire)
+
+    def _packs(self, layouts: tuple[Layout, ...], bytes_per_pack: float) -> Packs:
+        return packing.plan(layouts, bytes_per_pack, self._num_packs, host_wire_dtype)
 
     def _plan_for(
         self,
@@ -109,15 +110,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
         is_plain = options.wire is None and self._is_usual and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
         return path_word(options, self._device_path) if is_plain else None
-
-    def _route(
-        self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None
-    ) -> Route:
-        """Return the route of packs: by MPI's Reduce to a single rank, else each by `Communicator.allreduce`."""
-        if destination.only_rank is not None:
-            return by_one_rank(communicator, packs, op, destination.only_rank, destination)
-        names = names_of(communicator, packs, op, wire)
-        return CommunicatorRoute(communicator, packs, op, names, wire=wire)
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None: on the host."""

@@ -12,7 +12,7 @@ import numpy as np
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, sum_dtype_of_mean
 from mpistrategy.arrays.values import IndexedSlices
-from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sorting_memory, sum_of_rows
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
@@ -22,7 +22,6 @@ from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import ChooseRoute
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
 
@@ -33,21 +32,6 @@ if TYPE_CHECKING:
 #: About so much of a buffer is exchanged at a time where the ranks do not share memory.  As much is needed besides;
 #: three times as much for a last piece that cannot be cut into equal shares.
 _PIECE_BYTES = 8 * 2**20
-
-
-def ordered_route(
-    communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, wire: str | None
-) -> Route:
-    """Return the route to every rank: through memory of the node, or share by share from rank to rank."""
-    packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
-    names = names_of(communicator, packs, op)
-    node, text = communicator.node_sum, op._on_the_wire
-    if node is not None and {*names} == {"node_sum"}:
-        memory = {pack.dtype: _node_memory(communicator, pack.dtype, text) for pack in packs}
-        return CommunicatorRoute(communicator, packs, op, names, partial(_add_on_node, node, text, memory))
-    shown = [name if name in ("none", "threads") else "alltoallv" for name in names]
-    pair = partial(gather_and_combine, communicator, text, EVERY_RANK)
-    return CommunicatorRoute(communicator, packs, op, shown, pair)
 
 
 def _node_memory(communicator: Communicator, dtype: np.dtype[Any], op: str) -> tuple[Array, Array]:
@@ -94,14 +78,24 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     algorithms send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
     """
 
-    _to_every_rank: ChooseRoute | None = staticmethod(ordered_route)
-
     def _route(
-        self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        bytes_per_pack: float,
+        wire: str | None,
+        destination: Destination = EVERY_RANK,
     ) -> Route:
-        """Return the route of packs: share by share from rank to rank."""
-        pair = partial(gather_and_combine, communicator, op._on_the_wire, destination)
-        return CommunicatorRoute(communicator, packs, op, ["alltoallv"] * len(packs), pair)
+        """Return the route of arrays: through memory of the node, or share by share from rank to rank."""
+        packs = hybrid(layouts, ranks.thresholds.pack_bytes, bytes_per_pack)
+        names = names_of(ranks, packs, op)
+        node, text = ranks.node_sum, op._on_the_wire
+        if node is not None and {*names} == {"node_sum"}:
+            memory = {pack.dtype: _node_memory(ranks, pack.dtype, text) for pack in packs}
+            return CommunicatorRoute(ranks, packs, op, names, partial(_add_on_node, node, text, memory))
+        shown = [name if name in ("none", "threads") else "alltoallv" for name in names]
+        return CommunicatorRoute(ranks, packs, op, shown, partial(gather_and_combine, ranks, text, destination))
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return None: values are sorted on the host."""

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from mpistrategy.arrays import devices
-from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cross_device_ops import accumulation
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype
 from mpistrategy.cross_device_ops.accumulation import AccumulationRoute
-from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, Packs, by_one_rank
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, by_one_rank
 from mpistrategy.errors import OptionTypeError
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.layout.destinations import Destination, ranks_of
+from mpistrategy.reduction.layout import packing
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import ChooseRoute, Plan
+from mpistrategy.reduction.plan import Plan
 from mpistrategy.reduction.routes.base import Route
 
 if TYPE_CHECKING:
@@ -33,15 +32,12 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         accumulation_fn: called once for each value on the summing rank, with the list of all ranks' values in rank
             order; returns one array of the same shape.  None means the sum, in the order that the MPI chooses.
             MEAN divides by the number of replicas afterwards, whatever the function did.  The summing rank holds all
-            ranks' copies of one value at a time: an OptionWarning says when they take more than half of the memory
-            that is free there, and UnsupportedError is raised on every rank, before data move, when they do not fit.
+            ranks' copies of one value at a time.
 
     Raises:
         DeviceError: for a reduce_to_device that cannot be read.
         OptionTypeError: for an accumulation_fn that cannot be called.
     """
-
-    _to_every_rank: ChooseRoute | None = None
 
     reduce_to_device: Fixed[str | None] = Fixed()
     accumulation_fn: Fixed[Callable[[list[Array]], Any] | None] = Fixed()
@@ -69,19 +65,6 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         how = "sum" if self.accumulation_fn is None else "accumulation_fn"
         return f"{super()._configuration}, {how} on {self.reduce_to_device}"
 
-    def _plan(
-        self,
-        communicator: Communicator,
-        layouts: tuple[Layout, ...],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
-    ) -> Plan:
-        """Return how arrays on the host are reduced: for an accumulation in packs of which a rank can hold all."""
-        if self.accumulation_fn is not None:
-            options = replace(options, bytes_per_pack=accumulation.bytes_per_pack(options, communicator.size))
-        return super()._plan(communicator, layouts, op, options, destination)
-
     def _plan_for(
         self,
         ranks: Communicator,
@@ -108,10 +91,17 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         return ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
 
     def _route(
-        self, communicator: Communicator, packs: Packs, op: ReduceOp, destination: Destination, wire: str | None
+        self,
+        ranks: Communicator,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        bytes_per_pack: float,
+        wire: str | None,
+        destination: Destination = EVERY_RANK,
     ) -> Route:
-        """Return the route of packs: combined by MPI, or by the accumulation function."""
-        root = self._root(communicator, destination)
+        """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
+        root = self._root(ranks, destination)
         if self.accumulation_fn is None:
-            return by_one_rank(communicator, packs, op, root, destination)
-        return AccumulationRoute(communicator, packs, op, self.accumulation_fn, root, destination)
+            return by_one_rank(ranks, self._packs(layouts, bytes_per_pack), op, root, destination)
+        one_by_one = packing.plan(layouts, 1, 0, host_wire_dtype)
+        return AccumulationRoute(ranks, one_by_one, op, self.accumulation_fn, root, destination)

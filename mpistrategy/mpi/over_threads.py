@@ -15,17 +15,12 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.devices import Device
-from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import site_of
-from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Once
-from mpistrategy.mpi.interface.communicator import NodeGroups
-from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
-from mpistrategy.mpi.shared_memory.node_sum import NodeSum
-from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName
+from mpistrategy.mpi.interface.communicator import InOneProcess, NodeGroups
+from mpistrategy.mpi.tuning.thresholds import RouteName
 
 
 def _has_ended() -> str:
@@ -130,7 +125,7 @@ class Meeting:
         return [theirs for _, theirs in self._taken]
 
 
-class SimulatedCommunicator:
+class SimulatedCommunicator(InOneProcess):
     """A `mpistrategy.mpi.interface.communicator.Communicator` among threads of this process.
 
     Args:
@@ -144,21 +139,15 @@ class SimulatedCommunicator:
     def __init__(self, meeting: Meeting, rank: int, nodes: Sequence[int] | None = None) -> None:
         self._meeting = meeting
         self._nodes = list(nodes) if nodes is not None else [0] * len(meeting.members)
-        self.rank = rank
-        self.size: int = len(meeting.members)
+        self.rank, self.size = rank, len(meeting.members)
         self.guard: Guard = Guard(self if self.size > 1 else None, rank, self.size)
-        self.devices: tuple[Device, ...] = ()
         numbers = list(dict.fromkeys(self._nodes))
-        self.node_of: tuple[int, ...] = tuple(numbers.index(node) for node in self._nodes)
-        self.nodes: int = len(numbers)
-        self.local_rank: int = self.node_of[:rank].count(self.node_of[rank])
-        self.library: str = ""
-        self.shares_memory: bool = False
-        self.thresholds = DEFAULT
-        self.mailboxes: Mailboxes | None = None
-        self.node_sum: NodeSum | None = None
-        self.first_message: FirstMessage | None = None
+        self.node_of = tuple(numbers.index(node) for node in self._nodes)
+        self.nodes, self.local_rank = len(numbers), self.node_of[:rank].count(self.node_of[rank])
         self.once: Once = Once()
+
+    def _gathered(self, purpose: str, value: Any) -> list[Any]:
+        return self._meeting.allgather(self.rank, purpose, _copied(value))
 
     def duplicate(self) -> SimulatedCommunicator:
         """Return a communicator of the same ranks whose calls are separate from this one's.  Collective."""
@@ -176,66 +165,6 @@ class SimulatedCommunicator:
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "threads", whatever the size."""
         return "threads"
-
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
-        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks' sources, in rank order."""
-        brought = (buffer if source is None else source).copy()
-        total = _combined(self._meeting.allgather(self.rank, f"allreduce {op}", brought), op)
-        buffer[...] = total.reshape(buffer.shape)
-
-    def allreduce_many(
-        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
-    ) -> None:
-        """Do ``allreduce(target, op, source)`` for pairs of (source, target), and divide the results."""
-        for source, target in pairs:
-            self.allreduce(target, op, source)
-            if divisor != 1:
-                divide_by(divisor, target)
-
-    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
-        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks, in rank order."""
-        everything = self._meeting.allgather(self.rank, f"reduce {op} to {root}", buffer.copy())
-        if self.rank == root:
-            buffer[...] = _combined(everything, op)
-
-    def bcast(self, buffer: Array, root: int) -> None:
-        """Replace `buffer` on every rank by that of `root`."""
-        mine = buffer.copy() if self.rank == root else None
-        buffer[...] = self._meeting.allgather(self.rank, f"bcast from {root}", mine)[root]
-
-    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on `root`."""
-        everything = self._meeting.allgather(self.rank, f"gatherv to {root}", block.copy())
-        if together is not None:
-            np.concatenate(everything, axis=None, out=together.reshape(-1))
-
-    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on `root`."""
-        everything = self._meeting.allgather(self.rank, f"gather blocks to {root}", block.copy())
-        if blocks is not None:
-            for place, theirs in zip(blocks, everything, strict=True):
-                place[...] = theirs
-
-    def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
-        """Copy ``blocks[rank]`` of `root` into every rank's `block`."""
-        mine = None if blocks is None else [each.copy() for each in blocks]
-        block[...] = self._meeting.allgather(self.rank, f"scatter_blocks from {root}", mine)[root][self.rank]
-
-    def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank."""
-        everything = self._meeting.allgather(self.rank, "allgatherv", block.copy())
-        np.concatenate(everything, axis=None, out=together.reshape(-1))
-
-    def alltoall(self, sent: Array, received: Array) -> None:
-        """Send the r-th part of `sent` to rank r; row r of `received` gets the part from rank r."""
-        everything = self._meeting.allgather(self.rank, "alltoall", sent.copy())
-        received[...] = np.reshape([theirs.reshape(self.size, -1)[self.rank] for theirs in everything], received.shape)
-
-    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
-        """Send ``counts[r]`` elements of `sent` to rank r; `received` gets ``taken[r]`` of rank r, in rank order."""
-        parts = np.split(sent.copy(), np.cumsum(counts)[:-1])
-        everything = self._meeting.allgather(self.rank, "alltoallv", parts)
-        np.concatenate([theirs[self.rank] for theirs in everything], out=received)
 
     def allgather_text(
         self,
@@ -275,25 +204,16 @@ class SimulatedCommunicator:
         outside = SimulatedCommunicator(across, leaders.index(self.rank)) if self.rank in leaders else None
         return NodeGroups(inside, outside)
 
-    def shared(self, nbytes: int) -> SharedMemory:
-        """Return private memory: threads that take turns cannot wait for counters."""
-        return private_memory(nbytes)
-
     def node_barrier(self) -> None:
         """Wait for the members on this node."""
         self.node().node.allgather_text("")
 
-    def free(self) -> None:
-        """Refuse further calls."""
-        self.guard.closed = True
 
-
-def _combined(arrays: Sequence[Array], op: str) -> Array:
-    total = arrays[0].copy()
-    with np.errstate(all="ignore"):  # as MPI, which does not warn either
-        for array in arrays[1:]:
-            COMBINE[op](total, array, out=total)
-    return total
+def _copied(value: Any) -> Any:
+    """Return a copy of an array, or of the arrays in a list."""
+    if isinstance(value, list):
+        return [each.copy() for each in value]
+    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 class _World(threading.local):

@@ -1,13 +1,14 @@
-"""What the reductions below `CrossDeviceOps` ask of an algorithm."""
+"""What the reductions below `CrossDeviceOps` ask of an algorithm, which is its base class."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan
@@ -27,23 +28,36 @@ class OnDevice(NamedTuple):
     words: dict[str, Any]
 
 
-class Algorithm(Protocol):
-    """A `CrossDeviceOps`, as this folder uses it.
+class Algorithm(ABC):
+    """A `CrossDeviceOps`, as this folder uses it; the defaults are those of a program's own, of which nothing is known.
 
     Attributes:
-        _in_rank_order: whether a sum in rank order is what it would return: arenas may then be reduced in place.
+        _in_rank_order: whether a sum in rank order is what it would return: arenas may then be reduced in place.  A
+            subclass says so itself, or it is not.
         _is_built_in: whether it is one of the library's own pipelines, and can be asked how buffers travel.
+        _num_packs: see `mpistrategy.reduction.layout.packing.plan`.
+        _device_path: the path of arrays in GPU memory; "" leaves it to the options.
     """
 
-    _in_rank_order: bool
-    _is_built_in: bool
+    _in_rank_order: bool = False
+    _is_built_in: bool = False
+    _num_packs: float = 0
+    _device_path: str = ""
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls._in_rank_order = bool(cls.__dict__.get("_in_rank_order"))
 
     @property
     def _configuration(self) -> str:
         """What must be equal on all ranks for their messages to fit together."""
+        return type(self).__name__
 
     def _settings(self, options: CommunicationOptions) -> str:
         """Return the configuration and the options of one call, as far as they shape the messages."""
+        shown = f"{self._configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
+        chosen: Any = options.implementation
+        return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
 
     def _plan_for(
         self,
@@ -58,15 +72,25 @@ class Algorithm(Protocol):
         Raises:
             MpiStrategyError: for what it cannot reduce.
         """
+        return None
 
     def _gpu_word(self, ranks: Communicator, options: CommunicationOptions) -> str | None:
         """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
+        return None
 
-    def reduce(
-        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: CommunicationOptions | None = None
-    ) -> Any:
-        """Reduce one value over the replicas."""
+    def _begin_on_device(
+        self,
+        ranks: Communicator,
+        op: ReduceOp,
+        given: Sequence[Any],
+        options: CommunicationOptions,
+        outs: Sequence[Any] | None,
+        where: str,
+    ) -> OnDevice | None:
+        """Return an all-reduce of arrays in GPU memory, packed; None where these are not all, or go by the host."""
+        return None
 
+    @abstractmethod
     def _all_reduce_values(
         self,
         call: Call,
@@ -81,17 +105,13 @@ class Algorithm(Protocol):
         The results may be written to `outs`, which are arrays of their dtypes and shapes.
         """
 
-    def _begin_on_device(
-        self,
-        ranks: Communicator,
-        op: ReduceOp,
-        given: Sequence[Any],
-        options: CommunicationOptions,
-        outs: Sequence[Any] | None,
-        where: str,
-    ) -> OnDevice | None:
-        """Return an all-reduce of arrays in GPU memory, packed; None where these are not all, or go by the host."""
+    @abstractmethod
+    def reduce(
+        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: CommunicationOptions | None = None
+    ) -> Any:
+        """Reduce one value over the replicas."""
 
+    @abstractmethod
     def batch_reduce(
         self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
     ) -> list[Any]:

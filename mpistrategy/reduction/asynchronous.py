@@ -7,6 +7,8 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
 
+import numpy as np
+
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.values import Mirrored, contribution
@@ -17,7 +19,7 @@ from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface import current
-from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
+from mpistrategy.mpi.over_mpi.progress import AtOnce, Done, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace
 from mpistrategy.objects.shown import show_as
@@ -25,7 +27,7 @@ from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena.arena import Arena
 from mpistrategy.reduction.arena.layout import check_dtypes
 from mpistrategy.reduction.inputs import leaves_like
-from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.reducer import AllReduce, Reducer
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.asynchronous_gpu import Begun
@@ -46,7 +48,7 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
     _instead_of_pickling = "Send what wait() returns."
 
-    def __init__(self, job: Job, engine: AtOnce, guard: Guard, on_device: _OnDevice | None = None) -> None:
+    def __init__(self, job: Job | Done, engine: AtOnce, guard: Guard, on_device: _OnDevice | None = None) -> None:
         self._job, self._on_device = job, on_device
         self._made: Any = _NOT_YET
         self._number = engine.submitted
@@ -98,23 +100,21 @@ def start_all_reduce(
 ) -> AllReduceHandle[Any]:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
     communicator = reducer.communicator
-
-    @contextmanager
-    def agree() -> Iterator[None]:
-        with Call(communicator.guard, _WHERE, called=name) as call:
-            call.agree("the first all_reduce_async")
-            yield
-
+    agree = partial(_first_call, communicator.guard, name)
     if in_jax_trace():
         with agree():  # the call refuses it, and tells the other ranks
             pass
-    placed = _is_on_device(value)
+    placed = type(value) is not np.ndarray and _is_on_device(value)
     if placed:
         handle = _started_on_device(reducer, reduce_op, value, options, name, out, agree)
         if handle is not None:
             return handle
     # Of arrays on a host and a GPU together all is done now: another thread has another stream.
     engine = AtOnce(communicator) if placed else engine_of(communicator, agree)
+    if engine.is_at_once:
+        engine.count()
+        done = Done(_reduced(reducer, reduce_op, value, options, name, out))
+        return AllReduceHandle(done, engine, communicator.guard)
     ranks, site = engine.communicator, call_site()
     enter = partial(Call, ranks.guard, _CALL, called=name)
     try:
@@ -140,6 +140,32 @@ def start_all_reduce(
     job = Job(with_site)
     engine.submit(job)
     return AllReduceHandle(job, engine, communicator.guard)
+
+
+@contextmanager
+def _first_call(guard: Guard, name: str | None) -> Iterator[None]:
+    with Call(guard, _WHERE, called=name) as call:
+        call.agree("the first all_reduce_async")
+        yield
+
+
+def _reduced(
+    reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions | None, name: str | None, out: Any
+) -> Any:
+    """Return the reduction, which is done now."""
+    if isinstance(value, Arena) and not value._in_place and out is None:
+        with Call(reducer.communicator.guard, _CALL, called=name):
+            raise _not_in_place()
+    return reducer.run(_CALL, AllReduce, reduce_op, value, options, name=name, out=out)
+
+
+def _not_in_place() -> UnsupportedError:
+    return UnsupportedError.at(
+        _WHERE,
+        found="an arena with shared_result=True",
+        expected="a reduction in place",
+        fix="Pass out=arena, or use all_reduce.",
+    )
 
 
 class _OnDevice(NamedTuple):
@@ -225,28 +251,21 @@ def _prepared(
     leaves_like(out, structure, _WHERE)
     ReduceOp._parse(reduce_op, _WHERE)
     kept = structure.pack(leaves)  # the caller may put other arrays into the nest meanwhile
-    return partial(reducer.all_reduce, _CALL, reduce_op, kept, options, name=name, out=out)
+    return partial(reducer.run, _CALL, AllReduce, reduce_op, kept, options, name=name, out=out)
 
 
 def _of_arena(
     arena: Arena[Any], reducer: Reducer, enter: _Enter, reduce_op: Any, options: CommunicationOptions | None, out: Any
 ) -> Callable[[], Any]:
-    """Return the work for a whole arena: without a copy within a node, and bucket by bucket in the background."""
+    """Return the work for a whole arena: bucket by bucket in the background."""
     op, values = ReduceOp._parse(reduce_op, _WHERE), arena.values
     if not arena._in_place and out is None:
-        raise UnsupportedError.at(
-            _WHERE,
-            found="an arena with shared_result=True",
-            expected="a reduction in place",
-            fix="Pass out=arena, or use all_reduce.",
-        )
+        raise _not_in_place()
     buckets = list(arena._mine)
     structure = nest.flatten(values)[1].text
 
     def work() -> Any:
         with enter(structure) as call:
-            if not reducer.communicator.guard.is_in_background:
-                return arena._all_reduce(reducer, op, call, options=options, out=arena)
             reducer.all_reduce_leaves(
                 call, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
             )

@@ -49,7 +49,7 @@ class Begun:
 
     def work(self, communicator: Communicator, call: Call) -> None:
         """Agree, and combine what has been packed; inside `call`, with the communicator of the engine."""
-        route, arrays, words = self._begun
+        route, _, words = self._begun
         name = self.path.name  # an engine's ranks have a path of their own, of the same kind
         with self._device:
             route.make_room(communicator, name)
@@ -57,7 +57,7 @@ class Begun:
             path = route.path(communicator, name) if name not in ON_THE_STREAM else self.path
             with self._stream.after(self._packed):
                 try:
-                    route.send(communicator, path, arrays)
+                    route.send(communicator, path)
                 finally:
                     self._sent = self._stream.keep(self._begun)
 
@@ -88,5 +88,5 @@ def engine(
 
 def known_path(reducer: Reducer, options: CommunicationOptions | None) -> DevicePath | None:
     """Return the path that arrays with these options take; None while the ranks have not chosen it."""
-    word = path_word(reducer.options.merge(options), getattr(reducer.algorithm, "_device_path", ""))
+    word = path_word(reducer.options.merge(options), reducer.algorithm._device_path)
     return device_paths(reducer.communicator).known.get(word)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,18 @@ from mpistrategy.arrays.convert import array_where_it_is, is_on_device, like_giv
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_python_number
 from mpistrategy.arrays.gpu import check_device, layout_of
-from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
-from mpistrategy.errors import OptionError, OptionTypeError, UnsupportedError
+from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads, local_component
+from mpistrategy.errors import LeafError, OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.segments import aligned
+from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_given, as_leaf, is_plain_array
+from mpistrategy.reduction.layout.packing import Layout, layouts_of
+from mpistrategy.reduction.reducer import General
+from mpistrategy.reduction.routes.base import CallPlan
+from mpistrategy.reduction.routes.mailboxes import MailboxArrays
 
 #: Arrays that are smaller share a message.
 _SMALL_BYTES = 64 * 2**10
@@ -56,7 +63,8 @@ def broadcast(
     placed = [array for array in arrays if is_on_device(array)]
     layouts = tuple(layout_of(each) if is_on_device(each) else (dtype_name(each.dtype), each.shape) for each in arrays)
     # Before the agreement: short memory must show while all ranks can still raise.
-    messages, on_host = _packed([array for array in arrays if not is_on_device(array)])
+    on_host = [array for array in arrays if not is_on_device(array)]
+    way = FromRoot(communicator, layouts_of(on_host), root)
     if placed:
         from mpistrategy.reduction.routes import on_device  # here, for the quick import
 
@@ -64,19 +72,127 @@ def broadcast(
         on_device.prepare(communicator, placed, call.where)
         memory, copies = on_device.packed(placed)
     words: dict[str, Any] = {"op": f"from rank {root}", "values": layouts, "destination": destination}
+    way.bring(on_host)
     if call.agree("broadcast", **words):
         _structure_of(communicator, describe, root)
         call.expect_more()
+        way.bring(on_host)
         call.agree("broadcast", **words)
-    for message in messages:
-        communicator.bcast(message, root)
+    found = way.run()
     if placed:
         read = event_of_reads(given)
         on_device.bcast(communicator, memory, root)
     if placed:
         communicator.guard.wait_for_gpu(read)
-    results = [copies.pop(0) if is_on_device(array) else on_host.pop(0) for array in arrays]
+    results = [copies.pop(0) if is_on_device(array) else found.pop(0) for array in arrays]
     return [like_given(result, value) for result, value in zip(results, given, strict=True)]
+
+
+class FromRoot:
+    """How one rank's arrays, on the host, come to all ranks.
+
+    On a node small arrays lie in its mailbox, beside the check of the call; else MPI sends them after it.
+
+    Args:
+        communicator: the ranks.
+        layouts: dtype and shape of each array.
+        root: whose they are.
+    """
+
+    def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], root: int) -> None:
+        self._communicator, self._layouts, self._root = communicator, layouts, root
+        boxes = communicator.mailboxes
+        self._in_mailboxes: MailboxArrays | None = None
+        if boxes is not None and MailboxArrays.has_room(boxes, layouts, 2):
+            self._in_mailboxes = MailboxArrays(boxes, layouts)
+        #: Between `bring` and `run`: what is sent, and the results in it.
+        self._messages: list[Array] = []
+        self._results: list[Array] = []
+
+    def bring(self, arrays: Sequence[Array]) -> None:
+        """Take the memory for the results, before the ranks agree on the call, and copy the root's arrays."""
+        if self._in_mailboxes is None:
+            self._messages, self._results = _packed(arrays)
+            return
+        self._results = [np.empty(shape, dtype) for dtype, shape in self._layouts]
+        if self._communicator.rank == self._root:
+            self._in_mailboxes.put(arrays)
+
+    def run(self) -> list[Array]:
+        """Return the root's arrays, after that."""
+        results, self._results = self._results, []
+        if self._in_mailboxes is None:
+            messages, self._messages = self._messages, []
+            for message in messages:
+                self._communicator.bcast(message, self._root)
+        else:
+            for result, array in zip(results, self._in_mailboxes.seen()[self._root], strict=True):
+                result[...] = array
+        return results
+
+
+class Broadcast(General):
+    """`Strategy.broadcast` of any nest; the argument is the root."""
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the root's values; see `CallPlan.run`."""
+        communicator = self.reducer.communicator
+        root = checked_root(self.argument, communicator.size, call.where)
+        if value is None:
+            if communicator.rank == root:
+                expected = "a value there; the other ranks may give None"
+                raise LeafError.at(call.where, found=f"the value None on the root, rank {root}", expected=expected)
+            value = asked_of(root, communicator, call)
+        leaves, structure = nest.flatten_without_none(value)
+        call.structure = structure.text
+        results = broadcast(communicator, leaves, root, call, describe=partial(description, value, call.where))
+        return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
+
+    def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
+        """Return the plan of a nest of NumPy's arrays and numbers; None for others."""
+        where = nest.leaves_of(value)
+        leaves = [] if where is None else where.take(value)
+        if where is None or not nest.only_text_keys(value):
+            return None
+        arrays = arrays_of(leaves) if all(type(leaf) in NUMBERS or is_plain_array(leaf) for leaf in leaves) else None
+        return None if arrays is None else BroadcastPlan(self, call, where, layouts_of(arrays))
+
+
+class BroadcastPlan(CallPlan):
+    """The plan of broadcasts of plain nests of NumPy's arrays and numbers.
+
+    Args:
+        general: the call.
+        call: the public call.
+        leaves: how to reach the arrays.
+        layouts: their dtypes and shapes.
+    """
+
+    def __init__(self, general: Broadcast, call: Call, leaves: nest.Leaves, layouts: tuple[Layout, ...]) -> None:
+        self._otherwise, self._leaves, self._layouts = general, leaves, layouts
+        ranks = self._communicator = general.reducer.communicator
+        root = self._root = checked_root(general.argument, ranks.size, call.where)
+        self._way = FromRoot(ranks, layouts, root)
+        values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
+        self._signature = Signature(
+            *("broadcast", f"from rank {root}", leaves.text, values, "", "", call.name, call.where, call.place)
+        )
+        self._digest = ranks.guard.digest(self._signature)
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the root's values; see `CallPlan.run`."""
+        leaves = self._leaves.take(value)
+        arrays = arrays_of(leaves, self._layouts)
+        if arrays is None:
+            return self._otherwise.run(call, value, out, weight)
+        call.structure = self._leaves.text
+        self._way.bring(arrays)
+        if call.agree_on(self._signature, self._digest):
+            _structure_of(self._communicator, partial(description, value, call.where), self._root)
+            call.expect_more()
+            self._way.bring(arrays)
+            call.agree_on(self._signature, self._digest)
+        return self._leaves.build(map(as_leaf, self._way.run(), leaves))
 
 
 def asked_of(root: int, communicator: Communicator, call: Call) -> Any:

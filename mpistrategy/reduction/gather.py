@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
+from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import array_where_it_is, is_on_device, like_given, on_device_of
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
@@ -15,8 +16,86 @@ from mpistrategy.arrays.gpu import check_device, layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.reduction.inputs import is_plain_array
+from mpistrategy.reduction.layout.packing import Layout, layouts_of
+from mpistrategy.reduction.numbers import NumbersOfRanks
+from mpistrategy.reduction.reducer import General
+from mpistrategy.reduction.routes.base import CallPlan
+from mpistrategy.reduction.routes.mailboxes import MailboxArrays
 from mpistrategy.reduction.sparse import gather_all
+
+_Values: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
+
+
+class Gathering:
+    """How the ranks' arrays come together along an axis.
+
+    On a node small arrays lie in the mailboxes, beside the check of the call and their lengths.  Else the ranks learn
+    the lengths with the check, and then send the arrays.
+
+    Args:
+        communicator: the ranks.
+        layouts: dtype and shape of each of this rank's arrays.
+        axes: along which axis each comes together.
+        on_host: whether all of them are there.
+    """
+
+    def __init__(
+        self, communicator: Communicator, layouts: tuple[Layout, ...], axes: Sequence[int], *, on_host: bool
+    ) -> None:
+        self._communicator, self._layouts, self._axes = communicator, layouts, axes
+        self._lengths = [shape[axis] for (_, shape), axis in zip(layouts, axes, strict=True)]
+        self._mine = np.array(self._lengths, np.int64)
+        header, boxes = ((self._mine.dtype, self._mine.shape),), communicator.mailboxes
+        #: Whether this rank's arrays lie in its mailbox.
+        self._fits = False
+        self._in_mailboxes: MailboxArrays | None = None
+        if boxes is not None and MailboxArrays.has_room(boxes, header, boxes.size):
+            self._fits = on_host and MailboxArrays.has_room(boxes, header + layouts, boxes.size)
+            self._in_mailboxes = MailboxArrays(boxes, header + layouts if self._fits else header)
+        else:
+            self._numbers = NumbersOfRanks(communicator, len(layouts))
+        #: Memory for the results of small arrays, if all ranks have as many as this one; between `bring` and `run`.
+        self._memory: list[Array] = []
+
+    def bring(self, arrays: Sequence[Any]) -> None:
+        """Do what must be done before the ranks agree on the call."""
+        if self._in_mailboxes is None:
+            self._numbers.bring(self._mine)
+            return
+        if self._fits:
+            size = self._communicator.size
+            self._memory = [
+                np.empty((*shape[:axis], size * shape[axis], *shape[axis + 1 :]), dtype)
+                for (dtype, shape), axis in zip(self._layouts, self._axes, strict=True)
+            ]
+        self._in_mailboxes.put([self._mine, *arrays])
+
+    def run(self, arrays: Sequence[Any]) -> list[Array]:
+        """Return all ranks' arrays, after the agreement."""
+        memory, self._memory = self._memory, []
+        if self._in_mailboxes is None:
+            lengths = self._numbers.found().astype(np.int64)
+        else:
+            seen = self._in_mailboxes.seen()
+            if self._fits and all(theirs[0].tolist() == self._lengths for theirs in seen):
+                for number, (result, axis) in enumerate(zip(memory, self._axes, strict=True), 1):
+                    np.concatenate([theirs[number] for theirs in seen], axis, out=result)
+                return memory
+            lengths = np.array([theirs[0] for theirs in seen])
+        moved = [_moved(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
+        gathered = gather_all(self._communicator, list(zip(moved, lengths.T.tolist(), strict=True)))
+        if not any(self._axes):
+            return gathered
+        both = list(zip(gathered, self._axes, strict=True))
+        return self._communicator.guard.on_all(lambda: [_contiguous(_moved(array, 0, axis)) for array, axis in both])
+
+
+def _compared(layouts: Sequence[tuple[str, tuple[int, ...]]], axes: Sequence[int]) -> _Values:
+    """Return what must be equal on all ranks: dtypes, and shapes without the axis along which arrays are gathered."""
+    return tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in zip(layouts, axes, strict=True))
 
 
 def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: Call) -> list[Array]:
@@ -35,29 +114,72 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
         UnsupportedError: for IndexedSlices.
     """
     arrays = [_checked(value, call.where) for value in values]
-    positions = [checked_axis(axis, array.ndim, call.where) for array in arrays]
-    moved = [_moved(array, position, 0) for array, position in zip(arrays, positions, strict=True)]
-    placed = [array for array in moved if is_on_device(array)]
+    axes = [checked_axis(axis, array.ndim, call.where) for array in arrays]
+    placed = [array for array in arrays if is_on_device(array)]
     if placed:
         from mpistrategy.reduction.routes import on_device  # here, for the quick import
 
         check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
         on_device.prepare(communicator, placed, call.where)
-    layouts = tuple(_layout(array) for array in moved)
-    # Before the agreement: short memory must show while all ranks can still raise.
-    mine = np.array([array.shape[0] for array in moved], np.int64)
-    lengths = np.empty((communicator.size, mine.size), np.int64)
-    call.agree("gather", op=f"axis {positions}", values=layouts, sparingly=not placed)
-    communicator.allgatherv(mine, [mine.size] * communicator.size, lengths)
-    gathered = gather_all(communicator, list(zip(moved, lengths.T.tolist(), strict=True)))
+    compared = _compared([_layout(array) for array in arrays], axes)
+    way = Gathering(communicator, layouts_of(arrays), axes, on_host=not placed)
+    way.bring(arrays)
+    call.agree("gather", op=f"axis {axes}", values=compared, sparingly=not placed)
+    gathered = way.run(arrays)
     if placed:
         communicator.guard.wait_for_gpu(event_of_reads(map(contribution, values)))
+    return [like_given(result, contribution(value)) for result, value in zip(gathered, values, strict=True)]
 
-    def in_order() -> list[Any]:
-        return [_contiguous(_moved(array, 0, position)) for array, position in zip(gathered, positions, strict=True)]
 
-    results = communicator.guard.on_all(in_order) if any(positions) else in_order()  # else there is nothing to copy
-    return [like_given(result, contribution(value)) for result, value in zip(results, values, strict=True)]
+class Gather(General):
+    """`all_gather` and `gather` of any nest of arrays; the argument is the axis."""
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return all ranks' arrays, leaf by leaf; see `CallPlan.run`."""
+        leaves, structure = nest.flatten_without_none(value)
+        call.structure = structure.text
+        call.wait_as(self.chosen.timeout_seconds)
+        mine = [contribution(leaf) for leaf in leaves]
+        return structure.pack(gather(self.reducer.communicator, mine, self.argument, call))
+
+    def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
+        """Return the plan of a nest of NumPy's arrays; None for others."""
+        where = nest.leaves_of(value)
+        arrays = [] if where is None else where.take(value)
+        if where is None or not nest.only_text_keys(value) or not all(map(is_plain_array, arrays)):
+            return None
+        return GatherPlan(self, call, where, arrays)
+
+
+class GatherPlan(CallPlan):
+    """The plan of gathers of plain nests of NumPy's arrays.
+
+    Args:
+        general: the call.
+        call: the public call.
+        leaves: how to reach the arrays.
+        arrays: this rank's.
+    """
+
+    def __init__(self, general: General, call: Call, leaves: nest.Leaves, arrays: Sequence[Array]) -> None:
+        ranks, self._leaves = general.reducer.communicator, leaves
+        axes = [checked_axis(general.argument, array.ndim, call.where) for array in arrays]
+        self._way = Gathering(ranks, layouts_of(arrays), axes, on_host=True)
+        compared = _compared([_layout(array) for array in arrays], axes)
+        self._signature = Signature(
+            *("gather", f"axis {axes}", leaves.text, compared, "", "", call.name, call.where, call.place)
+        )
+        self._digest, self._timeout = ranks.guard.digest(self._signature), general.timeout
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return all ranks' arrays, leaf by leaf; see `CallPlan.run`."""
+        arrays = self._leaves.take(value)
+        call.structure = self._leaves.text
+        self._way.bring(arrays)
+        if self._timeout is not None:
+            call.timeout = self._timeout
+        call.agree_on(self._signature, self._digest, sparingly=True)
+        return self._leaves.build(self._way.run(arrays))
 
 
 def _checked(value: Any, where: str) -> Any:
@@ -70,9 +192,7 @@ def _checked(value: Any, where: str) -> Any:
 
 
 def _layout(array: Any) -> tuple[str, tuple[int, ...]]:
-    """Return what must be equal on all ranks; `array` has the axis along which they are gathered first."""
-    name, shape = layout_of(array) if is_on_device(array) else (dtype_name(array.dtype), array.shape)
-    return name, shape[1:]
+    return layout_of(array) if is_on_device(array) else (dtype_name(array.dtype), array.shape)
 
 
 def _moved(array: Any, source: int, target: int) -> Any:

@@ -102,6 +102,11 @@ def arrays_of(leaves: Sequence[Any], layouts: tuple[Layout, ...] | None = None) 
     return None
 
 
+def is_plain_array(leaf: Any) -> bool:
+    """Return whether a leaf is NumPy's own array, of a dtype that travels as it is."""
+    return type(leaf) is np.ndarray and leaf.dtype.isnative and not leaf.dtype.hasobject
+
+
 def _on_host(leaf: Any) -> Array:
     kind = type(leaf)
     if kind in NUMBERS:
@@ -130,11 +135,8 @@ def direct_targets(
     if out is not value and not where.single and not alike(value, out):
         return None
     targets = where.take(out)
-    for target, array, dtype in zip(targets, arrays, dtypes, strict=True):
-        if type(target) is not np.ndarray or target.dtype != dtype or target.shape != array.shape:
-            return None
-        if not target.flags.writeable:
-            return None
+    if not all(map(_takes, targets, arrays, dtypes)):
+        return None
     if not where.single and len({*map(id, targets)}) < len(targets):
         return None
     if not useful:
@@ -145,6 +147,12 @@ def direct_targets(
     if alone or _apart([*targets, *sources]):
         return [target if is_buffer(target) else None for target in targets]
     return [None] * len(targets)
+
+
+def _takes(target: Any, array: Array, dtype: np.dtype[Any]) -> bool:
+    """Return whether a result of this dtype, like `array`, can be written to a target."""
+    is_alike = type(target) is np.ndarray and target.dtype == dtype and target.shape == array.shape
+    return is_alike and target.flags.writeable
 
 
 def _apart(arrays: Sequence[Array]) -> bool:

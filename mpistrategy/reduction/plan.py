@@ -32,8 +32,8 @@ else:
 #: with what sums of float32 travel as between nodes.
 ChooseRoute = Callable[[Communicator, tuple[Layout, ...], ReduceOp, float, "str | None"], Route]
 
-#: From so many bytes on results are written where the arrays are.  Below, the ranks of a node add up in memory that
-#: they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
+#: From so many bytes on the results of one node are written where the arrays are.  Below, its ranks add up in memory
+#: that they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
 _LEAST_IN_PLACE = 8 * 2**20
 _REMEMBERED = 512
 _KINDS = "fiuc"
@@ -56,6 +56,8 @@ class Plan:
 
     def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, route: Route) -> None:
         self.route: Route = route
+        #: From how many bytes on results may be written over the arrays.  Between nodes other memory only costs time.
+        self.least_in_place: int = _LEAST_IN_PLACE if communicator.nodes == 1 else 0
         self.bring: Callable[..., None] = route.bring
         self.run: Callable[..., list[Array]] = route.run
         self.op: ReduceOp = op
@@ -126,7 +128,7 @@ def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *
         agree: compares the call between the ranks.
         in_place: whether the results are written over them.
     """
-    is_large = in_place and sum([each.nbytes for each in arrays]) >= _LEAST_IN_PLACE
+    is_large = in_place and sum([each.nbytes for each in arrays]) >= plan.least_in_place
     into = [each if each.flags.c_contiguous else None for each in arrays] if is_large else None
     plan.bring(arrays, into)
     agree()

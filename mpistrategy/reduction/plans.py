@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, mean_dtype
+from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import Mirrored
 from mpistrategy.mpi.contract.call import Call
@@ -39,7 +40,7 @@ class NestPlan(CallPlan):
         leaves: how to reach the arrays.
         plan: of the arrays.
         signature: of the call.
-        only_arrays: whether all leaves are NumPy's arrays.
+        kinds: the types of the leaves.
         timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
     """
 
@@ -51,15 +52,17 @@ class NestPlan(CallPlan):
         plan: Plan,
         signature: Signature,
         *,
-        only_arrays: bool,
+        kinds: set[type],
         timeout: float | None,
     ) -> None:
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
         self._plan = plan
         self._signature, self._digest, self._timeout = signature, guard.digest(signature), timeout
-        self._only_arrays = only_arrays
-        self._dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
+        self._only_arrays = kinds == _ARRAYS
+        #: Whether results need not be made arrays of another library.
+        self.only_own: bool = kinds <= _ARRAYS | _NUMBERS
+        self.dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
         #: Whether results may be written to their targets at once.
         self._some_go_alone = not isinstance(plan.route, MailboxRoute) and any(
             len(pack.members) == 1 for pack in plan.route.packs
@@ -71,7 +74,7 @@ class NestPlan(CallPlan):
         leaves: Sequence[Any] = self.leaves.take(value)
         arrays = leaves if self._only_arrays else arrays_of(leaves, plan.layouts)
         if out is not None and arrays is not None:
-            targets = direct_targets(out, value, self.leaves, arrays, self._dtypes, self._some_go_alone)
+            targets = direct_targets(out, value, self.leaves, arrays, self.dtypes, self._some_go_alone)
         if arrays is None or (out is not None and targets is None):
             return self.otherwise.run(call, value, out, weight)
         results = self._summed(call, arrays, targets)
@@ -91,6 +94,41 @@ class NestPlan(CallPlan):
             call.timeout = self._timeout
         call.agree_on(self._signature, self._digest, sparingly=True)
         return self._plan.run(arrays, targets)
+
+
+class ArraysPlan:
+    """The plan of arrays whose calls are compared by words that change: a variable's name, the number of a step.
+
+    Args:
+        guard: compares the calls.
+        plan: of the arrays.
+        signature: without these words.
+        timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
+
+    Attributes:
+        plan: as given.
+    """
+
+    def __init__(self, guard: Guard, plan: Plan, signature: Signature, timeout: float | None) -> None:
+        self.plan: Plan = plan
+        self._guard, self._timeout = guard, timeout
+        self._signature, self._digest = signature, guard.digest(signature)
+
+    def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
+        """Return the results on every rank; inside `call`."""
+        self.plan.bring(arrays)
+        self.agree(call)
+        return self.plan.run(arrays)
+
+    def agree(self, call: Call) -> None:
+        """Compare the call with those of the other ranks."""
+        if self._timeout is not None:
+            call.timeout = self._timeout
+        last = self._signature
+        if (call.name, call.structure, call.where, call.place) != (last.name, last.structure, last.call, last.place):
+            self._signature = last._replace(name=call.name, structure=call.structure, call=call.where, place=call.place)
+            self._digest = self._guard.digest(self._signature)
+        call.agree_on(self._signature, self._digest, sparingly=True)
 
 
 class PlacedPlan(CallPlan):
@@ -114,9 +152,9 @@ class PlacedPlan(CallPlan):
             return plan.otherwise.run(call, value, out, weight)
         if not self._is_here:
             return plan.leaves.build([Mirrored((), text) for _ in leaves])
-        return plan.leaves.build(
-            [Mirrored((in_kind(result, leaf),), text) for result, leaf in zip(results, leaves, strict=True)]
-        )
+        if not plan.only_own:
+            results = [*map(in_kind, results, leaves)]
+        return plan.leaves.build([Mirrored((result,), text) for result in results])
 
 
 def written(results: Sequence[Array], targets: Sequence[Array], out: Any) -> Any:
@@ -156,4 +194,6 @@ def _kinds_of(values: Any) -> tuple[Any, ...]:
         return (*map(_dtype_of, values), *map(_shape_of, values))
     if kinds <= _NUMBERS:
         return (*map(type, values),)
+    if len(kinds) == 1 and all(is_cupy(each) for each in [*values][:1]):
+        return (*kinds, *map(_dtype_of, values), *map(_shape_of, values))
     return (*map(kind_of, values),)

@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,62 +34,65 @@ from mpistrategy.reduction.inputs import (
 )
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
-from mpistrategy.reduction.plan import Plan, is_simple
-from mpistrategy.reduction.plans import NestPlan, PlacedPlan, kind_of
+from mpistrategy.reduction.numbers import NumbersOfRanks
+from mpistrategy.reduction.plan import is_simple
+from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
-from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, WeightedPlan, WeightsOfRanks, dtype_of_products
+from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, WeightedPlan, dtype_of_products, weights_of_ranks
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import check_device, is_cupy
     from mpistrategy.reduction.algorithm import Algorithm, OnDevice
-    from mpistrategy.reduction.gather import gather
 else:
     later(globals(), "mpistrategy.arrays.gpu", "check_device", "is_cupy")
-    later(globals(), "mpistrategy.reduction.gather", "gather")
 
 #: So many plans are kept.
 _MOST_PLANS = 1024
 
 
-class AgreedPlan(NamedTuple):
-    """A plan, and the words that the ranks compare before it runs.
-
-    Attributes:
-        plan: the plan.
-        words: what `Call.agree` is given.
-        timeout_seconds: how long a call may wait for the other ranks; None: as long as the strategy says.
-    """
-
-    plan: Plan
-    words: dict[str, Any]
-    timeout_seconds: float | None
-
-    def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
-        """Return the results on every rank; inside `call`."""
-        call.wait_as(self.timeout_seconds)
-        self.plan.bring(arrays)
-        call.agree("reduce", sparingly=True, **self.words)
-        return self.plan.run(arrays)
-
-
-class GeneralPlan(CallPlan):
-    """The way of all values: they are looked at anew in each call, which raises the errors for bad input.
+class General(CallPlan):
+    """The way of all values of one kind of call: they are looked at anew each time, which raises the errors.
 
     Args:
-        reducer, reduce_op, options: as given; the latter by the program.
+        reducer: what is reduced, or sent, with.
+        argument: what the program asks for: an operation, an axis or a root.
+        options: of the program.
     """
 
-    def __init__(self, reducer: Reducer, reduce_op: Any, options: Any) -> None:
+    def __init__(self, reducer: Reducer, argument: Any, options: Any) -> None:
         self.reducer: Reducer = reducer
-        self.reduce_op: Any = reduce_op
+        self.argument: Any = argument
         self.options: Any = options
+
+    @property
+    def chosen(self) -> CommunicationOptions:
+        """The options of the strategy and of the program."""
+        return self.reducer.options.merge(self.options)
+
+    @property
+    def timeout(self) -> float | None:
+        """How long the call may wait for the other ranks, in seconds; None: as long as the strategy says."""
+        seconds = self.chosen.timeout_seconds
+        return None if seconds is None else timeouts.limit(seconds)
 
     @staticmethod
     def kind(value: Any, out: Any) -> Any:
         """Return what tells the calls apart for which there are plans; see `kind_of`."""
         return kind_of(value)
 
-    def leaves_of(self, value: Any) -> nest.Leaves | None:
+    def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
+        """Return the plan of calls like this one; None for those that are looked at each time.
+
+        Raises:
+            MpiStrategyError: for bad input.
+        """
+        return None
+
+
+class AllReduce(General):
+    """`all_reduce` of any values; the argument is the operation."""
+
+    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays of a value; None where it has no plan."""
         return nest.leaves_of(value)
 
@@ -99,17 +102,68 @@ class GeneralPlan(CallPlan):
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
-        reducer, options = self.reducer, self.options
+        reducer = self.reducer
         if is_arena(value):
-            return value._all_reduce(reducer, self.reduce_op, call, options=options, weight=weight, out=out)
+            return value._all_reduce(reducer, self.argument, call, options=self.options, weight=weight, out=out)
         leaves, structure = nest.flatten_without_none(value)
         call.structure = structure.text
         targets = leaves_like(out, structure, call.where)
-        op = ReduceOp._parse(self.reduce_op, call.where)
+        op = ReduceOp._parse(self.argument, call.where)
         if reducer.agrees_on_none(call, op, structure):
             return structure.pack([])
         paths = partial(nest.paths_without_none, value)
         return structure.pack(self.reduce(call, op, leaves, paths, targets, weight))
+
+    def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
+        """Return the plan of arenas, and of nests of arrays and numbers; see `General.plan`."""
+        op, destination = ReduceOp._parse(self.argument, call.where), self.destination(value, out, call.where)
+        if is_arena(value):
+            return None if destination else value._make_plan(self, op, call, weight is not None)
+        if weight is not None and op is not ReduceOp.MEAN:
+            return None
+        return self.plan_of_nest(call, op, value, out, destination, is_weighted=weight is not None)
+
+    def plan_of_nest(
+        self, call: Call, op: ReduceOp, value: Any, out: Any, destination: Destination | None, *, is_weighted: bool
+    ) -> CallPlan | None:
+        """Return the plan of a nest of arrays; None for what is looked at in each call."""
+        where = self.leaves_of(value, out)
+        if where is None or not nest.only_text_keys(value):
+            return None
+        algorithm, options, timeout = self.reducer.algorithm, self.chosen, self.timeout
+        ranks, leaves = self.reducer.communicator, where.take(value)
+        signature = Signature(
+            *("reduce", op.value, where.text, (), (destination or EVERY_RANK).text),
+            *(algorithm._settings(options), call.name, call.where, call.place),
+        )
+        kinds = {*map(type, leaves)}
+        if (
+            not is_weighted
+            and destination is None
+            and [(kind.__module__, kind.__name__) for kind in kinds] == [("cupy", "ndarray")]
+        ):
+            from mpistrategy.reduction.routes.device_plan import plan_on_gpu  # here, for the quick import
+
+            word = algorithm._gpu_word(ranks, options)
+            if word is None:
+                return None
+            sizes = {"bytes_per_pack": options.bytes_per_pack, "num_packs": algorithm._num_packs}
+            return plan_on_gpu(self, ranks, where, op, leaves, signature, word=word, timeout=timeout, **sizes)
+        arrays = arrays_of(leaves)
+        if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
+            return None
+        layouts = sent = layouts_of(arrays)
+        if is_weighted:
+            op, sent = ReduceOp.SUM, tuple((dtype_of_products(dtype), shape) for dtype, shape in layouts)
+        plan = algorithm._plan_for(ranks, sent, op, options, destination or EVERY_RANK)
+        if plan is None:
+            return None
+        values = tuple((dtype_name(dtype), shape) for dtype, shape in sent)
+        signature = signature._replace(op=op.value, values=values)
+        if is_weighted:
+            return WeightedPlan(self, ranks, where, layouts, plan, signature, timeout)
+        made = NestPlan(self, ranks.guard, where, plan, signature, kinds=kinds, timeout=timeout)
+        return made if destination is None else PlacedPlan(made, destination, ranks.rank)
 
     def reduce(
         self,
@@ -126,7 +180,7 @@ class GeneralPlan(CallPlan):
         )
 
 
-class CrossReplicaPlan(GeneralPlan):
+class Reduce(AllReduce):
     """The general way of `Strategy.reduce`: an algorithm of the program's own gets one value, or several together."""
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
@@ -143,7 +197,7 @@ class CrossReplicaPlan(GeneralPlan):
         targets: list[Any] | None,
         weight: Any,
     ) -> list[Any]:
-        """Return the reductions of leaves; see `GeneralPlan.reduce`."""
+        """Return the reductions of leaves; see `AllReduce.reduce`."""
         if weight is not None:
             return super().reduce(call, op, leaves, paths, targets, weight)
         if not leaves:
@@ -178,8 +232,7 @@ class Reducer:
         self._options = options
         self.changes: int = 0
         #: By call site, operation, options and kind of value.
-        self._plans: dict[Any, CallPlan] = {}
-        self._agreed: dict[Any, AgreedPlan | None] = {}
+        self._plans: dict[Any, Any] = {}
         #: Enters the strategy's cross-replica context: an algorithm of the program's own may ask for it.
         self.entered: Callable[[], AbstractContextManager[Any]] = nullcontext
         #: The numbers of new arenas, the same on every rank.
@@ -211,7 +264,6 @@ class Reducer:
         """Forget what was prepared for another algorithm or other options."""
         self.changes += 1
         self._plans.clear()
-        self._agreed.clear()
 
     def copy(self) -> Reducer:
         """Return another one with the same ranks, algorithm and options, and no plans."""
@@ -219,109 +271,48 @@ class Reducer:
         result.arena_numbers = self.arena_numbers
         return result
 
-    def all_reduce(
+    def run(
         self,
         where: str,
-        reduce_op: Any,
+        general: type[General],
+        argument: Any,
         value: Any,
         options: CommunicationOptions | None = None,
         *,
         name: str | None = None,
         out: Any = None,
         weight: Any = None,
-        general: type[GeneralPlan] = GeneralPlan,
     ) -> Any:
-        """Reduce a value: the public call `where`, whose other arguments are those of the program.
+        """Make the public call `where`, of the kind `general`, whose other arguments are those of the program.
 
-        `general` does the calls that no other plan is for, and says what value and `out` are.
+        `general` does the calls that no other plan is for, and says what `argument`, `value` and `out` are.
         """
         with Call(self.communicator.guard, where, called=name) as call:
             if call.structure:  # of the call around this one: what is compared besides may change from call to call
-                return general(self, reduce_op, options).run(call, value, out, weight)
-            is_weighted = weight is not None
+                return general(self, argument, options).run(call, value, out, weight)
             key: Any = None
             plan: CallPlan | None = None
             try:
-                kind = general.kind(value, out)
-                level = self.communicator.guard.level
-                key = general, level, call.where, call.place, call.name, reduce_op, options, is_weighted, kind
+                kind, level = general.kind(value, out), self.communicator.guard.level
+                asked = type(argument), argument
+                key = general, level, call.where, call.place, call.name, asked, options, weight is not None, kind
                 plan = self._plans.get(key)
             except Exception:  # such as that of a list that holds itself
                 key = None
             if key is None:  # out here, so that an error of the general way does not tell of the other
-                return general(self, reduce_op, options).run(call, value, out, weight)
+                return general(self, argument, options).run(call, value, out, weight)
             if plan is None:
-                plan = self._made(call, general(self, reduce_op, options), value, out, is_weighted=is_weighted)
-                if len(self._plans) >= _MOST_PLANS:
-                    self._plans.clear()
-                self._plans[key] = plan
+                plan = self.kept(key, partial(_made, call, general(self, argument, options), value, out, weight))
             return plan.run(call, value, out, weight)
 
-    def _made(self, call: Call, general: GeneralPlan, value: Any, out: Any, *, is_weighted: bool) -> CallPlan:
-        """Return the plan of a value."""
-        try:
-            op, chosen = ReduceOp._parse(general.reduce_op, call.where), self._options.merge(general.options)
-            destination = general.destination(value, out, call.where)
-            if is_arena(value):
-                made = None if destination else value._make_plan(self, general, op, call, chosen, is_weighted)
-                return made or general
-            if is_weighted and op is not ReduceOp.MEAN:
-                return general
-            return self._plan_of_nest(call, general, op, value, chosen, destination, is_weighted=is_weighted) or general
-        except MpiStrategyError:
-            return general  # it raises the error
-
-    def _plan_of_nest(
-        self,
-        call: Call,
-        general: GeneralPlan,
-        op: ReduceOp,
-        value: Any,
-        options: CommunicationOptions,
-        destination: Destination | None,
-        *,
-        is_weighted: bool,
-    ) -> CallPlan | None:
-        """Return the plan of a nest of arrays; None for what is looked at in each call."""
-        where = general.leaves_of(value)
-        if where is None or not nest.only_text_keys(value):
-            return None
-        ranks, leaves = self.communicator, where.take(value)
-        seconds = options.timeout_seconds
-        timeout = None if seconds is None else timeouts.limit(seconds)
-        signature = Signature(
-            *("reduce", op.value, where.text, (), (destination or EVERY_RANK).text),
-            *(self._algorithm._settings(options), call.name, call.where, call.place),
-        )
-        kinds = {*map(type, leaves)}
-        if (
-            not is_weighted
-            and destination is None
-            and [(kind.__module__, kind.__name__) for kind in kinds] == [("cupy", "ndarray")]
-        ):
-            from mpistrategy.reduction.routes.device_plan import plan_on_gpu  # here, for the quick import
-
-            word = self._algorithm._gpu_word(ranks, options)
-            if word is None:
-                return None
-            sizes = {"bytes_per_pack": options.bytes_per_pack, "num_packs": getattr(self._algorithm, "_num_packs", 0)}
-            return plan_on_gpu(general, ranks, where, op, leaves, signature, word=word, timeout=timeout, **sizes)
-        arrays = arrays_of(leaves)
-        if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
-            return None
-        layouts = sent = layouts_of(arrays)
-        if is_weighted:
-            op, sent = ReduceOp.SUM, tuple((dtype_of_products(dtype), shape) for dtype, shape in layouts)
-        plan = self._algorithm._plan_for(ranks, sent, op, options, destination or EVERY_RANK)
-        if plan is None:
-            return None
-        values = tuple((dtype_name(dtype), shape) for dtype, shape in sent)
-        signature = signature._replace(op=op.value, values=values)
-        if is_weighted:
-            return WeightedPlan(general, ranks, where, layouts, plan, signature, timeout)
-        only_arrays = kinds == {np.ndarray}
-        made = NestPlan(general, ranks.guard, where, plan, signature, only_arrays=only_arrays, timeout=timeout)
-        return made if destination is None else PlacedPlan(made, destination, ranks.rank)
+    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return what `make` has returned for `key`: plans, by call site, operation, options and kind of value."""
+        found = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= _MOST_PLANS:
+                self._plans.clear()
+            found = self._plans[key] = make()
+        return found
 
     def all_reduce_leaves(
         self,
@@ -387,7 +378,7 @@ class Reducer:
             return None
 
         def results() -> list[Any]:
-            found = begun.route.results(begun.arrays)
+            found = begun.route.results()
             kinds = [in_kind(result, like) for result, like in zip(found, given, strict=True)]
             return _handed_out(kinds, leaves, targets, memory)
 
@@ -416,7 +407,7 @@ class Reducer:
         check_device([array for array in arrays if is_on_device(array)], mine, where)
         mean = WeightedMean(weight, op, where)
         signature = Signature(EXCHANGE, structure=call.structure, name=call.name, call=where, place=call.place)
-        weights = WeightsOfRanks(self.communicator).exchange(call, mean.weight, signature)
+        weights = weights_of_ranks(NumbersOfRanks(self.communicator, 1), call, mean.weight, signature)
         call.wait_as(options.timeout_seconds)
         parts = mean.contributions(arrays, weights)
         read = event_of_reads(given)
@@ -428,7 +419,7 @@ class Reducer:
     def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
         """Return the reduction of one array on every rank; inside `call`, in any context."""
         if type(array) is np.ndarray:
-            plan = self.agreed_plan(op, ((array.dtype, array.shape),))
+            plan = self.plan_of_arrays(op, ((array.dtype, array.shape),))
             if plan is not None:
                 return plan.run(call, (array,))[0]
         call.wait_as(self._options.timeout_seconds)
@@ -437,34 +428,36 @@ class Reducer:
             result = local_component(self._algorithm.reduce(op, value, value, self._options))
         return result if is_on_device(result) else np.asarray(result)
 
-    def agreed_plan(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> AgreedPlan | None:
+    def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> ArraysPlan | None:
         """Return the plan of ordinary arrays with the algorithm and the options in force; None where there is none.
 
         It makes the messages of a `batch_reduce` of the same arrays to every rank.  It holds until `changes` grows.
         """
-        key = (op, layouts, self.communicator.guard.level)
-        try:
-            return self._agreed[key]
-        except KeyError:
-            pass
-        made = None
-        if all(is_simple(dtype, op) for dtype, _ in layouts) and (
-            plan := self._algorithm._plan_for(self.communicator, layouts, op, self._options, EVERY_RANK)
-        ):
-            settings = self._algorithm._settings(self._options)
-            values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-            words = {"op": op.value, "values": values, "destination": EVERY_RANK_TEXT, "options": settings}
-            made = AgreedPlan(plan, words, self._options.timeout_seconds)
-        if len(self._agreed) >= _MOST_PLANS:
-            self._agreed.clear()
-        self._agreed[key] = made
-        return made
+        found: ArraysPlan | None = self.kept(
+            (ArraysPlan, op, layouts, self.communicator.guard.level), partial(self._made_for, op, layouts)
+        )
+        return found
 
-    def gather_nest(self, value: Any, axis: Any, call: Call) -> Any:
-        """Return all ranks' arrays along `axis`, leaf by leaf; the caller has entered the guard's call."""
-        leaves, structure = nest.flatten_without_none(value)
-        call.structure = structure.text
-        return structure.pack(gather(self.communicator, [contribution(leaf) for leaf in leaves], axis, call))
+    def _made_for(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> ArraysPlan | None:
+        ranks, options = self.communicator, self._options
+        if not all(is_simple(dtype, op) for dtype, _ in layouts):
+            return None
+        plan = self._algorithm._plan_for(ranks, layouts, op, options, EVERY_RANK)
+        if plan is None:
+            return None
+        values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
+        settings = self._algorithm._settings(options)
+        signature = Signature("reduce", op.value, "", values, EVERY_RANK_TEXT, settings)
+        seconds = options.timeout_seconds
+        return ArraysPlan(ranks.guard, plan, signature, None if seconds is None else timeouts.limit(seconds))
+
+
+def _made(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:
+    """Return the plan of a value."""
+    try:
+        return general.plan(call, value, out, weight) or general
+    except MpiStrategyError:
+        return general  # it raises the error
 
 
 def _looked_at(

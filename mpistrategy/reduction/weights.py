@@ -19,7 +19,8 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import Plan, plan_of, usual_route
+from mpistrategy.reduction.numbers import NumbersOfRanks
+from mpistrategy.reduction.plan import Plan
 from mpistrategy.reduction.plans import written
 from mpistrategy.reduction.routes.base import CallPlan
 
@@ -91,11 +92,10 @@ class WeightedMean:
 
     def finish(self, totals: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
         """Turn the sums of `contributions` into the means; NaN where all weights are 0."""
-        with np.errstate(all="ignore"):
-            return [
-                rounded(divide(total, self._total), mean_dtype(array.dtype), room)
-                for total, array, room in zip(totals, arrays, self._memory, strict=True)
-            ]
+        return [
+            rounded(divide(total, self._total), mean_dtype(array.dtype), room)
+            for total, array, room in zip(totals, arrays, self._memory, strict=True)
+        ]
 
 
 def dtype_of_products(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -109,23 +109,15 @@ def _room_for_mean(array: Array) -> Array | None:
     return None if dtype == dtype_of_products(array.dtype) or is_on_device(array) else np.empty(array.shape, dtype)
 
 
-class WeightsOfRanks:
-    """The exchange of the ranks' weights."""
-
-    def __init__(self, communicator: Communicator) -> None:
-        self._rank, self._size = communicator.rank, communicator.size
-        layouts = ((np.dtype(np.float64), (self._size,)),)
-        self._plan = plan_of(communicator, layouts, ReduceOp.SUM, 0, usual_route)
-
-    def exchange(self, call: Call, weight: float, signature: Signature, digest: int | None = None) -> Array:
-        """Return each rank's weight, in rank order, as float64; the values come next."""
-        weights = np.zeros(self._size)
-        weights[self._rank] = weight
-        self._plan.bring((weights,))
-        call.agree_on(signature, digest, sparingly=True)
-        found = self._plan.run((weights,))[0]
-        call.expect_more()
-        return found
+def weights_of_ranks(
+    numbers: NumbersOfRanks, call: Call, weight: float, signature: Signature, digest: int | None = None
+) -> Array:
+    """Return each rank's weight, in rank order, as float64; the values come next."""
+    numbers.bring(weight)
+    call.agree_on(signature, digest, sparingly=True)
+    found = numbers.found()[:, 0]
+    call.expect_more()
+    return found
 
 
 class WeightedPlan(CallPlan):
@@ -154,7 +146,7 @@ class WeightedPlan(CallPlan):
         self._otherwise, self._leaves, self._layouts, self._plan = otherwise, leaves, layouts, plan
         self._dtypes = [mean_dtype(dtype) for dtype, _ in layouts]
         self._signature, self._timeout = signature, timeout
-        self._weights = WeightsOfRanks(communicator)
+        self._weights = NumbersOfRanks(communicator, 1)
         self._first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
         digest = communicator.guard.digest
         self._digests = digest(self._first), digest(signature)
@@ -169,7 +161,7 @@ class WeightedPlan(CallPlan):
         ):
             return self._otherwise.run(call, value, out, weight)
         mean = WeightedMean(weight, ReduceOp.MEAN, call.where)
-        weights = self._weights.exchange(call, mean.weight, self._first, self._digests[0])
+        weights = weights_of_ranks(self._weights, call, mean.weight, self._first, self._digests[0])
         if self._timeout is not None:
             call.timeout = self._timeout
         parts = mean.contributions(arrays, weights)

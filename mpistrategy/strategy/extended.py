@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any, Self, TypeVar, cast
 from weakref import WeakValueDictionary
 
@@ -32,7 +33,7 @@ from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.inputs import unpacked, unwrapped
 from mpistrategy.reduction.layout.destinations import Destination, for_value, resolve
 from mpistrategy.reduction.plans import kind_of
-from mpistrategy.reduction.reducer import GeneralPlan, Reducer
+from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.registry import Placement
 from mpistrategy.variables.writes import refuse_drift
@@ -173,9 +174,9 @@ class StrategyExtended(Placement, NotPickled, Settable):
             ContextError: in a step function.
             ReduceOpError, DestinationError, DeviceError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
-        self._require_collective("reduce_to")
-        return self._reducer.all_reduce(
-            "StrategyExtended.reduce_to", reduce_op, value, options, name=name, out=destinations, general=_ReduceTo
+        self._require_collective("StrategyExtended.reduce_to")
+        return self._reducer.run(
+            "StrategyExtended.reduce_to", _ReduceTo, reduce_op, value, options, name=name, out=destinations
         )
 
     @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
@@ -188,11 +189,9 @@ class StrategyExtended(Placement, NotPickled, Settable):
         name: str | None = None,
     ) -> list[Any]:
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
-        self._require_collective("batch_reduce_to")
+        self._require_collective("StrategyExtended.batch_reduce_to")
         where, pairs = "StrategyExtended.batch_reduce_to", value_destination_pairs
-        results: list[Any] = self._reducer.all_reduce(
-            where, reduce_op, pairs, options, name=name, general=_BatchReduceTo
-        )
+        results: list[Any] = self._reducer.run(where, _BatchReduceTo, reduce_op, pairs, options, name=name)
         return results
 
     @collective("broadcast", own=own_mirrored("tensor"))
@@ -207,7 +206,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         Returns:
             A Mirrored, as in `reduce_to`.
         """
-        self._require_collective("broadcast_to")
+        self._require_collective("StrategyExtended.broadcast_to")
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
                 return tensor._broadcast(self._reducer, destinations, call)
@@ -346,10 +345,11 @@ class StrategyExtended(Placement, NotPickled, Settable):
     def _require_cross_replica(self, method: str) -> None:
         context.require_cross_replica(self._container_strategy, f"StrategyExtended.{method}")
 
-    def _require_collective(self, method: str) -> None:
-        self._require_cross_replica(method)
-        if self._container_strategy._is_default:
-            warn_if_alone(self._container_strategy, f"StrategyExtended.{method}")
+    def _require_collective(self, where: str) -> None:
+        strategy = self._container_strategy
+        context.require_cross_replica(strategy, where)
+        if strategy._is_default:
+            warn_if_alone(strategy, where)
 
     def _entered(self) -> Frame:
         return context.cross_replica(self._container_strategy)
@@ -375,7 +375,7 @@ def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure] | None:
     return leaves, structure
 
 
-class _ReduceTo(GeneralPlan):
+class _ReduceTo(AllReduce):
     """`StrategyExtended.reduce_to`; the `out` of its calls are the destinations."""
 
     @staticmethod
@@ -383,7 +383,7 @@ class _ReduceTo(GeneralPlan):
         """Return what tells the calls apart for which there are plans."""
         return kind_of(value), _kind_of_destinations(value, out)
 
-    def leaves_of(self, value: Any) -> nest.Leaves | None:
+    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays of a value; None for a list of numbers, which is one array."""
         found = nest.leaves_of(value)
         if found is None or found.single:
@@ -400,20 +400,20 @@ class _ReduceTo(GeneralPlan):
         with reducer.entered():
             if isinstance(value, Arena):
                 where = value._destination(out, call.where)
-                return value._all_reduce(reducer, self.reduce_op, call, options=self.options, destination=where)
-            chosen = reducer.options.merge(self.options)
+                return value._all_reduce(reducer, self.argument, call, options=self.options, destination=where)
+            chosen = self.chosen
             found = _leaves_of(value)
             if found is None:
-                return algorithm.reduce(self.reduce_op, value, out, chosen)
+                return algorithm.reduce(self.argument, value, out, chosen)
             leaves, structure = found
             call.structure = structure.text
-            if reducer.agrees_on_none(call, ReduceOp._parse(self.reduce_op, call.where), structure):
+            if reducer.agrees_on_none(call, ReduceOp._parse(self.argument, call.where), structure):
                 return structure.pack([])
             where = for_value(value, out)
-            return structure.pack(algorithm.batch_reduce(self.reduce_op, [(leaf, where) for leaf in leaves], chosen))
+            return structure.pack(algorithm.batch_reduce(self.argument, [(leaf, where) for leaf in leaves], chosen))
 
 
-class _BatchReduceTo(GeneralPlan):
+class _BatchReduceTo(AllReduce):
     """`StrategyExtended.batch_reduce_to`."""
 
     @staticmethod
@@ -422,14 +422,16 @@ class _BatchReduceTo(GeneralPlan):
         if type(value) is not list or {*map(type, value)} != {tuple}:
             raise TypeError
         values, destinations = zip(*value, strict=True)
+        if all(map(is_, values, destinations)):
+            return np.ndarray, kind_of(values)
         (where,) = {*map(_kind_of_destinations, values, destinations)}
         return where, kind_of(values)
 
-    def leaves_of(self, value: Any) -> nest.Leaves | None:
+    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays; None where some are in nests."""
         if any(map(nest.is_container, chain.from_iterable(value))):
             return None
-        return nest.Leaves(lambda pairs: [value for value, _ in pairs], list, False, "")
+        return nest.Leaves(_values_of, list, False, "")
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the results."""
@@ -440,15 +442,15 @@ class _BatchReduceTo(GeneralPlan):
         reducer = self.reducer
         with reducer.entered():
             if _has_arenas(value):
-                one, results = _ReduceTo(reducer, self.reduce_op, self.options), []
+                one, results = _ReduceTo(reducer, self.argument, self.options), []
                 for each, destinations in value:
                     call.expect_more()
                     results.append(one.run(call, each, destinations, None))
                 return results
-            return self._of_pairs(call, value, reducer.options.merge(self.options))
+            return self._of_pairs(call, value, self.chosen)
 
     def _of_pairs(self, call: Call, pairs: Any, options: CommunicationOptions) -> list[Any]:
-        algorithm, reduce_op = cast(CrossDeviceOps, self.reducer.algorithm), self.reduce_op
+        algorithm, reduce_op = cast(CrossDeviceOps, self.reducer.algorithm), self.argument
         pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
         are_pairs = isinstance(pairs, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
         nests = [_leaves_of(value) for value, _ in pairs] if are_pairs else []
@@ -464,6 +466,10 @@ class _BatchReduceTo(GeneralPlan):
             call.agree("reduce", op=ReduceOp._parse(reduce_op, call.where).value)
         results = iter(algorithm.batch_reduce(reduce_op, single, options) if single else [])
         return [structure.rebuild(results) for structure in structures]
+
+
+def _values_of(pairs: Any) -> list[Any]:
+    return [value for value, _ in pairs]
 
 
 def _kind_of_destinations(value: Any, destinations: Any) -> Any:

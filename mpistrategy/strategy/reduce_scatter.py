@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, Protocol, Unpack, overload
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 import numpy as np
 
@@ -17,7 +20,9 @@ from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
-from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.plans import NestPlan, kind_of
+from mpistrategy.reduction.reducer import AllReduce, Reducer
+from mpistrategy.reduction.routes.base import CallPlan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -31,9 +36,7 @@ else:
     later(globals(), "mpistrategy.reduction.gather", "checked_axis")
 
 
-class _Extended(Protocol):
-    communicator: Communicator
-    _reducer: Reducer
+_WHERE = "ReplicaContext.reduce_scatter"
 
 
 class ReduceScatter:
@@ -92,31 +95,86 @@ class ReduceScatter:
         >>> strategy.run(lambda: ms.get_replica_context().reduce_scatter("SUM", np.arange(4.0)))
         array([0., 1., 2., 3.])
         """
-        extended: _Extended = self.strategy.extended
-        reducer, communicator = extended._reducer, extended.communicator
-        with (
-            self._required("reduce_scatter"),
-            Call(communicator.guard, "ReplicaContext.reduce_scatter", called=name) as call,
-        ):
-            leaves, structure = nest.flatten_without_none(value)
-            axes = [_axis(leaf, axis, call.where) for leaf in leaves]
-            call.structure = f"{structure.text} along axis {', '.join(map(str, axes))}"
-            op = ReduceOp._parse(reduce_op, call.where)
-            if reducer.agrees_on_none(call, op, structure):
-                return structure.pack([])
-            parts = [
-                _part(leaf, position, communicator, call.where) for leaf, position in zip(leaves, axes, strict=True)
-            ]
-            memory = [_room(leaf, part, op, call.where) for leaf, part in zip(leaves, parts, strict=True)]
-            results = reducer.all_reduce_leaves(
-                call, op, leaves, lambda: nest.paths_without_none(value), options=options
-            )
-            return structure.pack(
-                [
-                    _own_part(result, leaf, part, room, call.where)
-                    for result, leaf, part, room in zip(results, leaves, parts, memory, strict=True)
-                ]
-            )
+        reducer: Reducer = self.strategy.extended._reducer
+        with self._required("reduce_scatter"):
+            return reducer.run(_WHERE, _Scattered, reduce_op, value, options, name=name, out=axis)
+
+
+class _Scattered(AllReduce):
+    """`reduce_scatter`; the `out` of its calls is the axis."""
+
+    @staticmethod
+    def kind(value: Any, out: Any) -> Any:
+        """Return what tells the calls apart for which there are plans."""
+        return kind_of(value), type(out), out
+
+    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
+        """Return how to reach the arrays of a value, with their axes in the text that is compared."""
+        found = nest.leaves_of(value)
+        return found and replace(found, text=_text(found.text, _axes(found.take(value), out, _WHERE)))
+
+    def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
+        """Return the plan of nests of arrays on the host; see `General.plan`."""
+        op = ReduceOp._parse(self.argument, call.where)
+        made = self.plan_of_nest(call, op, value, out, None, is_weighted=False)
+        if not isinstance(made, NestPlan):
+            return None
+        leaves, ranks = made.leaves.take(value), self.reducer.communicator
+        parts = [_part(leaf, axis, ranks) for leaf, axis in zip(leaves, _axes(leaves, out, call.where), strict=True)]
+        return _ScatteredPlan(made, parts, [_shape(leaf, part) for leaf, part in zip(leaves, parts, strict=True)])
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return this rank's parts; see `CallPlan.run`."""
+        leaves, structure = nest.flatten_without_none(value)
+        axes = _axes(leaves, out, call.where)
+        call.structure = _text(structure.text, axes)
+        op = ReduceOp._parse(self.argument, call.where)
+        if self.reducer.agrees_on_none(call, op, structure):
+            return structure.pack([])
+        parts = [_part(leaf, axis, self.reducer.communicator) for leaf, axis in zip(leaves, axes, strict=True)]
+        memory = [_room(leaf, part, op) for leaf, part in zip(leaves, parts, strict=True)]
+        paths = partial(nest.paths_without_none, value)
+        results = self.reducer.all_reduce_leaves(call, op, leaves, paths, options=self.options)
+        return structure.pack([*map(_own_part, results, leaves, parts, memory)])
+
+
+class _ScatteredPlan(CallPlan):
+    """The plan of `reduce_scatter`.
+
+    Args:
+        plan: of the reduction.
+        parts: where this rank's part of each result is.
+        shapes: those of the parts.
+    """
+
+    def __init__(self, plan: NestPlan, parts: list[tuple[slice, ...]], shapes: list[tuple[int, ...]]) -> None:
+        self._plan, self._parts, self._shapes = plan, parts, shapes
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return this rank's parts; see `CallPlan.run`."""
+        plan = self._plan
+        leaves = plan.leaves.take(value)
+        memory = [*map(np.empty, self._shapes, plan.dtypes)]
+        results = plan.results(call, leaves)
+        if results is None:
+            return plan.otherwise.run(call, value, out, weight)
+        return plan.leaves.build(map(_own_part, results, leaves, self._parts, memory))
+
+
+def _text(structure: str, axes: list[int]) -> str:
+    """Return the structure and the axes, as the ranks compare them."""
+    return f"{structure} along axis {', '.join(map(str, axes))}"
+
+
+def _axes(leaves: Sequence[Any], axis: Any, where: str) -> list[int]:
+    """Return the axis of each leaf as an index from 0 on."""
+    return [_axis(leaf, axis, where) for leaf in leaves]
+
+
+def _shape(leaf: Any, part: tuple[slice, ...]) -> tuple[int, ...]:
+    """Return the shape of this rank's part."""
+    shape: tuple[int, ...] = reducible(contribution(leaf), _WHERE)[part].shape
+    return shape
 
 
 def _axis(leaf: Any, axis: Any, where: str) -> int:
@@ -127,23 +185,23 @@ def _axis(leaf: Any, axis: Any, where: str) -> int:
     return checked_axis(axis, reducible(mine, where).ndim, where)
 
 
-def _part(leaf: Any, axis: int, communicator: Communicator, where: str) -> tuple[slice, ...]:
+def _part(leaf: Any, axis: int, communicator: Communicator) -> tuple[slice, ...]:
     """Return where this rank's part of a reduced leaf is."""
-    length = reducible(contribution(leaf), where).shape[axis]
+    length = reducible(contribution(leaf), _WHERE).shape[axis]
     return (slice(None),) * axis + (part_of_batch(length, communicator.rank, communicator.size),)
 
 
-def _room(leaf: Any, part: tuple[slice, ...], op: ReduceOp, where: str) -> Array | None:
+def _room(leaf: Any, part: tuple[slice, ...], op: ReduceOp) -> Array | None:
     """Return memory for this rank's part, taken before the ranks agree on the call; None for a leaf on a GPU."""
-    array = reducible(contribution(leaf), where)
+    array = reducible(contribution(leaf), _WHERE)
     if is_on_device(array):
         return None
-    return np.empty(array[part].shape, mean_dtype(array.dtype) if op is ReduceOp.MEAN else array.dtype)
+    return np.empty(_shape(leaf, part), mean_dtype(array.dtype) if op is ReduceOp.MEAN else array.dtype)
 
 
-def _own_part(result: Any, leaf: Any, part: tuple[slice, ...], room: Array | None, where: str) -> Any:
+def _own_part(result: Any, leaf: Any, part: tuple[slice, ...], room: Array | None) -> Any:
     """Return a copy of this rank's part of a reduced array, in `room` if given, as the kind of array that was given."""
-    array = reducible(result, where)
+    array = reducible(result, _WHERE)
     if room is None:
         with on_device_of(array):
             return like_given(copy_of(array[part]), contribution(leaf))

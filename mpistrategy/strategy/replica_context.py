@@ -21,14 +21,13 @@ from mpistrategy.context import (
     require_same_strategy,
 )
 from mpistrategy.errors import ContextError, OptionError
-from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective, own_value
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Mean, Op
 from mpistrategy.reduction.inputs import unpacked
-from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.reduce_scatter import ReduceScatter
 
 if TYPE_CHECKING:
@@ -36,11 +35,13 @@ if TYPE_CHECKING:
 
     from mpistrategy.reduction.arena.arena import Arena
     from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
+    from mpistrategy.reduction.gather import Gather
     from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
     from mpistrategy.variables.variable import Variable
 else:
     later(globals(), "mpistrategy.reduction.asynchronous", "start_all_reduce")
+    later(globals(), "mpistrategy.reduction.gather", "Gather")
     later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
 
 Hints: TypeAlias = CommunicationOptions | None
@@ -199,8 +200,8 @@ class ReplicaContext(ReduceScatter, NotPickled):
         {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
         """
         with self._required("all_reduce"):
-            return self._strategy.extended._reducer.all_reduce(
-                "ReplicaContext.all_reduce", reduce_op, value, options, name=name, out=out, weight=weight
+            return self._strategy.extended._reducer.run(
+                "ReplicaContext.all_reduce", AllReduce, reduce_op, value, options, name=name, out=out, weight=weight
             )
 
     @overload  # a MEAN matches this overload and the next one
@@ -308,11 +309,10 @@ class ReplicaContext(ReduceScatter, NotPickled):
             ShapeError: for scalars and for an axis out of range.
             CollectiveMismatchError: when dtypes, structures or the other axes differ between the ranks.
         """
-        extended = self._strategy.extended
-        guard = extended.communicator.guard
-        with self._required("all_gather"), Call(guard, "ReplicaContext.all_gather", called=name) as call:
-            call.wait_as(extended._reducer.options.merge(options).timeout_seconds)
-            return extended._reducer.gather_nest(value, axis, call)
+        with self._required("all_gather"):
+            return self._strategy.extended._reducer.run(
+                "ReplicaContext.all_gather", Gather, axis, value, options, name=name
+            )
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

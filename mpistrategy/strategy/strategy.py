@@ -13,7 +13,7 @@ from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
 from mpistrategy.context import Scope
-from mpistrategy.errors import LeafError, OptionError, OptionTypeError, RemoteError
+from mpistrategy.errors import OptionError, OptionTypeError, RemoteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective, own_value
@@ -21,8 +21,7 @@ from mpistrategy.objects.later import later
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Fixed, cannot_be_set
 from mpistrategy.options import Mean, Op, ReduceOp
-from mpistrategy.reduction.inputs import as_given
-from mpistrategy.reduction.reducer import CrossReplicaPlan
+from mpistrategy.reduction.reducer import Reduce
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.input_methods import InputMethods
 from mpistrategy.strategy.legacy_names import OldNames
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mpistrategy.reduction.arena.arena import Arena
-    from mpistrategy.reduction.broadcast import asked_of, broadcast, checked_root, description
+    from mpistrategy.reduction.broadcast import Broadcast
+    from mpistrategy.reduction.gather import Gather
     from mpistrategy.strategy.along_axis import reduce_along
     from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from mpistrategy.variables.variable import Variable
 else:
     later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
-    later(globals(), "mpistrategy.reduction.broadcast", "asked_of", "broadcast", "checked_root", "description")
+    later(globals(), "mpistrategy.reduction.broadcast", "Broadcast")
+    later(globals(), "mpistrategy.reduction.gather", "Gather")
     later(globals(), "mpistrategy.strategy.along_axis", "reduce_along")
     later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
     later(globals(), "mpistrategy.strategy.random_streams", "Streams")
@@ -180,9 +181,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
             warn_if_alone(self, "Strategy.reduce")
         extended = self.extended
         if axis is None:
-            return extended._reducer.all_reduce(
-                "Strategy.reduce", reduce_op, value, name=name, weight=weight, general=CrossReplicaPlan
-            )
+            return extended._reducer.run("Strategy.reduce", Reduce, reduce_op, value, name=name, weight=weight)
         with context.cross_replica(self), Call(extended.communicator.guard, "Strategy.reduce", called=name) as call:
             if isinstance(value, Arena):
                 raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
@@ -222,8 +221,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         context.require_cross_replica(self, "Strategy.gather")
         if self._is_default:
             warn_if_alone(self, "Strategy.gather")
-        with Call(self.extended.communicator.guard, "Strategy.gather", called=name) as call:
-            return self.extended._reducer.gather_nest(value, axis, call)
+        return self.extended._reducer.run("Strategy.gather", Gather, axis, value, name=name)
 
     @overload
     def broadcast(self, value: int, root: int = 0, **more: Unpack[Named]) -> np.int64: ...
@@ -264,21 +262,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
         """
         if self._is_default:
             warn_if_alone(self, "Strategy.broadcast")
-        communicator = self.extended.communicator
-        with Call(communicator.guard, "Strategy.broadcast", called=name) as call:
-            rank = checked_root(root, communicator.size, call.where)
-            given = value
-            if value is None:
-                if communicator.rank == rank:
-                    expected = "a value there; the other ranks may give None"
-                    raise LeafError.at(call.where, found=f"the value None on the root, rank {rank}", expected=expected)
-                given = asked_of(rank, communicator, call)
-            leaves, structure = nest.flatten_without_none(given)
-            call.structure = structure.text
-            results = broadcast(
-                communicator, leaves, rank, call, describe=lambda: description(given, "Strategy.broadcast")
-            )
-            return structure.pack([as_given(r, local_component(v)) for r, v in zip(results, leaves, strict=True)])
+        return self.extended._reducer.run("Strategy.broadcast", Broadcast, root, value, name=name)
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this rank's components of a value: a tuple of one (empty where the value does not live)."""

@@ -19,8 +19,8 @@ from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
 
-#: A collective in a context: of a nest, or of the gradients of its results.
-Collective = Callable[[ReplicaContext, Any], Any]
+#: A collective in a context: of a nest, or of the gradients of its results and with a name for the call.
+Collective = Callable[..., Any]
 
 
 @contextlib.contextmanager
@@ -39,20 +39,33 @@ class _Through(torch.autograd.Function):  # type: ignore[misc]
 
     @staticmethod
     def forward(
-        ctx: Any, strategy: Strategy, collective: Collective, backward: Collective, structure: Any, *leaves: Any
+        ctx: Any,
+        strategy: Strategy,
+        collective: Collective,
+        backward: Collective,
+        name: str,
+        structure: Any,
+        *leaves: Any,
     ) -> Any:
-        ctx.strategy, ctx.of_gradients = strategy, backward
+        ctx.strategy, ctx.of_gradients, ctx.name = strategy, backward, name
         with replica_context(strategy) as context:
             return tuple(nest.flatten(collective(context, structure.pack([each.detach() for each in leaves])))[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         with replica_context(ctx.strategy) as context:
-            return None, None, None, None, *ctx.of_gradients(context, [each.contiguous() for each in gradients])
+            return *5 * (None,), *ctx.of_gradients(context, [each.contiguous() for each in gradients], ctx.name)
 
 
 def _carried(
-    strategy: Strategy, value: Any, collective: Collective, backward: Collective, where: str, *, carries: bool = True
+    strategy: Strategy,
+    value: Any,
+    collective: Collective,
+    backward: Collective,
+    where: str,
+    name: str | None,
+    *,
+    carries: bool = True,
 ) -> Any:
     """Return what a collective makes of a nest; gradients flow through it if some tensor wants them.
 
@@ -62,6 +75,7 @@ def _carried(
         collective: takes and returns nests of one structure.
         backward: makes the gradients of the leaves from those of the results.
         where: the public name.
+        name: that the program gave the call.
         carries: whether there are such gradients.
     """
     leaves, structure = nest.flatten(value)
@@ -76,7 +90,9 @@ def _carried(
             expected="SUM or MEAN of nothing but tensors, and no out=, for gradients to flow through",
             fix="Give tensor.detach(), or call it in `with torch.no_grad():`.",
         )
-    return structure.pack(list(_Through.apply(strategy, collective, backward, structure, *leaves)))
+    return structure.pack(
+        list(_Through.apply(strategy, collective, backward, f"backward of {name or where}", structure, *leaves))
+    )
 
 
 def all_reduce(
@@ -103,15 +119,11 @@ def all_reduce(
         strategy_for(strategy, where),
         value,
         lambda context, values: context.all_reduce(op, values, name=name, out=out),
-        lambda context, gradients: context.all_reduce(op, gradients, name=_of_backward(name, where)),
+        lambda context, gradients, called: context.all_reduce(op, gradients, name=called),
         where,
+        name,
         carries=out is None and ReduceOp._parse(op, where) in (ReduceOp.SUM, ReduceOp.MEAN),
     )
-
-
-def _of_backward(name: str | None, where: str) -> str:
-    """Return the name of the call that a collective makes in backward."""
-    return f"backward of {name or where}"
 
 
 def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
@@ -130,10 +142,10 @@ def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, n
         As `ReplicaContext.all_gather`.
     """
     where = "mpistrategy.torch.all_gather"
-    of, called = strategy_for(strategy, where), _of_backward(name, where)
+    of = strategy_for(strategy, where)
     shapes = [np.shape(each) for each in nest.flatten(value)[0]]
 
-    def backward(context: ReplicaContext, gradients: list[Any]) -> list[Any]:
+    def backward(context: ReplicaContext, gradients: list[Any], called: str) -> list[Any]:
         lengths = np.array([shape[axis] for shape in shapes], np.int64)[None]
         begins = context.all_gather(lengths, 0, name=called)[: of.rank].sum(0)
         totals = context.all_reduce("SUM", gradients, name=called)
@@ -142,7 +154,9 @@ def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, n
             for total, begin, length in zip(totals, begins, lengths[0], strict=True)
         ]
 
-    return _carried(of, value, lambda context, values: context.all_gather(values, axis, name=name), backward, where)
+    return _carried(
+        of, value, lambda context, values: context.all_gather(values, axis, name=name), backward, where, name
+    )
 
 
 def reduce_scatter(
@@ -166,8 +180,8 @@ def reduce_scatter(
     where = "mpistrategy.torch.reduce_scatter"
     kind = ReduceOp._parse(op, where)
 
-    def backward(context: ReplicaContext, gradients: list[Any]) -> list[Any]:
-        whole = context.all_gather(gradients, axis, name=_of_backward(name, where))
+    def backward(context: ReplicaContext, gradients: list[Any], called: str) -> list[Any]:
+        whole = context.all_gather(gradients, axis, name=called)
         return [each / context.num_replicas_in_sync for each in whole] if kind is ReduceOp.MEAN else whole
 
     return _carried(
@@ -176,6 +190,7 @@ def reduce_scatter(
         lambda context, values: context.reduce_scatter(op, values, axis, name=name),
         backward,
         where,
+        name,
         carries=kind in (ReduceOp.SUM, ReduceOp.MEAN),
     )
 
@@ -207,10 +222,10 @@ def all_to_all(
         result, received[:] = _exchanged(context, tensors[0], splits, name)
         return [result]
 
-    def backward(context: ReplicaContext, gradients: list[Any]) -> list[Any]:
-        return [_exchanged(context, gradients[0], received, _of_backward(name, where))[0]]
+    def backward(context: ReplicaContext, gradients: list[Any], called: str) -> list[Any]:
+        return [_exchanged(context, gradients[0], received, called)[0]]
 
-    (result,) = _carried(strategy_for(strategy, where), [tensor], forward, backward, where)
+    (result,) = _carried(strategy_for(strategy, where), [tensor], forward, backward, where, name)
     return result, list(received)
 
 

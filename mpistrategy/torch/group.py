@@ -46,14 +46,17 @@ class Transfer(dist.Work):  # type: ignore[misc]
     """The work of a message between two ranks, or of a reduction in the background.
 
     Args:
+        group: whose timeout holds.
         message: is under way.
         results: a flat tensor of what is received, with the message's memory; nothing for what is sent.
         targets: the tensor that gets its elements.
     """
 
-    def __init__(self, message: Message | Submitted, results: Sequence[Any] = (), targets: Sequence[Any] = ()) -> None:
+    def __init__(
+        self, group: Group, message: Message | Submitted, results: Sequence[Any] = (), targets: Sequence[Any] = ()
+    ) -> None:
         super().__init__()
-        self._message, self._results, self._targets = message, results, targets
+        self._group, self._message, self._results, self._targets = group, message, results, targets
         #: Of a reduction.  It has the tensors after an error, too: torch would end the process over an exception in it.
         self.future: Any = torch.futures.Future()
 
@@ -61,9 +64,10 @@ class Transfer(dist.Work):  # type: ignore[misc]
         """Return the future of the results."""
         return self.future
 
-    def wait(self, timeout: Any = None) -> bool:
-        """Wait until the tensor may be used again, or has what was sent."""
-        self._message.wait()
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Wait until the tensor may be used again, or has what was sent; 0 stands for the group's timeout."""
+        own = self._group.communicator.guard.timeout
+        self._message.wait("torch.distributed.Work.wait", chosen_seconds(timeout) or own)
         t.write(self._results, self._targets)
         self._results = self._targets = ()
         return True
@@ -75,13 +79,11 @@ class Transfer(dist.Work):  # type: ignore[misc]
     def _source_rank(self) -> int | None:
         return self._message.source
 
-    source_rank = _source_rank
-
 
 class Group:
     """The ranks of a process group of torch, and its collectives: one method each, with the arguments of c10d.
 
-    Results are written into the tensors that are given.  Calls of several threads take turns.
+    Results are written into the tensors that are given.  Collectives of several threads take turns.
 
     Args:
         communicator: of the group's ranks alone; it belongs to the group.
@@ -107,27 +109,28 @@ class Group:
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Replace each tensor by its reduction over the ranks; large ones go on in the background between nodes."""
         dense = [each.nbytes for each in tensors if each.is_cpu and not each.is_sparse]
-        is_behind = _TAKES_WORKS and len(dense) == len(tensors) and self._background.takes(sum(dense))
+        is_large = _TAKES_WORKS and len(dense) == len(tensors) and self._background.takes(sum(dense))
+        goes_on = is_large and (opts is None or opts.asyncOp) and not self._background.is_here
         # another thread has other lines
-        site = self._site() or (call_site() if is_behind else None)
-        all_reduce = functools.partial(self._all_reduce, list(tensors), opts, site, is_behind=is_behind)
-        if not is_behind or self._background.is_here:
+        site = self._site() or (call_site() if goes_on else None)
+        all_reduce = functools.partial(self._all_reduce, list(tensors), opts, site, is_large=is_large)
+        if not goes_on:
             all_reduce()
             return done(list(tensors))
         submitted = self._background.submit(all_reduce)
-        work = Transfer(submitted)
+        work = Transfer(self, submitted)
         submitted.future.add_done_callback(lambda _: work.future.set_result(list(tensors)))
         if torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
         return work
 
-    def _all_reduce(self, tensors: list[Any], opts: Any, site: Site | None, *, is_behind: bool) -> None:
+    def _all_reduce(self, tensors: list[Any], opts: Any, site: Site | None, *, is_large: bool) -> None:
         with self._call("all_reduce", site) as call:
             targets = t.checked(tensors, call.where, dtype=tensors[0].dtype, is_written=True)
             if any(each.is_sparse for each in targets):
                 self._all_reduce_rows(call, tensors, t.operation(opts, call.where)[0])
             else:
-                t.write(self._reduced(call, targets, opts, in_place=True, is_behind=is_behind), targets)
+                t.write(self._reduced(call, targets, opts, in_place=True, is_large=is_large), targets)
 
     allreduce_coalesced = allreduce
 
@@ -138,7 +141,7 @@ class Group:
         opts: Any,
         *,
         in_place: bool = False,
-        is_behind: bool = False,
+        is_large: bool = False,
         **words: Any,
     ) -> list[Any]:
         """Return the reductions of tensors of one dtype, in the dtype of the sums.
@@ -148,20 +151,21 @@ class Group:
             tensors: this rank's, checked.
             opts: of c10d.
             in_place: whether results may be written into the tensors' own memory; else they are flat.
-            is_behind: whether the call is made in the background.
+            is_large: whether the data travel as those in the background, which other ranks may make there.
             words: what else the ranks compare.
         """
-        (op, factor), travels = t.operation(opts, call.where), "in the background" if is_behind else ""
+        (op, factor), travels = t.operation(opts, call.where), "among those in the background" if is_large else ""
         dtype, by, bits, truncates = t.reduction(op, tensors[0].dtype, call.where)
         elements = [t.on_host(each, dtype, factor) for each in tensors]
-        words = {"op": op, "values": t.values_of(tensors), "options": travels, "patiently": is_behind, **words}
+        alike = {"op": op, "values": t.values_of(tensors), "options": travels, **words}
+        agree = functools.partial(call.agree, call.where, patiently=self._background.is_here, **alike)
         if bits is not None:
-            call.agree(call.where, **words)
+            agree()
             return [functools.reduce(bits, self._gathered(t.flat(each)).chunk(self._ranks)) for each in elements]
         arrays = [*map(t.in_numpy, elements)]
         layouts, ranks = tuple([(each.dtype, each.shape) for each in arrays]), self.communicator
-        plan = plan_of(self._background.ranks(call) if is_behind else ranks, layouts, by, 0, usual_route)
-        totals = run_plan(plan, arrays, lambda: call.agree(call.where, **words), in_place=in_place)
+        plan = plan_of(self._background.ranks(call) if is_large else ranks, layouts, by, 0, usual_route)
+        totals = run_plan(plan, arrays, agree, in_place=in_place)
         results = elements if in_place else [torch.from_numpy(each) for each in totals]
         return [each.div_(self._ranks, rounding_mode="trunc") for each in results] if truncates else results
 
@@ -358,9 +362,8 @@ class Group:
             raise OptionError.at(where, found=f"tag {tag}", expected=f"an int from 0 to {GREATEST_TAG}")
         elements, ranks = t.flat(targets[0]), self.communicator
         begin: Callable[..., Message] = ranks.begin_to_receive if receives else ranks.begin_to_send
-        with self._turn:
-            message = begin(t.in_bytes(elements), peer, tag)
-        return Transfer(message, [elements], targets) if receives else Transfer(message)
+        # takes no turn: the reduction in the background, which has it, may wait for this message on another rank
+        return Transfer(self, begin(t.in_bytes(elements), peer, tag), *([[elements], targets] if receives else ()))
 
     def _member(self, rank: int, what: str, where: str) -> int:
         """Return a rank of the group."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any, ClassVar, NoReturn
 
 import numpy as np
@@ -163,12 +164,11 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         wide = [_wide(each) for each in gradients]
         arrays = [t.in_numpy(each) for each in wide if each.is_cpu and self._options.wire is None]
         layouts = tuple([(each.dtype, each.shape) for each in arrays])
-        agreed = None if len(arrays) < len(wide) else reducer.agreed_plan(self._op, layouts)
-        if agreed is None:
+        plan = None if len(arrays) < len(wide) else reducer.plan_of_arrays(self._op, layouts)
+        if plan is None:
             context.all_reduce(self._op, wide, self._options, out=wide)
         else:
-            call.wait_as(agreed.timeout_seconds)
-            run_plan(agreed.plan, arrays, lambda: call.agree("reduce", **agreed.words))
+            run_plan(plan.plan, arrays, partial(plan.agree, call))
         t.write(wide, gradients)
 
     @contextlib.contextmanager
@@ -245,16 +245,12 @@ def _wide(tensor: Any) -> Any:
 
 def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any:
     """Return a sparse gradient: the rows of all ranks."""
-    grad = parameter.grad
+    grad = parameter.grad  # made without checks of the indices, and saying so: else torch warns of them
     if grad is None:
         nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
-        grad = _sparse(nowhere, parameter.new_empty(0, *parameter.shape[1:]), parameter.shape)
+        no_rows = parameter.new_empty(0, *parameter.shape[1:])
+        grad = torch.sparse_coo_tensor(nowhere, no_rows, parameter.shape, check_invariants=False)
     mine = grad.coalesce()
     places, values = context.all_gather([mine.indices().t().contiguous(), _wide(mine.values())], 0)
-    total = _sparse(places.t(), values, grad.shape).coalesce()
+    total = torch.sparse_coo_tensor(places.t(), values, grad.shape, check_invariants=False).coalesce()
     return (total / context.num_replicas_in_sync if op is ReduceOp.MEAN else total).to(grad.dtype)
-
-
-def _sparse(places: Any, values: Any, shape: Any) -> Any:
-    # without checks, and saying so: else torch warns of them
-    return torch.sparse_coo_tensor(places, values, shape, check_invariants=False)

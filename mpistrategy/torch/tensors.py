@@ -43,7 +43,6 @@ _OPERATIONS = torch.distributed.ReduceOp
 _KINDS = {
     name: getattr(_OPERATIONS, name)
     for name in ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-    if hasattr(_OPERATIONS, name)
 }
 
 

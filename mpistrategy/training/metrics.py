@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -209,8 +208,12 @@ def _add(total: Variable, amount: float) -> None:
     """Add a number to this rank's part of a total, in a step or in a loop without steps."""
     strategy, frame = total.strategy, context.current_frame()
     is_own = strategy.extended._is_local or (frame is not None and frame.mode is context.Mode.REPLICA)
-    with nullcontext() if is_own else ReplicaContext(strategy, strategy.extended.communicator.rank):
-        total.assign_add(amount)
+    array = np.asarray(amount)  # of the variable's dtype and shape: nothing to convert
+    if is_own:
+        total.assign_add(array)
+    else:
+        with ReplicaContext(strategy, strategy.extended.communicator.rank):
+            total.assign_add(array)
 
 
 def _per_replica_sum(metric: str, part: str) -> Variable:

@@ -19,7 +19,7 @@ from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.text import encoded
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.reducer import AgreedPlan
+from mpistrategy.reduction.plans import ArraysPlan
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended as _Extended
 from mpistrategy.strategy.strategy import Strategy
@@ -88,7 +88,7 @@ class PlainStep:
         changed: the memory of the variables and of their slots.
     """
 
-    reduction: AgreedPlan | None
+    reduction: ArraysPlan | None
     updates: Sequence[FlatUpdate]
     changed: Sequence[Array]
 
@@ -230,7 +230,7 @@ class StepPlans:
             plan.prepared = self.sliced.step(plan, variables, self._slots.of, kernel, plan.strategy, call)
         if plan.prepared is None:
             needs_none = alone and in_rank_order
-            reduction = None if needs_none else extended._reducer.agreed_plan(op, plan.layouts)
+            reduction = None if needs_none else extended._reducer.plan_of_arrays(op, plan.layouts)
             if reduction is None and not needs_none:
                 return
             plan.prepared = PlainStep(reduction, [*map(self.flat_update, variables)], changed)

@@ -19,10 +19,10 @@ from mpistrategy.arrays.values import IndexedSlices, PerReplica, local_component
 from mpistrategy.context import Mode
 from mpistrategy.errors import AggregationError, ContextError, MpiStrategyError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.options import VariableAggregation as Aggregation
 from mpistrategy.options import VariableSynchronization as Synchronization
+from mpistrategy.reduction.broadcast import FromRoot
 from mpistrategy.variables.protocols import Replica
 from mpistrategy.variables.writes import Write, refuse_drift
 
@@ -103,11 +103,9 @@ def summed(variable: Replica, called: str | None) -> Array:
 
 def first(variable: Replica, called: str | None) -> Array:
     """Return replica 0's copy.  Collective."""
-    communicator = variable._extended.communicator
-    with Call(communicator.guard, "reading a variable", name=variable._key, called=called) as call:
-        memory, copy = _copied(variable.local_view)
-        call.agree("broadcast", values=((dtype_name(variable.dtype), variable.shape),), sparingly=True)
-        return _of_replica_0(memory, copy, communicator)
+    guard = variable._extended.communicator.guard
+    with Call(guard, "reading a variable", name=variable._key, called=called) as call:
+        return _of_replica_0(variable, variable.local_view, call)
 
 
 def no_read(variable: Replica, called: str | None) -> Array:
@@ -159,13 +157,7 @@ def replica_0s(write: Write) -> None:
         if isinstance(mine, IndexedSlices):
             write.apply(_rows_of_replica_0(write, mine, call))
             return
-        if is_on_device(mine):
-            from mpistrategy.reduction.routes import on_device  # here, for the quick import
-
-            on_device.prepare(communicator, [mine], call.where)
-        memory, copy = _copied(mine)
-        call.agree("broadcast", values=((dtype_name(mine.dtype), mine.shape),), sparingly=not is_on_device(mine))
-        write.apply(_of_replica_0(memory, copy, communicator))
+        write.apply(_of_replica_0(variable, mine, call))
 
 
 def _rows_of_replica_0(write: Write, mine: IndexedSlices, call: Call) -> IndexedSlices:
@@ -197,26 +189,24 @@ def _rows_of_replica_0(write: Write, mine: IndexedSlices, call: Call) -> Indexed
     return IndexedSlices(rows, indices)
 
 
-def _copied(mine: Array) -> tuple[Any, Array]:
-    """Return what is sent of a copy of an array, and the copy; before the ranks agree, since memory may be short."""
+def _of_replica_0(variable: Replica, mine: Array, call: Call) -> Array:
+    """Return a copy of replica 0's array, where the variable is."""
+    reducer, communicator = variable._extended._reducer, variable._extended.communicator
+    values = ((dtype_name(mine.dtype), mine.shape),)
     if is_on_device(mine):
-        from mpistrategy.reduction.routes import on_device
+        from mpistrategy.reduction.routes import on_device  # here, for the quick import
 
+        on_device.prepare(communicator, [mine], call.where)
         memory, copies = on_device.packed([mine])
-        return memory, copies[0]
-    copy = np.array(mine, order="C", copy=True)
-    return copy, copy
-
-
-def _of_replica_0(memory: Any, copy: Array, communicator: Communicator) -> Array:
-    """Return `copy`, of `_copied`, with replica 0's values."""
-    if is_on_device(copy):
-        from mpistrategy.reduction.routes import on_device
-
+        call.agree("broadcast", values=values)
         on_device.bcast(communicator, memory, 0)
-    else:
-        communicator.bcast(copy, 0)
-    return copy
+        copy: Array = copies[0]
+        return copy
+    layout = mine.dtype, mine.shape
+    way: FromRoot = reducer.kept((FromRoot, layout), lambda: FromRoot(communicator, (layout,), 0))
+    way.bring([mine])
+    call.agree("broadcast", values=values, sparingly=True)
+    return way.run()[0]
 
 
 def alike(write: Write) -> None:

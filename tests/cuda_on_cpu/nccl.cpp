@@ -18,7 +18,7 @@ namespace {
 enum Result { SUCCESS = 0, SYSTEM_ERROR = 2, INVALID_ARGUMENT = 4, INVALID_USAGE = 5 };
 enum { MOST_RANKS = 8 };
 const std::size_t CHUNK = 1 << 20;
-enum { SUM = 0, PROD = 1, MAX = 2, AVG = 4 };
+enum { SUM = 0, PROD = 1, MAX = 2, MIN = 3 };
 
 struct Meeting {
     std::atomic<unsigned> joined, arrived, round;
@@ -57,7 +57,6 @@ template <class T>
 T combined(T a, T b, int op) {
     switch (op) {
         case SUM:
-        case AVG:
             return (T)(a + b);
         case PROD:
             return (T)(a * b);
@@ -101,8 +100,6 @@ void reduce(Communicator* communicator, const char* source, char* target, std::s
         const std::size_t count = std::min(most, size - done);
         T* mine = (T*)meeting->chunks[communicator->rank];
         std::memcpy(mine, source + done * sizeof(T), count * sizeof(T));
-        // As NCCL averages floats: each summand is multiplied first.
-        for (std::size_t i = 0; i < count && op == AVG; ++i) mine[i] = (T)(mine[i] * (T)(1.0 / communicator->size));
         if (!meet(communicator)) return;
         for (std::size_t i = 0; i < count && (root < 0 || root == communicator->rank); ++i) {
             T total = ((T*)meeting->chunks[0])[i];
@@ -227,7 +224,7 @@ int ncclReduce(const void* source, void* target, std::size_t size, int type, int
                void* stream) {
     auto* communicator = (Communicator*)given;
     const auto work = type_of(type).reduce;
-    if (!work || root >= communicator->size || op > AVG || (op == AVG && type < 6)) return INVALID_ARGUMENT;
+    if (!work || root >= communicator->size || op > MIN) return INVALID_ARGUMENT;
     return begin(stream, source, target,
                  [=] { work(communicator, (const char*)source, (char*)target, size, op, root); });
 }
@@ -237,7 +234,7 @@ int ncclAllReduce(const void* source, void* target, std::size_t size, int type, 
 int ncclReduceScatter(const void* source, void* target, std::size_t size, int type, int op, void* given, void* stream) {
     auto* communicator = (Communicator*)given;
     const Type kind = type_of(type);
-    if (!kind.reduce || op > AVG || (op == AVG && type < 6)) return INVALID_ARGUMENT;
+    if (!kind.reduce || op > MIN) return INVALID_ARGUMENT;
     return begin(stream, source, target, [=] {
         for (int root = 0; root < communicator->size; ++root)
             kind.reduce(communicator, (const char*)source + root * size * kind.bytes, (char*)target, size, op, root);

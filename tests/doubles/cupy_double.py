@@ -590,20 +590,16 @@ def _moves(grid: Any, block: Any, args: Sequence[Any]) -> tuple[Callable[[], Non
     assert type(args[1]) is np.int32
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     blocks = 0
-    for source, target, size, first, kind in zip(*(moves[name][:count].tolist() for name in moves.dtype.names)):  # noqa: B905
+    for source, target, size, first in zip(*(moves[name][:count].tolist() for name in moves.dtype.names)):  # noqa: B905
         assert first == blocks
-        blocks += -(-size // (copy_kernel.BLOCK_ELEMENTS if kind else copy_kernel.BLOCK_BYTES))
-        names = next((pair for pair, number in copy_kernel.KINDS.items() if number == kind), ("uint8", "uint8"))
-        dtypes = [np.dtype(bfloat16() if name == "bfloat16" else name) for name in names]
-        views = [_at(where, size * dtype.itemsize).view(dtype) for where, dtype in zip((source, target), dtypes)]  # noqa: B905
-        pairs.append((views[0], views[1]))
+        blocks += -(-size // copy_kernel.BLOCK_BYTES)
+        pairs.append((_at(source, size), _at(target, size)))
     assert grid == (blocks,)
     assert block == (copy_kernel.THREADS,)
 
     def do() -> None:
-        with np.errstate(all="ignore"):
-            for source, target in pairs:
-                np.copyto(target, source, casting="unsafe")
+        for source, target in pairs:
+            np.copyto(target, source)
 
     return do, [view for pair in pairs for view in pair]
 

@@ -16,8 +16,7 @@ from mpi4py import MPI
 SUM, PROD, MAX, MIN = range(4)
 _DTYPES = {6: "f2", 9: "bfloat16", 0: "i1", 1: "u1", 2: "i4", 3: "u4", 4: "i8", 5: "u8", 7: "f4", 8: "f8"}
 _BFLOAT16 = 9
-_AVG = 4
-_OPS = {SUM: MPI.SUM, _AVG: MPI.SUM, PROD: MPI.PROD, MAX: MPI.MAX, MIN: MPI.MIN}
+_OPS = {SUM: MPI.SUM, PROD: MPI.PROD, MAX: MPI.MAX, MIN: MPI.MIN}
 VERSION = 23203
 
 
@@ -70,8 +69,7 @@ class NcclCommunicator:
             if stuck:
                 return False
             if not under_way:
-                # As NCCL averages floats: each summand is multiplied first.
-                sent[...] = memory * dtype.type(1 / comm.size) if op == _AVG else memory
+                sent[...] = memory
                 received = np.empty((comm.size, *memory.shape), dtype)
                 if dtype.itemsize == 2:  # MPI does not add these
                     under_way.extend([comm.Iallgather(sent.view(np.uint8), received.view(np.uint8)), received])

@@ -15,7 +15,7 @@ import torch, torch.distributed as dist
 import mpistrategy as ms, mpistrategy.torch as mst
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
-mst.init_process_group()
+mst.init_process_group(timeout=60)
 rank, ranks, nn = dist.get_rank(), dist.get_world_size(), torch.nn
 
 
@@ -61,6 +61,21 @@ for work in works[::-1]:  # the one behind a failed one was not made either
     except ms.errors.CollectiveMismatchError as error:
         print("typed", flush=True)
 torch.testing.assert_close(gradients(wrapped(), mine), expected, rtol=1e-4, atol=1e-7)
+
+# a large message that rank 1 sends before it comes to the reduction
+whole, sent = torch.rand(2**18), torch.full((2**20,), float(rank))
+pieces = whole.clone()
+if rank == 0:
+    work = dist.all_reduce(whole, async_op=True)
+    dist.recv(sent, 1)
+    work.wait()
+else:
+    dist.send(sent, 0)
+    dist.all_reduce(whole)
+assert (sent == 1).all()
+for piece in pieces.chunk(16):  # not in the background
+    dist.all_reduce(piece)
+assert torch.equal(whole, pieces)
 print("right", flush=True)
 """
 

@@ -7,6 +7,7 @@ import gc
 import inspect
 import re
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,9 @@ mst: Any = pytest.importorskip("mpistrategy.torch")
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 HAS_BACKENDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 several = pytest.mark.mpi(min_size=2)
-# torch's own words about names of another version, and about sparse tensors
+# torch's own words about names of another version, sparse tensors and narrow complex ones
 pytestmark = [
-    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Sparse"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Sparse", "ignore:ComplexHalf"),
     pytest.mark.usefixtures("group"),
 ]
 WHOLE = [torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64]
@@ -133,6 +134,23 @@ def test_sparse() -> None:
     mine = torch.sparse_coo_tensor([[RANK, RANK]], torch.ones(2, 3), (SIZE, 3))  # of which one row is made
     dist.all_reduce(mine)
     assert torch.equal(mine.to_dense(), 2 * torch.ones(SIZE, 3))
+
+
+NARROW = [
+    getattr(torch, name)
+    for name in ("complex32", "float8_e4m3fn", "float8_e5m2", "uint16", "uint32", "uint64")
+    if hasattr(torch, name)
+]
+
+
+@pytest.mark.parametrize("dtype", NARROW, ids=str)
+def test_dtypes_that_torch_itself_cannot_add(dtype: Any) -> None:
+    mine = torch.full((3,), RANK + 1.0).to(dtype)
+    dist.all_reduce(mine)
+    assert mine.to(torch.complex64).tolist() == [SIZE * (SIZE + 1) / 2] * 3
+    mine = torch.full((3,), RANK + 1.0).to(dtype)
+    dist.broadcast(mine, SIZE - 1)
+    assert mine.to(torch.complex64).tolist() == [SIZE] * 3
 
 
 def test_premul() -> None:
@@ -246,6 +264,68 @@ def test_messages() -> None:
     dist.irecv(mine, RANK, tag=9).wait()
     to_self.wait()
     assert mine.item() == 1
+
+
+@several
+def test_a_message_that_nobody_sends_is_named_after_the_timeout() -> None:
+    before = (RANK - 1) % SIZE
+    impatient = dist.new_group(timeout=timedelta(seconds=1))
+    with pytest.raises(ms.errors.CollectiveTimeoutError, match=rf"no message .* rank {before} for 1 s"):
+        dist.recv(torch.empty(2), before, impatient)
+    dist.barrier()
+    dist.send(torch.empty(2), (RANK + 1) % SIZE, group=impatient)  # MPI still has a receive for it
+    dist.barrier()
+
+
+def test_a_group_has_its_methods_by_the_names_of_all_versions(group: Any) -> None:
+    """Libraries call them without torch.distributed in between."""
+    ours = group._get_backend(torch.device("cpu"))
+    mine, all_rows = of(RANK), torch.cat([of(rank) for rank in range(SIZE)])
+    for name in ("all_gather_single", "_allgather_base"):
+        together = torch.empty(SIZE * 2, 3)
+        getattr(ours, name)(together, mine).wait()
+        assert torch.equal(together, all_rows)
+    for name in ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"):
+        found = [torch.empty(SIZE * 2, 3) for _ in "ab"]
+        getattr(ours, name)(found, [mine, -mine]).wait()
+        assert torch.equal(torch.stack(found), torch.stack([all_rows, -all_rows]))
+    found = [[torch.empty(2, 3) for _ in "ab"] for _ in range(SIZE)]
+    ours.allgather_coalesced(found, [mine, -mine]).wait()
+    assert all(torch.equal(two[1], -of(rank)) for rank, two in enumerate(found))
+    sums = SIZE * all_rows.chunk(SIZE)[RANK]
+    for name in ("reduce_scatter_single", "_reduce_scatter_base"):
+        part = torch.empty(2, 3)
+        getattr(ours, name)(part, all_rows).wait()
+        assert torch.equal(part, sums)
+    for name in ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"):
+        parts = [torch.empty(2, 3) for _ in "ab"]
+        getattr(ours, name)(parts, [all_rows, -all_rows]).wait()
+        assert torch.equal(torch.stack(parts), torch.stack([sums, -sums]))
+    for name in ("all_to_all_single", "alltoall_base"):
+        got = torch.empty(SIZE)
+        getattr(ours, name)(got, torch.full((SIZE,), float(RANK)), [], []).wait()
+        assert got.tolist() == list(range(SIZE))
+    some, others = torch.ones(2), torch.ones(3)
+    ours.allreduce_coalesced([some, others]).wait()
+    assert (some.sum() + others.sum()).item() == 5 * SIZE
+
+
+def test_what_torch_refuses_of_a_group_on_cpus_harms_nothing(group: Any) -> None:
+    """The guide has a row for each, with what to write instead."""
+    with pytest.raises(RuntimeError, match="No device associated"):
+        dist.distributed_c10d.split_group(split_ranks=[list(range(SIZE))])
+    if HAS_BACKENDS:
+        dist.monitored_barrier(timeout=timedelta(seconds=30))
+    else:
+        with pytest.raises(ms.errors.UnsupportedError, match="new_group"):
+            group.split_group(list(range(SIZE)))
+        with pytest.raises(ValueError, match="GLOO"):
+            dist.monitored_barrier(timeout=timedelta(seconds=30))
+    with pytest.raises(ValueError, match="RANK"):  # a default group by the environment of torchrun
+        next(dist.rendezvous("env://"))
+    mine = torch.ones(1)
+    dist.all_reduce(mine)
+    assert mine.item() == SIZE
 
 
 def test_objects_and_coalescing() -> None:

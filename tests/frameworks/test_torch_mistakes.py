@@ -88,6 +88,30 @@ def test_it_ends_the_job_and_is_named(launch: Callable[..., launching.Finished],
         assert words in job.stderr, job
 
 
+STOPS_BEFORE_A_BARRIER = """
+import os, signal
+from datetime import timedelta
+import torch.distributed as dist, mpistrategy.torch as mst
+
+mst.init_process_group()
+if dist.get_rank() == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+dist.monitored_barrier(timeout=timedelta(seconds=8))
+"""
+
+
+def test_a_monitored_barrier_names_who_is_late_after_its_own_timeout(
+    launch: Callable[..., launching.Finished],
+) -> None:
+    torch = pytest.importorskip("torch")
+    if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
+        pytest.skip("this torch takes it for gloo alone")
+    job = launch(3, STOPS_BEFORE_A_BARRIER, timeout=60)
+    assert job.returncode, job
+    for words in ("roll call", "rank 1", "stopped", "timeout_seconds=8"):
+        assert words in job.stderr, job
+
+
 BY_URL = """
 import torch, torch.distributed as dist
 import mpistrategy.torch as mst

@@ -18,25 +18,20 @@ from hostile import MOST_SECONDS, Figures, mutated_bytes, mutated_json, text_of
 import mpistrategy as ms
 from mpistrategy.cli.doctor.running_job import hung_job, run_files
 from mpistrategy.mpi.tuning import files
-from mpistrategy.mpi.tuning.thresholds import DEFAULT
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.telemetry.tracing import chrome, report
 from mpistrategy.telemetry.tracing.timeline import timeline_of
 
 
-class Alone:
-    """What `path_files.agreed` asks of a communicator."""
-
-    rank, node_of = 0, (0,)
-
-    def allgather_text(self, text: str) -> list[str]:
-        return [text]
+def agreed_alone(version: str) -> Thresholds:
+    """Return the thresholds of one rank."""
+    return files.agreed(version, 0, (0,), lambda text: [text])
 
 
 def read_thresholds(folder: Path, count: int, dice: random.Random) -> Figures:
     """Read `count` mutated files of thresholds."""
     figures, file = Figures("mutated threshold files"), folder / "paths.json"
-    paths = {**DEFAULT.sizes(), "window_bytes_by_dtype": {"float32": 64}}
-    content = {"format": 3, "machine": {}, "source": "x", "paths": paths}
+    content = {"machine": {}, "source": "x", "paths": DEFAULT.sizes()}
     before = os.environ.get(files.VARIABLE)
     os.environ[files.VARIABLE] = str(file)
     try:
@@ -45,7 +40,7 @@ def read_thresholds(folder: Path, count: int, dice: random.Random) -> Figures:
             file.write_bytes(told if number % 3 else mutated_bytes(told, dice))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", ms.errors.FallbackWarning)
-                figures.add(f"number {number}", lambda: files.agreed("Open MPI v5.0.11", Alone()))
+                figures.add(f"number {number}", lambda: agreed_alone("Open MPI v5.0.11"))
     finally:
         os.environ.pop(files.VARIABLE) if before is None else os.environ.update({files.VARIABLE: before})
     return figures

@@ -125,7 +125,7 @@ ALL_LANES = replace(WITHOUT_MAILBOXES, lanes_bytes=1)
 ROUTES = {
     "mailboxes": Route("in the ranks' mailboxes", thresholds=Thresholds(2**19, 1, CHUNK, 512, CHUNK)),
     "one node": Route(ON_NODE),
-    "one node, hierarchical": Route(ON_NODE, by(ms.HierarchicalCopyAllReduce)),
+    "one node, hierarchical": Route((ON_NODE, "in the ranks' mailboxes"), by(ms.HierarchicalCopyAllReduce)),
     "in place": Route("where the arrays are", kind="arena"),
     "two nodes": Route(LANES, on(TWO), ALL_LANES),
     "two nodes, uneven": Route(LANES, on([min(rank, 1) for rank in RANKS]), ALL_LANES),

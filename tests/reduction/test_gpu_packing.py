@@ -26,7 +26,6 @@ from mpistrategy.reduction.routes import copy_kernel, gpu_copy
 from mpistrategy.reduction.routes.gpu import gpu_packs
 
 pytestmark = pytest.mark.skipif(SIZE > 1, reason="one rank's own work")
-PAIRS = [(np.dtype(getattr(ml_dtypes, a, a)), np.dtype(getattr(ml_dtypes, b, b))) for a, b in copy_kernel.KINDS]
 PLAIN = [np.dtype(name) for name in ("int8", "float16", "float32", "float64", "complex128", "bool", "bfloat16")]
 HARD = [0.0, -0.0, 1.0, np.inf, -np.inf, np.nan, 65504.0, 65519.9, 65520.0, 6e-8, 2e-8, 3e-8, -2.98e-8, 1.00048828125]
 HARD += [6.1e-5, 6.097e-5, 1.00146484375, 3.4e38, 1e-40, 2049.0, 2051.0, 1 / 3]
@@ -72,22 +71,8 @@ def filled(size: int, dtype: np.dtype[Any], offset: int, seed: int) -> np.ndarra
     return array
 
 
-def converted(array: np.ndarray, dtype: np.dtype[Any]) -> np.ndarray:
-    with np.errstate(all="ignore"):
-        return array.astype(dtype)
-
-
-def same(found: np.ndarray, expected: np.ndarray) -> bool:
-    """Return whether all bits are the same; what is no number may be so in another way."""
-    bits = f"V{found.itemsize}"
-    alike = found.view(bits) == expected.view(bits)
-    if found.dtype.kind not in "iub":
-        alike |= np.isnan(found) & np.isnan(expected)
-    return bool(alike.all())
-
-
 one_array = st.tuples(
-    st.one_of(st.sampled_from(PAIRS), st.sampled_from([(dtype, dtype) for dtype in PLAIN])),
+    st.sampled_from(PLAIN),
     st.one_of(st.integers(0, 40), st.sampled_from([1023, 4095, 4096, 4097, 8200, 16384, 16399, 33000])),
     st.integers(0, 17),
     st.integers(0, 17),
@@ -96,44 +81,33 @@ one_array = st.tuples(
 
 @settings(max_examples=part_of(60), deadline=None, derandomize=True)
 @given(arrays=st.lists(one_array, min_size=1, max_size=6), seed=st.integers(0, 99))
-def test_the_kernel_copies_and_converts_every_bit(library: Any, arrays: Any, seed: int) -> None:
-    sources = [filled(size, dtype, offset, seed) for (dtype, _), size, offset, _ in arrays]
-    targets = [misaligned(size, dtype, offset) for (_, dtype), size, _, offset in arrays]
+def test_the_kernel_copies_every_bit(library: Any, arrays: Any, seed: int) -> None:
+    sources = [filled(size, dtype, offset, seed) for dtype, size, offset, _ in arrays]
+    targets = [misaligned(size, dtype, offset) for dtype, size, _, offset in arrays]
     kernels_on_cpu.move(library, sources, targets)
     for source, target in zip(sources, targets, strict=True):
-        assert same(target, converted(source, target.dtype))
+        assert target.tobytes() == source.tobytes()
         everything, own = (memory.astype(int).sum() for memory in (memory_of(target), target.view(np.uint8)))
         assert everything == own, "something was written outside"
 
 
-@pytest.mark.parametrize("pair", PAIRS, ids=lambda pair: f"{pair[0].name}-{pair[1].name}")
-def test_every_value_of_16_bits_is_converted_as_by_numpy(library: Any, pair: Any) -> None:
-    source, target = pair
-    every = np.arange(2 ** (8 * source.itemsize)).astype(f"u{source.itemsize}").view(source)
-    found = np.empty(every.size, target)
-    kernels_on_cpu.move(library, [every], [found])
-    assert same(found, converted(every, target))
-
-
 def test_the_gradients_of_resnet50_are_one_launch(library: Any) -> None:
-    sizes = [int(np.prod(shape)) for shape in shapes.resnet50()]
-    moves = tuple((0, size, 4, 4) for size in sizes)
-    (launch,) = gpu_copy.launches(moves)
+    sizes = tuple(4 * int(np.prod(shape)) for shape in shapes.resnet50())
+    (launch,) = gpu_copy.launches(sizes)
     assert launch.count == len(sizes) == 161
-    assert launch.blocks == sum(-(-4 * size // copy_kernel.BLOCK_BYTES) for size in sizes)
+    assert launch.blocks == sum(-(-size // copy_kernel.BLOCK_BYTES) for size in sizes)
 
 
 def test_lists_of_any_length_and_arrays_of_any_size_are_cut_into_launches(library: Any) -> None:
     sources = [filled(7, np.dtype("float16"), number % 5, number) for number in range(400)]
-    targets = [misaligned(7, np.dtype("float32"), number % 3) for number in range(400)]
+    targets = [misaligned(7, np.dtype("float16"), number % 3) for number in range(400)]
     assert kernels_on_cpu.move(library, sources, targets) == 3
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(sources, targets, strict=True))
-    (launch,) = gpu_copy.launches(((0, 2**28 + 1, 8, 8), (0, 0, 8, 8), (1, 2**27 + 5, 2, 4)))
+    (launch,) = gpu_copy.launches((2**31 + 8, 0, 2**27 + 5))
     assert launch.arrays.tolist() == [0] * 17 + [2, 2]
     sizes = launch.template["size"][0, : launch.count].astype(int)
     assert sizes.sum() == 2**31 + 8 + 2**27 + 5
-    assert launch.before_source.tolist() == [*range(0, 2**31 + 1, 2**27), 0, 2**28]
-    assert launch.before_target.tolist() == [*range(0, 2**31 + 1, 2**27), 0, 2**29]
+    assert launch.before.tolist() == [*range(0, 2**31 + 1, 2**27), 0, 2**27]
 
 
 def test_the_argument_is_laid_out_as_cpp_does_and_small_enough_for_every_gpu() -> None:

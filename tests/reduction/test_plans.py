@@ -38,7 +38,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.tuning.files import trying
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
-from mpistrategy.reduction.reducer import GeneralPlan, Reducer
+from mpistrategy.reduction.reducer import Reducer
 
 pytestmark = pytest.mark.mpi
 
@@ -72,8 +72,8 @@ class NoPlans(dict[Any, Any]):
         self.reducer = reducer
 
     def get(self, key: Any, default: Any = None) -> Any:
-        *_, reduce_op, options, _, _ = key
-        return GeneralPlan(self.reducer, reduce_op, options)
+        general, *_, (_, argument), options, _, _ = key
+        return general(self.reducer, argument, options)
 
 
 def general(strategy: ms.Strategy, op: Any, value: Any, **more: Any) -> Any:

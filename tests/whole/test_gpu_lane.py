@@ -165,7 +165,7 @@ def test_operations_over_their_budget_are_named(gpu_lane: Any) -> None:
 
 def test_counts_are_shown_beside_their_budgets(gpu_lane: Any) -> None:
     shown = sys.modules["gpu_budgets"].table({"nccl": {"SUM of 4 KiB": [9, 8, 7, 6, 5, 4]}})
-    assert "| SUM of 4 KiB | 9, 8, 5 (most: 0, 1, 0) | not counted (most: 1, 2, 1) |" in shown
+    assert "| SUM of 4 KiB | 9, 8, 5 (most: 0, 1, 0) | not counted (most: 0, 1, 1) |" in shown
 
 
 def test_the_guide_has_the_table_of_budgets(gpu_lane: Any) -> None:
@@ -174,7 +174,7 @@ def test_the_guide_has_the_table_of_budgets(gpu_lane: Any) -> None:
 
 def test_the_guide_has_a_row_for_each_figure(gpu_lane: Any) -> None:
     page = pages.TEXTS["gpu-lane"]
-    measured = ("limits", "packing", "staged", "mpi", "ipc", "nccl1", "nccl", "hidden", "nodes", "host", "optimizers")
+    measured = ("limits", "packing", "staged", "mpi", "nccl1", "nccl", "hidden", "nodes", "host", "optimizers")
     assert all(f"| {what} |" in page for name, what, *_ in gpu_lane.STEPS if name in measured)
 
 
@@ -188,13 +188,13 @@ def test_the_help_names_every_row(gpu_lane: Any) -> None:
     assert [name.strip() for name in listed.split(",")] == [name for name, *_ in gpu_lane.STEPS]
 
 
-@pytest.mark.parametrize(("at_once", "logs"), [(True, ["row-ipc.txt", "row-staged.txt"]), (False, ["row.txt"])])
+@pytest.mark.parametrize(("at_once", "logs"), [(True, ["row-nccl.txt", "row-staged.txt"]), (False, ["row.txt"])])
 def test_a_row_of_tests_runs_on_all_paths_and_one_that_fails_is_wrong(
     gpu_lane: Any, lane: Any, tmp_path: Path, at_once: bool, logs: list[str]
 ) -> None:
     program = tmp_path / "test_it.py"
-    program.write_text("import os\ndef test_it(): assert os.environ['MPISTRATEGY_TEST_PATHS'] != 'ipc'\n")
-    lane.paths = ["staged", "ipc"]
+    program.write_text("import os\ndef test_it(): assert os.environ['MPISTRATEGY_TEST_PATHS'] != 'nccl'\n")
+    lane.paths = ["staged", "nccl"]
     lane.mpiexec = [sys.executable, "-c", "import subprocess, sys; sys.exit(subprocess.call(sys.argv[3:]))"]
     row = gpu_lane.Row("row", "a row")
     gpu_lane.run_tests(program, ranks=1, at_once=at_once)(lane, row)

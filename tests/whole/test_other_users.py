@@ -390,7 +390,7 @@ def test_thresholds_that_are_no_own_small_file(open_folder: Path, monkeypatch: p
     others = replace(path_files.DEFAULT, pack_bytes=2**20)
     path_files.save(others, path_files.Machine("Open MPI v5.0.11", 1, 1), file)
     monkeypatch.setenv(path_files.VARIABLE, str(file))
-    assert path_files.agreed("Open MPI v5.0.11", hostile_others.Alone()).pack_bytes == 2**20
+    assert hostile_others.agreed_alone("Open MPI v5.0.11").pack_bytes == 2**20
     if what == "pipe":
         file.unlink()
         os.mkfifo(file)
@@ -411,7 +411,7 @@ def test_thresholds_that_are_no_own_small_file(open_folder: Path, monkeypatch: p
     began = time.monotonic()
     with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
-        paths = path_files.agreed("Open MPI v5.0.11", hostile_others.Alone())
+        paths = hostile_others.agreed_alone("Open MPI v5.0.11")
     assert paths == path_files.default_for("Open MPI")
     assert time.monotonic() - began < 1
     (warning,) = warned

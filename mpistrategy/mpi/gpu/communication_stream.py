@@ -12,10 +12,11 @@ from contextlib import contextmanager
 from typing import Any
 
 from mpistrategy.arrays.gpu import cupy_for
+from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.communicator import Communicator
 
 
-class CommunicationStream:
+class CommunicationStream(Freed):
     """One stream for each device, made at the first use; an event belongs to a stream of its device."""
 
     def __init__(self) -> None:

@@ -5,6 +5,7 @@ One MPI call gets at most 2^30 elements; dtypes that MPI does not know travel as
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, TypeVar
 
@@ -25,6 +26,14 @@ def pieces(buffer: Array, max_count: int = MAX_COUNT) -> Iterator[Array]:
         yield flat[start : start + max_count]
 
 
+class Freed(ABC):
+    """What a communicator must free that has made it once."""
+
+    @abstractmethod
+    def free(self) -> None:
+        """Free it, where all ranks are known to do so."""
+
+
 class Once:
     """What is made once for a communicator, by whoever needs it first, and kept for all.
 
@@ -43,10 +52,10 @@ class Once:
         return found
 
     def free(self) -> None:
-        """Call the `free()` of all that have one, the last made first, where all ranks are known to do so."""
+        """Free all that is `Freed`, the last made first, where all ranks are known to do so."""
         while self.made:
             _, made = self.made.popitem()
-            if hasattr(type(made), "free"):
+            if isinstance(made, Freed):
                 made.free()
 
 

@@ -1,4 +1,4 @@
-"""The collectives that the layers above use, as a Protocol, and a communicator of one rank, which needs no MPI.
+"""The collectives that the layers above use: their base class, and what makes them of one exchange of values.
 
 Buffers are NumPy arrays in native byte order, contiguous and aligned (`dtypes.is_buffer`), and are changed in place.
 Every method that moves data is collective over the communicator's ranks.
@@ -6,17 +6,18 @@ Every method that moves data is collective over the communicator's ranks.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.devices import Device
-from mpistrategy.arrays.dtypes import Array, divide_by
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Once
+from mpistrategy.mpi.interface.buffers import Freed, Once
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName, Thresholds
@@ -25,8 +26,8 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 
 
-class Communicator(Protocol):
-    """The ranks of one strategy and the ways to move bytes between them.
+class Communicator(ABC):
+    """The ranks of one strategy and the ways to move bytes between them; the defaults are those of one rank alone.
 
     Attributes:
         rank: this rank's number.
@@ -43,26 +44,47 @@ class Communicator(Protocol):
         first_message: adds up a few numbers with the check of the call; None where the check takes another way.
         node_sum: adds up arrays of this node; None where its ranks share no memory.
         once: returns what is made once for these ranks: ``once(key, make)``.
+        is_simulated: whether the ranks are threads of one process.
+        has_links: whether `links` can be made: whether there is an MPI.
+        is_crowded: whether the ranks of this node outnumber the cores that they may use.
     """
 
-    rank: int
-    size: int
+    rank: int = 0
+    size: int = 1
     guard: Guard
-    devices: tuple[Device, ...]
-    node_of: tuple[int, ...]
-    nodes: int
-    local_rank: int
-    library: str
-    shares_memory: bool
-    thresholds: Thresholds
-    mailboxes: Mailboxes | None
-    first_message: FirstMessage | None
+    devices: tuple[Device, ...] = ()
+    node_of: tuple[int, ...] = (0,)
+    nodes: int = 1
+    local_rank: int = 0
+    library: str = ""
+    shares_memory: bool = False
+    thresholds: Thresholds = DEFAULT
+    mailboxes: Mailboxes | None = None
+    first_message: FirstMessage | None = None
     once: Once
-    node_sum: NodeSum | None
+    node_sum: NodeSum | None = None
+    is_simulated: bool = False
+    has_links: bool = False
+    is_crowded: bool = False
 
+    @property
+    def may_use_threads(self) -> bool:
+        """Whether several threads may call this MPI at the same time."""
+        return False
+
+    @abstractmethod
+    def progress(self) -> None:
+        """Let MPI make progress with messages."""
+
+    def links(self, counterparts: Sequence[Sequence[int]]) -> Sequence[Any]:
+        """Return a communicator for each list of ranks, this one among them; all of a list make theirs alike."""
+        return []
+
+    @abstractmethod
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with a buffer of so many bytes."""
 
+    @abstractmethod
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
 
@@ -77,13 +99,19 @@ class Communicator(Protocol):
         The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
         They are part of a list of `nbytes`, which the ranks of a node add up themselves as a whole or not at all.
         """
+        for source, target in pairs:
+            self.allreduce(target, op, source)
+            divide_by(divisor, target)
 
+    @abstractmethod
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
 
+    @abstractmethod
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
 
+    @abstractmethod
     def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.
 
@@ -91,21 +119,26 @@ class Communicator(Protocol):
         `together`, which is None on the other ranks.
         """
 
+    @abstractmethod
     def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
 
+    @abstractmethod
     def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
         """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
 
+    @abstractmethod
     def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
 
+    @abstractmethod
     def alltoall(self, sent: Array, received: Array) -> None:
         """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
 
         Any dtype; so few bytes that one MPI call takes them.
         """
 
+    @abstractmethod
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
         """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
 
@@ -114,22 +147,27 @@ class Communicator(Protocol):
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order; for descriptions, never for data."""
+        return [text]
 
     def node(self) -> NodeGroups:
         """Return the communicators within this node and between the nodes' leaders."""
+        return NodeGroups(self, self)
 
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's if they share memory."""
+        return private_memory(nbytes)
 
+    @abstractmethod
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
 
     def free(self) -> None:
         """Free the communicator, where all ranks are known to do so; it cannot be used afterwards."""
+        self.guard.closed = True
 
 
 @dataclass(frozen=True)
-class NodeGroups:
+class NodeGroups(Freed):
     """The communicators of `Communicator.node`.
 
     Attributes:
@@ -147,90 +185,93 @@ class NodeGroups:
             self.leaders.free()
 
 
-@dataclass
-class SingleCommunicator:
+class InOneProcess(Communicator):
+    """Ranks in one process: every collective is made of one exchange of values, `_gathered`."""
+
+    @abstractmethod
+    def _gathered(self, purpose: str, value: Any) -> list[Any]:
+        """Return what all ranks brought for the same purpose, in rank order: arrays, lists of them, or anything else.
+
+        This rank may change what it brought afterwards.
+        """
+
+    def progress(self) -> None:
+        """Do nothing: there are no messages."""
+
+    def node_barrier(self) -> None:
+        """Do nothing: there is no shared memory."""
+
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks' sources, in rank order."""
+        _put(buffer, _combined(self._gathered(f"allreduce {op}", buffer if source is None else source), op))
+
+    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
+        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks, in rank order."""
+        everything = self._gathered(f"reduce {op} to {root}", buffer)
+        if self.rank == root:
+            _put(buffer, _combined(everything, op))
+
+    def bcast(self, buffer: Array, root: int) -> None:
+        """Replace `buffer` on every rank by that of `root`."""
+        _put(buffer, self._gathered(f"bcast from {root}", buffer if self.rank == root else None)[root])
+
+    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `together` on `root`."""
+        everything = self._gathered(f"gatherv to {root}", block)
+        if together is not None:
+            np.concatenate(everything, axis=None, out=together.reshape(-1))
+
+    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on `root`."""
+        everything = self._gathered(f"gather blocks to {root}", block)
+        if blocks is not None:
+            for place, theirs in zip(blocks, everything, strict=True):
+                place[...] = theirs
+
+    def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
+        """Copy ``blocks[rank]`` of `root` into every rank's `block`."""
+        block[...] = self._gathered(f"scatter_blocks from {root}", blocks)[root][self.rank]
+
+    def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank."""
+        np.concatenate(self._gathered("allgatherv", block), axis=None, out=together.reshape(-1))
+
+    def alltoall(self, sent: Array, received: Array) -> None:
+        """Send the r-th part of `sent` to rank r; row r of `received` gets the part from rank r."""
+        everything = self._gathered("alltoall", sent)
+        received[...] = np.reshape([theirs.reshape(self.size, -1)[self.rank] for theirs in everything], received.shape)
+
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
+        """Send ``counts[r]`` elements of `sent` to rank r; `received` gets ``taken[r]`` of rank r, in rank order."""
+        everything = self._gathered("alltoallv", np.split(sent, np.cumsum(counts)[:-1]))
+        np.concatenate([theirs[self.rank] for theirs in everything], out=received)
+
+
+class SingleCommunicator(InOneProcess):
     """One rank alone: every collective is the identity, and MPI is never started."""
 
-    devices: tuple[Device, ...] = (Device(0, "CPU", 0),)
-    rank: int = 0
-    size: int = 1
-    guard: Guard = field(default_factory=Guard)
-    node_of: tuple[int, ...] = (0,)
-    nodes: int = 1
-    local_rank: int = 0
-    library: str = ""
-    shares_memory: bool = False
-    thresholds: Thresholds = DEFAULT
-    mailboxes: Mailboxes | None = None
-    node_sum: NodeSum | None = None
-    first_message: FirstMessage | None = None
-    once: Once = field(default_factory=Once)
+    def __init__(self, devices: tuple[Device, ...] = (Device(0, "CPU", 0),)) -> None:
+        self.devices, self.guard, self.once = devices, Guard(), Once()
+
+    def _gathered(self, purpose: str, value: Any) -> list[Any]:
+        return [value]
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "none": nothing moves."""
         return "none"
 
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
-        """Leave `buffer`, or copy `source` to it: the sum over one rank."""
-        if source is not None:
-            buffer[...] = source.reshape(buffer.shape)
 
-    def allreduce_many(
-        self, pairs: Sequence[tuple[Array, Array]], op: str = "SUM", divisor: int = 1, nbytes: int = 0
-    ) -> None:
-        """Copy every source to its target."""
-        for source, target in pairs:
-            self.allreduce(target, op, source)
-            divide_by(divisor, target)
+def _combined(arrays: Sequence[Array], op: str) -> Array:
+    """Return the combination of arrays in their order; of a single one the array itself."""
+    if len(arrays) == 1:
+        return arrays[0]
+    total = arrays[0].copy()
+    with np.errstate(all="ignore"):  # as MPI, which does not warn either
+        for array in arrays[1:]:
+            COMBINE[op](total, array, out=total)
+    return total
 
-    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
-        """Leave `buffer`."""
 
-    def bcast(self, buffer: Array, root: int) -> None:
-        """Leave `buffer`."""
-
-    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
-        """Copy `block`."""
-        if together is not None:
-            together[...] = block.reshape(together.shape)
-
-    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
-        """Copy the only block."""
-        if blocks is not None:
-            blocks[0][...] = block
-
-    def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
-        """Copy the only block."""
-        if blocks is not None:
-            block[...] = blocks[0]
-
-    def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
-        """Copy `block`."""
-        together[...] = block.reshape(together.shape)
-
-    def alltoall(self, sent: Array, received: Array) -> None:
-        """Copy `sent`."""
-        received[...] = sent.reshape(received.shape)
-
-    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
-        """Copy `sent`."""
-        received[...] = sent
-
-    def allgather_text(self, text: str) -> list[str]:
-        """Return the only text there is."""
-        return [text]
-
-    def node(self) -> NodeGroups:
-        """Return this rank as its own node."""
-        return NodeGroups(self, self)
-
-    def shared(self, nbytes: int) -> SharedMemory:
-        """Return private memory."""
-        return private_memory(nbytes)
-
-    def node_barrier(self) -> None:
-        """Do nothing: there is no other rank."""
-
-    def free(self) -> None:
-        """Refuse further calls."""
-        self.guard.closed = True
+def _put(buffer: Array, value: Array) -> None:
+    if value is not buffer:
+        buffer[...] = value.reshape(buffer.shape)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
+from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.shown import ranks_in_words
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import DeviceArray
 
 
-PathName = Literal["alone", "mpi", "staged", "nccl", "ipc", "ipc+mpi", "ipc+staged"]
+PathName = Literal["alone", "mpi", "staged", "nccl"]
 #: The paths that need nothing of the host once their work is on the stream.
 ON_THE_STREAM: tuple[PathName, ...] = ("alone", "nccl")
 
@@ -27,7 +28,7 @@ ON_THE_STREAM: tuple[PathName, ...] = ("alone", "nccl")
 class DevicePath(Protocol):
     """One transport for buffers in GPU memory: flat, contiguous, on the current device, equal in size on all ranks.
 
-    Every rank makes the same call, after all have agreed on it.  A path may have `averages`: see `NcclPath.averages`.
+    Every rank makes the same call, after all have agreed on it.
 
     Attributes:
         name: the word for users.
@@ -47,12 +48,6 @@ class DevicePath(Protocol):
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` (of `communication_memory`) on `root` by its combination; undefined elsewhere."""
 
-    def reduce_scatter(self, ranks: Communicator, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
-        """Replace each rank's share of `buffer` (of `communication_memory`) by its combination; undefined elsewhere.
-
-        The shares lie one after the other, in rank order; rank r's has ``counts[r]`` elements.
-        """
-
     def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
 
@@ -70,7 +65,7 @@ class DevicePath(Protocol):
 
 
 @dataclass
-class DevicePaths:
+class DevicePaths(Freed):
     """The paths of one strategy.
 
     Attributes:
@@ -108,9 +103,6 @@ class Alone:
         """Leave `buffer`: it is the sum over one rank."""
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
-        """Leave `buffer`."""
-
-    def reduce_scatter(self, ranks: Communicator, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
         """Leave `buffer`."""
 
     def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:

@@ -176,13 +176,11 @@ def _meeting(ranks: MPI.Intracomm, where: str) -> Iterator[None]:
     guard = Guard(None, ranks.rank, ranks.size)
     board = StatusBoard(private_memory(status_board.BYTES))
     directory = RunDirectory(new_path, f"[rank {ranks.rank}] ")
-    group = Group(guard, board, 0, 1, directory, identity=_identity(f"the making of {where}"))
-    group.is_making = True
+    group = Group(guard, board, 0, 1, directory)
     _watch(ranks, group)
     try:
         with Call(guard, where, anywhere=True):
             _meet(ranks, guard)
-            group.identity = 0  # what follows may take long without a wait
             yield
     finally:
         watchdog.forget(guard)

@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.communicator import Communicator, NodeGroups
 from mpistrategy.mpi.multi_node.lanes import every_rank
 from mpistrategy.mpi.multi_node.node_stage import BufferStage, InPlaceStage, NodeStage, Piece
@@ -154,17 +155,17 @@ class Flight:
         return moved
 
 
-class AcrossNodes:
+class AcrossNodes(Freed):
     """The state of the two-level all-reduce; made once for a communicator.  Collective."""
 
     def __init__(self, communicator: Any) -> None:
         nodes = communicator.nodes
-        usual = CROWDED if getattr(communicator, "is_crowded", False) else EAGER
+        usual = CROWDED if communicator.is_crowded else EAGER
         self._manner: Manner = getattr(communicator, "manner", None) or usual
         #: The pieces under way, and their exchange with other nodes.
         self._flights: deque[tuple[NodeStage, Piece, Flight]] = deque()
         self._number = 0
-        self._progress: Callable[[], object] = getattr(communicator, "progress", lambda: None)
+        self._progress: Callable[[], object] = communicator.progress
         self._on_all = communicator.guard.on_all
         self._links: list[Any] = []
         self._new_links: Callable[[], list[Any]] = list
@@ -177,7 +178,7 @@ class AcrossNodes:
         self.piece_bytes: int = piece_bytes_for(communicator.node_of)
         nbytes = BufferStage.bytes_of(self.piece_bytes, BUFFERS)
         memory = communicator.shared(nbytes) if communicator.size > nodes else None
-        if not hasattr(communicator, "links") or (memory is not None and not memory.is_shared):
+        if not communicator.has_links or (memory is not None and not memory.is_shared):
             self._groups = communicator.node()
             return
         if memory is not None and len(memory.segments) > 1:
@@ -267,7 +268,7 @@ class AcrossNodes:
         leaders = groups.leaders
         if leaders is None or leaders.size == 1:
             pass
-        elif hasattr(leaders, "links"):
+        elif leaders.has_links:
             across_nodes(leaders).allreduce(target, target, op, wire)
         else:
             _round(target, wire)

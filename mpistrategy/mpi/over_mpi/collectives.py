@@ -5,35 +5,33 @@ They use the upper-case methods of mpi4py, which send buffers; nothing is pickle
 
 from __future__ import annotations
 
+import os
+import time
 from collections.abc import Sequence
 from itertools import accumulate, repeat
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
+from mpistrategy.errors import CollectiveTimeoutError
 from mpistrategy.mpi.contract.failures import Failures
-from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
+from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
-from mpistrategy.objects.later import later
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.contract.guard import Guard
-    from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across
-    from mpistrategy.mpi.over_mpi import gathering
-    from mpistrategy.mpi.over_mpi.operations import operation
-    from mpistrategy.mpi.shared_memory.node_sum import NodeSum
-else:
-    later(globals(), "mpistrategy.mpi.multi_node.two_level", "allreduce_across")
-    later(globals(), "mpistrategy.mpi.over_mpi.gathering")
-    later(globals(), "mpistrategy.mpi.over_mpi.operations", "operation")
+from mpistrategy.mpi.interface.buffers import Once
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across
+from mpistrategy.mpi.over_mpi import gathering
+from mpistrategy.mpi.over_mpi.operations import operation
+from mpistrategy.mpi.tuning.thresholds import RouteName
 
 #: Up to this size MPI reads the source itself; above, a copy and an in-place call are faster.
 _DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
 #: Tags of messages between two ranks: of an exchange of uneven parts, and the first of those that a program chooses.
 _EXCHANGE, _PROGRAM = 2**10, 2**11
+#: Messages that were not answered in time: MPI may still use their memory.
+_abandoned: list[Message] = []
 #: The greatest tag that every MPI takes.
 GREATEST_TAG = 2**15 - 1 - _PROGRAM
 
@@ -72,14 +70,28 @@ class Message:
             self._receive_rest(status)
         return bool(MPI.Request.Testall(self._requests))
 
-    def wait(self) -> None:
-        """Wait until the block has been sent or received."""
-        if self.source is None:
-            status = MPI.Status()
-            self._requests[0].Wait(status)
-            self._receive_rest(status)
-        MPI.Request.Waitall(self._requests)
-        self._requests = []
+    def wait(self, where: str, timeout: float) -> None:
+        """Wait until the block has been sent or received; in steps, since no other rank may come.
+
+        Args:
+            where: the public name.
+            timeout: for how many seconds.
+
+        Raises:
+            CollectiveTimeoutError: when it takes longer.
+        """
+        end = time.monotonic() + timeout
+        while not self.test():
+            if time.monotonic() > end:
+                _abandoned.append(self)
+                peer = "any rank" if self.source is None else f"rank {self.source}"
+                raise CollectiveTimeoutError.at(
+                    where,
+                    found=f"no message between this rank and {peer} for {timeout:g} s",
+                    expected="send and recv on both",
+                    fix="A longer limit is the group's timeout, or MPISTRATEGY_TIMEOUT_SECONDS.",
+                )
+            os.sched_yield()
 
     def _receive_rest(self, status: MPI.Status) -> None:
         """Begin to receive the other pieces from the rank that has sent the first one."""
@@ -89,47 +101,37 @@ class Message:
         self._rest = []
 
 
-class Collectives:
+class Collectives(Communicator):
     """The part of a `Communicator` that moves arrays, on ranks that have agreed on the call.
 
-    Attributes:
-        rank: this rank's number.
-        size: how many ranks there are.
-        local_rank, local_size: the same among the ranks of this node.
-        node_of: the node of each rank.
-        nodes: how many nodes there are.
-        failures: tells the ranks of each other's failures; None on several nodes.
-        thresholds: from how many bytes on which route is taken.
+    By itself it is a part of another communicator: it has no guard of its own, and each rank is a node.
+
+    Args:
+        comm: MPI's communicator of the ranks; it is freed with this one.
         max_count: how many elements one MPI call may carry.
     """
 
-    _comm: MPI.Intracomm
-    _inside: MPI.Comm
-    rank: int
-    size: int
-    local_rank: int
-    local_size: int
-    node_of: tuple[int, ...]
-    nodes: int
-    shares_memory: bool
-    library: str
-    failures: Failures | None = None
-    thresholds: Thresholds
-    max_count: int
+    has_links = True
     #: Whether MPI gives all ranks the same bits of one sum.
     has_equal_sums: bool = True
-    #: What adds up arrays of this node; None where its ranks share no memory.
-    node_sum: NodeSum | None = None
     #: How to wait for messages between nodes; None: the usual one of `two_level`.
     manner: Manner | None = None
-    _control: MpiControlChannel | None
-    guard: Guard
+    #: Tells the ranks of each other's failures; None on several nodes.
+    failures: Failures | None = None
+    local_size: int = 1
+
+    def __init__(self, comm: Any, max_count: int = buffers.MAX_COUNT) -> None:
+        self._comm: MPI.Intracomm = comm
+        self.max_count = max_count
+        self.rank, self.size = comm.rank, comm.size
+        self.node_of, self.nodes = tuple(range(self.size)), self.size
+        self.guard, self.once = Guard(), Once()
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""
         if self.nodes > 1:
             return self._route_between_nodes(nbytes)
-        is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes_for(dtype)
+        is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes
         return "node_sum" if is_large and self.node_sum is not None else "mpi"
 
     def _route_between_nodes(self, nbytes: int) -> RouteName:
@@ -141,7 +143,6 @@ class Collectives:
         return "lanes" if has_lanes and nbytes >= self.thresholds.lanes_bytes else "mpi"
 
     def progress(self) -> None:
-        """Let MPI make progress with messages."""
         self._comm.Iprobe()
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
@@ -352,8 +353,26 @@ class Collectives:
         """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
         if self.node_sum is not None:
             self.node_sum.barrier()
-        elif self.local_size > 1:
-            self._inside.Barrier()
+
+    def links(self, counterparts: Sequence[Sequence[int]]) -> list[Collectives]:
+        """Return a communicator for each list of ranks, this one among them; all of a list make theirs alike."""
+        return [Collectives(self._comm_of(ranks), self.max_count) for ranks in counterparts]
+
+    def _comm_of(self, ranks: Sequence[int]) -> MPI.Intracomm:
+        """Return MPI's communicator of some of these ranks, in their order.  Collective over them alone."""
+        everybody = self._comm.Get_group()
+        chosen = everybody.Incl(ranks)
+        made = self._comm.Create_group(chosen)
+        chosen.Free()
+        everybody.Free()
+        return made
+
+    def free(self) -> None:
+        """Free it, where all ranks are known to do so."""
+        if not self.guard.closed:
+            self.once.free()
+            self.guard.closed = True
+            self._comm.Free()
 
 
 def _goes_to_mpi(source: Array, buffer: Array) -> bool:

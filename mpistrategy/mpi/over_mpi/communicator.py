@@ -16,12 +16,10 @@ from mpistrategy.arrays.devices import Device, parse
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.contract.channel import ControlChannel, FirstMessage
+from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
-from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.interface.buffers import Once
 from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
@@ -40,7 +38,6 @@ from mpistrategy.mpi.shared_memory.segments import (
 )
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
 
 _UNEQUAL = (
@@ -63,8 +60,6 @@ class MpiCommunicator(Collectives):
         OptionTypeError: when `comm` is not an intracommunicator of mpi4py.
     """
 
-    failures: Failures | None
-
     def __init__(
         self,
         comm: Any = None,
@@ -76,7 +71,7 @@ class MpiCommunicator(Collectives):
         comm = world.ranks_of(comm)
         world.check("MirroredStrategy", comm)
         try:
-            self._comm = comm.Dup()
+            super().__init__(comm.Dup())
         except MPI.Exception as error:
             raise LaunchError.at(
                 "MirroredStrategy",
@@ -84,40 +79,34 @@ class MpiCommunicator(Collectives):
                 expected="fewer strategies at a time",
                 fix="Call close() on those that are done with, or use `with MirroredStrategy() as strategy:`.",
             ) from error
-        self.rank: int = self._comm.rank
-        self.size: int = self._comm.size
         self._control = MpiControlChannel(comm) if self.size > 1 else None
         if node_key is None:
             self._inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         else:
             self._inside = self._comm.Split(node_key, self.rank)
         self._peers = NodePeers(self._inside, self.allgather_text)
-        self.local_rank: int = self._peers.local_rank
-        self.local_size: int = self._peers.local_size
+        self.local_rank, self.local_size = self._peers.local_rank, self._peers.local_size
         leader = int(self._peers.text_of_leader(str(self.rank)))
         ranks = self._introduce(
             Introduction.of_this_rank(self.rank, self.size, leader, self.local_size, sorted(cores()))
         )
         numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
-        self.node_of: tuple[int, ...] = tuple(numbers[each.leader] for each in ranks)
-        self.nodes: int = len(numbers)
+        self.node_of, self.nodes = tuple(numbers[each.leader] for each in ranks), len(numbers)
         self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
-        self.library: str = library_name(MPI.Get_library_version())
-        self.thresholds: Thresholds = agreed(MPI.Get_library_version(), self) if self.size > 1 else DEFAULT
-        self.mailboxes: Mailboxes | None = None
+        self.is_crowded = self.local_size > self._cores
+        self.library = library_name(MPI.Get_library_version())
+        if self.size > 1:
+            self.thresholds = agreed(MPI.Get_library_version(), self.rank, self.node_of, self.allgather_text)
         self._has_warned = False
-        #: Whether some node has several ranks, which can share memory; equal on all ranks.
-        self.shares_memory: bool = self.nodes < self.size
-        self.once: Once = Once()
+        self.shares_memory = self.nodes < self.size  # where some node has several ranks, which can
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         is_free = usual is None or usual is not self._control
         used = None if usual is None else channel(usual)
-        self.first_message: FirstMessage | None = None
         if self._control is not None and usual is self._control:
             self._try_sums(self._control)
             if used is self._control and self.has_equal_sums:
                 self.first_message = self._control
-        self.guard: Guard = Guard(
+        self.guard = Guard(
             used,
             self.rank,
             self.size,
@@ -125,9 +114,7 @@ class MpiCommunicator(Collectives):
             failures=self.failures,
             contains_errors=contains_errors,
         )
-        self.devices: tuple[Device, ...] = ()
         self._is_free = False
-        self.max_count = buffers.MAX_COUNT
         world.close_at_finalize(self.guard)
         world.watch(self.guard, self.free)
         if self.size > 1:
@@ -135,7 +122,7 @@ class MpiCommunicator(Collectives):
 
     def _try_sums(self, control: MpiControlChannel) -> None:
         """Find out whether all ranks get the same bits of one sum, which MPI does not promise.  Collective."""
-        self.has_equal_sums: bool = control.has_equal_sums(self._comm)
+        self.has_equal_sums = control.has_equal_sums(self._comm)
         if not self.has_equal_sums and self.rank == 0:
             warn(_UNEQUAL.format(self.library), FallbackWarning)
 
@@ -177,7 +164,7 @@ class MpiCommunicator(Collectives):
         chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
         add_up = partial(NodeSum, part(shared, segment_bytes(cell_bytes)), chunk_bytes)
         if self.local_size < self.size:
-            self.node_sum: NodeSum | None = add_up(wait())
+            self.node_sum = add_up(wait())
             return lines, control
         self.failures = Failures(errors)
         self.mailboxes = mailboxes = Mailboxes(shared, cell_bytes, wait(self._look))
@@ -210,11 +197,6 @@ class MpiCommunicator(Collectives):
         memory = share(nbytes, self._peers, _memory_fence(), sparing=True)
         return None if isinstance(memory, str) else memory
 
-    @property
-    def is_crowded(self) -> bool:
-        """Whether the ranks of this node outnumber the cores that they may use."""
-        return self.local_size > self._cores
-
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
         self.devices = tuple(parse(text) for text in self.allgather_text(str(device)))
@@ -233,23 +215,14 @@ class MpiCommunicator(Collectives):
     def _node_groups(self) -> NodeGroups:
         self._meet()
         leaders = self._comm.Split(0 if self.local_rank == 0 else MPI.UNDEFINED, self.rank)
-        return NodeGroups(
-            _Group(self._inside.Dup(), self.max_count, self.node_sum, self.failures),
-            _Group(leaders, self.max_count) if leaders != MPI.COMM_NULL else None,
-        )
+        inside = Collectives(self._inside.Dup(), self.max_count)
+        inside.node_sum, inside.failures = self.node_sum, self.failures  # to wait for each other by
+        return NodeGroups(inside, Collectives(leaders, self.max_count) if leaders != MPI.COMM_NULL else None)
 
-    def links(self, counterparts: Sequence[Sequence[int]]) -> list[_Group]:
-        """Return a communicator for each list of ranks, this one among them; all of a list make theirs alike."""
-        return [_Group(self._comm_of(ranks), self.max_count) for ranks in counterparts]
-
-    def _comm_of(self, ranks: Sequence[int]) -> MPI.Intracomm:
-        """Return MPI's communicator of some of these ranks, in their order.  Collective over them alone."""
-        everybody = self._comm.Get_group()
-        chosen = everybody.Incl(ranks)
-        made = self._comm.Create_group(chosen)
-        chosen.Free()
-        everybody.Free()
-        return made
+    def node_barrier(self) -> None:
+        if self.node_sum is None and self.local_size > 1:
+            self._inside.Barrier()
+        super().node_barrier()
 
     def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
         """Return a communicator of the same ranks and nodes with messages of its own.  Collective."""
@@ -298,8 +271,7 @@ class MpiCommunicator(Collectives):
         abort.forget(self.guard)
         if self._control is not None:
             self._control.close()
-        if self._inside != MPI.COMM_NULL:
-            self._inside.Free()
+        self._inside.Free()
         self._comm.Free()
         watchdog.forget(self.guard)
 
@@ -312,31 +284,3 @@ def _memory_fence() -> Fence | None:
     window = MPI.Win.Create_dynamic(comm=MPI.COMM_SELF)
     window.Lock_all(MPI.MODE_NOCHECK)
     return window.Sync
-
-
-class _Group(MpiCommunicator):
-    """A part of a communicator, for calls on which the ranks have already agreed; it has no guard of its own."""
-
-    def __init__(
-        self, comm: Any, max_count: int, node_sum: NodeSum | None = None, failures: Failures | None = None
-    ) -> None:
-        self._comm = comm
-        self._inside = MPI.COMM_NULL
-        self.library, self.shares_memory = "", False
-        self.rank: int = comm.rank
-        self.size: int = comm.size
-        self.local_rank: int = self.rank if node_sum is not None else 0
-        self.local_size: int = self.size if node_sum is not None else 1
-        self.node_of: tuple[int, ...] = (0,) * self.size if node_sum is not None else tuple(range(self.size))
-        self.nodes: int = 1 if node_sum is not None else self.size
-        self.thresholds = DEFAULT
-        self.mailboxes: Mailboxes | None = None
-        self.first_message: FirstMessage | None = None
-        self.node_sum = node_sum
-        self.failures: Failures | None = failures
-        self.once: Once = Once()
-        self.guard: Guard = Guard()
-        self.devices: tuple[Device, ...] = ()
-        self._is_free = False
-        self._control = None
-        self.max_count = max_count

@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently, growing_pauses
 from mpistrategy.mpi.faults import injection
+from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.multi_node.two_level import Manner
 
 _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
@@ -92,15 +93,33 @@ class Job:
         return self._result
 
 
-class AtOnce:
+class Done:
+    """The result of what was done in place of a `Job`."""
+
+    def __init__(self, result: Any) -> None:
+        self._result = result
+
+    def is_over(self) -> bool:
+        """Return True."""
+        return True
+
+    def result(self) -> Any:
+        """Return it."""
+        return self._result
+
+
+class AtOnce(Freed):
     """Runs every job when it is submitted, in the calling thread.
 
     Attributes:
         communicator: that of the jobs.
         submitted: the number of jobs so far.
         known_to_all: how many of them all ranks are known to have submitted.
+        is_at_once: whether a job is done when it has been submitted.
         views: for a submitter of jobs, its copy that uses this communicator.
     """
+
+    is_at_once: bool = True
 
     def __init__(self, communicator: Any) -> None:
         self.communicator = communicator
@@ -111,13 +130,17 @@ class AtOnce:
 
     def submit(self, job: Job) -> None:
         """Run `job`; raise its error, which no rank need wait for."""
-        self.submitted += 1
-        self.known_to_all = self.submitted
+        self.count()
         job.run()
         if job.error is not None:
             raise job.error
 
-    def finish(self, job: Job) -> None:
+    def count(self) -> None:
+        """Count a job, which all ranks submit before they go on."""
+        self.submitted += 1
+        self.known_to_all = self.submitted
+
+    def finish(self, job: Any) -> None:
         """Do what is needed for `job` to end by itself: nothing."""
 
     def keep_failed(self, job: Job) -> None:
@@ -140,6 +163,7 @@ class AtWait(AtOnce):
     """
 
     submitted: int
+    is_at_once: bool = False
 
     def __init__(self, communicator: Any) -> None:
         super().__init__(communicator)
@@ -173,6 +197,7 @@ class Engine(AtOnce):
     """
 
     submitted: int
+    is_at_once: bool = False
 
     def __init__(self, communicator: Any) -> None:
         #: The jobs that are not over, the one under way included; None ends the thread.
@@ -311,8 +336,6 @@ def engine_of_gpus(communicator: Any, agree: Callable[[], AbstractContextManager
 
 def _engine(communicator: Any, agree: Callable[[], AbstractContextManager[None]], otherwise: type[AtOnce]) -> AtOnce:
     """Return an `Engine` where the MPI of all ranks allows several threads.  Collective, where there is an MPI."""
-    if not hasattr(communicator, "may_use_threads"):
-        return otherwise(communicator)
     with agree():
         threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
         return Engine(communicator) if threads else otherwise(communicator)

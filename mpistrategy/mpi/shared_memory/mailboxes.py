@@ -7,9 +7,8 @@ data.
 Each mailbox has two slots, used in turn.  A rank writes a slot again only after it has seen every peer's next number,
 and a peer writes that number only after it has read this slot.
 
-On a node of many ranks a loop over the peers takes longer than the messages.  There the mailboxes, which lie at equal
-distances, are also seen as the rows of one array: all sequence numbers are read in one step, then all digests, then
-the data.
+On a node of many ranks a loop over all data takes longer than the messages.  There the mailboxes, which lie at equal
+distances, are also seen as the rows of one array.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory, aligned
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
 _NUMBERS = 16  # bytes of the sequence number and the digest, before the payload
-#: From so many ranks on a step for all of them takes less time than a loop: over arrays, and over single numbers.
-MANY_RANKS, MANY_NUMBERS = 16, 24
+#: From so many ranks on a step for the arrays of all of them takes less time than a loop.
+MANY_RANKS = 16
 
 
 def segment_bytes(payload_bytes: int) -> int:
@@ -41,16 +40,12 @@ class MailboxSlot(NamedTuple):
         mine: this rank's sequence number and digest.
         peers: those of the other ranks.
         payloads: the data of every rank, by local rank, as uint8.
-        exchange: ``exchange(sequence, digest)`` shows the peers what this rank has written, and waits for them; returns
-            whether all digests are equal: if not, perhaps before all peers are there.  `sequence` is one more than that
-            of the exchange before.
         rows: `payloads` as the rows of one array; None on a node of few ranks.
     """
 
     mine: memoryview
     peers: tuple[memoryview, ...]
     payloads: tuple[Array, ...]
-    exchange: Callable[[int, int], bool]
     rows: Array | None
 
 
@@ -86,84 +81,41 @@ class Mailboxes:
     def _slot(self, memory: SharedMemory, start: int) -> MailboxSlot:
         numbers = [segment[start : start + _NUMBERS].data.cast("B").cast("q") for segment in memory.segments]
         payloads = tuple(segment[start + _NUMBERS :][: self.payload_bytes] for segment in memory.segments)
-        ranks, mine = tuple(numbers), numbers.pop(self.local_rank)
-        rows = _rows(memory.segments, start, _NUMBERS + self.payload_bytes)
-        if rows is None or len(ranks) < MANY_NUMBERS:
-            exchange = self._exchange_in(mine, numbers)
-        else:
-            exchange = self._exchange_of_many(mine, ranks, rows[:, :_NUMBERS].view(np.int64))
-        return MailboxSlot(mine, tuple(numbers), payloads, exchange, None if rows is None else rows[:, _NUMBERS:])
+        mine = numbers.pop(self.local_rank)
+        rows = _rows(memory.segments, start + _NUMBERS, self.payload_bytes)
+        return MailboxSlot(mine, tuple(numbers), payloads, rows)
 
-    def _exchange_in(self, mine: memoryview, peers: Sequence[memoryview]) -> Callable[[int, int], bool]:
-        """Return `MailboxSlot.exchange`, with all that it needs at hand: attributes take a tenth of a small sum."""
-        fence, meet = self.fence, self.meet
+    def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
+        """Show the peers what this rank has written, and wait for them; see `ControlChannel.all_equal`.
 
-        def exchange(sequence: int, digest: int) -> bool:
-            self.sequence = sequence
-            mine[1] = digest
-            if fence is not None:
-                fence()
-            mine[0] = sequence
-            for peer in peers:
-                if peer[0] != sequence or peer[1] != digest or fence is not None:
-                    return meet(peers, sequence, digest)
-            return True
-
-        return exchange
-
-    def _exchange_of_many(
-        self, mine: memoryview, ranks: Sequence[memoryview], numbers: Array
-    ) -> Callable[[int, int], bool]:
-        """Return `MailboxSlot.exchange` of many ranks.
-
-        Args:
-            mine: this rank's sequence number and digest.
-            ranks: those of all ranks.
-            numbers: the same as the rows of an array.
+        Where it returns False, perhaps not all peers are there.
         """
-        fence, until, size = self.fence, self.waiting.until, self.size
-        sequences, digests = numbers[:, 0].tolist, numbers[:, 1].tolist
-
-        def exchange(sequence: int, digest: int) -> bool:
-            self.sequence = sequence
-            mine[1] = digest
-            if fence is not None:
-                fence()
-            mine[0] = sequence
-            shown = sequences()
-            if shown.count(sequence) != size:
-                for rank, number in zip(ranks, shown, strict=True):
-                    if number != sequence:
-                        until(rank, sequence)
-            if fence is not None:
-                fence()
-            return bool(digests().count(digest) == size)
-
-        return exchange
-
-    def meet(self, peers: Sequence[memoryview], sequence: int, digest: int) -> bool:
-        """Wait for the peers after this rank has shown its own numbers; return `MailboxSlot.exchange`'s result."""
-        for peer in peers:
+        if look is not None:
+            return all_equal_patiently(self, digest, look)
+        sequence, fence = self._show(digest), self.fence
+        for peer in self.slots[sequence & 1].peers:
             if peer[0] != sequence:
                 self.waiting.until(peer, sequence)
-            if self.fence is not None:
-                self.fence()
+            if fence is not None:
+                fence()
             if peer[1] != digest:
                 return False
         return True
 
-    def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
-        """Return `MailboxSlot.exchange` of the next exchange; see `ControlChannel.all_equal`."""
-        if look is not None:
-            return all_equal_patiently(self, digest, look)
-        sequence = self.sequence + 1
-        return self.slots[sequence & 1].exchange(sequence, digest)
+    def _show(self, digest: int) -> int:
+        """Show the peers this rank's digest, and what is in its mailbox; return the number of the exchange."""
+        self.sequence = sequence = self.sequence + 1
+        mine = self.slots[sequence & 1].mine
+        mine[1] = digest
+        if self.fence is not None:
+            self.fence()
+        mine[0] = sequence
+        return sequence
 
     def start(self, digest: int) -> None:
         """Show the peers this rank's digest, and do not wait for theirs."""
-        self.sequence += 1
         self._digest = digest
-        self._exchange_in(self.slots[self.sequence & 1].mine, ())(self.sequence, digest)
+        self._show(digest)
 
     def finished(self) -> bool | None:
         """Return whether all digests are equal after `start`, or None while ranks are missing."""

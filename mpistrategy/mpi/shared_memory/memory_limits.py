@@ -14,6 +14,15 @@ _MEMINFO, _CGROUP = "/proc/meminfo", "/proc/self/cgroup"
 _MOUNT = "/sys/fs/cgroup"
 #: From here on there is no limit: cgroup v1 writes 2**63 rounded down to a page.
 _NO_LIMIT = 2**60
+#: By the controller that a line of `_CGROUP` names, "" in version 2: the folder; the files of the limit and of what is
+#: used; and in memory.stat cached pages of files, which the system drops when memory runs short.
+_FILES = {
+    "": ("", "memory.max", "memory.current", "inactive_file", "active_file"),
+    "memory": (
+        *("memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+        *("total_inactive_file", "total_active_file"),
+    ),
+}
 
 
 class Room(NamedTuple):
@@ -46,30 +55,20 @@ def _of_node() -> Room | None:
 
 
 def _of_groups() -> Iterator[Room | None]:
+    """Yield what the groups of this process allow, and those above them, as far as a container shows them."""
     for line in _lines(_CGROUP):
-        number, _, rest = line.partition(":")
-        controllers, _, path = rest.partition(":")
-        if number == "0" and not controllers:
-            for folder in _upwards(_MOUNT, path):
-                yield _of_group(folder, "memory.max", "memory.current", ("inactive_file", "active_file"))
-        elif "memory" in controllers.split(","):
-            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file"))
-            for folder in _upwards(f"{_MOUNT}/memory", path):
-                yield _of_group(folder, *names)
+        controllers, _, path = line.partition(":")[2].partition(":")
+        parts = [part for part in path.split("/") if part and part != ".."]
+        for controller in set(controllers.split(",")) & _FILES.keys():
+            top, *files = _FILES[controller]
+            for count in range(len(parts) + 1):
+                yield _of_group(os.path.join(_MOUNT, top, *parts[:count]), *files)
 
 
-def _upwards(mount: str, path: str) -> Iterator[str]:
-    """Yield the folder of a control group and those above it, as far as a container shows them."""
-    parts = [part for part in path.split("/") if part and part != ".."]
-    for count in range(len(parts), -1, -1):
-        yield os.path.join(mount, *parts[:count])
-
-
-def _of_group(folder: str, limit: str, usage: str, caches: tuple[str, ...]) -> Room | None:
+def _of_group(folder: str, limit: str, usage: str, *caches: str) -> Room | None:
     most, used = _number(f"{folder}/{limit}"), _number(f"{folder}/{usage}")
     if most is None or used is None or most >= _NO_LIMIT:
         return None
-    # The system drops cached pages of files when memory runs short.
     cached = sum(_fields(f"{folder}/memory.stat").get(name, 0) for name in caches)
     return Room(max(0, most - used + cached), most, f"what {folder}/{limit} allows")
 

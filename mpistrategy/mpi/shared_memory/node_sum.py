@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype
 from mpistrategy.mpi.shared_memory.node_results import LEAST_BYTES, NO_BLOCK, NodeResults
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting, counter_bytes
@@ -156,7 +156,6 @@ class NodeSum:
         #: By buffer what the ranks send, and by buffer their results; of each kind one array a rank.
         self._parts = [[segment[begin:][:chunk_bytes] for segment in memory.segments] for begin in begins]
         self._typed: dict[np.dtype[Any], list[list[Array]]] = {}
-        self._quiet = quiet_runner()
         self._chunks = 0
         self._barriers = 0
 
@@ -171,6 +170,7 @@ class NodeSum:
         is_large = prod(shape) * dtype.itemsize >= LEAST_BYTES
         return np.empty(shape, dtype) if self._results is None or not is_large else self._results.new(shape, dtype)
 
+    @np.errstate(all="ignore")  # a warning that is an error would end one rank in the middle; MPI gives none
     def run(
         self,
         pairs: Sequence[tuple[Array, Array]],
@@ -183,10 +183,6 @@ class NodeSum:
         All are flat, contiguous, of one dtype; source and target may be the same.  `op` is "SUM", "MIN", "MAX" or
         "PROD".
         """
-        # A warning that is an error would end one rank in the middle and leave the others waiting; MPI gives none.
-        self._quiet(self._run, pairs, op, divisor, combination)
-
-    def _run(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int, combination: Combination) -> None:
         dtype = pairs[0][0].dtype
         typed = self._typed.get(dtype)
         if typed is None:

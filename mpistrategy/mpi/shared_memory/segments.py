@@ -18,7 +18,6 @@ import errno
 import mmap
 import os
 import stat
-import time
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -36,8 +35,6 @@ ALIGNMENT = 64
 #: Where Linux keeps shared memory that has a name.
 FOLDER = "/dev/shm"
 _NAME = "mpistrategy"
-#: Files with a name lose it within moments; an older one was left by a process that was killed just then.
-_LEFT_AFTER_SECONDS = 600
 _OUT_OF_REACH = "no file for shared memory that all ranks of a node can open"
 
 Fence = Callable[[], object]
@@ -187,7 +184,7 @@ def _reserved(size: int, peers: NodePeers, *, named: bool, sparing: bool) -> mma
 def _opened_by_all(peers: NodePeers, *, named: bool) -> tuple[int, str]:
     """Return this rank's descriptor of a new file of the node, or -1; and, on all ranks, why one of them has none.
 
-    A name is gone when this returns.
+    A name is gone when this returns; `mpistrategy doctor` removes that of a job that is killed just now.
     """
     handle, path, told, reason = -1, "", "", ""
     try:
@@ -217,7 +214,6 @@ def _new_file(named: bool) -> tuple[int, str]:
     if not named:
         handle = os.memfd_create(_NAME, os.MFD_CLOEXEC)
         return handle, f"/proc/{os.getpid()}/fd/{handle}"
-    _remove_left_names()
     path = os.path.join(FOLDER, f"{_NAME}-{os.urandom(8).hex()}")
     return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), path
 
@@ -238,21 +234,6 @@ def _opened(told: str) -> int:
             return handle
         os.close(handle)
     raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-
-
-def _remove_left_names() -> None:
-    """Remove the empty files that processes of this user left when they were killed; others are never so old."""
-    with contextlib.suppress(OSError):
-        for file in os.scandir(FOLDER):
-            with contextlib.suppress(OSError):
-                state = file.stat(follow_symlinks=False)
-                is_left = (
-                    stat.S_ISREG(state.st_mode)
-                    and not state.st_size
-                    and time.time() - state.st_mtime > _LEFT_AFTER_SECONDS
-                )
-                if is_left and file.name.startswith(f"{_NAME}-") and state.st_uid == os.geteuid():
-                    os.unlink(file)
 
 
 # ------------------------------------------------------------------------------------------- mappings

@@ -10,52 +10,24 @@ import errno
 import json
 import os
 import re
+import reprlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
 
-import numpy as np
-
+from mpistrategy import own_files
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, default_for
-from mpistrategy.objects.later import later
-
-if TYPE_CHECKING:
-    import tempfile
-    from pathlib import Path
-
-    from mpistrategy import own_files
-else:
-    later(globals(), "tempfile")
-    later(globals(), "pathlib", "Path")
-    later(globals(), "mpistrategy.own_files")
 
 VARIABLE = "MPISTRATEGY_PATHS"
-_FORMAT = 3
-_NAMES = tuple(DEFAULT.sizes())
-_LARGEST = 2**40
-_LONGEST = 80
 #: A file is a thousand times smaller.
 MOST_BYTES = 2**20
-#: Parts of buffers: small ones would be mere overhead; they are cut at cache lines.
-_LEAST = {"chunk_bytes": 4096, "piece_bytes": 4096, "cell_bytes": 64}
-#: Memory that every rank reserves.
-_MOST = {"chunk_bytes": 2**28, "cell_bytes": 2**20}
-
-
-class Ranks(Protocol):
-    """What is used of a communicator."""
-
-    @property
-    def rank(self) -> int: ...
-
-    @property
-    def node_of(self) -> tuple[int, ...]: ...
-
-    def allgather_text(self, text: str) -> list[str]: ...
+#: Least and most of what every rank reserves, and of parts of buffers: small ones would be mere overhead.
+_RANGES = {"cell_bytes": (64, 2**20), "chunk_bytes": (4096, 2**28), "piece_bytes": (4096, 2**40)}
+_RANGE = (0, 2**40)
 
 
 @dataclass(frozen=True)
@@ -80,12 +52,7 @@ class Machine:
     @property
     def file(self) -> Path:
         """Where its thresholds are kept; FileNotFoundError where no home folder is known."""
-        return Path(self.path)
-
-    @property
-    def path(self) -> str:
-        """The same, as text."""
-        return _kept_path(self.library, f"{self.ranks_on_node}x{self.nodes}")
+        return kept_file(self.library, f"{self.ranks_on_node}x{self.nodes}")
 
 
 def kept_file(library: str, of_what: str) -> Path:
@@ -94,13 +61,8 @@ def kept_file(library: str, of_what: str) -> Path:
     Raises:
         FileNotFoundError: where no home folder is known.
     """
-    return Path(_kept_path(library, of_what))
-
-
-def _kept_path(library: str, of_what: str) -> str:
-    cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     name = re.sub(r"[^a-z0-9.]+", "-", library.lower()).strip("-.")
-    return os.path.join(_expanded(cache), "mpistrategy", f"{name}-{of_what}.json")
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mpistrategy" / f"{name}-{of_what}.json"
 
 
 def expanded(path: str) -> Path:
@@ -109,16 +71,11 @@ def expanded(path: str) -> Path:
     Raises:
         FileNotFoundError: where none is known: without HOME and an entry for this user, or for no user.
     """
-    return Path(_expanded(path))
-
-
-def _expanded(path: str) -> str:
     found = os.path.expanduser(path)
     if found.startswith("~"):
         user = path.partition("/")[0]
-        of = "this user (set HOME, or XDG_CACHE_HOME)" if user == "~" else f"a user {user[1:]!r}"
-        raise FileNotFoundError(errno.ENOENT, f"No home folder is known of {of}", path)
-    return found
+        raise FileNotFoundError(errno.ENOENT, f"no home folder is known of {user} (set HOME, or XDG_CACHE_HOME)", path)
+    return Path(found)
 
 
 def library_name(version: str) -> str:
@@ -130,8 +87,9 @@ def library_name(version: str) -> str:
 def check_can_save(file: Path) -> None:
     """Raise OSError when `file` cannot be written."""
     own_files.make_folders(str(file.parent))
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix=file.name):
-        pass
+    trial = f"{file}.{os.urandom(4).hex()}.new"
+    os.close(own_files.new_file(trial))
+    os.unlink(trial)
 
 
 def replace_whole(file: Path, text: str) -> None:
@@ -140,10 +98,9 @@ def replace_whole(file: Path, text: str) -> None:
     Raises:
         OSError: when it cannot be written.
     """
-    with tempfile.NamedTemporaryFile("w", dir=file.parent, prefix=file.name, delete=False, encoding="utf-8") as draft:
-        draft.write(text)
-    os.chmod(draft.name, 0o644)
-    os.replace(draft.name, file)
+    with own_files.whole_file(str(file)) as draft:
+        draft.write(text.encode())
+        os.fchmod(draft.fileno(), 0o644)
 
 
 def save(thresholds: Thresholds, machine: Machine, file: Path | None = None) -> Path:
@@ -153,13 +110,8 @@ def save(thresholds: Thresholds, machine: Machine, file: Path | None = None) -> 
         OSError: when it cannot be written.
     """
     file = file or machine.file
-    content = {
-        "format": _FORMAT,
-        "machine": asdict(machine),
-        "source": thresholds.source,
-        "paths": thresholds.sizes(),
-    }
-    check_can_save(file)
+    own_files.make_folders(str(file.parent))
+    content = {"machine": asdict(machine), "source": thresholds.source, "paths": thresholds.sizes()}
     replace_whole(file, json.dumps(content, indent=1) + "\n")
     return file
 
@@ -174,86 +126,55 @@ def load(file: Path) -> Thresholds:
     try:
         content = json.loads(own_files.read(str(file), MOST_BYTES).decode())
     except (ValueError, RecursionError) as error:  # also for what is no UTF-8
-        raise ValueError(f"it is not JSON ({_shown(error)})") from error
-    values = content.get("paths") if isinstance(content, dict) and content.get("format") == _FORMAT else None
-    if not isinstance(values, dict) or set(values) != set(_NAMES):
-        raise ValueError(f"it does not have the thresholds {', '.join(_NAMES)} in format {_FORMAT}")
-    by_dtype = values["window_bytes_by_dtype"]
-    if not isinstance(by_dtype, dict) or not all(map(_is_dtype, by_dtype)):
-        raise ValueError(
-            f"window_bytes_by_dtype is {_shown(by_dtype)}, expected names of dtypes and their window_bytes"
-        )
-    checked = [(name, value) for name, value in values.items() if value is not by_dtype]
-    checked += ((f"window_bytes of {name}", value) for name, value in by_dtype.items())
-    for name, value in checked:
-        least, most = _LEAST.get(name, 0), _MOST.get(name, _LARGEST)
+        raise ValueError(f"it is not JSON ({reprlib.repr(str(error))})") from error
+    values = content.get("paths") if isinstance(content, dict) else None
+    names = DEFAULT.sizes().keys()
+    if not isinstance(values, dict) or values.keys() != names:
+        raise ValueError(f"it does not have the thresholds {', '.join(names)}")
+    for name, value in values.items():
+        least, most = _RANGES.get(name, _RANGE)
         if type(value) is not int or not least <= value <= most or value % 64:
-            raise ValueError(f"{name} is {_shown(value)}, expected a multiple of 64 from {least} to {most}")
-    return _from_json(values, str(file))
+            raise ValueError(f"{name} is {reprlib.repr(value)}, expected a multiple of 64 from {least} to {most}")
+    return Thresholds(**values, source=str(file))
 
 
-def _is_dtype(name: str) -> bool:
-    if not re.fullmatch(r"[a-z][a-z0-9_]{0,30}", name):  # NumPy takes whole structures for the name of a dtype
-        return False
-    try:
-        return np.dtype(name).name == name
-    except (TypeError, ValueError):
-        return False
-
-
-def _shown(value: Any) -> str:
-    try:
-        text = str(value) if isinstance(value, Exception) else repr(value)
-    except (ValueError, RecursionError) as error:  # an int of very many digits, a nest that is too deep
-        text = str(error)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
-
-
-def agreed(version: str, ranks: Ranks) -> Thresholds:
+def agreed(version: str, rank: int, node_of: tuple[int, ...], allgather_text: Callable[[str], list[str]]) -> Thresholds:
     """Return the thresholds for these ranks, the same on all of them: those that rank 0 finds.  Collective.
 
     A file that cannot be used means the defaults, and one warning on rank 0.
 
     Args:
         version: what MPI says about its version.
-        ranks: who has to agree.
+        rank: this rank.
+        node_of: the node of each rank.
+        allgather_text: returns the texts of all ranks.
     """
     if _tried:
         return _tried[-1]
-    found, complaint = _found(Machine.of(version, ranks.node_of)) if ranks.rank == 0 else (DEFAULT, "")
-    sizes, source = json.loads(ranks.allgather_text(json.dumps([found.sizes(), found.source]))[0])
+    found, complaint = _found(Machine.of(version, node_of)) if rank == 0 else (DEFAULT, "")
+    values = json.loads(allgather_text(json.dumps(asdict(found)))[0])
     if complaint:  # not before: a warning may be an error, and the others wait
         warn(complaint, FallbackWarning)
-    return _from_json(sizes, source)
+    return Thresholds(**values)
 
 
 def _found(machine: Machine) -> tuple[Thresholds, str]:
     """Return the thresholds of a machine's file, and why it cannot be used; then the shipped ones."""
-    named = os.environ.get(VARIABLE)
-    file = named if named is not None else _own_file(machine)
-    if file:
-        try:
-            return load(expanded(file)), ""
-        except (OSError, ValueError) as error:
-            reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
-            return default_for(machine.library), (
-                f"the thresholds in {file} cannot be used: {reason}; all ranks use the defaults. Measure anew with "
-                f"`mpistrategy bench --save`, remove the file, or name another one: {VARIABLE}=FILE."
-            )
-    return default_for(machine.library), ""
-
-
-def _from_json(sizes: dict[str, Any], source: str) -> Thresholds:
-    by_dtype = tuple(sizes.pop("window_bytes_by_dtype").items())
-    return Thresholds(**sizes, window_bytes_by_dtype=by_dtype, source=source)
-
-
-def _own_file(machine: Machine) -> str:
-    """Return the file of a machine's thresholds; "" where there is none, or no home folder to look in."""
+    named, default = os.environ.get(VARIABLE), default_for(machine.library)
+    file = named or ""
     try:
-        return machine.path if os.path.isfile(machine.path) else ""
-    except OSError:
-        return ""
+        if named is None:
+            file = str(machine.file)
+        if not file or (named is None and not os.path.isfile(file)):
+            return default, ""
+        return load(expanded(file)), ""
+    except (OSError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        told = (
+            f"the thresholds in {file} cannot be used: {reason}; all ranks use the defaults. Measure anew with "
+            f"`mpistrategy bench --save`, remove the file, or name another one: {VARIABLE}=FILE."
+        )
+        return default, told if file else ""  # without a home folder there is no file
 
 
 _tried: list[Thresholds] = []

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from functools import cached_property
-from typing import Any, Literal
-
-import numpy as np
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 #: The route of `Communicator.allreduce`: none (one rank), between threads, in a node's shared memory; within nodes and
 #: between them, with every rank as a lane; by MPI's Allreduce; and by MPI's Reduce and Bcast, which an algorithm may
@@ -27,12 +24,10 @@ class Thresholds:
         chunk_bytes: what each rank has under way in it at a time.
         pack_bytes: arrays below this are packed with others of their dtype.
         piece_bytes: on one node MPI is given larger buffers in pieces of this.
-        window_bytes_by_dtype: pairs of a dtype's name and its own `window_bytes`.  It is the one threshold between two
-            ways of adding, NumPy's and MPI's; the others say how much travels at a time, or what a network is worth.
-        source: where the thresholds come from, in words.
         lanes_bytes: on several nodes of several ranks a buffer is reduced by lanes from here on.  Below it the
             waits for all ranks of the node cost more than they save (4 nodes of 4 ranks, MPICH, CPU over that of a bare
             Allreduce, by lanes and by one Allreduce: 256 KiB 1.9 and 1.4, 1 MiB 1.2 and 1.3).
+        source: where the thresholds come from, in words.
     """
 
     cell_bytes: int = 32 * 2**10
@@ -40,30 +35,20 @@ class Thresholds:
     chunk_bytes: int = 512 * 2**10
     pack_bytes: int = 64 * 2**10
     piece_bytes: int = 2**20
-    window_bytes_by_dtype: tuple[tuple[str, int], ...] = ()
-    source: str = "the defaults"
     lanes_bytes: int = 512 * 2**10
+    source: str = "the defaults"
 
-    def sizes(self) -> dict[str, Any]:
-        """Return the thresholds by name, for JSON: they decide the route of a value, and so the bits of its sum."""
-        sizes = {name: getattr(self, name) for name in SIZES}
-        return sizes | {"window_bytes_by_dtype": dict(self.window_bytes_by_dtype)}
+    def sizes(self) -> dict[str, int]:
+        """Return the thresholds by name: they decide the route of a value, and so the bits of its sum."""
+        sizes = asdict(self)
+        del sizes["source"]
+        return sizes
 
     def mpi_piece_bytes(self, nodes: int) -> int:
         """Return how much of a buffer one call of MPI's Allreduce takes: between nodes short pieces cost messages."""
         return self.piece_bytes if nodes == 1 else max(self.piece_bytes, _PIECE_BYTES_BETWEEN_NODES)
 
-    def window_bytes_for(self, dtype: np.dtype[Any]) -> int:
-        """Return from how many bytes on a buffer of this dtype is added up by the ranks of a node."""
-        return self._exceptions.get(dtype, self.window_bytes) if self.window_bytes_by_dtype else self.window_bytes
 
-    @cached_property
-    def _exceptions(self) -> dict[np.dtype[Any], int]:
-        return {np.dtype(name): nbytes for name, nbytes in self.window_bytes_by_dtype}
-
-
-#: The thresholds that are one number each.
-SIZES = tuple(field.name for field in fields(Thresholds) if field.type == "int")
 DEFAULT = Thresholds()
 #: Where the shipped thresholds differ, by how the library's name begins. Intel's own Allreduce is the faster one up
 #: to there (2 ranks, times raw: 64 KiB 2.4, else 4.7; 512 KiB 1.3, else 1.4; with far cores and `out=` 1.1, else 5).

@@ -58,7 +58,6 @@ class Group:
 
     Attributes:
         ranks: the numbers in the job of all ranks, in the order of the communicator.
-        is_making: whether the ranks meet here to make a communicator.
         seen_here: returns what this node shows of ranks that no strategy connects yet, in words; "" for nothing.
     """
 
@@ -76,7 +75,6 @@ class Group:
         self.guard = guard
         self.board = board
         self.ranks: Sequence[int] = ()
-        self.is_making = False
         self.seen_here: Callable[[Sequence[int]], str] = lambda ranks: ""
         self.node = node
         self.nodes = nodes
@@ -153,16 +151,6 @@ class Group:
         if entry is None or self.guard.since == math.inf:
             return 0.0
         return max(0.0, now - max(float(entry.entered), self.guard.since, not_before))
-
-    def was_met_by(self, rank: int, other: int) -> bool:
-        """Return whether a rank of this node has come, or may have come, to the call that another one is in.
-
-        Without mailboxes it may have; but a rank that waits elsewhere does not take part in making a communicator.
-        """
-        if self._shown is None:
-            return not self.is_making
-        shown = {status.rank: number for status, number in zip(self.board.read(), self._shown(), strict=True)}
-        return rank in shown and other in shown and shown[rank] >= shown[other]
 
     def last_calls(self) -> dict[int, str]:
         """Return where the ranks of this node are, for those that cannot say it; {} while this rank is in no call.

@@ -134,7 +134,8 @@ def roll_call(
     if missing:
         lines.append(f"{len(waiting)} of {size} ranks wait{absent_in_words(missing, _silent(accounts))}.")
     else:
-        lines.append(f"All {size} ranks wait: in calls that do not fit together, or for a network that has stopped.")
+        why = "in different strategies, in calls that do not fit together, or for a network that has stopped"
+        lines.append(f"All {size} ranks wait: {why}.")
     lines.append(records)
     end = "The ranks that wait raise CollectiveTimeoutError" if contained else "The job ends with status 124"
     lines.append(

@@ -20,7 +20,7 @@ from mpistrategy.objects.text import decoded, encoded
 STATUS_BYTES = 1024
 SEEN_BYTES = STATUS_BYTES + 4160
 BYTES = 52 * 1024
-_NUMBERS = 17
+_NUMBERS = 15
 _TEXT_FROM = 8 * _NUMBERS
 _LONGEST_TEXT = STATUS_BYTES - _TEXT_FROM
 _LONGEST_RECORD = BYTES - SEEN_BYTES
@@ -33,10 +33,10 @@ _CUT = b"\n... (cut)\n"
 #: is printed.
 WELL, ALARMED, ANSWERED, CALLED = range(4)
 
-_STATE, _RANK, _PROCESS, _BEAT, _EXPECTED, _WAITED, _LIMIT, _SIGNAL, _VERSION, _LENGTH, _STRATEGY, _WHOLE = range(12)
+_STATE, _RANK, _PROCESS, _BEAT, _EXPECTED, _WAITED, _LIMIT, _SIGNAL, _VERSION, _LENGTH = range(10)
 #: What the ranks of a node ask the one that reads the other nodes' files, and its answer; the length of the record;
 #: whether some rank takes no more calls.
-_ASKED, _LOOKED, _EXCUSED, _RECORD, _LEFT = range(12, 17)
+_ASKED, _LOOKED, _EXCUSED, _RECORD, _LEFT = range(10, 15)
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,6 @@ class RankStatus:
         limit: the timeout of that collective, in seconds.
         signal: the signal that makes the process print its stacks; 0 without one.
         text: where it was.
-        strategy: a number for the strategy in which it waited; 0 for none.
-        has_all_ranks: whether that strategy has all ranks of the job.
     """
 
     rank: int
@@ -66,8 +64,6 @@ class RankStatus:
     limit: float
     signal: int
     text: str
-    strategy: int = 0
-    has_all_ranks: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +118,7 @@ class StatusBoard:
         mine[_RANK], mine[_PROCESS], mine[_SIGNAL] = status.rank, status.process, status.signal
         mine[_BEAT], mine[_EXPECTED] = _to_ns(status.beat), _to_ns(status.expected)
         mine[_WAITED], mine[_LIMIT] = _to_ns(status.waited), _to_ns(status.limit)
-        mine[_LENGTH], mine[_STRATEGY], mine[_WHOLE] = len(text), status.strategy, status.has_all_ranks
+        mine[_LENGTH] = len(text)
         self._texts[self.local_rank][: len(text)] = text
         mine[_STATE] = max(mine[_STATE], status.state)
         self._order()
@@ -244,8 +240,6 @@ class StatusBoard:
             found[_LIMIT] / 1e9,
             found[_SIGNAL],
             text,
-            found[_STRATEGY],
-            bool(found[_WHOLE]),
         )
 
     def _order(self) -> None:

@@ -26,9 +26,9 @@ from mpistrategy.mpi.watchdog.status_board import WELL, RankStatus
 from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.watchdog import alarm, crossed_waits, local_process
+    from mpistrategy.mpi.watchdog import alarm, local_process
 else:
-    for _name in ("alarm", "crossed_waits", "local_process"):
+    for _name in ("alarm", "local_process"):
         later(globals(), f"mpistrategy.mpi.watchdog.{_name}")
 
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
@@ -60,8 +60,6 @@ class Watchdog:
         #: When this rank has last noted its calls, as a whole second of time.time().
         self._second = 0
         self._reminded = self._failed = False
-        #: Until when this rank's status stays as it was when ranks were found to wait for each other.
-        self._shown_until = 0.0
         self._changed = threading.Event()
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -162,8 +160,7 @@ class Watchdog:
         second = int(time.time())
         for group in groups:
             group.look()
-            if now > self._shown_until:
-                group.board.write(status)
+            group.board.write(status)
             if second != self._second:
                 group.note_calls()
             group.update_nodes(now)
@@ -174,11 +171,6 @@ class Watchdog:
                 elif not group.guard.contains_errors or group.cannot_leave(now):
                     alarm.end_for(group, failure, self.rank, self.size, self._end)
         self._second = second
-        crossed = crossed_waits.find(groups, self.rank, now)
-        if crossed is not None and not crossed[0].guard.is_told_late:
-            # The peer may not have looked yet: it must see that this rank has waited, though it waits no longer.
-            self._shown_until = now + crossed_waits.OLDEST_SECONDS
-            crossed[0].guard.stop_waiting(crossed[1])
         contained = [group for group in groups if group.guard.contains_errors]
         for group in contained:
             if not group.guard.is_told_late and (group.is_alarmed() or self._is_late(now, [group])):
@@ -204,11 +196,7 @@ class Watchdog:
         longest = max(groups, key=lambda group: group.waited(now, self._resumed) / group.limit)
         text = local_process.now_doing(group.guard for group in groups)
         waited, limit = longest.waited(now, self._resumed), longest.limit
-        alone = crossed_waits.only_wait(groups, now)
-        where, has_all_ranks = (alone.identity, len(alone.ranks) == self.size) if alone is not None else (0, False)
-        return RankStatus(
-            self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text, where, has_all_ranks
-        )
+        return RankStatus(self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text)
 
     def _remind(self, now: float, groups: list[Group]) -> None:
         """Say once that this rank has ended and waits for the others, which may still be at work."""

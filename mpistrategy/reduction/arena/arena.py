@@ -37,7 +37,7 @@ from mpistrategy.reduction.arena.unchanged import UnchangedNest
 from mpistrategy.reduction.inputs import checked_leaves
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
-from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.reducer import General, Reducer
 from mpistrategy.reduction.routes.base import CallPlan, Description, Route
 from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas
 
@@ -287,26 +287,19 @@ class Arena(ArenaBase, Generic[T]):
         targets = self._mine if in_place else [bucket.result for bucket in self._buckets]
         return GpuRoute(self._communicator, packs, op, path, wire, targets=targets)
 
-    def _make_plan(
-        self,
-        reducer: Reducer,
-        otherwise: CallPlan,
-        op: ReduceOp,
-        call: Call,
-        options: CommunicationOptions,
-        is_weighted: bool,
-    ) -> CallPlan | None:
+    def _make_plan(self, general: General, op: ReduceOp, call: Call, is_weighted: bool) -> CallPlan | None:
         """Return the plan of `all_reduce` with this arena, without `out`; None where it is reduced like other arrays.
 
         Raises:
             MpiStrategyError: as `_all_reduce`.
         """
+        reducer = general.reducer
         if is_weighted or not reducer.algorithm._in_rank_order:
             return None
         self._check(reducer, call.where)
         check_dtypes(self._buckets, op, call.where)
         call.structure = self._structure.text
-        return self._plan(reducer, op, call, options, self._in_place, "", otherwise)
+        return self._plan(reducer, op, call, general.chosen, self._in_place, "", general)
 
     def _plan(
         self,
@@ -357,7 +350,7 @@ class Arena(ArenaBase, Generic[T]):
 
     def _path(self, reducer: Reducer, options: CommunicationOptions) -> str:
         """Return which path is asked for, where the arena is in GPU memory; "" elsewhere."""
-        return path_word(options, getattr(reducer.algorithm, "_device_path", None) or "") if self._on_device else ""
+        return path_word(options, reducer.algorithm._device_path) if self._on_device else ""
 
 
 class ArenaPlan(CallPlan):

@@ -24,9 +24,11 @@ def finish(total: Array, dtype: np.dtype[Any], op: ReduceOp, count: int, out: Ar
 
 def rounded(result: Array, dtype: np.dtype[Any], out: Array | None = None) -> Array:
     """Return `result` in `dtype`, in `out` if given; else no copy where it is that already."""
+    if out is result or (out is None and result.dtype == dtype):
+        return result
     with np.errstate(all="ignore"):
-        if out is None or out is result:
-            return result.astype(dtype, copy=False)
+        if out is None:
+            return result.astype(dtype)
         np.copyto(out, result, casting="unsafe")
         return out
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory import node_results, node_sum
 from mpistrategy.mpi.tuning.thresholds import RouteName
@@ -64,8 +64,6 @@ class CommunicatorRoute:
         self._nbytes = sum(pack.nbytes for pack in packs)
         self._count = sum(len(pack.members) for pack in packs)
         self._reduce_pairs = self._all_reduce if reduce_pair is None else partial(self._reduce_each, reduce_pair)
-        if set(self._divisors.values()) - {1}:  # of a quotient NumPy may warn
-            self._reduce_pairs = partial(quiet_runner(), self._reduce_pairs)
         self._lone = [m.index for p in packs if p.size > FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
         #: Memory for each pack, between `bring` and `run`.
         self._memory: list[Array] = []
@@ -90,6 +88,7 @@ class CommunicatorRoute:
         node = self._node
         return np.empty(shape, dtype) if node is None else node.new(shape, dtype)
 
+    @np.errstate(all="ignore")  # as in MPI: no warnings, which may be errors, on some ranks only
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
         memory, self._memory = self._memory, []

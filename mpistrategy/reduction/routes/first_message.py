@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, division, host_wire_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import Array, division, host_wire_dtype
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -82,17 +82,16 @@ class FirstMessageRoute:
                 divisor = op._divisor(wire, communicator.size)
                 divide = None if divisor == 1 else division(divisor, total.dtype)
                 self._readers.append(partial(_read, total.reshape(shape), wire, divide))
-        self._quiet = quiet_runner()
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Write this rank's numbers into the message."""
         for write, array in zip(self._writers, arrays, strict=True):
             write(array)
 
+    @np.errstate(all="ignore")  # as in MPI: no warnings, which may be errors, on some ranks only
     def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Return the sums, each rounded once to its dtype, in new memory."""
-        results: list[Array] = self._quiet(list, (read() for read in self._readers))
-        return results
+        return [read() for read in self._readers]
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way = "in the first message of the call, with its check"

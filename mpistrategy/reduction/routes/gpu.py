@@ -1,45 +1,39 @@
 """The route of arrays in GPU memory: packed on the device, combined on the strategy's path.
 
 Small and large arrays of a dtype are packed into buckets by one kernel; the results are views of the buckets.  The
-16-bit floats are combined in float32 and rounded once, as on the host, and integers of 8 and 16 bits in 32 bits: piece
-by piece, in memory for one piece.  No second copy of the buckets is made.
+16-bit floats are combined in float32 and rounded once, as on the host, and integers of 8 and 16 bits in 32 bits: in a
+copy of the whole bucket.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import divide_by, mean_dtype, wire_dtype
+from mpistrategy.arrays.dtypes import divide_by, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
-from mpistrategy.mpi.gpu.transports.pieces import PIECE, Pieces
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, communication_memory, device_paths
+from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.finish import finish
-from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
+from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
-from mpistrategy.reduction.routes.gpu_copy import fill, move
-from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation, combination
+from mpistrategy.reduction.routes.gpu_copy import fill, spread
+from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation
 
-_BY_NODES = "from 1 MiB on each GPU reading its part from those of its node, which then goes between the nodes"
 _PATHS = {
     "alone": "on the only replica",
     "mpi": "by MPI, which gets pointers to it",
     "staged": "through pinned memory of the host in chunks of 4 MiB, three of them under way",
     "nccl": "by NCCL, on the current stream",
-    "ipc": "each GPU reading its peers'",
-    "ipc+mpi": f"{_BY_NODES} by MPI, which gets pointers to it; smaller arrays by MPI between all ranks",
-    "ipc+staged": f"{_BY_NODES} through pinned memory of the host; smaller arrays so between all ranks",
 }
-
-
 #: Larger arrays travel by themselves: to pack them costs two copies, and saves next to nothing.
 _ALONE_BYTES = 8 * 2**20
 
@@ -60,8 +54,33 @@ def _own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return dtype
 
 
+@dataclass
+class _Bucket:
+    """A pack on its way.
+
+    Attributes:
+        pack: the arrays.
+        memory: of the pack's dtype: new and flat, or the result that the caller has given.
+        is_given: whether it is the latter.
+        waiting: the array that is copied there when it is sent: until then it holds the result before.
+        outs: contiguous arrays that the results of a pack of several are copied to; None for views of `memory`.
+        wide: what travels in its place, in another dtype; None where it travels itself.
+        quotient: memory for a mean of integers; None for what is divided where it is.
+        spare: memory that a path may need beside: taken before the ranks agree, and given back when they do.
+    """
+
+    pack: Pack
+    memory: DeviceArray
+    is_given: bool
+    waiting: DeviceArray | None
+    outs: list[DeviceArray] | None = None
+    wide: DeviceArray | None = None
+    quotient: DeviceArray | None = None
+    spare: DeviceArray | None = None
+
+
 class GpuRoute:
-    """See `mpistrategy.reduction.routes.base.Route`; for one call, and its results need no more rounding or division.
+    """See `mpistrategy.reduction.routes.base.Route`; its results need no more rounding or division.
 
     Args:
         ranks: who takes part.
@@ -70,8 +89,8 @@ class GpuRoute:
         word: which path is asked for; see `mpistrategy.options.path_word`.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
         operation: who combines them, and who gets the results.
-        targets: for arrays that travel one by one, and that the path takes as they are: themselves, or such memory for
-            each result; None for arrays that are packed, and whose results are new.
+        targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own,
+            for arrays that travel one by one, and contiguous memory for arrays that are packed.
     """
 
     def __init__(
@@ -82,111 +101,109 @@ class GpuRoute:
         word: str,
         wire: str | None,
         operation: GpuOperation = ALL_REDUCE,
-        targets: Sequence[DeviceArray | None] | None = None,
+        targets: Targets = None,
     ) -> None:
         self.packs: tuple[Pack, ...] = packs
-        self._operation = operation
+        self._operation, self._targets = operation, targets
         self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
-        #: For each pack.
-        self._targets: list[Any] = [
-            None if targets is None or len(pack.members) > 1 else targets[pack.members[0].index] for pack in packs
-        ]
-        self._most_bytes = max((_bytes_at_once(pack) for pack in packs), default=0)
-        self._buckets: list[DeviceArray] = []
-        #: Memory that the results will need beside the buckets: taken before the ranks agree, and free when they do.
-        self._kept: list[DeviceArray] = []
+        self._most_bytes = max((pack.size * wire_dtype(pack.dtype).itemsize for pack in packs), default=0)
+        self._buckets: list[_Bucket] = []
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> None:
         """Pack: memory may be short, which all ranks hear of when they agree."""
         with arrays[0].device:
             self.make_room(self._ranks)
-            self.pack(arrays)
+            self.pack(arrays, targets)
 
     def make_room(self, ranks: Communicator, word: str = "") -> None:
-        """Take the memory of pieces in another dtype, and that of the path of these ranks, if there is one."""
-        for pack in self.packs:
-            if (dtype := wire_dtype(pack.dtype)) != pack.dtype:
-                self._pieces(ranks).make_room(pack.size, dtype)
+        """Take the memory of the path of these ranks, if there is one."""
         if (known := device_paths(ranks).known.get(word or self._word)) is not None:
             known.make_room(self._most_bytes)
 
-    def _pieces(self, ranks: Communicator) -> Pieces:
-        return ranks.once(Pieces, lambda: Pieces(cupy_for("arrays in GPU memory")))
-
-    def pack(self, arrays: Sequence[DeviceArray]) -> None:
-        """Put what travels together, on the current stream."""
+    def pack(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> None:
+        """Put what travels together, on the current stream; `targets` take the place of those of the route."""
         cupy = cupy_for("arrays in GPU memory")
         check_no_capture(cupy, "a reduction of arrays in GPU memory")
+        given = self._targets if targets is None else targets
         with arrays[0].device:
-            for pack, target in zip(self.packs, self._targets, strict=True):
-                bucket = target
-                if target is None:
-                    bucket = communication_memory(cupy, pack.size, pack.dtype)
-                    fill(pack, arrays, bucket)
-                    self._kept += [cupy.empty(pack.size, dtype) for dtype in _made_beside(pack.dtype, self._op)]
-                self._buckets.append(bucket)
+            self._buckets = [self._filled(cupy, pack, arrays, given) for pack in self.packs]
+
+    def _filled(self, cupy: Any, pack: Pack, arrays: Sequence[DeviceArray], targets: Targets) -> _Bucket:
+        take, first = partial(communication_memory, cupy, pack.size), pack.members[0].index
+        dtype = wire_dtype(pack.dtype)
+        lone = arrays[first] if len(pack.members) == 1 else None
+        given: DeviceArray = None if lone is None or targets is None else targets[first]
+        memory = take(pack.dtype) if given is None else given
+        bucket = _Bucket(pack, memory, given is not None, None if given is lone else lone)
+        if given is None:
+            fill(pack, arrays, memory)
+            bucket.waiting = None
+        if lone is None and targets is not None:
+            outs = [out for each in pack.members if (out := targets[each.index]) is not None]
+            bucket.outs = outs if len(outs) == len(pack.members) else None
+        if dtype != pack.dtype:
+            bucket.wide, bucket.waiting = take(dtype), None
+            source: DeviceArray = memory if given is None else lone
+            bucket.wide[...] = source.reshape(-1)
+        if self._op is ReduceOp.MEAN and pack.dtype.kind in "iu":
+            bucket.quotient = take(np.dtype(np.float64))
+        rounded = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
+        if rounded is not None:
+            bucket.spare = take(rounded)
+        return bucket
 
     def run(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[DeviceArray]:
         """Return the results, on the current stream."""
         with arrays[0].device:
-            self.send(self._ranks, self.path(self._ranks), arrays)
-        return self.results(arrays)
+            self.send(self._ranks, self.path(self._ranks))
+            return self.results()
 
     def path(self, ranks: Communicator, word: str = "") -> DevicePath:
         """Return the path of these ranks for a word; the first time they choose it together."""
         return device_path(ranks, word or self._word, self._most_bytes)
 
-    def send(self, ranks: Communicator, path: DevicePath, arrays: Sequence[DeviceArray]) -> None:
-        """Combine what has been packed, on the current stream."""
-        with arrays[0].device:
-            # All is sent before the results, which may need memory: a rank that has none left must not miss there.
-            for pack, bucket, target in zip(self.packs, self._buckets, self._targets, strict=True):
-                if bucket is target and bucket is not arrays[pack.members[0].index]:
-                    bucket[...] = arrays[pack.members[0].index]  # only now: until here it is the result before
-                if pack.size:
-                    self._combine(ranks, path, bucket.reshape(-1))
+    def send(self, ranks: Communicator, path: DevicePath) -> None:
+        """Combine what has been packed, on the current stream of its device."""
+        # All is sent before the results, which may need memory: a rank that has none left must not miss there.
+        for each in self._buckets:
+            each.spare = None  # CuPy's pool has it ready
+            if each.waiting is not None:
+                each.memory[...] = each.waiting
+            sent = each.memory.reshape(-1) if each.wide is None else each.wide
+            if sent.size:
+                self._operation.run(path, ranks, sent, self._op._on_the_wire, self._wire)
+                divide_by(self._op._divisor(sent.dtype, ranks.size), sent)
+            if each.wide is not None:
+                each.memory[...] = each.wide.reshape(each.memory.shape)
+            if each.quotient is not None:
+                np.true_divide(each.memory, ranks.size, out=each.quotient)
 
-    def _combine(self, ranks: Communicator, path: DevicePath, bucket: DeviceArray) -> None:
-        """Combine a bucket, and divide it where it is one of floats, and the path has not."""
-        dtype = wire_dtype(bucket.dtype)
-        op, divisor = combination(path, ranks, self._op, dtype, self._wire)
-
-        def combine(values: DeviceArray) -> None:
-            self._operation.run(path, ranks, values, op, self._wire)
-            divide_by(divisor, values)
-
-        if dtype == bucket.dtype:
-            combine(bucket)
-        else:
-            self._pieces(ranks).combine(bucket, dtype, combine, lambda part, piece: move([part], [piece]))
-
-    def results(self, arrays: Sequence[DeviceArray]) -> list[DeviceArray]:
-        """Return the results of what has been sent, on the current stream."""
-        results: list[Any] = [None] * len(arrays)
-        with arrays[0].device:
-            self._kept.clear()  # CuPy's pool has it ready, for this stream
-            for pack, bucket, target in zip(self.packs, self._buckets, self._targets, strict=True):
-                if target is None:
-                    self._unpack(pack, bucket, results)
-                else:
-                    results[pack.members[0].index] = target
+    def results(self) -> list[DeviceArray]:
+        """Return the results of what has been sent, on the current stream of its device, pack after pack."""
+        buckets, self._buckets = self._buckets, []
+        results: list[Any] = [None] * sum(len(pack.members) for pack in self.packs)
+        for each in buckets:
+            members = each.pack.members
+            if each.outs is not None:
+                spread(each.pack, each.memory, each.outs)
+                views = each.outs
+            else:
+                views = [each.memory] if each.is_given else _views(members, each.memory, each.quotient)
+            for member, view in zip(members, views, strict=True):
+                results[member.index] = view
         return results
-
-    def _unpack(self, pack: Pack, bucket: DeviceArray, results: list[Any]) -> None:
-        is_divided = pack.dtype.kind not in "iu"
-        finished = bucket if is_divided else finish(bucket, pack.dtype, self._op, self._ranks.size)
-        for index, view in pack.views(finished):
-            lone = view.size == 1 and pack.size > FEW_ELEMENTS
-            results[index] = view.copy() if lone else view
 
     def describe(self, ranks: Communicator, arrays: Sequence[DeviceArray]) -> list[Description]:
         groups: dict[tuple[Any, Copies], list[Pack]] = {}
-        for pack, target in zip(self.packs, self._targets, strict=True):
+        for pack in self.packs:
+            first = pack.members[0].index
+            target = None if self._targets is None or len(pack.members) > 1 else self._targets[first]
+            dtype = wire_dtype(pack.dtype)
             copies: Copies = ((1, "all into a bucket"),)
-            if target is not None:
-                copies = () if target is arrays[pack.members[0].index] else ((1, "all into the result"),)
-            if (dtype := wire_dtype(pack.dtype)) != pack.dtype:
-                copies += ((2, f"into {dtype.name} and back, piece by piece"),)
+            if dtype != pack.dtype:
+                copies = (*(copies if target is None else ()), (2, f"into {dtype.name} and back"))
+            elif target is not None:
+                copies = () if target is arrays[first] else ((1, "all into the result"),)
             groups.setdefault((pack.dtype, copies), []).append(pack)
         path = device_paths(ranks).known.get(self._word)
         later = "" if path is None else f"all_reduce_async: on a stream of its own{_finished_by(ranks, path.name)}"
@@ -197,13 +214,7 @@ class GpuRoute:
         if path is None:
             return "in GPU memory, on a path that the ranks choose at the first such call"
         how = _PATHS[path.name] + (f", {self._operation.text}" if self._operation.text else "")
-        dtype = wire_dtype(dtype)
-        op, divisor = combination(path, ranks, self._op, dtype, self._wire)
-        if op == "AVG":
-            how += ", which divides, too"
-        elif path.name == "nccl" and divisor & (divisor - 1):
-            how += f", and divided by a kernel: NCCL's average over {divisor} replicas has other bits"
-        why = path.by_host(ranks, dtype, self._op._on_the_wire, self._wire)
+        why = path.by_host(ranks, wire_dtype(dtype), self._op._on_the_wire, self._wire)
         if why and path.name != "staged":
             how = f"{_PATHS['staged']}, since {why}"
         return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"
@@ -213,19 +224,16 @@ def _finished_by(ranks: Any, path_name: str) -> str:
     """Return who does the host's part of an all-reduce that goes on while the program computes."""
     if path_name in ON_THE_STREAM:
         return ""
-    if getattr(ranks, "may_use_threads", False):
+    if ranks.may_use_threads:
         return "; a thread of this rank does what the host must do"
     return "; wait() does what the host must do: MPI has no MPI_THREAD_MULTIPLE"
 
 
-def _made_beside(dtype: np.dtype[Any], op: ReduceOp) -> list[np.dtype[Any]]:
-    """Return the dtypes of what `finish` makes of a bucket: quotients of integers."""
-    if op is not ReduceOp.MEAN or dtype.kind not in "iu":
-        return []
-    return [*dict.fromkeys((np.dtype(np.float64), mean_dtype(dtype)))]
-
-
-def _bytes_at_once(pack: Pack) -> int:
-    """Return how much of a pack travels in one call."""
-    dtype = wire_dtype(pack.dtype)
-    return pack.nbytes if dtype == pack.dtype else min(pack.size, PIECE) * dtype.itemsize
+def _views(members: Sequence[Member], sums: DeviceArray, quotients: DeviceArray | None) -> list[DeviceArray]:
+    """Return the results of a pack: views of its bucket, and copies of numbers, which would keep all of a large one."""
+    bucket = sums if quotients is None else quotients
+    make, kind, itemsize = type(bucket), bucket.dtype.type, bucket.dtype.itemsize  # CuPy is quicker with a type
+    views = [make(each.shape, kind, bucket.data + each.start * itemsize) for each in members]
+    if bucket.size <= FEW_ELEMENTS:
+        return views
+    return [view.copy() if view.size == 1 else view for view in views]

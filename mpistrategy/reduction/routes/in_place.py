@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 from mpistrategy.mpi.multi_node.rounded_exchange import Wire
@@ -81,7 +81,7 @@ def is_seen_across(communicator: Any, replicas: Replicas, op: str, wire: Wire) -
     return (
         replicas.is_shared
         and len(replicas.arrays) > 1
-        and hasattr(communicator, "links")
+        and communicator.has_links
         and host_wire_dtype(mine.dtype) == mine.dtype
         and (wire is not None or communicator.route(mine.nbytes, mine.dtype, op) == "lanes")
     )
@@ -113,7 +113,6 @@ class InPlaceRoute:
         self.packs: tuple[Pack, ...] = tuple(map(self._pack, range(len(buckets)), buckets))
         #: For each bucket what it takes where the ranks of a node do not see each other's arrays.
         self._by_messages = [self._route(pack, each, wire) for pack, each in zip(self.packs, buckets, strict=True)]
-        self._quiet = quiet_runner()
 
     def _pack(self, index: int, replicas: Replicas) -> Pack:
         mine, communicator = replicas.mine, self._communicator
@@ -135,12 +134,12 @@ class InPlaceRoute:
             if route is not None and not is_seen_across(self._communicator, replicas, self._op._on_the_wire, wire):
                 route.bring([replicas.mine], [self._target(replicas)])
 
+    @np.errstate(all="ignore")  # as in MPI: no warnings, which may be errors, on some ranks only
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Combine the buckets on all nodes, and return where the combinations are."""
         for replicas, route, wire in zip(self._buckets, self._by_messages, self._wires, strict=True):
             if replicas.mine.size:  # else nodes may have different numbers of ranks
-                # Overflow gives inf here, as it does in MPI; NumPy would warn on the one rank that adds the element.
-                self._quiet(self._combine, replicas, route, wire)
+                self._combine(replicas, route, wire)
         self._communicator.node_barrier()
         return [_result(replicas) if self._into_result else replicas.mine for replicas in self._buckets]
 

@@ -6,14 +6,16 @@ there, too, and every rank adds them up in rank order: the same bits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype, quiet_runner
+from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
+from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
@@ -28,6 +30,47 @@ def fits(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
     return sum(map(_room, _packs(layouts))) * max(2, mailboxes.size) <= 2 * mailboxes.payload_bytes
 
 
+class MailboxArrays:
+    """Arrays of each rank that all ranks of the node see, as they are.
+
+    Args:
+        mailboxes: the ranks'.
+        layouts: dtype and shape of each array; they fit: see `has_room`.
+    """
+
+    def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> None:
+        self._mailboxes, me = mailboxes, mailboxes.local_rank
+        #: For each slot and rank, its arrays.
+        self._seen = [[self._arrays(payload, layouts) for payload in slot.payloads] for slot in mailboxes.slots]
+        self._mine = [arrays[me] for arrays in self._seen]
+
+    @staticmethod
+    def has_room(mailboxes: Mailboxes, layouts: tuple[Layout, ...], readers: int) -> bool:
+        """Return whether the arrays fit, if each rank reads the mailboxes of so many."""
+        if not all(dtype.itemsize for dtype, _ in layouts):
+            return False
+        nbytes = sum(aligned(prod(shape) * dtype.itemsize) for dtype, shape in layouts)
+        return nbytes * max(2, readers) <= 2 * mailboxes.payload_bytes
+
+    @staticmethod
+    def _arrays(payload: Array, layouts: tuple[Layout, ...]) -> list[Array]:
+        arrays, start = [], 0
+        for dtype, shape in layouts:
+            nbytes = prod(shape) * dtype.itemsize
+            arrays.append(payload[start : start + nbytes].view(dtype).reshape(shape))
+            start += aligned(nbytes)
+        return arrays
+
+    def put(self, arrays: Sequence[Array]) -> None:
+        """Copy this rank's arrays to where the other ranks see them after the next agreement."""
+        for place, array in zip(self._mine[(self._mailboxes.sequence + 1) & 1], arrays, strict=False):
+            place[...] = array
+
+    def seen(self) -> list[list[Array]]:
+        """Return each rank's arrays, after the agreement and before the next one."""
+        return self._seen[self._mailboxes.sequence & 1]
+
+
 class MailboxRoute:
     """See `mpistrategy.reduction.routes.base.Route`."""
 
@@ -35,7 +78,6 @@ class MailboxRoute:
         self.mailboxes: Mailboxes = mailboxes
         self.op: ReduceOp = op
         self.combine: Combine = COMBINE[op._on_the_wire]
-        self.quiet: Callable[..., Any] = quiet_runner()
         self.packs: tuple[Pack, ...] = _packs(layouts)
         self._count = len(layouts)
         self._divisions = {
@@ -74,6 +116,7 @@ class MailboxRoute:
         for index, view in self._places[(self.mailboxes.sequence + 1) & 1]:
             view[...] = arrays[index]
 
+    @np.errstate(all="ignore")  # as in MPI: no warnings, which may be errors, on some ranks only
     def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Return the combination of all ranks' arrays, in the memory that was taken."""
         results: list[Any] = [None] * self._count
@@ -87,16 +130,16 @@ class MailboxRoute:
 
     def _combine_into(self, total: Array, parts: Sequence[Array], rows: Array | None) -> None:
         """Write the combination of the ranks' parts in rank order, divided, into `total`."""
-        combine, quiet = self.combine, self.quiet
+        combine = self.combine
         if rows is not None:
-            quiet(combine_rows, combine, rows, total)
+            combine_rows(combine, rows, total)
         else:
-            quiet(combine, parts[0], parts[1], out=total)
+            combine(parts[0], parts[1], out=total)
             for part in parts[2:]:
-                quiet(combine, total, part, out=total)
+                combine(total, part, out=total)
         if total.dtype in self._divisions:
             divide, operand = self._divisions[total.dtype]
-            quiet(divide, total, operand, total)
+            divide(total, operand, total)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)

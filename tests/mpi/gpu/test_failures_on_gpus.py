@@ -16,7 +16,7 @@ from replicas import RANK, SIZE, in_step, outcomes
 import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.gpu.transports import pieces, staged
+from mpistrategy.mpi.gpu.transports import staged
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.options import GPU_PATH
@@ -129,7 +129,7 @@ def test_a_rank_without_memory_for_an_arena_is_heard_of(
 
     with monkeypatch.context() as patch:
         if RANK == 0:
-            patch.setattr(pieces, "communication_memory", out_of_memory)
+            patch.setattr(gpu, "communication_memory", out_of_memory)
         for one in outcomes(reduce):
             assert "there is none left" in one.text
     assert all(one.text.endswith("[2.0, 2.0, 2.0]") for one in outcomes(reduce))
@@ -146,7 +146,7 @@ def test_a_rank_without_memory_for_its_results_has_sent_all(monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         if RANK == 0:
-            patch.setattr(gpu, "finish", out_of_memory)
+            patch.setattr(gpu, "_views", out_of_memory)
         first, *others = outcomes(reduce)
         assert "there is none left" in first.text
         assert [one.error for one in others] == [None] * (SIZE - 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,38 +22,24 @@ from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH, path_word
 
 AWARE = {"verdict": "yes", "reason": "MPI says so"}
-BARE = {"verdict": "no", "reason": "MPI has no CUDA", "ipc": "no peer access"}
+BARE = {"verdict": "no", "reason": "MPI has no CUDA"}
+NCCL = {"nccl": 22105}
+#: What the ranks have, what is asked for, the path, and a part of its reason.
 TABLE = {
-    "NCCL first": ([{**AWARE, "gpu": "a", "nccl": 22105}, {**AWARE, "gpu": "b", "nccl": 22105}], "auto", "nccl", ""),
-    "one node without NCCL": ([{**AWARE, "gpu": "a", "ipc": ""}, {**AWARE, "gpu": "b", "ipc": ""}], "auto", "ipc", ""),
-    "two ranks on one GPU": ([{**AWARE, "gpu": "a", "nccl": 22105, "ipc": ""}] * 2, "auto", "ipc", "on one GPU"),
-    "several nodes": ([{**AWARE, "ipc": ""}, {**AWARE, "ipc": "", "node": 1}], "auto", "mpi", "several nodes"),
+    "NCCL first": ([{**AWARE, **NCCL, "gpu": gpu} for gpu in "ab"], "auto", "nccl", "the fastest"),
+    "MPI without NCCL": ([{**AWARE, "gpu": gpu} for gpu in "ab"], "auto", "mpi", "not nccl (CuPy has no NCCL"),
+    "two ranks on one GPU": ([{**AWARE, **NCCL, "gpu": "a"}] * 2, "auto", "mpi", "on one GPU, which NCCL refuses"),
     "an MPI that does not": ([BARE, BARE], "auto", "staged", "MPI has no CUDA"),
-    "one MPI that does not": ([{**AWARE, "ipc": "no"}, BARE], "auto", "staged", "rank 1"),
-    "nobody has tried": ([{"reason": "not tried", "ipc": "no"}] * 2, "auto", "staged", "unverified, not tried"),
-    "asked for": ([{**AWARE, "gpu": gpu, "nccl": 22105} for gpu in "ab"], "staged", "staged", "as asked for"),
+    "one MPI that does not": ([AWARE, BARE], "auto", "staged", "rank 1"),
+    "nobody has tried": ([{"reason": "not tried"}] * 2, "auto", "staged", "unverified, not tried"),
+    "asked for": ([{**AWARE, **NCCL, "gpu": gpu} for gpu in "ab"], "staged", "staged", "as asked for"),
     "asked for in vain": ([BARE, BARE], "mpi", "staged", "mpi cannot be: no, MPI has no CUDA"),
-    "NCCL on one GPU": ([{**AWARE, "gpu": "a", "nccl": 22105, "ipc": "no"}] * 2, "nccl", "mpi", "which NCCL refuses"),
-    "another NCCL": (
-        [{**AWARE, "gpu": "a", "nccl": 22105, "ipc": "no"}, {**AWARE, "gpu": "b", "nccl": 21805, "ipc": "no"}],
-        "nccl",
-        "mpi",
-        "different versions",
+    "NCCL on one GPU in vain": ([{**AWARE, **NCCL, "gpu": "a"}] * 2, "nccl", "mpi", "which NCCL refuses"),
+    "another NCCL in vain": (
+        [{**AWARE, **NCCL, "gpu": "a"}, {**AWARE, "gpu": "b", "nccl": 21805}], "nccl", "mpi", "different versions",
     ),
-    "by MPI": ([{**AWARE, "gpu": "a", "nccl": 22105}, {**AWARE, "gpu": "b", "nccl": 22105}], "ring", "mpi", ""),
+    "by MPI": ([{**AWARE, **NCCL, "gpu": gpu} for gpu in "ab"], "ring", "mpi", ""),
     "by MPI through the host": ([BARE, BARE], "ring", "staged", "MPI has no CUDA"),
-    "nodes of two": ([{**AWARE, "ipc": "", "node": n} for n in (0, 0, 1, 1)], "auto", "ipc+mpi", "ipc (several nodes)"),
-    "nodes of two and one": ([{**AWARE, "ipc": "", "node": n} for n in (0, 1, 0)], "auto", "ipc+mpi", "1 to 2 ranks"),
-    "nodes that cannot read": ([{**AWARE, "ipc": "no", "node": n} for n in (0, 0, 1)], "auto", "mpi", "ipc+mpi (no ("),
-    "nodes by the host": ([{**BARE, "ipc": "", "node": n} for n in (0, 0, 1)], "ipc+staged", "ipc+staged", "as asked"),
-    "one node by nodes in vain": ([{**AWARE, "ipc": ""}] * 2, "ipc+mpi", "ipc", "ipc+mpi cannot be: one node"),
-    "one rank a node": ([{**AWARE, "ipc": "", "node": n} for n in (0, 1)], "auto", "mpi", "not nccl (CuPy has no NCCL"),
-    "NCCL over nodes": (
-        [{**AWARE, "ipc": "", "gpu": f"{n}", "node": n // 2, "nccl": 22105} for n in range(4)],
-        "auto",
-        "nccl",
-        "fastest",
-    ),
     "alone": ([{}], "nccl", "alone", "one rank"),
 }  # fmt: skip
 
@@ -65,19 +50,32 @@ def test_the_path_of_ranks(name: str) -> None:
     choice = choose([Abilities(**each) for each in ranks], word)
     assert choice.name == path
     assert reason in choice.reason
-    assert choice.is_second_best == ("vain" in name or name in ("NCCL on one GPU", "another NCCL"))
+    assert choice.is_second_best == ("vain" in name or (path == "staged" and word != "staged"))
+
+
+@pytest.mark.parametrize("word", ["auto", "ring", "nccl", "mpi"])
+def test_what_is_staged_unasked_is_told_the_cure(word: str) -> None:
+    apart = [Abilities(f"GPU-{number}", 0, "unverified", "not tried") for number in range(2)]
+    found = choose(apart, word)
+    assert (found.name, found.is_second_best) == ("staged", True)
+    assert "pip install nvidia-nccl-cu12" in found.reason
+    assert "mpistrategy doctor once" in found.reason
+    assert "export MPISTRATEGY_GPU_PATH=staged" in found.reason
+    shared = choose([Abilities("GPU-0", 22105, "unverified", "not tried")] * 2, word)
+    assert (shared.name, shared.is_second_best) == ("staged", True)
+    assert "Let each rank drive a GPU of its own" in shared.reason
+    assert "pip install" not in shared.reason
 
 
 def test_nccl_and_pointers_for_mpi_are_never_used_together() -> None:
     ranks = [Abilities(gpu=gpu, nccl=22105, verdict="yes") for gpu in "ab"]
     assert choose(ranks, "ring", ["nccl"]).name == "staged"
     assert choose(ranks, "auto", ["mpi"]).name == "mpi"
-    assert choose(ranks, "nccl", ["ipc+mpi"]).name == "mpi"
     assert "block each other" in choose(ranks, "nccl", ["mpi"]).reason
 
 
 def test_abilities_travel_as_text() -> None:
-    mine = Abilities("GPU-1", 2, 22105, "yes", 'it says "yes"', "")
+    mine = Abilities("GPU-1", 22105, "yes", 'it says "yes"')
     assert Abilities.read(mine.text()) == mine
 
 
@@ -190,20 +188,27 @@ def test_an_outcome_is_of_its_settings_and_speed_decides(monkeypatch: pytest.Mon
     assert "slower than the host" in slower.reason
 
 
-def test_several_nodes_through_the_host_are_told_the_cure() -> None:
-    ranks = [Abilities(f"GPU-{n}", n, 0, "unverified", "not tried") for n in range(2)]
-    found = choose(ranks)
-    assert (found.name, found.is_second_best) == ("staged", True)
-    assert "CuPy has no NCCL" in found.reason
-    assert "pip install nvidia-nccl-cu12" in found.reason
-    assert "mpistrategy doctor once" in found.reason
-    assert not choose(ranks, "staged").is_second_best
-    both = choose([replace(each, ipc="") for each in ranks * 2])
-    assert (both.name, both.is_second_best) == ("ipc+staged", True)
-    assert "pip install nvidia-nccl-cu12" in both.reason
-    assert both.reason.count("not tried") == 1
-    assert not choose([replace(rank, verdict="yes") for rank in ranks]).is_second_best
-    assert not choose([replace(rank, node=0, ipc="no") for rank in ranks]).is_second_best
+@pytest.mark.skipif(SIZE == 1, reason="one rank chooses nothing")
+@pytest.mark.filterwarnings("default:the path of arrays in GPU memory is staged")
+def test_rank_0_warns_once_where_arrays_are_staged_and_nobody_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(GPU_PATH, raising=False)
+    with cupy_double.installed() as cupy, ms.MirroredStrategy() as strategy:
+        with warnings.catch_warnings(record=True) as said:
+            for size in (3, 4):
+                value = cupy.asarray(np.ones(size))
+                found = strategy.run(lambda value=value: ms.get_replica_context().all_reduce("SUM", value))
+                assert found.get().tolist() == [SIZE] * size
+        told = str(strategy.explain(value))
+    assert [each.category for each in said] == ([FallbackWarning] if RANK == 0 else [])
+    assert all("pip install nvidia-nccl-cu12" in str(each.message) for each in said)
+    assert "(staged: not nccl (CuPy has no NCCL on " in told
+
+
+@pytest.mark.parametrize("word", ["ipc", "ipc+mpi", "ipc+staged"])
+def test_a_path_that_there_is_no_more_is_an_unknown_word(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(GPU_PATH, word)
+    with pytest.raises(OptionError, match="expected 'auto' or 'mpi' or 'staged' or 'nccl'"):
+        path_word(ms.CommunicationOptions())
 
 
 def test_fabrics_are_seen_and_so_is_a_plugin(tmp_path: Path) -> None:

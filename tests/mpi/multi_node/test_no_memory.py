@@ -15,13 +15,12 @@ import pytest
 from replicas import RANK, SIZE, OnNodes, context, outcomes, still_works
 
 import mpistrategy as ms
-from mpistrategy.arrays.dtypes import quiet_runner
 from mpistrategy.cross_device_ops import accumulation, ordered
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.options import GPU_PATH
-from mpistrategy.reduction import plan, sparse, weights
-from mpistrategy.reduction.routes import communicator, device_plan, first_message, on_device
+from mpistrategy.reduction import broadcast, plan, sparse, weights
+from mpistrategy.reduction.routes import communicator, first_message, gpu, on_device
 from mpistrategy.variables import policies, storage
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -131,18 +130,7 @@ def check_the_others_hear(strategy: ms.Strategy, memory: Memory, call: Callable[
 
 
 def test_after_the_first_message(contained: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    usual = quiet_runner
-
-    class Limited:
-        def __init__(self) -> None:
-            self.run = usual()
-
-        def __call__(self, *arguments: Any) -> Any:
-            return self.run(*arguments)
-
-    runner = Limited()
-    memory.limit(runner, "run")
-    monkeypatch.setattr(first_message, "quiet_runner", lambda: runner)
+    memory.limit(first_message, "_read")
     check_the_others_hear(contained, memory, lambda: summed(2))
 
 
@@ -191,6 +179,7 @@ def test_a_variable_with_the_value_of_replica_0(
     with apart.scope():
         variable = ms.Variable(np.zeros((3, 2)), aggregation="ONLY_FIRST_REPLICA")
     limit_new(memory, policies, monkeypatch, "array")
+    limit_new(memory, broadcast, monkeypatch, "array")
     value = np.full((3, 2), RANK + 1.0)
     check_first_call(apart, memory, lambda: apart.run(lambda: variable.assign(value).numpy()), np.ones((3, 2)))
     rows = ms.IndexedSlices(value[:2] * 2, np.arange(2))
@@ -274,5 +263,5 @@ def test_a_variable_on_gpus(on_gpus: ms.Strategy, memory: Memory, cupy: Any) -> 
 
 
 def test_after_a_sum_on_gpus(on_gpus: ms.Strategy, memory: Memory, cupy: Any) -> None:
-    memory.limit(device_plan._PlannedPack, "results")
+    memory.limit(gpu, "_views")
     check_the_others_hear(on_gpus, memory, lambda: context().all_reduce("SUM", cupy.ones(3)).get())

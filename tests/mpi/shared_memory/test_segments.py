@@ -264,30 +264,6 @@ def shared_by_name() -> int:
     return Path("/proc/self/maps").read_text().count("/dev/shm/mpistrategy-")
 
 
-@pytest.mark.mpi(max_size=1)
-def test_names_that_killed_processes_left_are_removed_and_no_others(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    monkeypatch.setattr(segments, "FOLDER", str(tmp_path))
-    for name in ("mpistrategy-left", "mpistrategy-of-another-user", "another-program"):
-        (tmp_path / name).write_bytes(b"")
-    (tmp_path / "mpistrategy-with-content").write_bytes(b"x")
-    (tmp_path / "mpistrategy-folder").mkdir()
-    (tmp_path / "mpistrategy-link").symlink_to(tmp_path / "another-program")
-    os.mkfifo(tmp_path / "mpistrategy-fifo")
-    for path in tmp_path.iterdir():
-        os.utime(path, (0, 0), follow_symlinks=False)
-    (tmp_path / "mpistrategy-of-another-start").write_bytes(b"")
-    if os.geteuid() == 0:
-        os.chown(tmp_path / "mpistrategy-of-another-user", 65534, 65534)
-    else:
-        (tmp_path / "mpistrategy-of-another-user").unlink()
-    before = {path.name for path in tmp_path.iterdir()}
-    handle, path = segments._new_file(named=True)
-    assert {path.name for path in tmp_path.iterdir()} == (before - {"mpistrategy-left"}) | {os.path.basename(path)}
-    os.close(handle)
-
-
 # ------------------------------------------------------------------------------------- limits
 
 V2 = {"memory.max": "8388608", "memory.current": "6291456", "memory.stat": "anon 5242880\nactive_file 512\n"}

@@ -27,21 +27,14 @@ from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, default_for
 
 pytestmark = pytest.mark.one_rank
 
-MEASURED = Thresholds(64, 2**16, 2**17, 2**12, 2**21, (("float64", 4096),), "a test")
+MEASURED = Thresholds(64, 2**16, 2**17, 2**12, 2**21, source="a test")
 VERSION = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11"
 SHIPPED = default_for("Open MPI v5.0.11")
 
 
-class Ranks:
-    """This rank, and what the others say."""
-
-    def __init__(self, *others: str, rank: int = 0) -> None:
-        self.rank = rank
-        self.others = others
-        self.node_of = (0,) * (1 + len(others))
-
-    def allgather_text(self, text: str) -> list[str]:
-        return [text, *(text if other == "same" else other for other in self.others)]
+def agreed(version: str = VERSION, ranks: int = 2) -> Thresholds:
+    """Return what rank 0 of so many on a node finds, which is what all take."""
+    return files.agreed(version, 0, (0,) * ranks, lambda text: [text] * ranks)
 
 
 @pytest.fixture(autouse=True)
@@ -76,35 +69,28 @@ def test_nodes_count() -> None:
 
 def test_what_is_saved_is_found_by_the_next_strategy() -> None:
     file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
-    found = files.agreed(VERSION, Ranks("same"))
+    found = agreed()
     assert found == replace(MEASURED, source=str(file))
-    assert files.agreed(VERSION, Ranks("same", "same")) == SHIPPED  # three ranks were not measured
-    assert files.agreed("MPICH Version: 5.0.2", Ranks("same")) == DEFAULT
+    assert agreed(ranks=3) == SHIPPED  # three ranks were not measured
+    assert agreed("MPICH Version: 5.0.2") == DEFAULT
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
 
-def test_a_dtype_may_have_its_own_threshold() -> None:
-    window_bytes = [MEASURED.window_bytes_for(np.dtype(name)) for name in ("float64", "float32", "int64")]
-    assert window_bytes == [4096, 2**16, 2**16]
-    assert DEFAULT.window_bytes_for(np.dtype("float64")) == DEFAULT.window_bytes
-    assert json.loads(json.dumps(MEASURED.sizes()))["window_bytes_by_dtype"] == {"float64": 4096}
-
-
 def test_defaults_of_a_library() -> None:
-    intel = files.agreed("Intel(R) MPI Library 2021.18 for Linux* OS\n", Ranks("same"))
+    intel = agreed("Intel(R) MPI Library 2021.18 for Linux* OS\n")
     assert intel.window_bytes > DEFAULT.window_bytes
     assert intel == replace(DEFAULT, window_bytes=intel.window_bytes)
     assert intel.source == "the defaults"
-    assert files.agreed("some other MPI", Ranks("same")) == DEFAULT
+    assert agreed("some other MPI") == DEFAULT
 
 
 def test_a_named_file_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files.save(MEASURED, Machine.of(VERSION, (0, 0)))
     other = files.save(replace(MEASURED, pack_bytes=128), Machine.of(VERSION, (0, 0)), cache / "other.json")
     monkeypatch.setenv(VARIABLE, str(other))
-    assert files.agreed(VERSION, Ranks("same")).pack_bytes == 128
+    assert agreed().pack_bytes == 128
     monkeypatch.setenv(VARIABLE, "")
-    assert files.agreed(VERSION, Ranks("same")) == SHIPPED
+    assert agreed() == SHIPPED
 
 
 def spoiled(file: Path, **changes: object) -> str:
@@ -121,28 +107,21 @@ def spoiled(file: Path, **changes: object) -> str:
         pytest.param("[" * 10**5, "not JSON", id="deep"),
         pytest.param("9" * 10**4, "not JSON", id="many digits"),
         pytest.param(" " * 2**20 + "{}", "more than 1048576 bytes", id="large"),
-        ({"window_bytes_by_dtype": {"f4,f4": 64}}, "expected names of dtypes"),
-        ({"window_bytes_by_dtype": {"(9,9,9,9)": 64}}, "expected names of dtypes"),
         ("[]", "does not have the thresholds"),
-        ('{"format": 1}', "does not have the thresholds"),
-        ('{"format": 2}', "does not have the thresholds"),
-        ('{"format": 3}', "does not have the thresholds"),
+        ('{"paths": {"cell_bytes": 64}}', "does not have the thresholds"),
         ({"chunk_bytes": "many"}, "chunk_bytes is 'many'"),
         ({"chunk_bytes": True}, "chunk_bytes is True"),
         ({"chunk_bytes": 2**50}, "chunk_bytes"),
         ({"cell_bytes": 0}, "cell_bytes is 0"),
         ({"piece_bytes": 4097}, "piece_bytes is 4097, expected a multiple of 64"),
         ({"extra": 64}, "does not have the thresholds"),
-        ({"window_bytes_by_dtype": ["float64"]}, "window_bytes_by_dtype is ['float64'], expected names of dtypes"),
-        ({"window_bytes_by_dtype": {"float65": 64}}, "window_bytes_by_dtype is {'float65': 64}"),
-        ({"window_bytes_by_dtype": {"float64": 63}}, "window_bytes of float64 is 63, expected a multiple of 64"),
     ],
 )
 def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[str, object], what: str) -> None:
     file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
     file.write_text(spoiled(file, **content) if isinstance(content, dict) else content)
     with pytest.warns(FallbackWarning) as caught:
-        assert files.agreed(VERSION, Ranks("same")) == SHIPPED
+        assert agreed() == SHIPPED
     assert len(caught) == 1
     text = str(caught[0].message)
     assert str(file) in text
@@ -153,7 +132,7 @@ def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[s
 def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, str(cache / "none.json"))
     with pytest.warns(FallbackWarning, match="No such file") as caught:
-        assert files.agreed(VERSION, Ranks("same")) == SHIPPED
+        assert agreed() == SHIPPED
     assert caught[0].filename == __file__  # where the user's program is, not where we warn
 
 
@@ -169,8 +148,8 @@ def test_a_strategy_takes_what_was_measured_and_sums_the_same(
         communicator = strategy.extended.communicator
         assert communicator.thresholds.chunk_bytes == 4096
         if communicator.node_sum is not None:
-            ways = [communicator.route(2**15, np.dtype(name), "SUM") for name in ("float64", "float32")]
-            assert ways == ["node_sum", "mpi"]
+            ways = [communicator.route(nbytes, np.dtype("f8"), "SUM") for nbytes in (2**15, 2**16)]
+            assert ways == ["mpi", "node_sum"]
         total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.arange(50_000.0)))
         np.testing.assert_array_equal(total, comm.size * np.arange(50_000.0))
 
@@ -205,26 +184,26 @@ def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_a_home_folder_the_defaults_are_taken() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert files.agreed(VERSION, Ranks("same")) == SHIPPED
+        assert agreed() == SHIPPED
     assert cuda_trials.load(VERSION, "one node") is None
-    with pytest.raises(FileNotFoundError, match=r"No home folder is known of this user.*HOME"):
+    with pytest.raises(FileNotFoundError, match=r"no home folder is known of ~ .*HOME"):
         files.save(MEASURED, Machine.of(VERSION, (0, 0)))
 
 
 def test_a_cache_that_cannot_be_looked_into_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", "/" + 300 * "x")
-    assert files.agreed(VERSION, Ranks("same")) == SHIPPED
+    assert agreed() == SHIPPED
 
 
 @pytest.mark.parametrize("variable", [VARIABLE, "XDG_CACHE_HOME"])
 def test_a_home_folder_of_nobody(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(variable, "~no-such-user/x.json")
     if variable == VARIABLE:
-        with pytest.warns(FallbackWarning, match=r"~no-such-user/x\.json cannot be used: .*a user 'no-such-user'"):
-            assert files.agreed(VERSION, Ranks("same")) == SHIPPED
+        with pytest.warns(FallbackWarning, match=r"~no-such-user/x\.json cannot be used: .*of ~no-such-user "):
+            assert agreed() == SHIPPED
     else:
-        assert files.agreed(VERSION, Ranks("same")) == SHIPPED
-        with pytest.raises(FileNotFoundError, match="'no-such-user'"):
+        assert agreed() == SHIPPED
+        with pytest.raises(FileNotFoundError, match="of ~no-such-user "):
             files.save(MEASURED, Machine.of(VERSION, (0, 0)))
 
 

@@ -39,8 +39,6 @@ CELL_SIZES = tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32))
 PACK_SIZES = tuple(size * _KIB for size in (1, 4, 16, 64, 256))
 LANES_SIZES = tuple(size * _KIB for size in (64, 256, 512, 1024, 4096))
 PACKED_ARRAYS = 50
-#: Dtypes whose sums have separate loops in NumPy and in MPI; 8 and 16 bits are sent as 32.
-DTYPES = ("float64", "int32", "int64", "complex128")
 
 
 class Search:
@@ -85,10 +83,8 @@ class Search:
             if self.share_memory:
                 self._best("chunk_bytes", CHUNKS, replace(self.default, cell_bytes=64, window_bytes=64))
                 self._from_size("window_bytes", WINDOW_SIZES, replace(self.paths, cell_bytes=64))
-                for name in DTYPES:
-                    self._window_of(name)
                 self._up_to_size("cell_bytes", CELL_SIZES, _one)
-            self._best("piece_bytes", PIECES, replace(self.paths, window_bytes=NEVER, window_bytes_by_dtype=()))
+            self._best("piece_bytes", PIECES, replace(self.paths, window_bytes=NEVER))
         self._up_to_size("pack_bytes", PACK_SIZES, _many)
         return self.paths
 
@@ -102,28 +98,10 @@ class Search:
 
     def _from_size(self, name: str, sizes: Sequence[int], base: Thresholds) -> None:
         """Find the size from which the route of the threshold `name` is faster."""
-        self._settle(name, self._costs_from(name, sizes, _with(base, name, NEVER), _with(base, name, 64), _one))
-
-    def _window_of(self, name: str) -> None:
-        """Find the `window_bytes` of a dtype, if they are others than those of float32."""
-
-        def make(nbytes: int) -> list[Array]:
-            return [np.zeros(nbytes // np.dtype(name).itemsize, name)]
-
-        what, base = f"window_bytes of {name}", replace(self.paths, cell_bytes=64, window_bytes_by_dtype=())
-        costs = self._costs_from(
-            what, WINDOW_SIZES, _with(base, "window_bytes", NEVER), _with(base, "window_bytes", 64), make
+        logs = self._with_and_without(name, sizes, _with(base, name, NEVER), _with(base, name, 64), _one)
+        self._settle(
+            name, {start: sum(log for size, log in logs.items() if size >= start) for start in (*sizes, NEVER)}
         )
-        value = self._cheapest(what, costs, self.paths.window_bytes)
-        if value != self.paths.window_bytes:
-            others = self.paths.window_bytes_by_dtype
-            self.paths = replace(self.paths, window_bytes_by_dtype=(*others, (name, value)))
-
-    def _costs_from(
-        self, name: str, sizes: Sequence[int], without: Thresholds, most: Thresholds, make: _Make
-    ) -> dict[int, float]:
-        logs = self._with_and_without(name, sizes, without, most, make)
-        return {start: sum(log for size, log in logs.items() if size >= start) for start in (*sizes, NEVER)}
 
     def _up_to_size(self, name: str, sizes: Sequence[int], make: _Make) -> None:
         """Find the size up to which the route of the threshold `name` is faster."""
@@ -139,17 +117,15 @@ class Search:
         return dict(zip(sizes, logs[:, 1].tolist(), strict=True))
 
     def _settle(self, name: str, costs: dict[int, float]) -> None:
-        self.paths = _with(self.paths, name, self._cheapest(name, costs, getattr(self.default, name)))
-
-    def _cheapest(self, name: str, costs: dict[int, float], default: int) -> int:
-        """Return the value of the least cost (a logarithm of time), if it is clearly less than the default's."""
+        """Take the value of the least cost (a logarithm of time), if it is clearly less than the default's."""
+        default = getattr(self.default, name)
         # A default between two of the sizes that were tried acts as the nearer one does.
         like_default = min(costs, key=lambda value: abs(np.log2(value / default)))
         best = min(costs, key=lambda value: costs[value])
         value = best if costs[best] < costs[like_default] + np.log(CLEARLY) else default
         words = ["never" if size == NEVER else size_in_words(size) for size in (value, default)]
         self.tell(f"{name}: {words[0]} (default {words[1]})")
-        return value
+        self.paths = _with(self.paths, name, value)
 
     def _logs(self, name: str, sizes: Sequence[int], tried: dict[str, Thresholds], make: _Make) -> Array:
         """Return the logarithms of the ratios to the first, by size and what is tried; zeros where others disturbed.

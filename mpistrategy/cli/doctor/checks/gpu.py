@@ -9,10 +9,9 @@ from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.errors import DeviceError, MpiStrategyError
 from mpistrategy.mpi.gpu import binding, fabric
-from mpistrategy.mpi.gpu.cuda_aware import NO, VARIABLE, YES, Answer, weakest
+from mpistrategy.mpi.gpu.cuda_aware import NO, VARIABLE, Answer, weakest
 from mpistrategy.mpi.gpu.cuda_trials import Outcome
 from mpistrategy.mpi.gpu.inventory import Sight
-from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
 from mpistrategy.objects.shown import ranks_in_words
 
 
@@ -115,14 +114,16 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
     elif trial is not None and trial.outcome == "right":
         verdict = OK if answer.is_yes else NOTE
         fix = "" if answer.is_yes else f"export {VARIABLE}=1"
-        path = _path(job, is_aware=answer.is_yes and not Outcome(**asdict(trial)).is_slower)
-        yield Finding("cuda-aware", verdict, f"{answer.verdict} ({answer.reason}); tried: {trial.reason}{path}", fix)
+        by_mpi = answer.is_yes and not Outcome(**asdict(trial)).is_slower
+        path = "by MPI (mpi)" if by_mpi else "through the host (staged)"
+        found = f"{answer.verdict} ({answer.reason}); tried: {trial.reason}; without NCCL arrays travel {path}"
+        yield Finding("cuda-aware", verdict, found, fix)
     elif answer.verdict == NO:
         yield Finding(
             "cuda-aware",
             NOTE,
-            f"no ({answer.reason}): GPU memory is staged through the host{_path(job, is_aware=False)}",
-            "Faster with an MPI that was built with CUDA: ask for your cluster's module of one",
+            f"no ({answer.reason}): without NCCL arrays travel through the host (staged)",
+            "Faster with NCCL, or an MPI that was built with CUDA: ask for your cluster's module of one",
         )
     else:
         why = trial.reason if trial is not None else "it was not tried"
@@ -132,16 +133,6 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
             f"unverified: {answer.verdict}, as far as can be seen ({answer.reason}); {why}",
             f"If you know it: export {VARIABLE}=1, or 0",
         )
-
-
-def _path(job: Job, *, is_aware: bool) -> str:
-    """Return how arrays travel on several nodes with several ranks each, where NCCL is not; "" on others."""
-    verdict = YES if is_aware else NO
-    name = choose([Abilities(node=each.leader, verdict=verdict, ipc="") for each in job.facts]).name
-    if "+" not in name:
-        return ""
-    how = "by MPI" if name == "ipc+mpi" else "through the host"
-    return f"; without NCCL, by CUDA IPC within a node and {how} between nodes ({name})"
 
 
 def network(job: Job) -> Iterator[Finding]:

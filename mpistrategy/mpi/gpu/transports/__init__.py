@@ -1,1 +1,1 @@
-"""How buffers in GPU memory are reduced: direct, staged, over IPC, or by NCCL."""
+"""How buffers in GPU memory are reduced: by MPI, staged through the host, or by NCCL."""

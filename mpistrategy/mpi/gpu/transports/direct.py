@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate
 from typing import Any
 
 import numpy as np
@@ -47,14 +46,6 @@ class DirectPath:
             self._staged.reduce(ranks, buffer, root, op)
         else:
             self._combine(ranks, buffer, op, partial(ranks.reduce_device_memory, root=root, op=op))
-
-    def reduce_scatter(self, ranks: Any, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
-        """Replace each rank's share of `buffer` by its combination, one rank's after the other's.
-
-        MPI's Reduce_scatter would write it to other memory, and there may be none left now.
-        """
-        for root, stop in enumerate(accumulate(counts)):
-            self.reduce(ranks, buffer[stop - counts[root] : stop], root, op)
 
     def bcast(self, ranks: Any, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by that of `root`."""

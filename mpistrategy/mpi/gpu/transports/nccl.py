@@ -25,11 +25,11 @@ from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.gpu.cuda_driver import stream_writer
-from mpistrategy.mpi.gpu.transports import ordered_keys, rounded
-from mpistrategy.mpi.gpu.transports.pieces import Pieces
+from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory, error_of, first_error, own_part
+from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 
 #: For how long a first sum may take: NCCL connects to the peers in it.
@@ -38,9 +38,8 @@ _TRIAL_SIZE = 2**16
 _WHERE = "a collective by NCCL"
 #: Never freed: the GPU may still write its progress there.
 _left: list[GpuProgress] = []
-#: ncclBfloat16 and ncclAvg, which not every CuPy has a name for; the second needs NCCL 2.10.
-_BFLOAT16, _AVG = 9, 4
-_FIRST_WITH_AVG = 21000
+#: ncclBfloat16, which not every CuPy has a name for.
+_BFLOAT16 = 9
 _DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 
@@ -78,10 +77,8 @@ class NcclPath:
         self._asking = threading.Lock()
         self._device = self._cupy.cuda.runtime.getDevice()
         self._staged = StagedPath()
-        self._pieces = Pieces(self._cupy)
         self._staged.make_room_for_all()
         ordered_keys.compile_for(self._cupy)
-        self._averages = version(self._cupy) >= _FIRST_WITH_AVG and ranks.size & (ranks.size - 1) == 0
         self._progress = GpuProgress(self._cupy, self._ask, stream_writer)
         ranks.guard.gpu_progress = self._progress
 
@@ -137,21 +134,11 @@ class NcclPath:
         """Return why arrays of a dtype are combined on the host; "" where they are not."""
         return "" if _is_native(dtype, op) or ordered_keys.are_for(dtype, op) else f"NCCL knows no {op} of {dtype.name}"
 
-    def averages(self, ranks: Communicator, dtype: np.dtype[Any], wire: str | None) -> bool:
-        """Return whether "AVG" is an operation for arrays of a dtype: an average with the bits of a divided sum.
-
-        NCCL multiplies each summand by 1 / N before it adds.  Where N is a power of two, only subnormal numbers come
-        out otherwise.  float16 has so few exponents that gradients become subnormal: a wire of float16 gets sums.
-        """
-        return self._averages and dtype.kind == "f" and self._wire(ranks, wire, dtype, "SUM") != np.float16
-
-    def _wire(self, ranks: Communicator, wire: str | None, dtype: np.dtype[Any], op: str) -> np.dtype[Any] | None:
-        return rounded.dtype_for(self._cupy, ranks, wire, dtype, "SUM" if op == "AVG" else op)
-
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
         """Replace `buffer` by its combination over the ranks, on the current stream.
 
-        What NCCL does not know goes by way of the host.  With a `wire`, float32 travels in its dtype.
+        What NCCL does not know goes by way of the host.  With a `wire`, float32 travels in its dtype: NCCL rounds each
+        sum to it.  A CuPy before 14 knows no bfloat16, and sends all digits.
         """
         if self.by_host(ranks, buffer.dtype, op):
             self._staged.allreduce(ranks, buffer, op, wire)
@@ -161,11 +148,14 @@ class NcclPath:
             pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
             self._nccl.allReduce(pointer, pointer, _count(values), kind, _operation(nccl, op), stream)
 
-        sent = self._wire(ranks, wire, buffer.dtype, op)
-        if sent is None:
+        dtype = by_nccl(ranks, wire, buffer.dtype, op)
+        if dtype is None or (dtype.kind != "f" and int(self._cupy.__version__.partition(".")[0]) < 14):
             self._combine(buffer, op, put)
-        else:
-            self._pieces.combine(buffer, sent, lambda piece: self._combine(piece, op, put))
+            return
+        rounded = communication_memory(self._cupy, buffer.size, dtype)
+        rounded[...] = buffer
+        self._combine(rounded, op, put)
+        buffer[...] = rounded
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` on `root` by its combination over the ranks."""
@@ -179,23 +169,6 @@ class NcclPath:
 
         self._combine(buffer, op, put)
 
-    def reduce_scatter(self, ranks: Communicator, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
-        """Replace each rank's share of `buffer` by its combination; shares of several sizes one after the other."""
-        if self.by_host(ranks, buffer.dtype, op):
-            self._staged.reduce_scatter(ranks, buffer, counts, op)
-            return
-        if len(set(counts)) > 1:
-            for root, stop in enumerate(accumulate(counts)):
-                self.reduce(ranks, buffer[stop - counts[root] : stop], root, op)
-            return
-
-        def put(nccl: Any, values: DeviceArray, stream: int) -> None:
-            share, kind = values[own_part(self._ranks, counts)], _kind(nccl, values.dtype)
-            count, operation = _count(share), _operation(nccl, op)
-            self._nccl.reduceScatter(values.data.ptr, share.data.ptr, count, kind, operation, stream)
-
-        self._combine(buffer, op, put)
-
     def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by that of `root`."""
 
@@ -205,22 +178,17 @@ class NcclPath:
         self._begin(buffer.nbytes, put)
 
     def allgather(self, ranks: Communicator, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
-        """Write all ranks' blocks into `together`; blocks of several sizes are broadcasts that NCCL joins."""
-        sizes = [count * together.itemsize for count in counts]
+        """Write all ranks' blocks into `together`; blocks of several sizes are broadcast one after the other."""
+        if len(set(counts)) > 1:
+            place = together[own_part(ranks, counts)]
+            if place.data.ptr != block.data.ptr:
+                place[...] = block
+            for root, stop in enumerate(accumulate(counts)):
+                self.bcast(ranks, together[stop - counts[root] : stop], root)
+            return
 
         def put(nccl: Any, stream: int) -> None:
-            if len(set(sizes)) == 1:
-                self._nccl.allGather(block.data.ptr, together.data.ptr, sizes[0], nccl.NCCL_INT8, stream)
-                return
-            nccl.groupStart()
-            try:
-                for root, stop in enumerate(accumulate(sizes)):
-                    place = together.data.ptr + stop - sizes[root]
-                    sent = block.data.ptr if root == self._ranks.rank else place
-                    if sizes[root]:
-                        self._nccl.broadcast(sent, place, sizes[root], nccl.NCCL_INT8, root, stream)
-            finally:
-                nccl.groupEnd()
+            self._nccl.allGather(block.data.ptr, together.data.ptr, block.nbytes, nccl.NCCL_INT8, stream)
 
         self._begin(together.nbytes, put)
 
@@ -365,7 +333,7 @@ def _kind(nccl: Any, dtype: np.dtype[Any]) -> int:
 
 def _operation(nccl: Any, op: str) -> int:
     """Return NCCL's number of an operation."""
-    found: int = _AVG if op == "AVG" else getattr(nccl, f"NCCL_{op}")
+    found: int = getattr(nccl, f"NCCL_{op}")
     return found
 
 

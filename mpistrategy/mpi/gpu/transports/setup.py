@@ -9,8 +9,8 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.gpu import cuda_aware, cuda_trials, inventory, loaded_mpi
-from mpistrategy.mpi.gpu.transports import by_nodes, ipc, nccl
-from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
+from mpistrategy.mpi.gpu.transports import nccl
+from mpistrategy.mpi.gpu.transports.choice import Abilities, Choice, choose
 from mpistrategy.mpi.gpu.transports.direct import DirectPath
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import Alone, DevicePath, PathName, device_paths
@@ -20,7 +20,6 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.interface.communicator import Communicator
 
 _WHERE = "the path of arrays in GPU memory"
-_THREADS = "these replicas are threads"
 
 
 def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
@@ -47,7 +46,7 @@ def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
         call.expect_more()
         failed: dict[str, str] = {}
         while True:
-            choice = choose(everyone, word, list(paths.by_name), failed)
+            choice = choose(everyone, word, list(paths.by_name), failed) if ranks.library else _without_mpi(ranks)
             path = paths.by_name.get(choice.name) or _make(choice.name, ranks)
             if not isinstance(path, str):
                 break
@@ -90,29 +89,25 @@ def _make(name: PathName, ranks: Communicator) -> DevicePath | str:
         return Alone()
     if name == "nccl":
         return nccl.join(ranks)
-    if name == "ipc":
-        return ipc.join(ranks)
-    if name in by_nodes.BETWEEN:
-        return by_nodes.join(ranks, name)
     if name == "mpi":
         return DirectPath()
     return StagedPath()
 
 
+def _without_mpi(ranks: Communicator) -> Choice:
+    return Choice("alone", "one rank") if ranks.size == 1 else Choice("staged", "these replicas are threads")
+
+
 def _abilities(ranks: Communicator) -> Abilities:
     cupy = cupy_for(_WHERE)
-    if ranks.size == 1:
+    if not ranks.library:
         return Abilities()
-    if getattr(ranks, "is_simulated", False):
-        return Abilities(verdict=cuda_aware.NO, reason=_THREADS, ipc=_THREADS)
     answer = _takes_gpu_memory(ranks.nodes)
     return Abilities(
         gpu=inventory.identity(cupy.cuda.runtime.getDevice()),
-        node=ranks.node_of[ranks.rank],
         nccl=nccl.version(cupy),
         verdict=answer.verdict,
         reason=answer.reason,
-        ipc="",
     )
 
 

@@ -73,11 +73,6 @@ class StagedPath:
         wanted = ranks.rank == root
         self._run(ranks, [Piece(n, [at], combine, [at] if wanted else []) for n, at in self._chunks(buffer)])
 
-    def reduce_scatter(self, ranks: Communicator, buffer: DeviceArray, counts: Sequence[int], op: str) -> None:
-        """Replace each rank's share of `buffer` by its combination: one rank's after the other's."""
-        for root, stop in enumerate(accumulate(counts)):
-            self.reduce(ranks, buffer[stop - counts[root] : stop], root, op)
-
     def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by that of `root`."""
         sends = ranks.rank == root
