@@ -59,12 +59,14 @@ def counts(lane: Lane, row: Row) -> None:
     row.text = "; ".join(wrong) or f"{numbers} operations within their budgets"
 
 
-def run_tests(*files: str, ranks: int, at_once: bool = False) -> Callable[[Lane, Row], None]:
-    """Return a step that runs test files; at once on all paths, where most of their time is waiting."""
+def run_tests(
+    *files: str, ranks: int, at_once: bool = False, paths: Sequence[str] = PATHS
+) -> Callable[[Lane, Row], None]:
+    """Return a step that runs test files on paths; at once on all, where most of their time is waiting."""
 
     def run(lane: Lane, row: Row) -> None:
         names = [ROOT / "tests" / file for file in files]
-        known = [path for path in lane.paths if path in PATHS] or ["staged"]
+        known = [path for path in lane.paths if path in paths] or ["staged"]
 
         def run_on(paths: str) -> Ended:
             told = {"MPISTRATEGY_TEST_PATHS": paths, "PYTEST_TIMEOUT": str(int(lane.seconds_left))}
@@ -163,7 +165,12 @@ STEPS: list[tuple[str, str, Callable[[Lane, Row], None], int]] = [
     ("counts", "operations counted, and their budgets, 2 ranks", counts, 15),
     ("races", "slow kernels, 2 ranks", run_tests("reduction/test_gpu_races.py", ranks=2), 20),
     ("stays", "every collective, and what stays on the GPU, 2 ranks", run_tests(*STAYS, ranks=2), 20),
-    ("onnodes", "every collective on 2 pretended nodes, 3 ranks", run_tests(STAYS[0], ranks=3), 20),
+    (
+        "onnodes",
+        "every collective on 2 pretended nodes, 3 ranks",
+        run_tests(STAYS[0], ranks=3, paths=("mpi", "staged")),
+        20,
+    ),
     ("overlap", "reductions beside computation; memory of other libraries, 2 ranks", run_tests(*OVERLAP, ranks=2), 20),
     (
         "failures",

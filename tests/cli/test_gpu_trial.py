@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from mpistrategy.cli.doctor.facts import cuda_trial, trial_launch
+from mpistrategy.cli.doctor.facts import cuda_trial, fabric, trial_launch
 from mpistrategy.cli.doctor.facts.trial_launch import Start
 from mpistrategy.mpi.gpu import cuda_trials
 from mpistrategy.mpi.gpu.cuda_aware import NO, YES, Answer
@@ -127,3 +127,23 @@ def test_both_places_are_tried_and_kept(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert cuda_trials.verified(Answer(YES, "it says so"), "Some MPI 1.0", None, nodes=2).verdict == NO
     monkeypatch.setenv("UCX_TLS", "tcp")
     assert cuda_trials.load("Some MPI 1.0", "one node") is None
+
+
+def test_fabrics_are_seen_and_so_is_a_plugin(tmp_path: Path) -> None:
+    assert fabric.fabric(str(tmp_path)) == ""
+    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "link_layer").write_text("Ethernet\n")
+    assert fabric.fabric(str(tmp_path)) == "RoCE"
+    (port / "link_layer").write_text("InfiniBand\n")
+    assert fabric.fabric(str(tmp_path)) == "InfiniBand"
+    (tmp_path / "drivers" / "efa").mkdir(parents=True)
+    (tmp_path / "infiniband" / "rdmap0" / "device").mkdir(parents=True)
+    (tmp_path / "infiniband" / "rdmap0" / "device" / "driver").symlink_to(tmp_path / "drivers" / "efa")
+    assert fabric.fabric(str(tmp_path)) == "EFA"
+    (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
+    assert fabric.fabric(str(tmp_path)) == "Slingshot"
+    assert not fabric.has_plugin({"LD_LIBRARY_PATH": str(tmp_path)}, ())
+    (tmp_path / "libnccl-net.so").touch()
+    assert fabric.has_plugin({"LD_LIBRARY_PATH": f"/none:{tmp_path}"}, ())
+    assert not fabric.has_plugin({"LD_LIBRARY_PATH": str(tmp_path), "NCCL_NET_PLUGIN": "ofi"}, ())

@@ -1,12 +1,13 @@
 """Which GPU each rank drives: a function of what all ranks see, which every rank computes alike.
 
-Ranks that see a GPU in common share a node, or a part of one.  Among them each gets a GPU of its own, the one that is
-nearest to its cores where the system tells; where it does not, or all are as near, they go round in order.
+In rank order, those that see fewer first, each takes the GPU that is nearest to its cores of those that are free.
+Where the system does not tell the distances, or all are as near, that is the first in order.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from mpistrategy.errors import DeviceError
@@ -53,17 +54,13 @@ def bind(
     for rank, index in enumerate(named):
         if index is not None:
             choices[rank] = [_named(choices[rank], index, rank)]
-    bound: dict[int, Gpu] = {}
-    for ranks in _groups(choices):
-        offers = {rank: choices[rank] for rank in ranks}
-        most = len(ranks) if sharing else 1
-        for capacity in range(1, most + 1):
-            taken, rivals = _distribute(offers, capacity)
-            if not rivals:
-                break
-        if rivals:
-            raise _shortage(offers, rivals, sights[ranks[0]].host, is_named=any(index is not None for index in named))
-        bound |= taken
+    holders, bound = Counter[str](), dict[int, Gpu]()
+    for rank in sorted(range(len(choices)), key=lambda rank: len(choices[rank])):
+        taken = min(choices[rank], key=lambda each: (holders[each.identity], each.distance))
+        if holders[taken.identity] and not sharing:
+            raise _shortage(choices, rank, sights[rank].host, is_named=any(index is not None for index in named))
+        holders[taken.identity] += 1
+        bound[rank] = taken.gpu
     return tuple(bound[rank] for rank in range(len(sights)))
 
 
@@ -121,65 +118,11 @@ def _named(choices: Sequence[_Choice], index: int, rank: int) -> _Choice:
     return found
 
 
-def _groups(choices: Sequence[Sequence[_Choice]]) -> list[list[int]]:
-    """Return the ranks in groups: two that see a GPU in common are in one."""
-    leader = list(range(len(choices)))
-
-    def led_by(rank: int) -> int:
-        while leader[rank] != rank:
-            rank = leader[rank] = leader[leader[rank]]
-        return rank
-
-    first: dict[str, int] = {}
-    for rank, seen in enumerate(choices):
-        for choice in seen:
-            one, other = led_by(rank), led_by(first.setdefault(choice.identity, rank))
-            leader[max(one, other)] = min(one, other)
-    groups: dict[int, list[int]] = {}
-    for rank in range(len(choices)):
-        groups.setdefault(led_by(rank), []).append(rank)
-    return list(groups.values())
-
-
-def _distribute(offers: Mapping[int, Sequence[_Choice]], capacity: int) -> tuple[dict[int, Gpu], set[str]]:
-    """Give each rank one of its choices, the nearest first, and each GPU to at most `capacity` ranks.
-
-    Returns:
-        What each rank takes; and the GPUs that too many ranks want, none when all ranks have one.
-    """
-    holder: dict[tuple[str, int], int] = {}  # of each rank's share of a GPU
-    taken: dict[int, Gpu] = {}
-
-    def take(rank: int, reach: int, tried: set[tuple[str, int]]) -> bool:
-        """Give `rank` a free place, or one whose holder can move to another."""
-        near = sorted((choice for choice in offers[rank] if choice.distance <= reach), key=lambda each: each.distance)
-        places = [(choice, (choice.identity, place)) for place in range(capacity) for choice in near]
-        free = [each for each in places if each[1] not in holder]
-        for choice, place in free[:1] or places:
-            if place in holder:
-                if place in tried:
-                    continue
-                tried.add(place)
-                if not take(holder[place], reach, tried):
-                    continue
-            holder[place], taken[rank] = rank, choice.gpu
-            return True
-        return False
-
-    # Near GPUs are given out first; ranks that got none take those further away.
-    reaches = sorted({choice.distance for seen in offers.values() for choice in seen})
-    for reach in reaches:
-        for rank in offers:
-            tried: set[tuple[str, int]] = set()
-            if rank not in taken and not take(rank, reach, tried) and reach == reaches[-1]:
-                return {}, {identity for identity, _ in tried}
-    return taken, set()
-
-
-def _shortage(offers: Mapping[int, Sequence[_Choice]], wanted: set[str], host: str, *, is_named: bool) -> DeviceError:
-    """Return the error of ranks that have too few GPUs between them."""
-    ranks = [rank for rank, seen in offers.items() if {choice.identity for choice in seen} <= wanted]
-    shown = [choice.gpu for choice in offers[ranks[0]]]
+def _shortage(choices: Sequence[Sequence[_Choice]], rank: int, host: str, *, is_named: bool) -> DeviceError:
+    """Return the error of ranks that have too few GPUs between them: those that see no others than this rank."""
+    wanted = {choice.identity for choice in choices[rank]}
+    ranks = [other for other, seen in enumerate(choices) if {choice.identity for choice in seen} <= wanted]
+    shown = [choice.gpu for choice in choices[rank]]
     if is_named:
         fix = "Name another GPU for each rank of the node"
     elif len(shown) == 1:

@@ -1,4 +1,4 @@
-"""How buffers in GPU memory travel: the Protocol of a path, memory for it, and how ranks report errors.
+"""How buffers in GPU memory travel: the base class of a path, memory for it, and how ranks report errors.
 
 A path works on CuPy's current stream: after the work that is on the stream, and before the work that is put on it
 later.  Nothing waits for the whole device.
@@ -6,9 +6,10 @@ later.  Nothing waits for the whole device.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -25,7 +26,7 @@ PathName = Literal["alone", "mpi", "staged", "nccl"]
 ON_THE_STREAM: tuple[PathName, ...] = ("alone", "nccl")
 
 
-class DevicePath(Protocol):
+class DevicePath(ABC):
     """One transport for buffers in GPU memory: flat, contiguous, on the current device, equal in size on all ranks.
 
     Every rank makes the same call, after all have agreed on it.
@@ -36,21 +37,25 @@ class DevicePath(Protocol):
 
     name: PathName
 
-    def make_room(self, nbytes: int) -> None:
+    def make_room(self, nbytes: int) -> None:  # noqa: B027  # most need nothing
         """Allocate the memory that a buffer of `nbytes` needs; called before the ranks agree, since it may fail."""
 
+    @abstractmethod
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
         """Replace `buffer` (of `communication_memory`) on every rank by its combination.
 
         Sums of float32 travel between nodes as `wire`: see `mpistrategy.options.CommunicationOptions`.
         """
 
+    @abstractmethod
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` (of `communication_memory`) on `root` by its combination; undefined elsewhere."""
 
+    @abstractmethod
     def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
 
+    @abstractmethod
     def allgather(self, ranks: Communicator, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; any dtype.
 
@@ -59,8 +64,9 @@ class DevicePath(Protocol):
 
     def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
         """Return why arrays of a dtype (of the wire) are combined on the host; "" where they are not."""
+        return ""
 
-    def free(self) -> None:
+    def free(self) -> None:  # noqa: B027  # as `make_room`
         """Free what the path holds, where all ranks are known to do so."""
 
 
@@ -91,13 +97,10 @@ def device_paths(communicator: Communicator) -> DevicePaths:
     return communicator.once(DevicePaths, DevicePaths)
 
 
-class Alone:
+class Alone(DevicePath):
     """The path of one rank: nothing moves."""
 
     name: PathName = "alone"
-
-    def make_room(self, nbytes: int) -> None:
-        """Need nothing."""
 
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
         """Leave `buffer`: it is the sum over one rank."""
@@ -112,13 +115,6 @@ class Alone:
         """Copy the only block."""
         if block.data.ptr != together.data.ptr:
             together[...] = block
-
-    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
-        """Return "": nothing moves."""
-        return ""
-
-    def free(self) -> None:
-        """Hold nothing."""
 
 
 def communication_memory(cupy: Any, size: int, dtype: np.dtype[Any]) -> DeviceArray:

@@ -48,9 +48,8 @@ def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None
 def spread(pack: Pack, bucket: DeviceArray, targets: Sequence[DeviceArray]) -> None:
     """Copy a bucket into as many contiguous arrays as are packed in it; see `fill`."""
     places = pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)
-    if not _launched(
-        places, np.array([each.data.ptr for each in targets], np.uint64), [each.nbytes for each in targets]
-    ):
+    to_where = np.array([each.data.ptr for each in targets], np.uint64)
+    if not _launched(places, to_where, [each.nbytes for each in targets]):
         for each, target in zip(pack.slices, targets, strict=True):
             target[...] = bucket[each].reshape(target.shape)
 

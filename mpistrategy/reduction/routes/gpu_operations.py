@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -19,29 +18,33 @@ class GpuOperation:
     """An operation of a path.
 
     Attributes:
-        run: combines a buffer on agreed ranks: ``run(path, ranks, buffer, op, wire)``.
-        text: what is special about it, for `Strategy.explain`.
+        root: the rank that combines buffers; None: all ranks do, as the path does it best, and all get the result.
+        sends: whether `root` sends the result to the others.
     """
 
-    run: Callable[[DevicePath, Communicator, DeviceArray, str, str | None], None]
-    text: str = ""
+    root: int | None = None
+    sends: bool = False
+
+    def run(self, path: DevicePath, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None) -> None:
+        """Combine a buffer, on agreed ranks."""
+        if self.root is None:
+            path.allreduce(ranks, buffer, op, wire)
+            return
+        path.reduce(ranks, buffer, self.root, op)
+        if self.sends:
+            path.bcast(ranks, buffer, self.root)
+
+    @property
+    def text(self) -> str:
+        """What is special about it, for `Strategy.explain`."""
+        if self.root is None:
+            return ""
+        return f"combined on rank {self.root}{' and sent from there' if self.sends else ''}"
 
 
-def _all_reduce(path: DevicePath, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None) -> None:
-    path.allreduce(ranks, buffer, op, wire)
-
-
-#: To every rank, as the path does it best.
-ALL_REDUCE: GpuOperation = GpuOperation(_all_reduce)
+ALL_REDUCE: GpuOperation = GpuOperation()
 
 
 def on_one_rank(root: int, destination: Destination) -> GpuOperation:
     """Return the operation that combines buffers on `root`, and sends them to others that want them."""
-    sends = destination.only_rank != root
-
-    def run(path: DevicePath, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None) -> None:
-        path.reduce(ranks, buffer, root, op)
-        if sends:
-            path.bcast(ranks, buffer, root)
-
-    return GpuOperation(run, f"combined on rank {root}{' and sent from there' if sends else ''}")
+    return GpuOperation(root, sends=destination.only_rank != root)

@@ -13,7 +13,7 @@ from replicas import RANK, SIZE, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, FallbackWarning, OptionError
-from mpistrategy.mpi.gpu import cuda_trials, fabric
+from mpistrategy.mpi.gpu import cuda_trials
 from mpistrategy.mpi.gpu.cuda_aware import NO, UNVERIFIED, YES, Answer
 from mpistrategy.mpi.gpu.cuda_trials import Outcome
 from mpistrategy.mpi.gpu.transports import setup
@@ -209,26 +209,6 @@ def test_a_path_that_there_is_no_more_is_an_unknown_word(word: str, monkeypatch:
     monkeypatch.setenv(GPU_PATH, word)
     with pytest.raises(OptionError, match="expected 'auto' or 'mpi' or 'staged' or 'nccl'"):
         path_word(ms.CommunicationOptions())
-
-
-def test_fabrics_are_seen_and_so_is_a_plugin(tmp_path: Path) -> None:
-    assert fabric.fabric(str(tmp_path)) == ""
-    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
-    port.mkdir(parents=True)
-    (port / "link_layer").write_text("Ethernet\n")
-    assert fabric.fabric(str(tmp_path)) == "RoCE"
-    (port / "link_layer").write_text("InfiniBand\n")
-    assert fabric.fabric(str(tmp_path)) == "InfiniBand"
-    (tmp_path / "drivers" / "efa").mkdir(parents=True)
-    (tmp_path / "infiniband" / "rdmap0" / "device").mkdir(parents=True)
-    (tmp_path / "infiniband" / "rdmap0" / "device" / "driver").symlink_to(tmp_path / "drivers" / "efa")
-    assert fabric.fabric(str(tmp_path)) == "EFA"
-    (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
-    assert fabric.fabric(str(tmp_path)) == "Slingshot"
-    assert not fabric.has_plugin({"LD_LIBRARY_PATH": str(tmp_path)}, ())
-    (tmp_path / "libnccl-net.so").touch()
-    assert fabric.has_plugin({"LD_LIBRARY_PATH": f"/none:{tmp_path}"}, ())
-    assert not fabric.has_plugin({"LD_LIBRARY_PATH": str(tmp_path), "NCCL_NET_PLUGIN": "ofi"}, ())
 
 
 def test_the_network_that_doctor_saw_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

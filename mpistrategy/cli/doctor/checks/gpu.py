@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count
+from mpistrategy.cli.doctor.facts import fabric
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.errors import DeviceError, MpiStrategyError
-from mpistrategy.mpi.gpu import binding, fabric
+from mpistrategy.mpi.gpu import binding
 from mpistrategy.mpi.gpu.cuda_aware import NO, VARIABLE, Answer, weakest
 from mpistrategy.mpi.gpu.cuda_trials import Outcome
 from mpistrategy.mpi.gpu.inventory import Sight

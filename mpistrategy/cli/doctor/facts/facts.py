@@ -41,7 +41,7 @@ class Facts:
         visible: CUDA_VISIBLE_DEVICES; None if it is not set.
         no_peer_access: pairs of GPUs that cannot read each other's memory.
         cuda_aware: what is known of the MPI library and GPU memory; `mpistrategy.mpi.gpu.cuda_aware.Answer.text`.
-        fabric: the fast network of the node; see `mpistrategy.mpi.gpu.fabric.fabric`.
+        fabric: the fast network of the node; see `mpistrategy.cli.doctor.facts.fabric.fabric`.
         has_net_plugin: whether NCCL would find a network plugin.
         distribution: how Slurm was asked to place the ranks: SLURM_DISTRIBUTION.
         network, carrier, network_settings: what messages between nodes go by, which library below MPI sends them, and

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING
 
 from mpistrategy.cli.doctor.checks.finding import mebibytes
 from mpistrategy.cli.doctor.checks.gpu import parts_of
-from mpistrategy.cli.doctor.facts import network
+from mpistrategy.cli.doctor.facts import fabric, network
 from mpistrategy.cli.doctor.facts.c_libraries import blas_threads, kind_of, pairs_without_peer_access
 from mpistrategy.cli.doctor.facts.facts import Facts
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.gpu import fabric, loaded_mpi
+from mpistrategy.mpi.gpu import loaded_mpi
 from mpistrategy.mpi.job import launcher
 from mpistrategy.mpi.shared_memory.memory_limits import file_system
 from mpistrategy.mpi.shared_memory.segments import room

@@ -11,11 +11,11 @@ import numpy as np
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
-from mpistrategy.mpi.interface.gpu_transport import PathName, own_part
+from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, own_part
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 
 
-class DirectPath:
+class DirectPath(DevicePath):
     """See `gpu_transport.DevicePath`; for a CUDA-aware MPI only: any other fails on the first pointer."""
 
     name: PathName = "mpi"

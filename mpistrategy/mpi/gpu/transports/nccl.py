@@ -28,7 +28,14 @@ from mpistrategy.mpi.gpu.cuda_driver import stream_writer
 from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.interface.gpu_transport import PathName, communication_memory, error_of, first_error, own_part
+from mpistrategy.mpi.interface.gpu_transport import (
+    DevicePath,
+    PathName,
+    communication_memory,
+    error_of,
+    first_error,
+    own_part,
+)
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 
@@ -57,7 +64,7 @@ def version(cupy: Any) -> int:
         return 0
 
 
-class NcclPath:
+class NcclPath(DevicePath):
     """See `mpistrategy.mpi.interface.gpu_transport.DevicePath`; made by `join`.
 
     Args:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.interface.communicator import Communicator
 
 _WHERE = "the path of arrays in GPU memory"
+_OF_THREADS = Choice("staged", "these replicas are threads")
 
 
 def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
@@ -46,7 +47,7 @@ def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
         call.expect_more()
         failed: dict[str, str] = {}
         while True:
-            choice = choose(everyone, word, list(paths.by_name), failed) if ranks.library else _without_mpi(ranks)
+            choice = _OF_THREADS if _are_threads(ranks) else choose(everyone, word, list(paths.by_name), failed)
             path = paths.by_name.get(choice.name) or _make(choice.name, ranks)
             if not isinstance(path, str):
                 break
@@ -94,13 +95,13 @@ def _make(name: PathName, ranks: Communicator) -> DevicePath | str:
     return StagedPath()
 
 
-def _without_mpi(ranks: Communicator) -> Choice:
-    return Choice("alone", "one rank") if ranks.size == 1 else Choice("staged", "these replicas are threads")
+def _are_threads(ranks: Communicator) -> bool:
+    return ranks.is_simulated and ranks.size > 1
 
 
 def _abilities(ranks: Communicator) -> Abilities:
     cupy = cupy_for(_WHERE)
-    if not ranks.library:
+    if ranks.size == 1 or ranks.is_simulated:
         return Abilities()
     answer = _takes_gpu_memory(ranks.nodes)
     return Abilities(

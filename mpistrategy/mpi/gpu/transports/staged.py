@@ -16,7 +16,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.mpi.gpu.transports.pinned import Piece, Slot, Span
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.interface.gpu_transport import PathName, own_part
+from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, own_part
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 
@@ -25,7 +25,7 @@ _SLOTS = 3
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 
 
-class StagedPath:
+class StagedPath(DevicePath):
     """See `mpistrategy.mpi.interface.gpu_transport.DevicePath`.
 
     Args:
