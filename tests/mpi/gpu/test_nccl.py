@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import closing
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import cupy_double
@@ -19,6 +19,8 @@ from replicas import RANK, SIZE, in_step
 from replicas import numbers_of as values
 
 import mpistrategy as ms
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.mpi.gpu.transports import staged as staged_path
 from mpistrategy.mpi.gpu.transports.choice import Abilities, choose
@@ -269,8 +271,8 @@ def test_the_watchdog_sees_how_far_the_gpu_is(cupy: Any) -> None:
     flight.look(1.0)
     assert (flight.entry, flight.in_words(1.0), flight.waited(9.0, 0.0)) == (None, "", 0.0)
     stream.put(int, ready=lambda: may_begin[0])
-    words = dict.fromkeys(("structure", "name", "place"), "") | {"where": "all_reduce", "signature": None}
-    call: Any = SimpleNamespace(number=7, entered=0.0, left=0.0, timeout=None, **words)
+    call = Call(Guard(), "all_reduce", anywhere=True)
+    call.number = 7
     flight.begin(call, 3.0)
     stream.put(int, ready=lambda: may_end[0])
     flight.given()
