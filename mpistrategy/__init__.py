@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from mpistrategy.input.distributed import DistributedDataset
     from mpistrategy.input.iterators import DistributedIterator
     from mpistrategy.input.options import InputContext, InputOptions
-    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.arena import Arena
     from mpistrategy.reduction.asynchronous import AllReduceHandle
     from mpistrategy.strategy.one_device import OneDeviceStrategy
     from mpistrategy.strategy.random_streams import Streams
@@ -63,7 +63,7 @@ __version__ = "0.2.0"
 #: What is loaded when the first of these names is used: thousands of ranks that import at once read fewer files.
 _LATER = {
     "AllReduceHandle": "reduction.asynchronous",
-    "Arena": "reduction.arena.arena",
+    "Arena": "reduction.arena",
     "Checkpoint": "checkpoint.checkpoint",
     "CheckpointManager": "checkpoint.manager",
     "Dataset": "input.datasets",

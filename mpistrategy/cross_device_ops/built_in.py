@@ -29,7 +29,7 @@ from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.finish import rounded
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.plan import Plan, plan_of, usual_route
+from mpistrategy.reduction.plan import Plan, usual_route
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
@@ -68,8 +68,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     ) -> Plan:
         """Return how arrays on the host are reduced; the results count on the destination's ranks."""
         nbytes, wire = options.bytes_per_pack, options.wire
-        if destination is EVERY_RANK:
-            return plan_of(ranks, layouts, op, nbytes, self._route, wire)
         return Plan(ranks, layouts, op, self._route(ranks, layouts, op, nbytes, wire, destination))
 
     def _route(

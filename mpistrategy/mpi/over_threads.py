@@ -19,7 +19,7 @@ from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import site_of
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Once
-from mpistrategy.mpi.interface.communicator import InOneProcess, NodeGroups
+from mpistrategy.mpi.interface.communicator import InOneProcess
 from mpistrategy.mpi.tuning.thresholds import RouteName
 
 
@@ -188,25 +188,6 @@ class SimulatedCommunicator(InOneProcess):
 
     def leave(self) -> None:
         """Do nothing: no comparison is under way without its thread."""
-
-    def node(self) -> NodeGroups:
-        """Return the communicators within this node and between the nodes' leaders; the first call is collective."""
-        return self.once(NodeGroups, self._node_groups)
-
-    def _node_groups(self) -> NodeGroups:
-        turns, members = self._meeting.turns, self._meeting.members
-        by_node = [[r for r in range(self.size) if self._nodes[r] == node] for node in dict.fromkeys(self._nodes)]
-        leaders = [ranks[0] for ranks in by_node]
-        offered = [Meeting(turns, tuple(members[r] for r in ranks)) for ranks in (*by_node, leaders)]
-        *nodes, across = self._meeting.allgather(self.rank, "node", offered)[0]
-        mine = next(index for index, ranks in enumerate(by_node) if self.rank in ranks)
-        inside = SimulatedCommunicator(nodes[mine], by_node[mine].index(self.rank))
-        outside = SimulatedCommunicator(across, leaders.index(self.rank)) if self.rank in leaders else None
-        return NodeGroups(inside, outside)
-
-    def node_barrier(self) -> None:
-        """Wait for the members on this node."""
-        self.node().node.allgather_text("")
 
 
 def _copied(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -15,17 +15,17 @@ from mpistrategy.arrays.values import Mirrored, contribution
 from mpistrategy.context import current_frame
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import call_site
+from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface import current
-from mpistrategy.mpi.over_mpi.progress import AtOnce, Done, Job, engine_of
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace
 from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.arena.arena import Arena
-from mpistrategy.reduction.arena.layout import check_dtypes
+from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.inputs import leaves_like
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 
@@ -39,8 +39,6 @@ _CALL = "ReplicaContext.all_reduce"
 _NOT_YET = object()
 
 T_co = TypeVar("T_co", covariant=True)
-#: Makes the guard's call, given the structure of the values in words.
-_Enter: TypeAlias = "partial[Call]"
 
 
 class AllReduceHandle(NotPickled, Generic[T_co]):
@@ -48,7 +46,7 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
     _instead_of_pickling = "Send what wait() returns."
 
-    def __init__(self, job: Job | Done, engine: AtOnce, guard: Guard, on_device: _OnDevice | None = None) -> None:
+    def __init__(self, job: Job, engine: AtOnce, guard: Guard, on_device: _OnDevice | None = None) -> None:
         self._job, self._on_device = job, on_device
         self._made: Any = _NOT_YET
         self._number = engine.submitted
@@ -112,34 +110,33 @@ def start_all_reduce(
     # Of arrays on a host and a GPU together all is done now: another thread has another stream.
     engine = AtOnce(communicator) if placed else engine_of(communicator, agree)
     if engine.is_at_once:
-        engine.count()
-        done = Done(_reduced(reducer, reduce_op, value, options, name, out))
-        return AllReduceHandle(done, engine, communicator.guard)
-    ranks, site = engine.communicator, call_site()
-    enter = partial(Call, ranks.guard, _CALL, called=name)
+        job = Job(partial(_reduced, reducer, reduce_op, value, options, name, out))
+        engine.submit(job)
+        return AllReduceHandle(job, engine, communicator.guard)
+    ranks = engine.communicator
     try:
         if isinstance(value, Arena):
             value._check(reducer, _WHERE)
-            work = _of_arena(value, _on(reducer, engine), enter, reduce_op, options, out)
-        else:
-            work = _prepared(value, _on(reducer, engine), reduce_op, options, name, out)
+        work = _work(_on(reducer, engine), reduce_op, value, options, name, out)
     except Exception as error:  # the peers start theirs: they must hear of it there
-        work = _failing(enter, error)
-
+        work = partial(_fail, ranks.guard, name, error)
     # The engine's thread has entered nothing; an algorithm of the program's own may ask for its strategy.
     in_step = current_frame() if ranks is not communicator else None
-
-    def with_site() -> Any:
-        ranks.guard.site = site
-        try:
-            with in_step or nullcontext(), current.working_on(ranks):
-                return work()
-        finally:
-            ranks.guard.site = None
-
-    job = Job(with_site)
+    job = Job(partial(_in_background, ranks, call_site(), in_step or nullcontext(), work))
     engine.submit(job)
     return AllReduceHandle(job, engine, communicator.guard)
+
+
+def _in_background(
+    ranks: Communicator, site: Site, in_step: AbstractContextManager[Any], work: Callable[[], Any]
+) -> Any:
+    """Return what `work` does, in the engine's thread, as if it was called where the program started it."""
+    ranks.guard.site = site
+    try:
+        with in_step, current.working_on(ranks):
+            return work()
+    finally:
+        ranks.guard.site = None
 
 
 @contextmanager
@@ -205,7 +202,7 @@ def _started_on_device(
         seconds = reducer.options.merge(options).timeout_seconds
     except Exception as error:  # the peers start theirs: they must hear of it there
         engine = engine_for_gpus(communicator, known_path(reducer, options), agree)
-        job = Job(_failing(partial(Call, engine.communicator.guard, _CALL, called=name), error))
+        job = Job(partial(_fail, engine.communicator.guard, name, error))
         engine.submit(job)
         return AllReduceHandle(job, engine, communicator.guard)
     if made is None:
@@ -242,44 +239,32 @@ def _is_on_device(value: Any) -> bool:
         return False  # the job raises it, so that the peers hear of it
 
 
-def _prepared(
-    value: Any, reducer: Reducer, reduce_op: Any, options: CommunicationOptions | None, name: str | None, out: Any
+def _work(
+    reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions | None, name: str | None, out: Any
 ) -> Callable[[], Any]:
     """Look at the arguments in the caller's thread and context; return the rest of the work."""
-    given, structure = nest.flatten_without_none(value)
-    leaves = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given]
-    leaves_like(out, structure, _WHERE)
     ReduceOp._parse(reduce_op, _WHERE)
-    kept = structure.pack(leaves)  # the caller may put other arrays into the nest meanwhile
+    if isinstance(value, Arena):  # bucket by bucket
+        if not value._in_place and out is None:
+            raise _not_in_place()
+        buckets = list(value._mine)
+        work = partial(reducer.run, _CALL, AllReduce, reduce_op, buckets, options, name=name, out=buckets)
+        return partial(_then, work, value.values)
+    given, structure = nest.flatten_without_none(value)
+    leaves_like(out, structure, _WHERE)
+    # The caller may put other arrays into the nest meanwhile.
+    kept = structure.pack([leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given])
     return partial(reducer.run, _CALL, AllReduce, reduce_op, kept, options, name=name, out=out)
 
 
-def _of_arena(
-    arena: Arena[Any], reducer: Reducer, enter: _Enter, reduce_op: Any, options: CommunicationOptions | None, out: Any
-) -> Callable[[], Any]:
-    """Return the work for a whole arena: bucket by bucket in the background."""
-    op, values = ReduceOp._parse(reduce_op, _WHERE), arena.values
-    if not arena._in_place and out is None:
-        raise _not_in_place()
-    buckets = list(arena._mine)
-    structure = nest.flatten(values)[1].text
-
-    def work() -> Any:
-        with enter(structure) as call:
-            reducer.all_reduce_leaves(
-                call, op, list(buckets), lambda: nest.leaf_paths(buckets), options=options, targets=buckets
-            )
-        return values
-
-    return work
+def _then(work: Callable[[], Any], result: Any) -> Any:
+    work()
+    return result
 
 
-def _failing(enter: _Enter, error: Exception) -> Callable[[], Any]:
-    def work() -> Any:
-        with enter():
-            raise error
-
-    return work
+def _fail(guard: Guard, name: str | None, error: Exception) -> Any:
+    with Call(guard, _CALL, called=name):
+        raise error
 
 
 def _on(reducer: Reducer, engine: AtOnce) -> Reducer:

@@ -21,10 +21,12 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.segments import aligned
-from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_given, as_leaf, is_plain_array
+from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_given, is_plain_array
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
+from mpistrategy.reduction.plan import Transfer
+from mpistrategy.reduction.plans import NestPlan
 from mpistrategy.reduction.reducer import General
-from mpistrategy.reduction.routes.base import CallPlan
+from mpistrategy.reduction.routes.base import CallPlan, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxArrays
 
 #: Arrays that are smaller share a message.
@@ -78,7 +80,7 @@ def broadcast(
         call.expect_more()
         way.bring(on_host)
         call.agree("broadcast", **words)
-    found = way.run()
+    found = way.run(on_host)
     if placed:
         read = event_of_reads(given)
         on_device.bcast(communicator, memory, root)
@@ -88,7 +90,7 @@ def broadcast(
     return [like_given(result, value) for result, value in zip(results, given, strict=True)]
 
 
-class FromRoot:
+class FromRoot(Transfer):
     """How one rank's arrays, on the host, come to all ranks.
 
     On a node small arrays lie in its mailbox, beside the check of the call; else MPI sends them after it.
@@ -100,7 +102,7 @@ class FromRoot:
     """
 
     def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], root: int) -> None:
-        self._communicator, self._layouts, self._root = communicator, layouts, root
+        self._communicator, self.layouts, self._root = communicator, layouts, root
         boxes = communicator.mailboxes
         self._in_mailboxes: MailboxArrays | None = None
         if boxes is not None and MailboxArrays.has_room(boxes, layouts, 2):
@@ -109,16 +111,16 @@ class FromRoot:
         self._messages: list[Array] = []
         self._results: list[Array] = []
 
-    def bring(self, arrays: Sequence[Array]) -> None:
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Take the memory for the results, before the ranks agree on the call, and copy the root's arrays."""
         if self._in_mailboxes is None:
             self._messages, self._results = _packed(arrays)
             return
-        self._results = [np.empty(shape, dtype) for dtype, shape in self._layouts]
+        self._results = [np.empty(shape, dtype) for dtype, shape in self.layouts]
         if self._communicator.rank == self._root:
             self._in_mailboxes.put(arrays)
 
-    def run(self) -> list[Array]:
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the root's arrays, after that."""
         results, self._results = self._results, []
         if self._in_mailboxes is None:
@@ -155,44 +157,37 @@ class Broadcast(General):
         if where is None or not nest.only_text_keys(value):
             return None
         arrays = arrays_of(leaves) if all(type(leaf) in NUMBERS or is_plain_array(leaf) for leaf in leaves) else None
-        return None if arrays is None else BroadcastPlan(self, call, where, layouts_of(arrays))
-
-
-class BroadcastPlan(CallPlan):
-    """The plan of broadcasts of plain nests of NumPy's arrays and numbers.
-
-    Args:
-        general: the call.
-        call: the public call.
-        leaves: how to reach the arrays.
-        layouts: their dtypes and shapes.
-    """
-
-    def __init__(self, general: Broadcast, call: Call, leaves: nest.Leaves, layouts: tuple[Layout, ...]) -> None:
-        self._otherwise, self._leaves, self._layouts = general, leaves, layouts
-        ranks = self._communicator = general.reducer.communicator
-        root = self._root = checked_root(general.argument, ranks.size, call.where)
-        self._way = FromRoot(ranks, layouts, root)
-        values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-        self._signature = Signature(
-            *("broadcast", f"from rank {root}", leaves.text, values, "", "", call.name, call.where, call.place)
-        )
-        self._digest = ranks.guard.digest(self._signature)
-
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the root's values; see `CallPlan.run`."""
-        leaves = self._leaves.take(value)
-        arrays = arrays_of(leaves, self._layouts)
         if arrays is None:
-            return self._otherwise.run(call, value, out, weight)
-        call.structure = self._leaves.text
-        self._way.bring(arrays)
+            return None
+        ranks, layouts, kinds = self.reducer.communicator, layouts_of(arrays), {*map(type, leaves)}
+        root = checked_root(self.argument, ranks.size, call.where)
+        values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
+        signature = Signature(
+            *("broadcast", f"from rank {root}", where.text, values, "", "", call.name, call.where, call.place)
+        )
+        transfer = FromRoot(ranks, layouts, root)
+        made = _BroadcastPlan(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=None)
+        made.description = description(value, call.where)
+        return made
+
+
+class _BroadcastPlan(NestPlan):
+    """The plan of broadcasts, which may have to tell ranks that give None what the others have."""
+
+    otherwise: Broadcast
+    #: What these ranks are told.
+    description: str = ""
+
+    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets) -> list[Array]:
+        call.structure = self._signature.structure
+        self._transfer.bring(arrays)
         if call.agree_on(self._signature, self._digest):
-            _structure_of(self._communicator, partial(description, value, call.where), self._root)
+            reducer, root = self.otherwise.reducer, self.otherwise.argument
+            _structure_of(reducer.communicator, lambda: self.description, root)
             call.expect_more()
-            self._way.bring(arrays)
+            self._transfer.bring(arrays)
             call.agree_on(self._signature, self._digest)
-        return self._leaves.build(map(as_leaf, self._way.run(), leaves))
+        return self._transfer.run(arrays)
 
 
 def asked_of(root: int, communicator: Communicator, call: Call) -> Any:

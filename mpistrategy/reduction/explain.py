@@ -26,12 +26,11 @@ from mpistrategy.reduction.routes.base import Description, nbytes_of
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node import reduced_precision
-    from mpistrategy.reduction.arena.arena import Arena
-    from mpistrategy.reduction.arena.layout import check_dtypes
+    from mpistrategy.reduction.arena import Arena, check_dtypes
 else:
     later(globals(), "mpistrategy.mpi.multi_node.reduced_precision")
-    later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
-    later(globals(), "mpistrategy.reduction.arena.layout", "check_dtypes")
+    later(globals(), "mpistrategy.reduction.arena", "Arena")
+    later(globals(), "mpistrategy.reduction.arena", "check_dtypes")
 
 _WHERE = "Strategy.explain"
 #: What is reduced by plans, and the lines about what is not.
@@ -66,8 +65,8 @@ def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOpt
         total = f"{sum(amount for amount, _ in each.copies):.3g}"
         copied = f"{total} {'copy' if total == '1' else 'copies'}: {', '.join(text for _, text in each.copies)}"
         yield f"    {copied if each.copies else 'no copies'}"
-        if each.moved:
-            yield f"    {each.moved}"
+        if each.note:
+            yield f"    {each.note}"
     yield from (f"  {line}" for line in others)
     yield f"  thresholds: {ranks.thresholds.source}"
 

@@ -20,16 +20,17 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.reduction.inputs import is_plain_array
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
-from mpistrategy.reduction.numbers import NumbersOfRanks
+from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
+from mpistrategy.reduction.plans import NestPlan
 from mpistrategy.reduction.reducer import General
-from mpistrategy.reduction.routes.base import CallPlan
+from mpistrategy.reduction.routes.base import CallPlan, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxArrays
 from mpistrategy.reduction.sparse import gather_all
 
 _Values: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
 
 
-class Gathering:
+class Gathering(Transfer):
     """How the ranks' arrays come together along an axis.
 
     On a node small arrays lie in the mailboxes, beside the check of the call and their lengths.  Else the ranks learn
@@ -45,7 +46,7 @@ class Gathering:
     def __init__(
         self, communicator: Communicator, layouts: tuple[Layout, ...], axes: Sequence[int], *, on_host: bool
     ) -> None:
-        self._communicator, self._layouts, self._axes = communicator, layouts, axes
+        self._communicator, self.layouts, self._axes = communicator, layouts, axes
         self._lengths = [shape[axis] for (_, shape), axis in zip(layouts, axes, strict=True)]
         self._mine = np.array(self._lengths, np.int64)
         header, boxes = ((self._mine.dtype, self._mine.shape),), communicator.mailboxes
@@ -60,7 +61,7 @@ class Gathering:
         #: Memory for the results of small arrays, if all ranks have as many as this one; between `bring` and `run`.
         self._memory: list[Array] = []
 
-    def bring(self, arrays: Sequence[Any]) -> None:
+    def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Do what must be done before the ranks agree on the call."""
         if self._in_mailboxes is None:
             self._numbers.bring(self._mine)
@@ -69,11 +70,11 @@ class Gathering:
             size = self._communicator.size
             self._memory = [
                 np.empty((*shape[:axis], size * shape[axis], *shape[axis + 1 :]), dtype)
-                for (dtype, shape), axis in zip(self._layouts, self._axes, strict=True)
+                for (dtype, shape), axis in zip(self.layouts, self._axes, strict=True)
             ]
         self._in_mailboxes.put([self._mine, *arrays])
 
-    def run(self, arrays: Sequence[Any]) -> list[Array]:
+    def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Return all ranks' arrays, after the agreement."""
         memory, self._memory = self._memory, []
         if self._in_mailboxes is None:
@@ -148,38 +149,13 @@ class Gather(General):
         arrays = [] if where is None else where.take(value)
         if where is None or not nest.only_text_keys(value) or not all(map(is_plain_array, arrays)):
             return None
-        return GatherPlan(self, call, where, arrays)
-
-
-class GatherPlan(CallPlan):
-    """The plan of gathers of plain nests of NumPy's arrays.
-
-    Args:
-        general: the call.
-        call: the public call.
-        leaves: how to reach the arrays.
-        arrays: this rank's.
-    """
-
-    def __init__(self, general: General, call: Call, leaves: nest.Leaves, arrays: Sequence[Array]) -> None:
-        ranks, self._leaves = general.reducer.communicator, leaves
-        axes = [checked_axis(general.argument, array.ndim, call.where) for array in arrays]
-        self._way = Gathering(ranks, layouts_of(arrays), axes, on_host=True)
+        ranks, axes = self.reducer.communicator, [checked_axis(self.argument, each.ndim, call.where) for each in arrays]
         compared = _compared([_layout(array) for array in arrays], axes)
-        self._signature = Signature(
-            *("gather", f"axis {axes}", leaves.text, compared, "", "", call.name, call.where, call.place)
+        signature = Signature(
+            *("gather", f"axis {axes}", where.text, compared, "", "", call.name, call.where, call.place)
         )
-        self._digest, self._timeout = ranks.guard.digest(self._signature), general.timeout
-
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return all ranks' arrays, leaf by leaf; see `CallPlan.run`."""
-        arrays = self._leaves.take(value)
-        call.structure = self._leaves.text
-        self._way.bring(arrays)
-        if self._timeout is not None:
-            call.timeout = self._timeout
-        call.agree_on(self._signature, self._digest, sparingly=True)
-        return self._leaves.build(self._way.run(arrays))
+        transfer, kinds = Gathering(ranks, layouts_of(arrays), axes, on_host=True), {*map(type, arrays)}
+        return NestPlan(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=self.timeout)
 
 
 def _checked(value: Any, where: str) -> Any:

@@ -125,7 +125,7 @@ def as_leaf(result: Any, leaf: Any) -> Any:
 
 
 def direct_targets(
-    out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: list[np.dtype[Any]], useful: bool
+    out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]], useful: bool
 ) -> list[Array | None] | None:
     """Return for each leaf of `out` the array itself where a result may be written to it while others are read.
 

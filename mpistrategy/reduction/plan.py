@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -28,18 +29,35 @@ else:
         "names_of",
     )
 
-#: Returns the route of arrays of certain layouts, with packs of at most so many bytes (0: the library's own limit), and
-#: with what sums of float32 travel as between nodes.
-ChooseRoute = Callable[[Communicator, tuple[Layout, ...], ReduceOp, float, "str | None"], Route]
-
-#: From so many bytes on the results of one node are written where the arrays are.  Below, its ranks add up in memory
-#: that they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
+#: From so many bytes on results are written where the arrays are.  Below, the ranks of a node add up in memory that
+#: they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
 _LEAST_IN_PLACE = 8 * 2**20
-_REMEMBERED = 512
 _KINDS = "fiuc"
 
 
-class Plan:
+class Transfer(ABC):
+    """What becomes of arrays of certain layouts: what is done with them before the ranks agree on a call, and after it.
+
+    Attributes:
+        layouts: dtype and shape of each array.
+        results: the dtype of each result.
+        writes_targets: whether results may be written to their targets at once.
+    """
+
+    layouts: tuple[Layout, ...]
+    results: Sequence[np.dtype[Any]] = ()
+    writes_targets: bool = False
+
+    @abstractmethod
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Do all that can fail, before the ranks agree on the call: take memory, and copy."""
+
+    @abstractmethod
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return the results, after that; `targets` are those of `Route.run`."""
+
+
+class Plan(Transfer):
     """The reduction of arrays of certain layouts by one route.
 
     Args:
@@ -49,48 +67,48 @@ class Plan:
         route: how they travel.
 
     Attributes:
-        route, op, layouts, dtypes: as given.
-        bring: does what comes before the ranks agree on the call.
-        run: returns the results after that; the arguments of both are those of `Route.run`.
+        route: as given.
     """
 
     def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, route: Route) -> None:
-        self.route: Route = route
+        self.route, self.layouts = route, layouts
+        self._op, self._size = op, communicator.size
         #: From how many bytes on results may be written over the arrays.  Between nodes other memory only costs time.
         self.least_in_place: int = _LEAST_IN_PLACE if communicator.nodes == 1 else 0
-        self.bring: Callable[..., None] = route.bring
-        self.run: Callable[..., list[Array]] = route.run
-        self.op: ReduceOp = op
-        self._size = communicator.size
-        self.layouts: tuple[Layout, ...] = layouts
-        self.dtypes: list[np.dtype[Any]] = [dtype for dtype, _ in layouts]
-        self._results = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype in self.dtypes]
-        # What the route returns is the result where it has its own dtype, and no integers are divided.
-        is_exact = all(
-            host_wire_dtype(dtype) == dtype == result for dtype, result in zip(self.dtypes, self._results, strict=True)
-        )
+        self.results = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
+        is_beside = isinstance(route, (MailboxRoute, first_message.FirstMessageRoute))
+        self.writes_targets = not is_beside and any(len(pack.members) == 1 for pack in route.packs)
+        #: For each array whether what the route returns is the result: it has its dtype, and no integers are divided.
+        self._are_exact = [
+            host_wire_dtype(dtype) == dtype == result for (dtype, _), result in zip(layouts, self.results, strict=True)
+        ]
+        self._is_exact = all(self._are_exact)
         #: Memory for the results that the route does not return, between `bring` and `run`.
         self._memory: list[Array | None] = []
-        if not is_exact:
-            self.bring, self.run = self._bring_and_make_room, self._run_and_finish
 
-    def _bring_and_make_room(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        given = targets if targets is not None else [None] * len(self.dtypes)
-        self._memory = [
-            None if host_wire_dtype(dtype) == dtype == result else _room(target, result, shape)
-            for target, (dtype, shape), result in zip(given, self.layouts, self._results, strict=True)
-        ]
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Take memory for the results, and do what the route needs before the ranks agree on the call."""
+        if not self._is_exact:
+            given = targets if targets is not None else [None] * len(self.layouts)
+            rows = zip(given, self.layouts, self.results, self._are_exact, strict=True)
+            self._memory = [
+                None if exact else _room(target, result, shape) for target, (_, shape), result, exact in rows
+            ]
         self.route.bring(arrays, targets)
 
-    def _run_and_finish(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
-        results, memory, self._memory = self.route.run(arrays, targets), self._memory, []
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return the combinations of all ranks' arrays."""
+        totals = self.route.run(arrays, targets)
+        if self._is_exact:
+            return totals
+        memory, self._memory = self._memory, []
         return [
-            result
+            total
             if room is None
-            else finish(result, dtype, self.op, self._size, room)
+            else finish(total, dtype, self._op, self._size, room)
             if dtype.kind in "iu"
-            else rounded(result, dtype, room)
-            for result, dtype, room in zip(results, self.dtypes, memory, strict=True)
+            else rounded(total, dtype, room)
+            for total, (dtype, _), room in zip(totals, self.layouts, memory, strict=True)
         ]
 
 
@@ -99,24 +117,9 @@ def _room(target: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) ->
     return target if target is not None and target.dtype == dtype else np.empty(shape, dtype)
 
 
-def plan_of(
-    communicator: Communicator,
-    layouts: tuple[Layout, ...],
-    op: ReduceOp,
-    bytes_per_pack: float,
-    choose: ChooseRoute,
-    wire: str | None = None,
-) -> Plan:
-    """Return the plan of arrays of these layouts, with the route that `choose` returns; the same one the next time."""
-    key = (layouts, op, bytes_per_pack, choose, wire, communicator.guard.level)
-    made: dict[Any, Plan] = communicator.once.made.setdefault(Plan, {})
-    known = made.get(key)
-    if known is None:
-        if len(made) >= _REMEMBERED:
-            made.clear()
-        route = choose(communicator, layouts, op, bytes_per_pack, wire)
-        known = made[key] = Plan(communicator, layouts, op, route)
-    return known
+def usual_plan(communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
+    """Return the plan of arrays of these layouts, by the fastest route to every rank."""
+    return Plan(communicator, layouts, op, usual_route(communicator, layouts, op, 0, None))
 
 
 def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True) -> list[Array]:
@@ -161,3 +164,26 @@ def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
     else:
         fits = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
     return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and fits
+
+
+class NumbersOfRanks:
+    """So many numbers of each rank, as float64.
+
+    Args:
+        communicator: the ranks.
+        count: how many of each rank.
+    """
+
+    def __init__(self, communicator: Communicator, count: int) -> None:
+        self._rank, layouts = communicator.rank, ((np.dtype(np.float64), (communicator.size, count)),)
+        self._plan = usual_plan(communicator, layouts, ReduceOp.SUM)
+        self._numbers: Array = np.zeros(layouts[0][1])
+
+    def bring(self, mine: Any) -> None:
+        """Give this rank's numbers, before the ranks agree on the call."""
+        self._numbers[self._rank] = mine
+        self._plan.bring((self._numbers,))
+
+    def found(self) -> Array:
+        """Return the numbers of all ranks, a row for each, after that."""
+        return self._plan.run((self._numbers,))[0]

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, mean_dtype
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import Mirrored
@@ -20,12 +20,10 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import is_arena
-from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct_targets, in_kind
 from mpistrategy.reduction.layout.destinations import Destination
-from mpistrategy.reduction.plan import Plan
+from mpistrategy.reduction.plan import Plan, Transfer
 from mpistrategy.reduction.routes.base import CallPlan, Targets
-from mpistrategy.reduction.routes.mailboxes import MailboxRoute
 
 _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
@@ -38,7 +36,7 @@ class NestPlan(CallPlan):
         otherwise: does the calls that need a closer look, such as those with an `out` of another kind.
         guard: compares the calls.
         leaves: how to reach the arrays.
-        plan: of the arrays.
+        transfer: what becomes of the arrays.
         signature: of the call.
         kinds: the types of the leaves.
         timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
@@ -49,7 +47,7 @@ class NestPlan(CallPlan):
         otherwise: CallPlan,
         guard: Guard,
         leaves: Leaves,
-        plan: Plan,
+        transfer: Transfer,
         signature: Signature,
         *,
         kinds: set[type],
@@ -57,43 +55,38 @@ class NestPlan(CallPlan):
     ) -> None:
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
-        self._plan = plan
+        self._transfer = transfer
         self._signature, self._digest, self._timeout = signature, guard.digest(signature), timeout
         self._only_arrays = kinds == _ARRAYS
         #: Whether results need not be made arrays of another library.
         self.only_own: bool = kinds <= _ARRAYS | _NUMBERS
-        self.dtypes = [mean_dtype(dtype) if plan.op is ReduceOp.MEAN else dtype for dtype in plan.dtypes]
-        #: Whether results may be written to their targets at once.
-        self._some_go_alone = not isinstance(plan.route, MailboxRoute) and any(
-            len(pack.members) == 1 for pack in plan.route.packs
-        )
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
-        plan, targets = self._plan, None
+        transfer, targets = self._transfer, None
         leaves: Sequence[Any] = self.leaves.take(value)
-        arrays = leaves if self._only_arrays else arrays_of(leaves, plan.layouts)
+        arrays = leaves if self._only_arrays else arrays_of(leaves, transfer.layouts)
         if out is not None and arrays is not None:
-            targets = direct_targets(out, value, self.leaves, arrays, self.dtypes, self._some_go_alone)
+            targets = direct_targets(out, value, self.leaves, arrays, transfer.results, transfer.writes_targets)
         if arrays is None or (out is not None and targets is None):
             return self.otherwise.run(call, value, out, weight)
-        results = self._summed(call, arrays, targets)
+        results = self._sent(call, arrays, targets)
         if out is not None:
             return written(results, self.leaves.take(out), out)
         return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
 
     def results(self, call: Call, leaves: Sequence[Any]) -> list[Array] | None:
-        """Return the reductions of leaves, as arrays; None, and nothing is sent, where some need a closer look."""
-        arrays = leaves if self._only_arrays else arrays_of(leaves, self._plan.layouts)
-        return None if arrays is None else self._summed(call, arrays, None)
+        """Return the results of leaves, as arrays; None, and nothing is sent, where some need a closer look."""
+        arrays = leaves if self._only_arrays else arrays_of(leaves, self._transfer.layouts)
+        return None if arrays is None else self._sent(call, arrays, None)
 
-    def _summed(self, call: Call, arrays: Sequence[Array], targets: Targets) -> list[Array]:
+    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets) -> list[Array]:
         call.structure = self._signature.structure
-        self._plan.bring(arrays, targets)
+        self._transfer.bring(arrays, targets)
         if self._timeout is not None:
             call.timeout = self._timeout
         call.agree_on(self._signature, self._digest, sparingly=True)
-        return self._plan.run(arrays, targets)
+        return self._transfer.run(arrays, targets)
 
 
 class ArraysPlan:

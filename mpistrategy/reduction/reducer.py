@@ -34,8 +34,7 @@ from mpistrategy.reduction.inputs import (
 )
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
-from mpistrategy.reduction.numbers import NumbersOfRanks
-from mpistrategy.reduction.plan import is_simple
+from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer, is_simple
 from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, WeightedPlan, dtype_of_products, weights_of_ranks
@@ -123,6 +122,10 @@ class AllReduce(General):
             return None
         return self.plan_of_nest(call, op, value, out, destination, is_weighted=weight is not None)
 
+    def transfer(self, plan: Plan, leaves: Sequence[Any], out: Any) -> Transfer:
+        """Return what becomes of the arrays: their reduction."""
+        return plan
+
     def plan_of_nest(
         self, call: Call, op: ReduceOp, value: Any, out: Any, destination: Destination | None, *, is_weighted: bool
     ) -> CallPlan | None:
@@ -162,7 +165,8 @@ class AllReduce(General):
         signature = signature._replace(op=op.value, values=values)
         if is_weighted:
             return WeightedPlan(self, ranks, where, layouts, plan, signature, timeout)
-        made = NestPlan(self, ranks.guard, where, plan, signature, kinds=kinds, timeout=timeout)
+        transfer = self.transfer(plan, leaves, out)
+        made = NestPlan(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=timeout)
         return made if destination is None else PlacedPlan(made, destination, ranks.rank)
 
     def reduce(

@@ -19,8 +19,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.numbers import NumbersOfRanks
-from mpistrategy.reduction.plan import Plan
+from mpistrategy.reduction.plan import NumbersOfRanks, Plan
 from mpistrategy.reduction.plans import written
 from mpistrategy.reduction.routes.base import CallPlan
 

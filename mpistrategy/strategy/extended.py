@@ -39,11 +39,11 @@ from mpistrategy.variables.registry import Placement
 from mpistrategy.variables.writes import refuse_drift
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.arena import Arena
     from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.variables.variable import Variable
 else:
-    later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
+    later(globals(), "mpistrategy.reduction.arena", "Arena")
     later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
 
 T = TypeVar("T")

@@ -20,9 +20,10 @@ from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
+from mpistrategy.reduction.plan import Plan, Transfer
 from mpistrategy.reduction.plans import NestPlan, kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
-from mpistrategy.reduction.routes.base import CallPlan
+from mpistrategy.reduction.routes.base import CallPlan, Targets
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -117,11 +118,13 @@ class _Scattered(AllReduce):
         """Return the plan of nests of arrays on the host; see `General.plan`."""
         op = ReduceOp._parse(self.argument, call.where)
         made = self.plan_of_nest(call, op, value, out, None, is_weighted=False)
-        if not isinstance(made, NestPlan):
-            return None
-        leaves, ranks = made.leaves.take(value), self.reducer.communicator
-        parts = [_part(leaf, axis, ranks) for leaf, axis in zip(leaves, _axes(leaves, out, call.where), strict=True)]
-        return _ScatteredPlan(made, parts, [_shape(leaf, part) for leaf, part in zip(leaves, parts, strict=True)])
+        return made if isinstance(made, NestPlan) else None
+
+    def transfer(self, plan: Plan, leaves: Sequence[Any], out: Any) -> Transfer:
+        """Return what becomes of the arrays: of their reductions each rank gets its parts."""
+        axes = _axes(leaves, out, _WHERE)
+        parts = [_part(leaf, axis, self.reducer.communicator) for leaf, axis in zip(leaves, axes, strict=True)]
+        return _Scattering(plan, parts)
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return this rank's parts; see `CallPlan.run`."""
@@ -138,27 +141,33 @@ class _Scattered(AllReduce):
         return structure.pack([*map(_own_part, results, leaves, parts, memory)])
 
 
-class _ScatteredPlan(CallPlan):
-    """The plan of `reduce_scatter`.
+class _Scattering(Transfer):
+    """The reduction of arrays of which this rank gets its parts.
 
     Args:
         plan: of the reduction.
         parts: where this rank's part of each result is.
-        shapes: those of the parts.
     """
 
-    def __init__(self, plan: NestPlan, parts: list[tuple[slice, ...]], shapes: list[tuple[int, ...]]) -> None:
-        self._plan, self._parts, self._shapes = plan, parts, shapes
+    def __init__(self, plan: Plan, parts: list[tuple[slice, ...]]) -> None:
+        self._plan, self._parts, self.layouts, self.results = plan, parts, plan.layouts, plan.results
+        self._shapes = [
+            np.empty(shape, np.int8)[part].shape for (_, shape), part in zip(plan.layouts, parts, strict=True)
+        ]
+        #: Between `bring` and `run`.
+        self._memory: list[Array] = []
 
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return this rank's parts; see `CallPlan.run`."""
-        plan = self._plan
-        leaves = plan.leaves.take(value)
-        memory = [*map(np.empty, self._shapes, plan.dtypes)]
-        results = plan.results(call, leaves)
-        if results is None:
-            return plan.otherwise.run(call, value, out, weight)
-        return plan.leaves.build(map(_own_part, results, leaves, self._parts, memory))
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Take memory for the parts."""
+        self._memory = [*map(np.empty, self._shapes, self.results)]
+        self._plan.bring(arrays)
+
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return the parts."""
+        memory, self._memory = self._memory, []
+        for room, result, part in zip(memory, self._plan.run(arrays), self._parts, strict=True):
+            room[...] = result[part]
+        return memory
 
 
 def _text(structure: str, axes: list[int]) -> str:
@@ -169,12 +178,6 @@ def _text(structure: str, axes: list[int]) -> str:
 def _axes(leaves: Sequence[Any], axis: Any, where: str) -> list[int]:
     """Return the axis of each leaf as an index from 0 on."""
     return [_axis(leaf, axis, where) for leaf in leaves]
-
-
-def _shape(leaf: Any, part: tuple[slice, ...]) -> tuple[int, ...]:
-    """Return the shape of this rank's part."""
-    shape: tuple[int, ...] = reducible(contribution(leaf), _WHERE)[part].shape
-    return shape
 
 
 def _axis(leaf: Any, axis: Any, where: str) -> int:
@@ -196,7 +199,7 @@ def _room(leaf: Any, part: tuple[slice, ...], op: ReduceOp) -> Array | None:
     array = reducible(contribution(leaf), _WHERE)
     if is_on_device(array):
         return None
-    return np.empty(_shape(leaf, part), mean_dtype(array.dtype) if op is ReduceOp.MEAN else array.dtype)
+    return np.empty(array[part].shape, mean_dtype(array.dtype) if op is ReduceOp.MEAN else array.dtype)
 
 
 def _own_part(result: Any, leaf: Any, part: tuple[slice, ...], room: Array | None) -> Any:

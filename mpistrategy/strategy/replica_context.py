@@ -33,7 +33,7 @@ from mpistrategy.strategy.reduce_scatter import ReduceScatter
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.arena import Arena
     from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
     from mpistrategy.reduction.gather import Gather
     from mpistrategy.strategy.outside_steps import warn_if_alone

@@ -10,13 +10,13 @@ from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Op
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.arena import Arena
     from mpistrategy.reduction.explain import explanation
     from mpistrategy.strategy.overloads import T
     from mpistrategy.variables.mirrored_check import check_mirrored
     from mpistrategy.variables.variable import Variable
 else:
-    later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
+    later(globals(), "mpistrategy.reduction.arena", "Arena")
     later(globals(), "mpistrategy.reduction.explain", "explanation")
     later(globals(), "mpistrategy.variables.mirrored_check", "check_mirrored")
 
@@ -68,7 +68,7 @@ class Services:
 
         Returns:
             The text, which replica 0 also prints: the buffers that are made of the value, the way that each takes,
-            what is copied, what each rank writes or sends, and where the thresholds come from.
+            what is copied, and where the thresholds come from.
 
         Raises:
             ReduceOpError, DTypeError, LeafError, EmptyBatchError, ContextError: as all_reduce, but on this rank alone.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.arena import Arena
     from mpistrategy.reduction.broadcast import Broadcast
     from mpistrategy.reduction.gather import Gather
     from mpistrategy.strategy.along_axis import reduce_along
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from mpistrategy.strategy.random_streams import Streams
     from mpistrategy.variables.variable import Variable
 else:
-    later(globals(), "mpistrategy.reduction.arena.arena", "Arena")
+    later(globals(), "mpistrategy.reduction.arena", "Arena")
     later(globals(), "mpistrategy.reduction.broadcast", "Broadcast")
     later(globals(), "mpistrategy.reduction.gather", "Gather")
     later(globals(), "mpistrategy.strategy.along_axis", "reduce_along")

@@ -23,7 +23,7 @@ from mpistrategy.mpi.over_mpi.background import Background, Submitted
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.over_mpi.exchange import exchange
-from mpistrategy.reduction.plan import plan_of, run_plan, usual_route
+from mpistrategy.reduction.plan import run_plan, usual_plan
 from mpistrategy.torch import tensors as t
 
 #: Whether torch takes a Work that is written in Python: not before 2.7.
@@ -164,7 +164,7 @@ class Group:
             return [functools.reduce(bits, self._gathered(t.flat(each)).chunk(self._ranks)) for each in elements]
         arrays = [*map(t.in_numpy, elements)]
         layouts, ranks = tuple([(each.dtype, each.shape) for each in arrays]), self.communicator
-        plan = plan_of(self._background.ranks(call) if is_large else ranks, layouts, by, 0, usual_route)
+        plan = usual_plan(self._background.ranks(call) if is_large else ranks, layouts, by)
         totals = run_plan(plan, arrays, agree, in_place=in_place)
         results = elements if in_place else [torch.from_numpy(each) for each in totals]
         return [each.div_(self._ranks, rounding_mode="trunc") for each in results] if truncates else results

@@ -27,7 +27,7 @@ from mpistrategy.training.sliced.step import GradientArena
 from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.arena import Arena
 
 #: Large enough for the line rate of a network, small enough that the first one is soon full.
 DEFAULT_BYTES_PER_BUCKET = 4 * 2**20

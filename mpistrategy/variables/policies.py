@@ -206,7 +206,7 @@ def _of_replica_0(variable: Replica, mine: Array, call: Call) -> Array:
     way: FromRoot = reducer.kept((FromRoot, layout), lambda: FromRoot(communicator, (layout,), 0))
     way.bring([mine])
     call.agree("broadcast", values=values, sparingly=True)
-    return way.run()[0]
+    return way.run([mine])[0]
 
 
 def alike(write: Write) -> None:

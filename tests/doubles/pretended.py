@@ -230,8 +230,8 @@ def strategy_of_many(nodes: int, local: int) -> Iterator[tuple[Any, Counter[str]
     with whole_files(local):
         strategy = ms.MirroredStrategy(communicator=comm)
         ranks: Any = strategy.extended.communicator
-        stage: Any = across_nodes(ranks)._node if nodes > 1 else None
-        for counter in (stage.sent, stage._shown, stage._done) if nodes > 1 and local > 1 else ():
+        node: Any = across_nodes(ranks).node_sum if nodes > 1 else None
+        for counter in (node._sent, node._added, node._arrived) if node is not None else ():
             for other, number in enumerate(counter.numbers):
                 if other != ranks.local_rank:
                     number[0] = 2**62

@@ -23,7 +23,10 @@ import mpistrategy as ms
 torch: Any = pytest.importorskip("torch")
 mst: Any = pytest.importorskip("mpistrategy.torch")
 python_dispatch: Any = pytest.importorskip("torch.utils._python_dispatch")
-pytestmark = cupy_here.double_only
+pytestmark = [
+    cupy_here.double_only,
+    pytest.mark.skipif(torch.__version__.startswith("2.4."), reason="this torch makes no subclasses in dispatch modes"),
+]
 LAST = SIZE - 1
 TOTAL = SIZE * (SIZE + 1) / 2
 #: Torch's current stream.

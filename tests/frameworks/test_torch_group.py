@@ -312,8 +312,10 @@ def test_a_group_has_its_methods_by_the_names_of_all_versions(group: Any) -> Non
 
 def test_what_torch_refuses_of_a_group_on_cpus_harms_nothing(group: Any) -> None:
     """The guide has a row for each, with what to write instead."""
-    with pytest.raises(RuntimeError, match="No device associated"):
-        dist.distributed_c10d.split_group(split_ranks=[list(range(SIZE))])
+    split_group = getattr(dist.distributed_c10d, "split_group", None)  # torch 2.4 has none
+    if split_group is not None:
+        with pytest.raises(RuntimeError, match="No device associated"):
+            split_group(split_ranks=[list(range(SIZE))])
     if HAS_BACKENDS:
         dist.monitored_barrier(timeout=timedelta(seconds=30))
     else:

@@ -218,16 +218,11 @@ class OnNodes(ms.Strategy):
 def pieces_of(strategy: ms.Strategy, max_count: int) -> Iterator[None]:
     """Make the transport cut its messages after `max_count` elements, as it does for real after 2^30."""
     ranks: Any = strategy.extended.communicator
-    groups = ranks.node()
-    parts = [part for part in (ranks, groups.node, groups.leaders) if part is not None]
-    before = [part.max_count for part in parts]
-    for part in parts:
-        part.max_count = max_count
+    before, ranks.max_count = ranks.max_count, max_count
     try:
         yield
     finally:
-        for part, count in zip(parts, before, strict=True):
-            part.max_count = count
+        ranks.max_count = before
 
 
 def in_step(strategy: ms.Strategy, function: Callable[[Any], Any]) -> Any:

@@ -209,11 +209,10 @@ def test_contexts_are_each_replicas_own() -> None:
 def test_nodes_decide_the_local_ranks() -> None:
     def program() -> Any:
         ranks: Any = ms.MirroredStrategy(["CPU:0", "CPU:1"]).extended.communicator
-        leaders = ranks.node().leaders
-        return (ranks.local_rank, ranks.node().node.size), leaders is not None, ranks.devices[ranks.rank].index
+        return ranks.local_rank, ranks.node_of.count(ranks.node_of[ranks.rank]), ranks.devices[ranks.rank].index
 
     found = run_replicas(program, 4, nodes=[7, 1, 1, 7])
-    assert found == [((0, 2), True, 0), ((0, 2), True, 0), ((1, 2), False, 1), ((1, 2), False, 1)]
+    assert found == [(0, 2, 0), (0, 2, 0), (1, 2, 1), (1, 2, 1)]
 
 
 @pytest.mark.usefixtures("alone")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -59,13 +58,12 @@ def test_small_arrays_are_packed_and_large_ones_are_not(one_node: ms.Strategy) -
     assert lines[0].startswith("all_reduce MEAN of 11 arrays, 8.04 MiB, ")
     pack, large = lines.index(_line(lines, "1 pack of 9")), lines.index(_line(lines, "2 arrays by themselves"))
     where = f"through memory of the node, each rank 1/{SIZE} of them"
-    assert f"float32, 36 KiB: {where}, in 1 chunk of at most 256 KiB" in lines[pack]
+    assert f"float32, 36 KiB: {where}" in lines[pack]
     assert f"float32, 8 MiB: {where}, where the results stay" in lines[large]
     assert "all into the pack, " in lines[pack + 1]
     less = 1 - 1 / SIZE
     assert lines[pack + 1].endswith(f"{SIZE - 1}/{SIZE} into the node's memory, the result out of it")
     assert lines[large + 1].strip() == f"{less:.3g} copies: {SIZE - 1}/{SIZE} into the node's memory"
-    assert "each rank writes 8 MiB there and reads " in lines[large + 2]
 
 
 @several
@@ -82,9 +80,9 @@ def test_an_arena_is_reduced_where_it_is(one_node: ms.Strategy, shared_result: b
     arena = one_node.arena([SMALL, LARGE, 1], shared_result=shared_result)
     lines = one_node.explain(arena).splitlines()
     bucket = lines.index(_line(lines, "1 bucket of 2 arrays, float32"))
-    assert lines[bucket].endswith(f": where the arrays are, each rank 1/{SIZE} of them")
+    target = "the node's one result" if shared_result else "every one"
+    assert lines[bucket].endswith(f": where the arrays are, each rank 1/{SIZE} of them, into {target}")
     assert lines[bucket + 1].strip() == "no copies"
-    assert lines[bucket + 2].endswith("into the node's one result" if shared_result else "into every one")
     assert _line(lines, "1 bucket of 1 array, int64, 8 B: ")
     assert "through memory of the node" in one_node.explain(arena.values)  # they are ordinary arrays without the arena
     arena.close()
@@ -96,7 +94,7 @@ def test_an_arena_is_reduced_where_it_is(one_node: ms.Strategy, shared_result: b
 def test_without_shared_memory_mpi_does_it() -> None:
     with trying(replace(PATHS, window_bytes=2**30)), ms.MirroredStrategy() as strategy:
         text = strategy.explain(LARGE)
-    assert "by MPI's Allreduce, in 4 pieces of at most 1 MiB\n    1 copy: all into the result\n" in text
+    assert "by MPI's Allreduce\n    1 copy: all into the result\n" in text
 
 
 @several
@@ -120,16 +118,13 @@ def test_between_nodes(two_nodes: ms.Strategy) -> None:
     text = two_nodes.explain(LARGE)
     assert f"on {SIZE} ranks of 2 nodes" in text
     if SIZE < 4:  # one rank a node on average
-        assert "by MPI's Allreduce, in 1 piece of at most 64 MiB" in text
+        assert ": by MPI's Allreduce\n" in text
     else:
-        assert "within each node, by MPI's Allreduce between the 2 nodes as float32, and back, in 1 piece" in text
-        assert "each node sends 4 MiB and gets as much, by 2 of its ranks" in text
-        assert re.search(r"this node shares 1?\d(\.\d+)? MiB for it, from its first use on", text)
+        assert "within each node, by MPI's Allreduce between the 2 nodes as float32, and back" in text
     rounded = two_nodes.explain(LARGE, options=ms.CommunicationOptions(wire="bfloat16"))
     assert "as bfloat16" in rounded
-    assert "each node sends 2 MiB" in rounded
     assert "in the first message of the call, with its check" in two_nodes.explain(1)
-    assert "by MPI's Allreduce, in 1 piece" in two_nodes.explain(np.zeros(1000))
+    assert ": by MPI's Allreduce\n" in two_nodes.explain(np.zeros(1000))
 
 
 @several

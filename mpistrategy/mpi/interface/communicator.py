@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +16,7 @@ from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Freed, Once
+from mpistrategy.mpi.interface.buffers import Once
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName, Thresholds
@@ -45,7 +44,7 @@ class Communicator(ABC):
         node_sum: adds up arrays of this node; None where its ranks share no memory.
         once: returns what is made once for these ranks: ``once(key, make)``.
         is_simulated: whether the ranks are threads of one process.
-        has_links: whether `links` can be made: whether there is an MPI.
+        has_links: whether some of the ranks can have a communicator of their own: whether there is an MPI.
         is_crowded: whether the ranks of this node outnumber the cores that they may use.
     """
 
@@ -75,10 +74,6 @@ class Communicator(ABC):
     @abstractmethod
     def progress(self) -> None:
         """Let MPI make progress with messages."""
-
-    def links(self, counterparts: Sequence[Sequence[int]]) -> Sequence[Any]:
-        """Return a communicator for each list of ranks, this one among them; all of a list make theirs alike."""
-        return []
 
     @abstractmethod
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
@@ -149,10 +144,6 @@ class Communicator(ABC):
         """Return every rank's text, in rank order; for descriptions, never for data."""
         return [text]
 
-    def node(self) -> NodeGroups:
-        """Return the communicators within this node and between the nodes' leaders."""
-        return NodeGroups(self, self)
-
     def shared(self, nbytes: int) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's if they share memory."""
         return private_memory(nbytes)
@@ -164,25 +155,6 @@ class Communicator(ABC):
     def free(self) -> None:
         """Free the communicator, where all ranks are known to do so; it cannot be used afterwards."""
         self.guard.closed = True
-
-
-@dataclass(frozen=True)
-class NodeGroups(Freed):
-    """The communicators of `Communicator.node`.
-
-    Attributes:
-        node: the ranks of this node; rank 0 of it is the leader.
-        leaders: one rank of each node, or None on a rank that leads none.
-    """
-
-    node: Communicator
-    leaders: Communicator | None
-
-    def free(self) -> None:
-        """Free both, where all ranks are known to do so."""
-        self.node.free()
-        if self.leaders is not None:
-            self.leaders.free()
 
 
 class InOneProcess(Communicator):
@@ -199,7 +171,8 @@ class InOneProcess(Communicator):
         """Do nothing: there are no messages."""
 
     def node_barrier(self) -> None:
-        """Do nothing: there is no shared memory."""
+        """Wait for all ranks."""
+        self._gathered("node barrier", None)
 
     def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
         """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks' sources, in rank order."""

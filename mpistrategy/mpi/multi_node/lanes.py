@@ -30,22 +30,15 @@ class Lanes:
     local_rank: int
     counterparts: tuple[tuple[int, ...], ...]
 
-    @property
-    def owners(self) -> list[int]:
-        """The local ranks that own a slice."""
-        return [rank for rank, (first, end) in enumerate(self.borders) if end > first]
-
-    def part_of(self, local_rank: int, count: int, itemsize: int) -> slice:
-        """Return the part of `count` elements that a rank of this node owns."""
+    def part_of(self, count: int, local_rank: int, ranks: int, itemsize: int) -> tuple[int, int]:
+        """Return where the part of `count` elements begins and ends that a rank of this node owns; see `share`."""
         first, end = self.borders[local_rank]
-        if end == first:
-            return slice(0, 0)
-        return slice(share(count, first, self.slices, itemsize)[0], share(count, end - 1, self.slices, itemsize)[1])
+        return share(count, first, self.slices, itemsize)[0], share(count, end - 1, self.slices, itemsize)[1]
 
     def slices_of(self, count: int, itemsize: int) -> list[slice]:
         """Return the slices of this rank, counted from where its part begins."""
         first, end = self.borders[self.local_rank]
-        begin = self.part_of(self.local_rank, count, itemsize).start
+        begin, _ = self.part_of(count, self.local_rank, len(self.borders), itemsize)
         borders = [share(count, each, self.slices, itemsize) for each in range(first, end)]
         return [slice(start - begin, stop - begin) for start, stop in borders]
 

@@ -8,7 +8,7 @@ agreement and it.
 Two pieces are under way at a time: while one is on the network, the node adds up the next.  Who adds what depends only
 on the placement of the ranks: equal runs give equal bits.
 
-Where the ranks of a node share no memory, and in simulated jobs, the levels take turns with the whole array.
+Ranks that share no memory count as nodes of their own.
 """
 
 from __future__ import annotations
@@ -25,33 +25,34 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.buffers import Freed
-from mpistrategy.mpi.interface.communicator import Communicator, NodeGroups
-from mpistrategy.mpi.multi_node.lanes import every_rank
-from mpistrategy.mpi.multi_node.node_stage import BufferStage, InPlaceStage, NodeStage, Piece
+from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.multi_node.lanes import Lanes, every_rank
 from mpistrategy.mpi.multi_node.rounded_exchange import Rounded, Wire
+from mpistrategy.mpi.shared_memory.node_sum import Exchange, NodeSum, in_rank_order, segment_bytes
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
+from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
 #: Larger buffers go in pieces of this.
 PIECE_BYTES = 4 * 2**20
 #: All buffers of a node together take no more; with many ranks on a node the pieces become smaller.
 NODE_BYTES = 2**26
-#: So many pieces have memory: one on the network, and one on which the node works.
+#: So many pieces are under way: one on the network, and one on which the node works.
 BUFFERS = 2
 _LEAST_PIECE_BYTES = 2**12
-_REMEMBERED = 128
 #: A rank that waits for its node without a message under way calls MPI once in so many looks.
 _LOOKS_WITHOUT_MPI = 16
 
 
 def piece_bytes_for(node_of: Sequence[int]) -> int:
     """Return how much of a buffer is one piece; the same on all ranks."""
-    most = NODE_BYTES // (BUFFERS * max(Counter(node_of).values())) // ALIGNMENT * ALIGNMENT
+    pieces = (segment_bytes(1) - segment_bytes(0)) * max(Counter(node_of).values())
+    most = NODE_BYTES // pieces // ALIGNMENT * ALIGNMENT
     return min(PIECE_BYTES, max(most, _LEAST_PIECE_BYTES))
 
 
 def shared_bytes(node_of: Sequence[int]) -> int:
     """Return how much memory each rank of a node with several shares, from the first use on."""
-    return BufferStage.bytes_of(piece_bytes_for(node_of), BUFFERS)
+    return segment_bytes(piece_bytes_for(node_of))
 
 
 def eagerly(looks: int) -> None:
@@ -88,7 +89,12 @@ def allreduce_across(
     flat = buffer.reshape(-1)
     mine = flat if source is None else source.reshape(-1)
     with np.errstate(all="ignore"):
-        across_nodes(communicator).allreduce(mine, flat, op, wire)
+        if communicator.has_links:
+            across_nodes(communicator).allreduce(mine, flat, op, wire)
+        elif wire is None:
+            communicator.allreduce(flat, op, mine)
+        else:
+            _rounded_in_one_process(communicator, mine, flat, wire)
 
 
 def allreduce(ranks: Communicator, buffer: Array, op: str, source: Array | None, wire: Wire) -> None:
@@ -142,6 +148,10 @@ class Flight:
         if self._messages:
             self._messages[-1].Test()
 
+    def has_landed(self) -> bool:
+        """Return whether it is over."""
+        return self.is_over
+
     def advance(self) -> bool:
         """Go on as far as messages have arrived; return whether anything happened.  Never waits."""
         moved = False
@@ -156,80 +166,98 @@ class Flight:
 
 
 class AcrossNodes(Freed):
-    """The state of the two-level all-reduce; made once for a communicator.  Collective."""
+    """The state of the two-level all-reduce; made once for a communicator.  Collective.
+
+    Attributes:
+        piece_bytes: how much of a buffer is one piece.
+        node_sum: adds up ordinary arrays of this node; None on a node of one rank, and where ranks share no memory.
+        sees_node: whether arrays that all ranks of the node see can be combined by `in_place`.
+        lanes: who owns which slice.
+        links: the communicator of each slice of this rank.
+        rounded: how slices of this rank are exchanged where they are rounded, for each piece under way.
+        flights: the exchanges with other nodes that are under way.
+    """
 
     def __init__(self, communicator: Any) -> None:
-        nodes = communicator.nodes
+        memory = None
+        node_of: Sequence[int] = range(communicator.size)
+        if communicator.size > communicator.nodes:
+            memory = communicator.shared(shared_bytes(communicator.node_of))
+        self.sees_node: bool = memory is not None and memory.is_shared
+        if self.sees_node:
+            node_of = communicator.node_of
+        self.lanes: Lanes = every_rank(node_of, communicator.rank)
+        self.piece_bytes: int = piece_bytes_for(node_of)
+        self.node_sum: NodeSum | None = None
+        self.links: list[Any] = []
+        self.rounded: list[list[Rounded]] = []
         usual = CROWDED if communicator.is_crowded else EAGER
-        self._manner: Manner = getattr(communicator, "manner", None) or usual
-        #: The pieces under way, and their exchange with other nodes.
-        self._flights: deque[tuple[NodeStage, Piece, Flight]] = deque()
-        self._number = 0
+        self._manner: Manner = communicator.manner or usual
+        self.flights: list[Flight] = []
         self._progress: Callable[[], object] = communicator.progress
         self._on_all = communicator.guard.on_all
-        self._links: list[Any] = []
-        self._new_links: Callable[[], list[Any]] = list
-        self._slices: dict[tuple[int, int], list[tuple[Any, slice]]] = {}
-        #: How slices of this rank are exchanged where they are rounded, for each piece under way.
-        self._rounded: list[list[Rounded]] = []
-        self._groups: NodeGroups | None = None
-        self._node = NodeStage()
-        self._lanes = every_rank(communicator.node_of, communicator.rank)
-        self.piece_bytes: int = piece_bytes_for(communicator.node_of)
-        nbytes = BufferStage.bytes_of(self.piece_bytes, BUFFERS)
-        memory = communicator.shared(nbytes) if communicator.size > nodes else None
-        if not communicator.has_links or (memory is not None and not memory.is_shared):
-            self._groups = communicator.node()
-            return
-        if memory is not None and len(memory.segments) > 1:
-            self._node = BufferStage(memory, self.piece_bytes, BUFFERS, self._lanes, self._until)
-        if nodes > 1:
-            self._new_links = partial(communicator.links, self._lanes.counterparts)
-            self._links = self._new_links()
+        self._new_links: Callable[[], list[Any]] = partial(communicator.links, self.lanes.counterparts)
+        if memory is not None and self.sees_node and len(memory.segments) > 1:
+            waiting = _AmongMessages(self.wait)
+            self.node_sum = NodeSum(memory, self.piece_bytes, waiting, part_of=self.lanes.part_of)
+        if max(node_of) > 0:
+            self.links = self._new_links()
 
-    def within(
-        self, arrays: Sequence[Array], targets: Sequence[Array], finish: Callable[[Array], object]
-    ) -> InPlaceStage | None:
-        """Return the stage that combines the arrays of this node where they are, for `allreduce`; see `InPlaceStage`.
-
-        None where the ranks of this node share no counters; the other nodes need not know.
-        """
-        return InPlaceStage(self._node, arrays, targets, finish) if isinstance(self._node, BufferStage) else None
-
-    def allreduce(self, source: Array, target: Array, op: str, wire: Wire, within: NodeStage | None = None) -> None:
+    def allreduce(self, source: Array, target: Array, op: str, wire: Wire) -> None:
         """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same.
 
-        `wire` is that of `allreduce_across`.  With `within`, the arrays of that stage are combined; `source` and
-        `target` are then this rank's own.
+        `wire` is that of `allreduce_across`.
         """
-        if self._groups is not None:
-            self._in_turn(self._groups, source, target, op, wire)
-            return
-        node = self._node if within is None else within
-        if wire is None and self._manner.blocks and 0 < target.nbytes <= self.piece_bytes:
-            self._at_once(node, source, target, op)
-            return
-        if wire is not None and not self._rounded:
-            self._rounded = self._new_rounded(wire)
-        elements = self.piece_bytes // target.itemsize
-        for start in range(0, target.size, elements):
-            self._number += 1
-            part = slice(start, start + elements)
-            piece = Piece(self._number, start, source[part], target[part])
-            node.contribute(piece)
-            self._advance()
-            result = _in_place(*node.add_up(piece, op))
-            self._flights.append((node, piece, Flight(self._exchange(piece, result, op, wire))))
-            self._advance()
-            while len(self._flights) >= BUFFERS:
-                self._end_first()
-        while self._flights:
-            self._end_first()
+        if self.node_sum is None:
+            self.in_place((source,), (target,), op, wire, _as_it_is)
+        else:
+            self.node_sum.run(((source, target),), op, exchange=self._exchange(target, op, wire))
+
+    def in_place(
+        self,
+        arrays: Sequence[Array],
+        targets: Sequence[Array],
+        op: str,
+        wire: Wire,
+        finish: Callable[[Array], object],
+    ) -> None:
+        """Combine the arrays of this node where they are, and the sums of all nodes into `targets`.
+
+        All ranks of this node see them; the other nodes need not do likewise.  Nobody may read the results, or write
+        the arrays again, before the next barrier of the node.
+
+        Args:
+            arrays: flat, by local rank.
+            targets: flat, of the same size and dtype; may be the arrays themselves.
+            op, wire: those of `allreduce_across`.
+            finish: what is done to a part of the result before it is written.
+        """
+        if self.node_sum is not None:
+            self.node_sum.barrier()
+        exchange, itemsize = self._exchange(arrays[0], op, wire), arrays[0].itemsize
+        elements, under_way = self.piece_bytes // itemsize, deque[tuple[Flight, slice]]()
+        for start in range(0, arrays[0].size, elements):
+            count = min(elements, arrays[0].size - start)
+            begin, end = self.lanes.part_of(count, self.lanes.local_rank, len(arrays), itemsize)
+            own = slice(start + begin, start + end)
+            total = targets[0][own]
+            if total.size:
+                in_rank_order([array[own] for array in arrays], (total,), op, 1)
+            under_way.append((exchange.begin(total, count), own))
+            if len(under_way) == BUFFERS:
+                _write(exchange, *under_way.popleft(), targets, finish)
+        while under_way:
+            _write(exchange, *under_way.popleft(), targets, finish)
+
+    def _exchange(self, target: Array, op: str, wire: Wire) -> _Pieces:
+        if wire is not None and not self.rounded:
+            self.rounded = self._new_rounded(wire)
+        return _Pieces(self, op, wire, blocks=self._manner.blocks and target.nbytes <= self.piece_bytes)
 
     def _new_rounded(self, wire: np.dtype[Any]) -> list[list[Rounded]]:
         """Return how the slices of this rank are exchanged, for each piece under way.  Collective."""
         itemsize = np.dtype(np.float32).itemsize
-        most = self._lanes.longest_slice(self.piece_bytes // itemsize, itemsize)
+        most = self.lanes.longest_slice(self.piece_bytes // itemsize, itemsize)
         links = [self._new_links() for _ in range(BUFFERS)]  # ranks may start two pieces' messages in any order
 
         def made() -> list[list[Rounded]]:
@@ -238,94 +266,103 @@ class AcrossNodes(Freed):
         rounded: list[list[Rounded]] = self._on_all(made)
         return rounded
 
-    def _at_once(self, node: NodeStage, source: Array, target: Array, op: str) -> None:
-        """Do `allreduce` with a single piece, by a blocking call of MPI for each slice of this rank."""
-        self._number += 1
-        piece = Piece(self._number, 0, source, target)
-        node.contribute(piece)
-        result = _in_place(*node.add_up(piece, op))
-        for link, part in self._linked(piece):
-            link.reduce_by_mpi(result[part], op)
-        node.hand_out(piece)
-
-    def _exchange(self, piece: Piece, result: Array, op: str, wire: Wire) -> Iterator[list[Any]]:
-        """Combine the slices of this rank with those of its counterparts, without waiting."""
-        if wire is None:
-            yield [link.begin_to_reduce_by_mpi(result[part], op) for link, part in self._linked(piece)]
-            return
-        slices = self._lanes.slices_of(piece.target.size, piece.target.itemsize)
-        for part, rounded in zip(slices, self._rounded[piece.number % BUFFERS], strict=True):
-            if part.stop > part.start:
-                yield from rounded.exchange(result[part])
-
-    def _in_turn(self, groups: NodeGroups, source: Array, target: Array, op: str, wire: Wire) -> None:
-        """Combine within each node, then between their first ranks, and hand out, each by its own collective."""
-        if not target.size:
-            return
-        if target is not source:
-            target[...] = source
-        groups.node.reduce(target, 0, op)
-        leaders = groups.leaders
-        if leaders is None or leaders.size == 1:
-            pass
-        elif leaders.has_links:
-            across_nodes(leaders).allreduce(target, target, op, wire)
-        else:
-            _round(target, wire)
-            leaders.allreduce(target, op)
-            _round(target, wire)
-        groups.node.bcast(target, 0)
-
     def free(self) -> None:
         """Free the communicators of the counterparts, where all ranks are known to do so."""
-        for link in (*self._links, *(each.link for those in self._rounded for each in those)):
+        for link in (*self.links, *(each.link for those in self.rounded for each in those)):
             link.free()
-
-    def _linked(self, piece: Piece) -> Sequence[tuple[Any, slice]]:
-        """Return the counterparts of each slice of this rank, and the slice, counted from where its part begins.
-
-        Slices without elements are left out.
-        """
-        key = (piece.target.size, piece.target.itemsize)
-        found = self._slices.get(key)
-        if found is None:
-            if len(self._slices) >= _REMEMBERED:
-                self._slices.clear()
-            pairs = zip(self._links, self._lanes.slices_of(*key), strict=bool(self._links))
-            found = self._slices[key] = [(link, part) for link, part in pairs if part.stop > part.start]
-        return found
-
-    def _end_first(self) -> None:
-        node, piece, flight = self._flights[0]
-        self._until(lambda: flight.is_over)
-        self._flights.popleft()
-        node.hand_out(piece)
 
     def _advance(self) -> bool:
         moved = False
-        for *_, flight in self._flights:
+        for flight in self.flights:
             moved = flight.advance() or moved
         return moved
 
-    def _until(self, ready: Callable[[], bool]) -> None:
+    def wait(self, ready: Callable[[], bool]) -> None:
+        """Wait until `ready()`, and let messages move on meanwhile."""
         looks = 0
         while not ready():
             if not self._advance():
                 looks += 1
                 self._manner.pause(looks)
-                if not self._flights and looks % _LOOKS_WITHOUT_MPI == 0:
+                if not self.flights and looks % _LOOKS_WITHOUT_MPI == 0:
                     self._progress()  # what this rank sent last may still lie in MPI's own memory
-                for _ in range(self._manner.nudges if self._flights else 0):
-                    self._flights[0][-1].nudge()
+                for _ in range(self._manner.nudges if self.flights else 0):
+                    self.flights[0].nudge()
 
 
-def _in_place(total: Array, result: Array) -> Array:
-    if result is not total:
-        result[...] = total
-    return result
+class _Pieces(Exchange):
+    """The exchange of the pieces of one buffer, in their order.
+
+    Args:
+        across: with whom.
+        op, wire: those of `allreduce_across`.
+        blocks: whether there is a single piece, which takes blocking calls of MPI.
+    """
+
+    def __init__(self, across: AcrossNodes, op: str, wire: Wire, *, blocks: bool) -> None:
+        self._across, self._op, self._wire, self._blocks = across, op, wire, blocks
+        self._count = 0
+
+    def begin(self, total: Array, count: int) -> Flight:
+        """Begin to combine this rank's part of a piece with those of its counterparts."""
+        across = self._across
+        self._count += 1
+        slices = across.lanes.slices_of(count, total.itemsize) if across.links else []
+        flight = Flight(self._messages([(n, total[part]) for n, part in enumerate(slices) if part.stop > part.start]))
+        across.flights.append(flight)
+        return flight
+
+    def _messages(self, parts: Sequence[tuple[int, Array]]) -> Iterator[list[Any]]:
+        links, op = self._across.links, self._op
+        if self._wire is not None:
+            rounded = self._across.rounded[self._count % BUFFERS]
+            for lane, values in parts:
+                yield from rounded[lane].exchange(values)
+        elif self._blocks:  # nothing can fail on one rank between the agreement and this
+            for lane, values in parts:
+                links[lane].reduce_by_mpi(values, op)
+        else:
+            yield [links[lane].begin_to_reduce_by_mpi(values, op) for lane, values in parts]
+
+    def end(self, begun: Flight) -> None:
+        """Wait until it has been combined."""
+        self._across.wait(begun.has_landed)
+        self._across.flights.remove(begun)
 
 
-def _round(values: Array, wire: Wire) -> None:
-    """Round values in place to the dtype that travels, where it is another one."""
-    if wire is not None:
-        values[...] = values.astype(wire)
+class _AmongMessages(Waiting):
+    """Waits for a rank of the node, and lets messages between the nodes move on."""
+
+    def __init__(self, wait: Callable[[Callable[[], bool]], None]) -> None:
+        self._wait = wait
+
+    def until(self, numbers: memoryview, value: int) -> None:
+        """Return when ``numbers[0] >= value``."""
+        self._wait(partial(_has_come, numbers, value))
+
+
+def _has_come(numbers: memoryview, value: int) -> bool:
+    return bool(numbers[0] >= value)
+
+
+def _write(
+    exchange: _Pieces, flight: Flight, own: slice, targets: Sequence[Array], finish: Callable[[Array], object]
+) -> None:
+    """Write this rank's part of a piece into all targets when it has been combined: it is in the first one."""
+    exchange.end(flight)
+    finish(targets[0][own])
+    for target in targets[1:]:
+        target[own] = targets[0][own]
+
+
+def _as_it_is(total: Array) -> None:
+    """Finish nothing."""
+
+
+def _rounded_in_one_process(communicator: Communicator, source: Array, target: Array, wire: np.dtype[Any]) -> None:
+    """Do `allreduce_across` with ranks that are threads: round what each node has, and the sum."""
+    together = np.empty((communicator.size, source.size), source.dtype)
+    communicator.allgatherv(source, [source.size] * communicator.size, together)
+    sums = [together[np.equal(communicator.node_of, node)].sum(axis=0) for node in range(communicator.nodes)]
+    rounded = np.add.reduce([each.astype(wire).astype(source.dtype) for each in sums])
+    target[...] = rounded.astype(wire)

@@ -20,7 +20,6 @@ from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
-from mpistrategy.mpi.interface.communicator import NodeGroups
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.launcher import Introduction, introductions
 from mpistrategy.mpi.over_mpi.collectives import Collectives
@@ -207,17 +206,6 @@ class MpiCommunicator(Collectives):
             return [text]
         self._meet()
         return self._control.allgather_text(text)
-
-    def node(self) -> NodeGroups:
-        """Return the communicators within this node and between the nodes' leaders; the first call is collective."""
-        return self.once(NodeGroups, self._node_groups)
-
-    def _node_groups(self) -> NodeGroups:
-        self._meet()
-        leaders = self._comm.Split(0 if self.local_rank == 0 else MPI.UNDEFINED, self.rank)
-        inside = Collectives(self._inside.Dup(), self.max_count)
-        inside.node_sum, inside.failures = self.node_sum, self.failures  # to wait for each other by
-        return NodeGroups(inside, Collectives(leaders, self.max_count) if leaders != MPI.COMM_NULL else None)
 
     def node_barrier(self) -> None:
         if self.node_sum is None and self.local_size > 1:

@@ -61,7 +61,10 @@ class Job:
 
     def __init__(self, work: Callable[[], Any]) -> None:
         self._work: Callable[[], Any] | None = work
-        self._over = threading.Event()
+        #: Held until it has ended; an event takes longer to make than a small sum.
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+        self._is_over = False
         self._result: Any = None
         self.error: BaseException | None = None
         self.was_waited_for: bool = False
@@ -74,15 +77,17 @@ class Job:
         except caught as error:
             self.error = error
         self._work = None  # it refers to the caller's arrays
-        self._over.set()
+        self._is_over = True
+        self._under_way.release()
 
     def is_over(self) -> bool:
         """Return whether it has ended, with a result or an error; does not wait."""
-        return self._over.is_set()
+        return self._is_over
 
     def wait(self) -> None:
         """Wait for the end."""
-        self._over.wait()
+        with self._under_way:
+            pass
 
     def result(self) -> Any:
         """Wait for the end; return the result or raise the error."""
@@ -90,21 +95,6 @@ class Job:
         self.was_waited_for = True
         if self.error is not None:
             raise self.error
-        return self._result
-
-
-class Done:
-    """The result of what was done in place of a `Job`."""
-
-    def __init__(self, result: Any) -> None:
-        self._result = result
-
-    def is_over(self) -> bool:
-        """Return True."""
-        return True
-
-    def result(self) -> Any:
-        """Return it."""
         return self._result
 
 
@@ -130,17 +120,13 @@ class AtOnce(Freed):
 
     def submit(self, job: Job) -> None:
         """Run `job`; raise its error, which no rank need wait for."""
-        self.count()
+        self.submitted += 1
+        self.known_to_all = self.submitted
         job.run()
         if job.error is not None:
             raise job.error
 
-    def count(self) -> None:
-        """Count a job, which all ranks submit before they go on."""
-        self.submitted += 1
-        self.known_to_all = self.submitted
-
-    def finish(self, job: Any) -> None:
+    def finish(self, job: Job) -> None:
         """Do what is needed for `job` to end by itself: nothing."""
 
     def keep_failed(self, job: Job) -> None:

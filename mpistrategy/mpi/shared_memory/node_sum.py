@@ -8,10 +8,14 @@ combines its own share, and shows the result; one chunk later everybody copies t
 
 A buffer is written again only after all ranks have said that they are done with the chunk after it, or have come that
 far.
+
+Between its sum and its result a share may be exchanged with other nodes (`Exchange`).  Then the results of a chunk are
+shown, and copied out, when the next one has been combined.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any, NamedTuple, TypeAlias
@@ -120,12 +124,34 @@ def _rounded_once(parts: Sequence[Array], targets: Sequence[Array], op: str, div
         target[...] = total
 
 
-class _Sums(NamedTuple):
-    """Results of a chunk that are still to be copied out: where to, whose share is where, and where the results are."""
+class Exchange(ABC):
+    """What becomes of this rank's share of each chunk after its sum on the node."""
 
+    @abstractmethod
+    def begin(self, total: Array, count: int) -> Any:
+        """Begin to combine the share of a chunk of `count` elements, where it is; return what `end` is given."""
+
+    @abstractmethod
+    def end(self, begun: Any) -> None:
+        """Wait until the share has been combined."""
+
+
+class _Sums(NamedTuple):
+    """A chunk whose results are still to be copied out.
+
+    Attributes:
+        number: of the chunk.
+        target: where they go.
+        borders: where each rank's share is.
+        results: where its result is.
+        begun: of the exchange of this rank's share.
+    """
+
+    number: int
     target: Array
     borders: list[tuple[int, int]]
     results: list[Array]
+    begun: Any
 
 
 class NodeSum:
@@ -137,6 +163,7 @@ class NodeSum:
         waiting: how to wait for a peer.
         more: returns so many bytes more for each rank, None where they cannot be shared; collective.  Without it large
             arrays go in chunks, too.
+        part_of: returns which part of a chunk a rank combines; that of `share`.
     """
 
     def __init__(
@@ -145,11 +172,12 @@ class NodeSum:
         chunk_bytes: int,
         waiting: Waiting,
         more: Callable[[int], SharedMemory | None] | None = None,
+        part_of: Callable[[int, int, int, int], tuple[int, int]] = share,
     ) -> None:
         self.local_rank: int = memory.local_rank
         self.size: int = len(memory.segments)
         self.chunk_bytes: int = chunk_bytes
-        self._waiting = waiting
+        self._waiting, self._part_of = waiting, part_of
         self._sent, self._added, self._arrived, self._chosen = (Counter(memory, line) for line in range(_COUNTERS))
         self._results = None if more is None else NodeResults(more, self.local_rank)
         begins = [counter_bytes(_COUNTERS) + part * chunk_bytes for part in range(2 * _BUFFERS)]
@@ -177,6 +205,7 @@ class NodeSum:
         op: str = "SUM",
         divisor: int = 1,
         combination: Combination = in_rank_order,
+        exchange: Exchange | None = None,
     ) -> None:
         """Write the combination of all ranks' sources into the targets, for pairs of (source, target), and divide it.
 
@@ -200,14 +229,14 @@ class NodeSum:
                 mine, result = source[start : start + elements], target[start : start + elements]
                 count, number = mine.size, self._chunks + 1
                 sent, results = typed[number & 1], typed[_BUFFERS + (number & 1)]
-                borders = [share(count, rank, self.size, dtype.itemsize) for rank in range(self.size)]
+                borders = [self._part_of(count, rank, self.size, dtype.itemsize) for rank in range(self.size)]
                 begin, end = borders[me]
                 if begin:
                     sent[me][:begin] = mine[:begin]
                 if end < count:
                     sent[me][end:count] = mine[end:]
                 self._sent.tell(number)
-                if sums is not None:
+                if sums is not None and exchange is None:
                     self._copy_out(sums)
                 self._chunks = number
                 self._wait_for(self._sent, number)
@@ -216,11 +245,16 @@ class NodeSum:
                     parts = [each[begin:end] for each in sent]
                     parts[me] = mine[begin:end]
                     combination(parts, (total,), op, divisor)
-                self._added.tell(number)
-                result[begin:end] = total
-                sums = _Sums(result, borders, results)
+                if exchange is None:
+                    self._show(number, result[begin:end], total)
+                    sums = _Sums(number, result, borders, results, None)
+                else:
+                    latest = _Sums(number, result, borders, results, exchange.begin(total, count))
+                    if sums is not None:
+                        self._end(exchange, sums)
+                    sums = latest
         if sums is not None:
-            self._copy_out(sums)
+            self._copy_out(sums) if exchange is None else self._end(exchange, sums)
 
     def _in_blocks(
         self, results: NodeResults, source: Array, target: Array, op: str, divisor: int, combination: Combination
@@ -248,9 +282,21 @@ class NodeSum:
             results.grow(nbytes)
         return NO_BLOCK not in numbers
 
+    def _show(self, number: int, target: Array, total: Array) -> None:
+        """Tell the node that the result of this rank's share of a chunk can be read, and copy it out."""
+        self._added.tell(number)
+        target[...] = total
+
+    def _end(self, exchange: Exchange, sums: _Sums) -> None:
+        """Show and copy out the results of a chunk when its share has been exchanged."""
+        exchange.end(sums.begun)
+        begin, end = sums.borders[self.local_rank]
+        self._show(sums.number, sums.target[begin:end], sums.results[self.local_rank][begin:end])
+        self._copy_out(sums)
+
     def _copy_out(self, sums: _Sums) -> None:
         """Copy the results of the other ranks."""
-        self._wait_for(self._added, self._chunks)
+        self._wait_for(self._added, sums.number)
         for rank, (begin, end) in enumerate(sums.borders):
             if rank != self.local_rank and end > begin:
                 sums.target[begin:end] = sums.results[rank][begin:end]

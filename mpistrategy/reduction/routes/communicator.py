@@ -11,17 +11,15 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.shared_memory import node_results, node_sum
+from mpistrategy.mpi.shared_memory import node_results
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.objects.later import later
-from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped, nbytes_of
+from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.multi_node import two_level
     from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
     from mpistrategy.mpi.multi_node.rounded_exchange import Wire
     from mpistrategy.mpi.multi_node.two_level import allreduce_across
@@ -196,59 +194,23 @@ def described(
         seen: whether the ranks of a node combine them where they are, before they travel to other nodes.
         wire: the dtype in which they travel between nodes, where it is another one.
     """
-    nbytes, nodes = nbytes_of(packs), ranks.nodes
     local = ranks.node_of.count(ranks.node_of[ranks.rank])
-    # What a node sends, and gets, in bytes.
-    sent = 2 * (nodes - 1) / nodes * nbytes / (1 if wire is None else 2)
+    by_node, part = f"through memory of the node, each rank 1/{local} of them", (local - 1) / local
+    between, dtype = ("by MPI's Allreduce", packs[0].dtype) if wire is None else ("from rank to rank", wire)
     result: Copies = () if copies or in_place else ((1, "all into the result"),)
-    by_each = size_in_words(2 * (ranks.size - 1) / ranks.size * nbytes)
-    way, moved = "stays here, the only replica", ""
-    match name:
-        case "node_sum" | "node_results":
-            way, part = f"through memory of the node, each rank 1/{local} of them", (local - 1) / local
-            copies = (*copies, (part, f"{local - 1}/{local} into the node's memory"))
-            if name == "node_sum":
-                chunk = node_sum.chunk_bytes_for(local, ranks.thresholds.chunk_bytes)
-                way += f", in {_pieces(packs, chunk, 'chunk')}"
-                copies = (*copies, (1, "the result out of it"))
-            else:
-                way += ", where the results stay"
-            moved = f"each rank writes {size_in_words(nbytes)} there and reads {size_in_words(2 * part * nbytes)}"
-        case "lanes":
-            pieces = _pieces(packs, two_level.piece_bytes_for(ranks.node_of), "piece")
-            between, dtype = ("by MPI's Allreduce", packs[0].dtype) if wire is None else ("from rank to rank", wire)
-            way = f"within each node, {between} between the {nodes} nodes as {dtype.name}, and back, in {pieces}"
-            if local > 1 and not seen and ranks.shares_memory:
-                copies = (*copies, (1, "all into the node's memory"), (1, "the result out of it"))
-            elif local > 1 and not seen:
-                copies += result
-            moved = f"each node sends {size_in_words(sent)} and gets as much, by {_count(local)}"
-            if local > 1 and ranks.shares_memory:
-                taken = size_in_words(local * two_level.shared_bytes(ranks.node_of))
-                moved += f"; this node shares {taken} for it, from its first use on"
-        case "mpi":
-            copies += result
-            way = f"by MPI's Allreduce, in {_pieces(packs, ranks.thresholds.mpi_piece_bytes(nodes), 'piece')}"
-            moved = f"each rank sends at least {by_each}"
-        case "alltoallv":
-            way = f"from rank to rank: each gets 1/{ranks.size} of all values, combines them and sends the result"
-            moved = f"each rank sends {by_each}"
-        case "root":
-            copies += result
-            way = "by MPI's Reduce to one rank, and from there by Bcast"
-            moved = f"each rank sends {size_in_words(nbytes)} or gets it, at least once"
-        case "threads":
-            way = "between the threads of this process"
-        case _:
-            copies += result
-    return Description(packs, way, copies, moved)
-
-
-def _count(lanes: int) -> str:
-    return f"{lanes} of its ranks" if lanes > 1 else "one rank"
-
-
-def _pieces(packs: Sequence[Pack], nbytes: int, what: str) -> str:
-    step = max(1, nbytes // packs[0].dtype.itemsize) * packs[0].dtype.itemsize
-    count = sum(-(-pack.nbytes // step) for pack in packs)
-    return f"{count} {what}{'' if count == 1 else 's'} of at most {size_in_words(nbytes)}"
+    within: Copies = ((part, f"{local - 1}/{local} into the node's memory"),)
+    out: Copies = ((1, "the result out of it"),)
+    lanes: Copies = result if not ranks.shares_memory else ((1, "all into the node's memory"), *out)
+    way, more = {
+        "node_sum": (by_node, within + out),
+        "node_results": (f"{by_node}, where the results stay", within),
+        "lanes": (
+            f"within each node, {between} between the {ranks.nodes} nodes as {dtype.name}, and back",
+            () if seen or local == 1 else lanes,
+        ),
+        "mpi": ("by MPI's Allreduce", result),
+        "alltoallv": (f"from rank to rank: each gets 1/{ranks.size} of all values, and sends their combination", ()),
+        "root": ("by MPI's Reduce to one rank, and from there by Bcast", result),
+        "threads": ("between the threads of this process", ()),
+    }.get(name, ("stays here, the only replica", result))
+    return Description(packs, way, copies + more)

@@ -1,7 +1,7 @@
 """The route of a few sums between nodes: in the first message of the call, which compares the calls.
 
-Each number travels as float64 and is added up by MPI; a complex one as two.  Integers of 8 bytes travel as two halves
-of 32 bits, so that their sums are exact, and wrap around as NumPy's do.
+Each number travels as float64 and is added up by MPI; a complex one as two.  An integer travels as two halves of 32
+bits, so that sums are exact, and wrap around as NumPy's do.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ from mpistrategy.arrays.dtypes import Array, division, host_wire_dtype
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of
+from mpistrategy.reduction.routes.base import Description, Targets, grouped
 
 _LOW, _HALF = 0xFFFFFFFF, 32
 
@@ -31,7 +30,7 @@ def _numbers_of(dtype: np.dtype[Any]) -> int | None:
         return 2 if dtype.itemsize <= 16 else None
     if dtype.kind == "f":
         return 1 if dtype.itemsize <= 8 else None
-    return (2 if dtype.itemsize == 8 else 1) if dtype.kind in "iu" else None
+    return 2 if dtype.kind in "iu" else None
 
 
 def fits(communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp) -> bool:
@@ -72,9 +71,8 @@ class FirstMessageRoute:
             start = stop
             wire = host_wire_dtype(dtype)
             if dtype.kind in "iu":
-                is_long = dtype.itemsize == 8
-                self._writers.append(partial(_write_halves if is_long else _write, mine.reshape(1 + is_long, *shape)))
-                self._readers.append(partial(_read_halves if is_long else _read_integers, sums, dtype, shape))
+                self._writers.append(partial(_write_halves, mine.reshape(2, *shape)))
+                self._readers.append(partial(_read_halves, sums.reshape(2, *shape), dtype))
             else:
                 view: Any = mine.view(np.complex128) if dtype.kind == "c" else mine
                 total: Any = sums.view(np.complex128) if dtype.kind == "c" else sums
@@ -95,20 +93,7 @@ class FirstMessageRoute:
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way = "in the first message of the call, with its check"
-        return [
-            Description(
-                alike,
-                way,
-                (),
-                f"each rank sends {size_in_words(nbytes_of(alike))} in a message of {_size(ranks)}",
-            )
-            for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)
-        ]
-
-
-def _size(ranks: Communicator) -> str:
-    assert ranks.first_message is not None
-    return f"{len(ranks.first_message.values)} numbers beside the check"
+        return [Description(alike, way, ()) for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)]
 
 
 def _write(place: Array, array: Any) -> None:
@@ -116,9 +101,8 @@ def _write(place: Array, array: Any) -> None:
 
 
 def _write_halves(place: Array, array: Any) -> None:
-    flat = np.asarray(array).astype(np.uint64)
-    place[: len(place) // 2] = flat & np.uint64(_LOW)
-    place[len(place) // 2 :] = flat >> np.uint64(_HALF)
+    number = np.asarray(array).astype(np.uint64)
+    place[0], place[1] = number & np.uint64(_LOW), number >> np.uint64(_HALF)
 
 
 def _read(total: Array, dtype: np.dtype[Any], division: tuple[Any, Any] | None) -> Array:
@@ -128,10 +112,6 @@ def _read(total: Array, dtype: np.dtype[Any], division: tuple[Any, Any] | None) 
     return total.astype(dtype)
 
 
-def _read_integers(sums: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    return sums.astype(np.int64).astype(dtype).reshape(shape)
-
-
-def _read_halves(sums: Array, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
-    low, high = sums.astype(np.uint64).reshape(2, -1)
-    return (low + (high << np.uint64(_HALF))).astype(dtype).reshape(shape)
+def _read_halves(sums: Array, dtype: np.dtype[Any]) -> Array:
+    low, high = sums.astype(np.uint64)
+    return np.asarray(low + (high << np.uint64(_HALF))).astype(dtype)

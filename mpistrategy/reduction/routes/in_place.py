@@ -25,7 +25,6 @@ from mpistrategy.mpi.multi_node.rounded_exchange import Wire
 from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.node_sum import where_they_are
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
-from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Route, Targets
@@ -178,14 +177,8 @@ class InPlaceRoute:
             seen = is_seen_across(ranks, replicas, op, wire)
             name = "lanes" if wire is not None else ranks.route(pack.nbytes, pack.dtype, op)
             return described(ranks, name, [pack], copies, in_place=not into_result, seen=seen, wire=wire)
-        read, written = size_in_words(pack.nbytes), size_in_words(pack.nbytes / (local if into_result else 1))
-        target = "into the node's one result" if into_result else "into every one"
-        return Description(
-            [pack],
-            f"where the arrays are, each rank 1/{local} of them",
-            (),
-            f"each rank reads {read} and writes {written}, {target}",
-        )
+        target = "the node's one result" if into_result else "every one"
+        return Description([pack], f"where the arrays are, each rank 1/{local} of them, into {target}", ())
 
 
 def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
@@ -195,15 +188,9 @@ def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
 
         on_device.bcast(communicator, replicas.mine, 0)
         return
-    if not replicas.is_shared:
+    if not replicas.is_shared or communicator.nodes > 1:
         communicator.bcast(replicas.mine, 0)
-        return
-    if communicator.nodes > 1:
-        leaders = communicator.node().leaders
-        if leaders is not None:
-            leaders.bcast(replicas.mine, 0)
-        communicator.node_barrier()
-    if replicas.local_rank != 0:
+    elif replicas.local_rank != 0:
         replicas.mine[...] = replicas.arrays[0]
 
 
@@ -215,12 +202,10 @@ def _across(
     Return False where there was no memory for the counters, on any node.
     """
     ranks: Any = communicator
-    mine = replicas.mine
     across = across_nodes(ranks)
-    within = across.within(replicas.arrays, targets, partial(divide_by, divisor))
-    if within is not None:
-        across.allreduce(mine, mine, op, wire, within)
-    return within is not None
+    if across.sees_node:
+        across.in_place(replicas.arrays, targets, op, wire, partial(divide_by, divisor))
+    return across.sees_node
 
 
 def _result(replicas: Replicas) -> Array:

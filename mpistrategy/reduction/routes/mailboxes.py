@@ -16,11 +16,10 @@ from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wi
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import aligned
-from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped, nbytes_of
+from mpistrategy.reduction.routes.base import Description, Targets, grouped
 
 _ALIGNMENT = 16  # enough for every dtype of NumPy
 
@@ -143,15 +142,7 @@ class MailboxRoute:
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
-        return [
-            Description(
-                alike,
-                way,
-                copies,
-                f"each rank writes {size_in_words(nbytes_of(alike))} and reads the mailboxes of all {ranks.size}",
-            )
-            for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)
-        ]
+        return [Description(alike, way, copies) for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)]
 
 
 def combine_rows(combine: Any, rows: Array, total: Array) -> None:

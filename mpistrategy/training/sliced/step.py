@@ -18,7 +18,7 @@ from mpistrategy.training.sliced.update import MemoryRange, Run, SlicedUpdate
 from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.arena.arena import Arena
+    from mpistrategy.reduction.arena import Arena
 
 Slots = Mapping[str, Variable]
 

@@ -28,7 +28,7 @@ several = pytest.mark.mpi(min_size=2)
 LARGE = np.ones(300_000)
 VERBS = (
     "allreduce", "allreduce_many", "reduce", "bcast", "gatherv", "allgatherv", "alltoall", "allgather_text", "shared",
-    "node_barrier", "node",
+    "node_barrier",
 )  # fmt: skip
 
 
@@ -170,7 +170,7 @@ def test_an_error_before_the_agreement_leaves_the_strategy_as_it_is(
     with monkeypatch.context() as patched:
         if RANK == 0:
             patched.setattr(NodeSum, "new", no_memory)
-            patched.setattr(arena, "_is_unchanged", no_memory)
+            patched.setattr(arena, "_holds", no_memory)
         ends = outcomes(step)
     assert [end.error for end in ends] == [Exception] + [RemoteError] * (SIZE - 1)
     assert all("MemoryError: there is none" in end.text for end in ends)

@@ -23,6 +23,7 @@ from mpistrategy.mpi.contract import sums_by_mpi
 from mpistrategy.mpi.multi_node import lanes, two_level
 from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes, allreduce_across
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.shared_memory.node_sum import segment_bytes
 from mpistrategy.mpi.shared_memory.segments import private_memory
 
 pytestmark = pytest.mark.mpi
@@ -203,7 +204,7 @@ def test_every_slice_has_one_owner_on_each_node(place: str) -> None:
         for rank, one in enumerate(all_of_them):
             assert all(rank in group for group in one.counterparts)
             for count in (0, 1, 7, 10_000):
-                parts = [one.part_of(other, count, 8) for other in range(len(one.borders))]
+                parts = [slice(*one.part_of(count, other, len(one.borders), 8)) for other in range(len(one.borders))]
                 filled = np.zeros(count, int)
                 for part in parts:
                     filled[part] += 1
@@ -218,7 +219,7 @@ def test_all_buffers_of_a_node_together_are_bounded() -> None:
     for ranks_per_node in (1, 2, 8, 64, 128, 256):
         for nodes in (2, 32, 1024):
             node_of = [node for node in range(nodes) for _ in range(ranks_per_node)][:10_000]
-            assert two_level.piece_bytes_for(node_of) * two_level.BUFFERS * ranks_per_node <= 2**26
+            assert (two_level.shared_bytes(node_of) - segment_bytes(0)) * ranks_per_node <= 2**26
 
 
 @pytest.mark.mpi(min_size=2)

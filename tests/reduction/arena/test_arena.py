@@ -39,7 +39,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.mpi.multi_node.two_level import AcrossNodes
 from mpistrategy.mpi.shared_memory.segments import private_memory
-from mpistrategy.reduction.arena.arena import Arena
+from mpistrategy.reduction.arena import Arena
 
 pytestmark = pytest.mark.mpi
 
@@ -191,10 +191,11 @@ def test_on_several_nodes_a_late_rank_is_waited_for() -> None:
         values[:] = -1e6
         exchange: Any = strategy.extended.communicator.once.made.get(AcrossNodes)
         if RANK == 1 and exchange is not None:
-            rank_0, end = exchange._node.sent.numbers[0], time.monotonic() + 1
-            while rank_0[0] <= exchange._number and time.monotonic() < end:
+            node = exchange.node_sum
+            rank_0, end = node._arrived.numbers[0], time.monotonic() + 1
+            while rank_0[0] <= node._barriers and time.monotonic() < end:
                 pass  # unless it waits in a comparison, it comes
-            first_have_come += rank_0[0] > exchange._number
+            first_have_come += rank_0[0] > node._barriers
             for _ in range(10_000):
                 os.sched_yield()
         values[:] = number + RANK

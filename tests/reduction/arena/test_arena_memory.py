@@ -14,7 +14,7 @@ import pytest
 from replicas import RANKS, SIZE, OnNodes, context, made, still_works
 
 import mpistrategy as ms
-from mpistrategy.reduction.arena.arena import Arena
+from mpistrategy.reduction.arena import Arena
 
 pytestmark = pytest.mark.mpi
 

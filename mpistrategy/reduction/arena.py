@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import mmap
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from operator import is_
 from typing import Any, Generic, NoReturn, Protocol, SupportsIndex, TypeVar
 
 import numpy as np
@@ -13,10 +15,12 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.arrays.values import ArenaBase, contribution
 from mpistrategy.errors import (
     ContextError,
     CopyError,
+    DTypeError,
     EmptyBatchError,
     LeafError,
     OptionError,
@@ -27,19 +31,20 @@ from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed
 from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.arena.layout import buckets_for, check_dtypes, laid_out
-from mpistrategy.reduction.arena.unchanged import UnchangedNest
-from mpistrategy.reduction.inputs import checked_leaves
+from mpistrategy.reduction.inputs import check_order, checked_leaves
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
+from mpistrategy.reduction.layout.packing import Layout, Member, Pack
 from mpistrategy.reduction.reducer import General, Reducer
 from mpistrategy.reduction.routes.base import CallPlan, Description, Route
-from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas
+from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas, joined, typed
 
 T = TypeVar("T")
 
@@ -119,11 +124,11 @@ class Arena(ArenaBase, Generic[T]):
         self._mine = [bucket.mine for bucket in self._buckets]
         #: The arrays, in order.
         self._leaves: list[Array] = self._views(self._mine)
-        self._nest = UnchangedNest(self._structure, self._leaves)
-        self._values: Any = self._nest.value
+        self._values: Any = self._structure.pack(self._leaves)
+        #: A nest that the program cannot get at, and how to reach its arrays; None for containers that are not plain.
+        self._twin, self._where = self._structure.pack(self._leaves), nest.leaves_of(self._values)
         #: Whether results are written over `values`.
         self._in_place: bool = not shared_result
-        self._is_unchanged: Callable[[], bool] = self._nest.is_unchanged
         #: What an all-reduce returns.
         self._result: Any = self._values
         if shared_result:
@@ -201,7 +206,7 @@ class Arena(ArenaBase, Generic[T]):
         self._closed = True
         self._routes.clear()
         self._buckets, self._mine, self._leaves, self._values, self._result = (), [], [], None, None
-        del self._nest, self._is_unchanged
+        self._twin = None
 
     def _check(self, reducer: Reducer, where: str) -> None:
         """Raise unless a strategy can reduce the arena as it is.
@@ -215,13 +220,21 @@ class Arena(ArenaBase, Generic[T]):
             raise OptionTypeError.at(
                 where, found="an arena of another strategy", expected="one that this strategy's arena() made"
             )
-        if not self._is_unchanged():
+        if not self._holds(self._values):
             raise StructureError.at(
                 where,
                 found="other arrays in arena.values than the arena's own",
                 expected="values that were written in place",
                 fix="Write arena.values[key][...] = x, or pass out=arena.values[key] to NumPy's functions.",
             )
+
+    def _holds(self, value: Any) -> bool:
+        """Return whether a nest has the arena's structure, and holds the arena's arrays."""
+        if self._where is not None:
+            is_alike = nest.alike(self._twin, value)
+            return is_alike and all(map(is_, self._where.take(value), self._leaves))
+        leaves, structure = nest.flatten(value)
+        return structure.text == self._structure.text and all(map(is_, leaves, self._leaves))
 
     def _require_open(self, where: str) -> None:
         if self._closed:
@@ -255,7 +268,7 @@ class Arena(ArenaBase, Generic[T]):
         op = ReduceOp._parse(reduce_op, call.where)
         self._check(reducer, call.where)
         in_place = self._in_place or out is not None
-        if not (out is None or out is self or out is self._values or self._nest.is_like(out)):
+        if not (out is None or out is self or out is self._values or self._holds(out)):
             raise OptionError.at(
                 call.where, found="another out= with an arena", expected="out=None, or out=arena.values"
             )
@@ -388,6 +401,81 @@ class ArenaPlan(CallPlan):
         call.agree_on(self._signature, self._digest, sparingly=not value._on_device)
         route.run(value._mine)
         return value._values if self._how[3] else value._result
+
+
+#: More than any arena has: all arrays of a dtype lie in one bucket.
+_NO_LIMIT = 2**62
+
+
+def laid_out(layouts: tuple[Layout, ...]) -> tuple[tuple[Pack, ...], list[tuple[int, Member]]]:
+    """Return the buckets of arrays with these layouts; and for each array the number of its bucket, and its place."""
+    packs = packing.plan(layouts, _NO_LIMIT, 0, _itself, None, ALIGNMENT)
+    places = {m.index: (number, m) for number, pack in enumerate(packs) for m in pack.members}
+    return packs, [places[index] for index in range(len(layouts))]
+
+
+def _itself(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    return dtype
+
+
+def buckets_for(
+    communicator: Communicator, packs: Sequence[Pack], shared_result: bool, on_device: bool
+) -> tuple[Replicas, ...]:
+    """Return the zeroed memory of these buckets for every rank, and one result for the node where it is asked for.
+
+    Collective.
+    """
+    if on_device:
+        return _on_device(communicator, packs, shared_result)
+    starts, total = [], 0
+    for pack in packs:
+        starts.append(total)
+        total += aligned(pack.nbytes)
+    memory = communicator.shared(total)
+    is_shared, result = memory.is_shared, None
+    if shared_result:
+        # Each rank brings its part of the one result: the parts lie side by side.
+        if is_shared:
+            pages = -(-total // (len(memory.segments) * mmap.PAGESIZE))
+            parts = communicator.shared(max(1, pages) * mmap.PAGESIZE)
+            is_shared, result = parts.is_shared, joined(parts)
+        if not is_shared:
+            result = private_memory(total).mine
+    buckets = []
+    for pack, start in zip(packs, starts, strict=True):
+        arrays = typed(memory, start, pack.size, pack.dtype)
+        one = None if result is None else result[start : start + pack.nbytes].view(pack.dtype)
+        if not is_shared:
+            arrays = (arrays[memory.local_rank],)
+        buckets.append(Replicas(arrays, memory.local_rank if is_shared else 0, is_shared, one))
+    return tuple(buckets)
+
+
+def _on_device(communicator: Communicator, packs: Sequence[Pack], shared_result: bool) -> tuple[Replicas, ...]:
+    cupy = cupy_for("an arena in GPU memory")
+    index = gpu_of(communicator.devices, communicator.rank)
+    with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if index is None else index):
+        made = []
+        for pack in packs:
+            mine, *result = (communication_memory(cupy, pack.size, pack.dtype) for _ in range(1 + shared_result))
+            for array in (mine, *result):
+                array[...] = 0
+            made.append(Replicas((mine,), result=result[0] if shared_result else None))
+    return tuple(made)
+
+
+def check_dtypes(buckets: Sequence[Replicas], op: ReduceOp, where: str) -> None:
+    """Raise DTypeError for a MEAN of integers, which does not fit where they are, and an order of complex numbers."""
+    for bucket in buckets:
+        dtype = bucket.mine.dtype
+        if op is ReduceOp.MEAN and dtype.kind in "iu":
+            raise DTypeError.at(
+                where,
+                found=f"MEAN of {dtype_name(dtype)} in an arena",
+                expected="a floating dtype: the mean of integers is not an integer, and does not fit into the arena",
+                fix="Reduce with SUM, or pass arena.values without out=.",
+            )
+        check_order(dtype, op, where)
 
 
 show_as("mpistrategy", Arena)
