@@ -77,7 +77,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         op: ReduceOp,
         bytes_per_pack: float,
         wire: str | None,
-        destination: Destination = EVERY_RANK,
+        destination: Destination,
     ) -> Route:
         """Return the route of arrays: by MPI's Reduce to a single rank, else the fastest to every rank."""
         if destination.only_rank is not None:
