@@ -8,7 +8,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
+from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Layout, checked_num_packs
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
@@ -65,7 +65,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         op: ReduceOp,
         bytes_per_pack: float,
         wire: str | None,
-        destination: Destination = EVERY_RANK,
+        destination: Destination,
     ) -> Route:
         """Return the route of arrays: on several nodes the same for all sizes, if MPI's sums have the same bits."""
         packs = self._packs(layouts, bytes_per_pack)

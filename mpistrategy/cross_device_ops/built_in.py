@@ -23,7 +23,7 @@ from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.algorithm import OnDevice
-from mpistrategy.reduction.inputs import checked_value, in_kind, own_component, own_result, summand
+from mpistrategy.reduction.inputs import checked_value, in_kind, own_component, summand
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
@@ -77,7 +77,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         op: ReduceOp,
         bytes_per_pack: float,
         wire: str | None,
-        destination: Destination = EVERY_RANK,
+        destination: Destination,
     ) -> Route:
         """Return the route of arrays: by MPI's Reduce to a single rank, else the fastest to every rank."""
         if destination.only_rank is not None:
@@ -126,7 +126,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         outs: Sequence[Any] | None = None,
     ) -> GpuRoute:
         """Return the route of arrays in GPU memory that are combined there; in place if they are their own `outs`."""
-        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here, for the quick import
+        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs, own_result  # here, for the quick import
 
         packs = gpu_packs(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
         targets = None if outs is None else [own_result(*both) for both in zip(arrays, outs, strict=True)]

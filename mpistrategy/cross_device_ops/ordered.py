@@ -19,7 +19,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
-from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
+from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.base import Route
@@ -85,7 +85,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         op: ReduceOp,
         bytes_per_pack: float,
         wire: str | None,
-        destination: Destination = EVERY_RANK,
+        destination: Destination,
     ) -> Route:
         """Return the route of arrays: through memory of the node, or share by share from rank to rank."""
         packs = hybrid(layouts, ranks.thresholds.pack_bytes, bytes_per_pack)

@@ -14,7 +14,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination, ranks_of
+from mpistrategy.reduction.layout.destinations import Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan
 from mpistrategy.reduction.routes.base import Route
@@ -97,7 +97,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         op: ReduceOp,
         bytes_per_pack: float,
         wire: str | None,
-        destination: Destination = EVERY_RANK,
+        destination: Destination,
     ) -> Route:
         """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
         root = self._root(ranks, destination)

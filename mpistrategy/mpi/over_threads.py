@@ -18,7 +18,6 @@ from mpistrategy.arrays.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import site_of
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Once
 from mpistrategy.mpi.interface.communicator import InOneProcess
 from mpistrategy.mpi.tuning.thresholds import RouteName
 
@@ -139,12 +138,9 @@ class SimulatedCommunicator(InOneProcess):
     def __init__(self, meeting: Meeting, rank: int, nodes: Sequence[int] | None = None) -> None:
         self._meeting = meeting
         self._nodes = list(nodes) if nodes is not None else [0] * len(meeting.members)
-        self.rank, self.size = rank, len(meeting.members)
-        self.guard: Guard = Guard(self if self.size > 1 else None, rank, self.size)
-        numbers = list(dict.fromkeys(self._nodes))
-        self.node_of = tuple(numbers.index(node) for node in self._nodes)
-        self.nodes, self.local_rank = len(numbers), self.node_of[:rank].count(self.node_of[rank])
-        self.once: Once = Once()
+        numbers, size = list(dict.fromkeys(self._nodes)), len(self._nodes)
+        guard = Guard(self if size > 1 else None, rank, size)
+        super().__init__(rank, [numbers.index(node) for node in self._nodes], guard)
 
     def _gathered(self, purpose: str, value: Any) -> list[Any]:
         return self._meeting.allgather(self.rank, purpose, _copied(value))
@@ -160,7 +156,7 @@ class SimulatedCommunicator(InOneProcess):
 
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
-        self.devices = tuple(self._meeting.allgather(self.rank, "share_device", device))
+        self.devices: tuple[Device, ...] = tuple(self._meeting.allgather(self.rank, "share_device", device))
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "threads", whatever the size."""

@@ -107,16 +107,18 @@ class Arena(ArenaBase, Generic[T]):
             self._on_device: bool = gpu_of(communicator.devices, communicator.rank) is not None or any(
                 map(is_on_device, mine)
             )
+            #: For each dtype a bucket, in the order of the first array of each; and where each array lies, in order.
+            self._packs, self._places = laid_out(layouts)
             call.agree(
                 "make an arena",
                 values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts),
                 options=f"shared_result={shared_result}{', on a GPU' if self._on_device else ''}",
             )
-            call.expect_more()
-            #: For each dtype a bucket, in the order of the first array of each; and where each array lies, in order.
-            self._packs, self._places = laid_out(layouts)
+            if self._on_device:  # each rank takes memory of its own; on a node they take it together
+                call.expect_more()
             #: Of each bucket, one flat array of every rank of the node.
             self._buckets: tuple[Replicas, ...] = buckets_for(communicator, self._packs, shared_result, self._on_device)
+            call.expect_more()
             call.agree("use an arena")  # no rank has run out of memory
         self._number = next(reducer.arena_numbers)
         self._summary = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)

@@ -178,7 +178,7 @@ class _BroadcastPlan(NestPlan):
     #: What these ranks are told.
     description: str = ""
 
-    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets) -> list[Array]:
+    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
         call.structure = self._signature.structure
         self._transfer.bring(arrays)
         if call.agree_on(self._signature, self._digest):

@@ -43,7 +43,6 @@ from mpistrategy.reduction.layout.packing import Layout
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.foreign import is_foreign
-    from mpistrategy.arrays.gpu import is_cupy, is_of_cuda_malloc
     from mpistrategy.reduction import sparse
 else:
     later(globals(), "mpistrategy.arrays.foreign", "is_foreign")
@@ -213,16 +212,6 @@ def check_target(target: Any, value: Any, op: ReduceOp, where: str) -> None:
             found=f"{dtype_name(target.dtype)}{list(target.shape)}",
             expected=f"{dtype_name(dtype)}{list(value.shape)}, as the result",
         )
-
-
-def own_result(array: Any, out: Any) -> Any:
-    """Return an array in GPU memory that is its own result, and can be reduced where it is; else None.
-
-    It is contiguous, and in memory of cudaMalloc: an MPI may not take other memory.
-    """
-    same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
-    fits = same and array.flags.c_contiguous and out.flags.c_contiguous
-    return array if fits and is_of_cuda_malloc(array) else None
 
 
 def as_given(result: Any, value: Any) -> Any:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, sum_dtype_of_mean
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
@@ -29,10 +29,9 @@ else:
         "names_of",
     )
 
-#: From so many bytes on results are written where the arrays are.  Below, the ranks of a node add up in memory that
-#: they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
+#: From so many bytes on the results of one node are written where the arrays are.  Below, its ranks add up in memory
+#: that they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
 _LEAST_IN_PLACE = 8 * 2**20
-_KINDS = "fiuc"
 
 
 class Transfer(ABC):
@@ -152,18 +151,6 @@ def usual_route(
         return first_message.FirstMessageRoute(communicator, message, layouts, op)
     packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
     return CommunicatorRoute(communicator, packs, op, names_of(communicator, packs, op, wire), wire=wire)
-
-
-def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
-    """Return whether arrays of a dtype are reduced as they are.
-
-    They are NumPy's own, native, ordered for MIN and MAX, and for MEAN no integers that are summed in more bits.
-    """
-    if op is ReduceOp.MEAN:
-        fits = sum_dtype_of_mean(dtype).itemsize == dtype.itemsize
-    else:
-        fits = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
-    return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and fits
 
 
 class NumbersOfRanks:

@@ -70,7 +70,7 @@ class NestPlan(CallPlan):
             targets = direct_targets(out, value, self.leaves, arrays, transfer.results, transfer.writes_targets)
         if arrays is None or (out is not None and targets is None):
             return self.otherwise.run(call, value, out, weight)
-        results = self._sent(call, arrays, targets)
+        results = self._sent(call, arrays, targets, weight)
         if out is not None:
             return written(results, self.leaves.take(out), out)
         return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
@@ -80,7 +80,7 @@ class NestPlan(CallPlan):
         arrays = leaves if self._only_arrays else arrays_of(leaves, self._transfer.layouts)
         return None if arrays is None else self._sent(call, arrays, None)
 
-    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets) -> list[Array]:
+    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
         call.structure = self._signature.structure
         self._transfer.bring(arrays, targets)
         if self._timeout is not None:

@@ -33,11 +33,18 @@ from mpistrategy.reduction.inputs import (
     to_reduce,
 )
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
-from mpistrategy.reduction.layout.packing import Layout, layouts_of
-from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer, is_simple
+from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
+from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer
 from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
-from mpistrategy.reduction.weights import EXCHANGE, WeightedMean, WeightedPlan, dtype_of_products, weights_of_ranks
+from mpistrategy.reduction.weights import (
+    EXCHANGE,
+    Products,
+    WeightedMean,
+    WeightedPlan,
+    dtype_of_products,
+    weights_of_ranks,
+)
 
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import check_device, is_cupy
@@ -164,7 +171,8 @@ class AllReduce(General):
         values = tuple((dtype_name(dtype), shape) for dtype, shape in sent)
         signature = signature._replace(op=op.value, values=values)
         if is_weighted:
-            return WeightedPlan(self, ranks, where, layouts, plan, signature, timeout)
+            products = Products(plan, layouts)
+            return WeightedPlan(self, ranks, where, products, signature, kinds=kinds, timeout=timeout)
         transfer = self.transfer(plan, leaves, out)
         made = NestPlan(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=timeout)
         return made if destination is None else PlacedPlan(made, destination, ranks.rank)

@@ -16,12 +16,11 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import arrays_of, as_leaf, direct_targets
 from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import NumbersOfRanks, Plan
-from mpistrategy.reduction.plans import written
-from mpistrategy.reduction.routes.base import CallPlan
+from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer
+from mpistrategy.reduction.plans import NestPlan
+from mpistrategy.reduction.routes.base import CallPlan, Targets
 
 #: What the ranks compare before they exchange their weights.
 EXCHANGE = "exchange the weights of a mean"
@@ -119,17 +118,32 @@ def weights_of_ranks(
     return found
 
 
-class WeightedPlan(CallPlan):
-    """The plan of weighted means of nests of arrays and numbers on the host.
+class Products(Transfer):
+    """The sums of arrays times weights.
 
     Args:
-        otherwise: does the calls that need a closer look.
+        plan: of the products.
+        layouts: of the arrays.
+    """
+
+    def __init__(self, plan: Plan, layouts: tuple[Layout, ...]) -> None:
+        self._plan, self.layouts, self.results = plan, layouts, [mean_dtype(dtype) for dtype, _ in layouts]
+
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+        """Do what must be done with the products before the ranks agree on the call."""
+        self._plan.bring(arrays)
+
+    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return the sums of the products."""
+        return self._plan.run(arrays)
+
+
+class WeightedPlan(NestPlan):
+    """The plan of weighted means of nests of arrays and numbers on the host: see `NestPlan`.
+
+    Args:
+        otherwise, leaves, transfer, signature, kinds, timeout: as there; `transfer` is a `Products`.
         communicator: the ranks.
-        leaves: how to reach the arrays.
-        layouts: their dtypes and shapes.
-        plan: of their products with weights.
-        signature: of the call.
-        timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
     """
 
     def __init__(
@@ -137,36 +151,20 @@ class WeightedPlan(CallPlan):
         otherwise: CallPlan,
         communicator: Communicator,
         leaves: Leaves,
-        layouts: tuple[Layout, ...],
-        plan: Plan,
+        transfer: Products,
         signature: Signature,
+        *,
+        kinds: set[type],
         timeout: float | None,
     ) -> None:
-        self._otherwise, self._leaves, self._layouts, self._plan = otherwise, leaves, layouts, plan
-        self._dtypes = [mean_dtype(dtype) for dtype, _ in layouts]
-        self._signature, self._timeout = signature, timeout
+        super().__init__(otherwise, communicator.guard, leaves, transfer, signature, kinds=kinds, timeout=timeout)
         self._weights = NumbersOfRanks(communicator, 1)
         self._first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
-        digest = communicator.guard.digest
-        self._digests = digest(self._first), digest(signature)
+        self._first_digest = communicator.guard.digest(self._first)
 
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the weighted mean; see `CallPlan.run`."""
-        call.structure = self._leaves.text
-        leaves = self._leaves.take(value)
-        arrays = arrays_of(leaves, self._layouts)
-        if arrays is None or (
-            out is not None and direct_targets(out, value, self._leaves, arrays, self._dtypes, False) is None
-        ):
-            return self._otherwise.run(call, value, out, weight)
+    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
+        call.structure = self._signature.structure
         mean = WeightedMean(weight, ReduceOp.MEAN, call.where)
-        weights = weights_of_ranks(self._weights, call, mean.weight, self._first, self._digests[0])
-        if self._timeout is not None:
-            call.timeout = self._timeout
+        weights = weights_of_ranks(self._weights, call, mean.weight, self._first, self._first_digest)
         parts = mean.contributions(arrays, weights)
-        self._plan.bring(parts)
-        call.agree_on(self._signature, self._digests[1], sparingly=True)
-        means = mean.finish(self._plan.run(parts), arrays)
-        if out is not None:
-            return written(means, self._leaves.take(out), out)
-        return self._leaves.build(map(as_leaf, means, leaves))
+        return mean.finish(super()._sent(call, parts, None), arrays)

@@ -101,6 +101,32 @@ def test_gather_takes_variables_lists_and_a_records_array(strategy: ms.Strategy)
     assert strategy.gather(records, 0)["rank"].tolist() == list(RANKS)
 
 
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_ranks_with_a_plan_meet_those_without(strategy: ms.Strategy, size: int) -> None:
+    mine = np.full(size * SIZE, RANK + 1.0)
+    given = ms.PerReplica((mine,)) if RANK == 0 else mine  # is looked at in each call
+    for _ in range(2):
+        gathered = all_gather(strategy, given, 0)
+        np.testing.assert_array_equal(gathered, np.repeat(np.arange(1.0, SIZE + 1), size * SIZE))
+        np.testing.assert_array_equal(strategy.broadcast(given, SIZE - 1), np.full(size * SIZE, float(SIZE)))
+        part = strategy.run(lambda: context().reduce_scatter("SUM", given))
+        np.testing.assert_array_equal(part, np.full(size, SIZE * (SIZE + 1) / 2))
+
+
+@pytest.mark.mpi(min_size=2)
+def test_small_arrays_of_a_node_travel_with_the_check_of_the_call(strategy: ms.Strategy) -> None:
+    ranks, guard = strategy.extended.communicator, strategy.extended.communicator.guard
+    if ranks.mailboxes is None:
+        pytest.skip("the ranks are on several nodes")
+    mine = np.full(3, RANK)
+    for call in (lambda: strategy.gather(mine, 0), lambda: strategy.broadcast(mine)):
+        call()
+        before = guard.comparisons
+        call()
+        assert guard.comparisons == before + 1
+
+
 # ------------------------------------------------------------------------------------------------- broadcast
 
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, suppress
 from sys import _getframe
 from threading import get_ident
 from time import monotonic
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 from mpistrategy import errors
@@ -17,6 +17,9 @@ from mpistrategy.mpi.contract.call_sites import Signature, site_of
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects import jax_traces
+
+#: Of code: generators, coroutines, and both.
+_GENERATORS = 0x20 | 0x80 | 0x200
 
 
 class Call:
@@ -51,7 +54,10 @@ class Call:
     number: int = 0
     entered: float = 0.0
     left: float = 0.0
+    #: What has entered it.
+    frame: FrameType | None = None
     _outer: CurrentCall | None = None
+    _is_in_own_work: bool = False
     _on_gpu: AbstractContextManager[Any] | None = None
 
     def __init__(
@@ -68,7 +74,7 @@ class Call:
             raise guard.refusal(where)
         self.where: str = where
         self._guard, self._called = guard, called
-        self._anywhere, self._before = anywhere or bool(called), 0.0
+        self._anywhere = anywhere or bool(called)
         if structure:
             self.structure = structure
         if called and isinstance(called, str):
@@ -77,16 +83,15 @@ class Call:
             self.name = name
 
     def __enter__(self) -> Call:
-        guard = self._guard
+        guard, self.frame = self._guard, _getframe(1)
         outer = self._outer = guard.current
         try:
             if outer is None:
                 self._begin(guard)
             else:
                 self._join(guard, outer)
-            self._before = guard.since
             guard.current = self
-            if observers.observers and outer is None:
+            if outer is None and observers.observers:
                 observers.tell("entered", guard, self)
             if self._called is not None and not isinstance(self._called, str):
                 raise self._refused(
@@ -106,7 +111,7 @@ class Call:
         """Enter the outermost call into the flight record."""
         guard.thread, guard.agreed, guard.told = get_ident(), False, None
         if not self._anywhere:
-            self.place = (guard.site or site_of(_getframe(2))).place
+            self.place = (guard.site or site_of(self.frame)).place
         if guard.size > 1:
             record = guard.record
             record.number += 1
@@ -122,6 +127,11 @@ class Call:
                 expected="one thread at a time",
                 fix="Make a MirroredStrategy for each thread, all ranks in the same order.",
             )
+        if not _is_under_way(outer.frame):  # a signal has come where it was left, and it may not be done
+            guard.current = None
+            guard.break_off(outer.where, KeyboardInterrupt("as the call was left"))
+            raise guard.refusal(self.where)
+        self._is_in_own_work = guard.since == math.inf
         self.where = outer.where
         self.structure = outer.structure or self.structure
         self.name = outer.name or self.name
@@ -207,15 +217,26 @@ class Call:
         guard.told = error if self._outer is not None else None
 
     def _leave(self) -> None:
-        guard = self._guard
+        guard, self.frame = self._guard, None
         guard.current = self._outer
-        if observers.observers and self._outer is None:
+        if self._outer is not None:
+            if self._is_in_own_work:
+                guard.since = math.inf  # it goes on
+            return
+        self.left = monotonic()
+        if observers.observers:
             observers.tell("left", guard, self)
-        if self._before == math.inf:
-            guard.since = math.inf  # the program's own work goes on
-        if self.number:
-            self.left = monotonic()
         if self._on_gpu is not None:
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed
                 on_gpu.__exit__(None, None, None)
+
+
+def _is_under_way(frame: FrameType | None) -> bool:
+    """Return whether this thread is in what a frame does; True for a generator, which may be suspended."""
+    if frame is None or frame.f_code.co_flags & _GENERATORS:
+        return True
+    now: FrameType | None = _getframe(1)
+    while now is not None and now is not frame:
+        now = now.f_back
+    return now is frame

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Sequence
+from types import FrameType
 from typing import Protocol
 
 import numpy as np
@@ -25,6 +26,7 @@ class CurrentCall(Protocol):
     Attributes:
         number: its number in its strategy, from 1 on; 0 for a call inside another one, and in a strategy of one rank.
         entered, left: when it was, in seconds of time.monotonic(); `left` is 0.0 while it runs.
+        frame: what has entered it; None once it is left.
     """
 
     where: str
@@ -36,6 +38,7 @@ class CurrentCall(Protocol):
     number: int
     entered: float
     left: float
+    frame: FrameType | None
 
 
 class FlightRecord:

@@ -48,13 +48,13 @@ class Communicator(ABC):
         is_crowded: whether the ranks of this node outnumber the cores that they may use.
     """
 
-    rank: int = 0
-    size: int = 1
+    rank: int
+    size: int
     guard: Guard
-    devices: tuple[Device, ...] = ()
-    node_of: tuple[int, ...] = (0,)
-    nodes: int = 1
-    local_rank: int = 0
+    devices: tuple[Device, ...]
+    node_of: tuple[int, ...]
+    nodes: int
+    local_rank: int
     library: str = ""
     shares_memory: bool = False
     thresholds: Thresholds = DEFAULT
@@ -65,6 +65,22 @@ class Communicator(ABC):
     is_simulated: bool = False
     has_links: bool = False
     is_crowded: bool = False
+
+    def __init__(
+        self,
+        rank: int = 0,
+        node_of: Sequence[int] = (0,),
+        guard: Guard | None = None,
+        devices: tuple[Device, ...] = (),
+    ) -> None:
+        self.rank, self.size, self.devices = rank, len(node_of), devices
+        self.guard, self.once = guard or Guard(), Once()
+        self._place(node_of)
+
+    def _place(self, node_of: Sequence[int]) -> None:
+        """Note on which node each rank is."""
+        self.node_of, self.nodes = tuple(node_of), max(node_of) + 1
+        self.local_rank = self.node_of[: self.rank].count(self.node_of[self.rank])
 
     @property
     def may_use_threads(self) -> bool:
@@ -224,7 +240,7 @@ class SingleCommunicator(InOneProcess):
     """One rank alone: every collective is the identity, and MPI is never started."""
 
     def __init__(self, devices: tuple[Device, ...] = (Device(0, "CPU", 0),)) -> None:
-        self.devices, self.guard, self.once = devices, Guard(), Once()
+        super().__init__(devices=devices)
 
     def _gathered(self, purpose: str, value: Any) -> list[Any]:
         return [value]

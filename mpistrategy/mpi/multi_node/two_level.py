@@ -35,7 +35,7 @@ from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 #: Larger buffers go in pieces of this.
 PIECE_BYTES = 4 * 2**20
 #: All buffers of a node together take no more; with many ranks on a node the pieces become smaller.
-NODE_BYTES = 2**26
+NODE_BYTES = 2**27
 #: So many pieces are under way: one on the network, and one on which the node works.
 BUFFERS = 2
 _LEAST_PIECE_BYTES = 2**12

@@ -17,9 +17,7 @@ from mpi4py import MPI
 from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer
 from mpistrategy.errors import CollectiveTimeoutError
 from mpistrategy.mpi.contract.failures import Failures
-from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.interface.buffers import Once
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across
 from mpistrategy.mpi.over_mpi import gathering
@@ -117,9 +115,7 @@ class Collectives(Communicator):
     def __init__(self, comm: Any, max_count: int = buffers.MAX_COUNT) -> None:
         self._comm: MPI.Intracomm = comm
         self.max_count = max_count
-        self.rank, self.size = comm.rank, comm.size
-        self.node_of, self.nodes = tuple(range(self.size)), self.size
-        self.guard, self.once = Guard(), Once()
+        super().__init__(comm.rank, range(comm.size))
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""

@@ -16,7 +16,7 @@ from mpistrategy.arrays.devices import Device, parse
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.contract.channel import ControlChannel
+from mpistrategy.mpi.contract.channel import ControlChannel, FirstMessage
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
@@ -37,6 +37,7 @@ from mpistrategy.mpi.shared_memory.segments import (
 )
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
+from mpistrategy.mpi.tuning.thresholds import Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
 
 _UNEQUAL = (
@@ -84,28 +85,30 @@ class MpiCommunicator(Collectives):
         else:
             self._inside = self._comm.Split(node_key, self.rank)
         self._peers = NodePeers(self._inside, self.allgather_text)
-        self.local_rank, self.local_size = self._peers.local_rank, self._peers.local_size
+        self.local_size: int = self._peers.local_size
         leader = int(self._peers.text_of_leader(str(self.rank)))
         ranks = self._introduce(
             Introduction.of_this_rank(self.rank, self.size, leader, self.local_size, sorted(cores()))
         )
         numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
-        self.node_of, self.nodes = tuple(numbers[each.leader] for each in ranks), len(numbers)
+        self._place([numbers[each.leader] for each in ranks])
         self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
-        self.is_crowded = self.local_size > self._cores
-        self.library = library_name(MPI.Get_library_version())
+        self.is_crowded: bool = self.local_size > self._cores
+        self.library: str = library_name(MPI.Get_library_version())
         if self.size > 1:
-            self.thresholds = agreed(MPI.Get_library_version(), self.rank, self.node_of, self.allgather_text)
+            self.thresholds: Thresholds = agreed(
+                MPI.Get_library_version(), self.rank, self.node_of, self.allgather_text
+            )
         self._has_warned = False
-        self.shares_memory = self.nodes < self.size  # where some node has several ranks, which can
+        self.shares_memory: bool = self.nodes < self.size  # where some node has several ranks, which can
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         is_free = usual is None or usual is not self._control
         used = None if usual is None else channel(usual)
         if self._control is not None and usual is self._control:
             self._try_sums(self._control)
             if used is self._control and self.has_equal_sums:
-                self.first_message = self._control
-        self.guard = Guard(
+                self.first_message: FirstMessage | None = self._control
+        self.guard: Guard = Guard(
             used,
             self.rank,
             self.size,
@@ -121,7 +124,7 @@ class MpiCommunicator(Collectives):
 
     def _try_sums(self, control: MpiControlChannel) -> None:
         """Find out whether all ranks get the same bits of one sum, which MPI does not promise.  Collective."""
-        self.has_equal_sums = control.has_equal_sums(self._comm)
+        self.has_equal_sums: bool = control.has_equal_sums(self._comm)
         if not self.has_equal_sums and self.rank == 0:
             warn(_UNEQUAL.format(self.library), FallbackWarning)
 
@@ -163,10 +166,11 @@ class MpiCommunicator(Collectives):
         chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
         add_up = partial(NodeSum, part(shared, segment_bytes(cell_bytes)), chunk_bytes)
         if self.local_size < self.size:
-            self.node_sum = add_up(wait())
+            self.node_sum: NodeSum | None = add_up(wait())
             return lines, control
-        self.failures = Failures(errors)
-        self.mailboxes = mailboxes = Mailboxes(shared, cell_bytes, wait(self._look))
+        self.failures: Failures | None = Failures(errors)
+        mailboxes = Mailboxes(shared, cell_bytes, wait(self._look))
+        self.mailboxes: Mailboxes | None = mailboxes
         self.node_sum = add_up(wait(self._look), self._shared_if_there_is_room)
         mailboxes.allgather_text = control.allgather_text
         return lines, mailboxes
@@ -198,7 +202,7 @@ class MpiCommunicator(Collectives):
 
     def share_device(self, device: Device) -> None:
         """Tell every rank which device this one drives; fills `devices`."""
-        self.devices = tuple(parse(text) for text in self.allgather_text(str(device)))
+        self.devices: tuple[Device, ...] = tuple(parse(text) for text in self.allgather_text(str(device)))
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order."""

@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, is_buffer, wire_dtype
+from mpistrategy.arrays.dtypes import Array, is_buffer, sum_dtype_of_mean, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.options import ReduceOp
 
 #: What bytes_per_pack=0 stands for.
 DEFAULT_BYTES_PER_PACK = 32 * 2**20
@@ -26,6 +27,8 @@ FEW_ELEMENTS = 64
 GPU_ALIGNMENT = 16
 
 Layout = tuple[np.dtype[Any], tuple[int, ...]]
+#: The kinds of dtypes that are reduced as they are.
+_KINDS = "fiuc"
 _Wire = Callable[[np.dtype[Any]], np.dtype[Any]]
 
 
@@ -152,3 +155,15 @@ def plan(
             converts |= own_dtype != dtype
         packs.append(Pack(dtype, size, tuple(members), converts))
     return tuple(packs)
+
+
+def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
+    """Return whether arrays of a dtype are reduced as they are.
+
+    They are NumPy's own, native, ordered for MIN and MAX, and for MEAN no integers that are summed in more bits.
+    """
+    if op is ReduceOp.MEAN:
+        fits = sum_dtype_of_mean(dtype).itemsize == dtype.itemsize
+    else:
+        fits = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
+    return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and fits

@@ -12,11 +12,9 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import own_result
-from mpistrategy.reduction.layout.packing import layouts_of
-from mpistrategy.reduction.plan import is_simple
+from mpistrategy.reduction.layout.packing import is_simple, layouts_of
 from mpistrategy.reduction.routes.base import CallPlan
-from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
+from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs, own_result
 from mpistrategy.reduction.routes.gpu_copy import move
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import divide_by, wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
+from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for, is_cupy, is_of_cuda_malloc
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, communication_memory, device_paths
@@ -237,3 +237,13 @@ def _views(members: Sequence[Member], sums: DeviceArray, quotients: DeviceArray 
     if bucket.size <= FEW_ELEMENTS:
         return views
     return [view.copy() if view.size == 1 else view for view in views]
+
+
+def own_result(array: Any, out: Any) -> Any:
+    """Return an array in GPU memory that is its own result, and can be reduced where it is; else None.
+
+    It is contiguous, and in memory of cudaMalloc: an MPI may not take other memory.
+    """
+    same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
+    fits = same and array.flags.c_contiguous and out.flags.c_contiguous
+    return array if fits and is_of_cuda_malloc(array) else None

@@ -74,9 +74,8 @@ class MailboxRoute:
     """See `mpistrategy.reduction.routes.base.Route`."""
 
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
-        self.mailboxes: Mailboxes = mailboxes
-        self.op: ReduceOp = op
-        self.combine: Combine = COMBINE[op._on_the_wire]
+        self._mailboxes = mailboxes
+        self._combine: Combine = COMBINE[op._on_the_wire]
         self.packs: tuple[Pack, ...] = _packs(layouts)
         self._count = len(layouts)
         self._divisions = {
@@ -85,15 +84,15 @@ class MailboxRoute:
             if (divisor := op._divisor(pack.dtype, mailboxes.size)) != 1
         }
         #: For each slot, the part of each rank's payload that belongs to each pack, in the dtype of the pack.
-        self.parts: list[list[list[Array]]] = [[*self._parts(slot.payloads)] for slot in mailboxes.slots]
+        self._seen: list[list[list[Array]]] = [[*self._parts(slot.payloads)] for slot in mailboxes.slots]
         #: The same parts as the rows of one array, where `combine_rows` takes these; None on a node of few ranks.
-        self.rows: list[list[Array | None]] = [[*self._rows(slot.rows)] for slot in mailboxes.slots]
+        self._in_rows: list[list[Array | None]] = [[*self._rows(slot.rows)] for slot in mailboxes.slots]
         me = mailboxes.local_rank
         #: Memory for the results of each pack, between `bring` and `run`.
         self._totals: list[Array] = []
         self._places = [
             [place for pack, theirs in zip(self.packs, parts, strict=True) for place in pack.views(theirs[me])]
-            for parts in self.parts
+            for parts in self._seen
         ]
 
     def _parts(self, payloads: Sequence[Array]) -> Iterator[list[Array]]:
@@ -105,23 +104,23 @@ class MailboxRoute:
     def _rows(self, rows: Array | None) -> Iterator[Array | None]:
         start = 0
         for pack in self.packs:
-            is_seen = rows is not None and isinstance(self.combine, np.ufunc)
+            is_seen = rows is not None and isinstance(self._combine, np.ufunc)
             yield rows[:, start : start + pack.nbytes].view(pack.dtype) if rows is not None and is_seen else None
             start += _room(pack)
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Take memory for the results, and put this rank's arrays into its mailbox."""
         self._totals = [np.empty(pack.size, pack.dtype) for pack in self.packs]
-        for index, view in self._places[(self.mailboxes.sequence + 1) & 1]:
+        for index, view in self._places[(self._mailboxes.sequence + 1) & 1]:
             view[...] = arrays[index]
 
     @np.errstate(all="ignore")  # as in MPI: no warnings, which may be errors, on some ranks only
     def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Return the combination of all ranks' arrays, in the memory that was taken."""
         results: list[Any] = [None] * self._count
-        slot = self.mailboxes.sequence & 1
+        slot = self._mailboxes.sequence & 1
         totals, self._totals = self._totals, []
-        for pack, theirs, rows, total in zip(self.packs, self.parts[slot], self.rows[slot], totals, strict=True):
+        for pack, theirs, rows, total in zip(self.packs, self._seen[slot], self._in_rows[slot], totals, strict=True):
             self._combine_into(total, theirs, rows)
             for index, view in pack.views(total):
                 results[index] = view.copy() if view.size == 1 else view  # a lone number must not keep a pack alive
@@ -129,7 +128,7 @@ class MailboxRoute:
 
     def _combine_into(self, total: Array, parts: Sequence[Array], rows: Array | None) -> None:
         """Write the combination of the ranks' parts in rank order, divided, into `total`."""
-        combine = self.combine
+        combine = self._combine
         if rows is not None:
             combine_rows(combine, rows, total)
         else:

@@ -15,7 +15,7 @@ import nccl_double
 import numpy as np
 import pytest
 from launching import HELPERS
-from replicas import RANK, SIZE, in_step
+from replicas import RANK, SIZE, in_step, outcomes
 from replicas import numbers_of as values
 
 import mpistrategy as ms
@@ -29,6 +29,7 @@ from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.mpi.watchdog import gpu_progress
 from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 from mpistrategy.options import GPU_PATH
+from mpistrategy.reduction.routes import gpu
 
 several = pytest.mark.skipif(SIZE == 1, reason="one rank needs no path")
 DTYPES = ("float64", "float32", "float16", "complex64", "complex128", "int64", "uint32", "int16", "uint8")
@@ -170,6 +171,30 @@ def test_a_wire_is_what_nccl_adds(cupy: Any, monkeypatch: pytest.MonkeyPatch, wi
     assert (error <= bound).all()
     assert (error > 1e-6).any() == (wire is not None)
     assert whole.tolist() == (np.arange(3) * SIZE / divisor).tolist()
+
+
+@several
+def test_a_rank_without_memory_for_the_wire_is_heard_of(cupy: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    options, take = ms.CommunicationOptions(wire="float16"), gpu.communication_memory
+
+    def short(package: Any, size: int, dtype: np.dtype[Any]) -> Any:
+        if RANK == 0 and dtype == np.float16:
+            raise MemoryError("there is none left")
+        return take(package, size, dtype)
+
+    with ms.MirroredStrategy() as strategy:
+        monkeypatch.setattr(strategy.extended.communicator, "nodes", 2)
+
+        def reduce() -> Any:
+            value = cupy.asarray(np.ones(9, np.float32))
+            return in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value, options)).get().tolist()
+
+        assert reduce() == [SIZE] * 9
+        with monkeypatch.context() as patch:
+            patch.setattr(gpu, "communication_memory", short)
+            for one in outcomes(reduce):
+                assert "there is none left" in one.text
+        assert reduce() == [SIZE] * 9
 
 
 @several

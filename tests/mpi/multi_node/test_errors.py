@@ -135,7 +135,7 @@ CALLS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "a nest of the program's": (Pair, "__post_init__", lambda c: c.all_reduce("SUM", PAIR).second),
     "out": (plans, "written", lambda c: c.all_reduce("SUM", [1.0, np.ones(3)], out=[np.ones(()), np.ones(3)])),
     "a weighted mean": (weights, "written", lambda c: c.all_reduce("MEAN", np.ones(3), weight=1.0, out=np.ones(3))),
-    "a gather": (gather, "like_given", lambda c: c.all_gather(np.ones(3), 0)),
+    "a gather": (gather, "like_given", lambda c: c.all_gather(np.ones(3, ">f8"), 0)),
 }
 
 
@@ -167,4 +167,4 @@ def test_what_goes_on_in_the_background(
 
 def test_a_broadcast(contained: ms.Strategy, mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(broadcast, "like_given", mistake.before(broadcast.like_given))
-    check_the_others_hear(mistake, lambda: contained.broadcast(np.ones(3)))
+    check_the_others_hear(mistake, lambda: contained.broadcast(np.ones(3, ">f8")))

@@ -366,12 +366,12 @@ def test_of_many_ranks_the_bits_are_those_of_one_rank_after_the_other(ranks: int
             if dtype.kind == "f" and shape:
                 values.reshape(ranks, -1)[:, 0] = -0.0  # whose sum is not 0.0
             route = route_of_many(ranks, values, op)
-            few, (pack,) = [part.copy() for part in route.parts[1][0]], route.packs
+            few, (pack,) = [part.copy() for part in route._seen[1][0]], route.packs
             expected, found = np.empty(pack.size, pack.dtype), np.empty(pack.size, pack.dtype)
             route._combine_into(expected, few, None)
-            rows = route.rows[1][0]
+            rows = route._in_rows[1][0]
             assert (rows is not None) == (ranks >= 16 and op is not ms.ReduceOp.MAX)
-            route._combine_into(found, route.parts[1][0], rows)
+            route._combine_into(found, route._seen[1][0], rows)
             assert found.dtype == expected.dtype
             assert found.tobytes() == expected.tobytes(), (dtype, shape)
 
@@ -380,6 +380,6 @@ def route_of_many(ranks: int, values: Array, op: ms.ReduceOp) -> MailboxRoute:
     """Return the route of the first of many ranks, all of which have brought their values."""
     layouts = ((values.dtype, values.shape[1:]),)
     routes = [MailboxRoute(each, layouts, op) for each in mailboxes_of_many(ranks)[:1]]
-    for place, value in zip(routes[0].parts[1][0], values, strict=True):
+    for place, value in zip(routes[0]._seen[1][0], values, strict=True):
         place[...] = value.reshape(-1)
     return routes[0]
