@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate, repeat
 from typing import Any
 
@@ -49,23 +49,24 @@ class Message:
     def __init__(
         self, comm: MPI.Intracomm, block: Array, rank: int | None, tag: int, most: int, *, sends: bool
     ) -> None:
-        self._comm, self._block, self._tag = comm, block, tag
+        self._comm, self._block, self._tag, self._most = comm, block, tag, most
         self.source: int | None = rank
-        self._rest: list[tuple[int, int]] = []
-        spans = _spans(0, block.size, most) or [(0, 0)]
-        if rank is None:  # the other pieces come from the rank that has sent the first
-            self._rest, spans = spans[1:], spans[:1]
-        start = comm.Isend if sends else comm.Irecv
-        peer = MPI.ANY_SOURCE if rank is None else rank
-        self._requests = [start([block[begin:end], MPI.BYTE], peer, tag) for begin, end in spans]
+        self._requests: list[MPI.Request] = []
+        if rank is not None:
+            self._begin(comm.Isend if sends else comm.Irecv, rank)
+
+    def _begin(self, start: Callable[..., MPI.Request], rank: int) -> None:
+        spans = _spans(0, self._block.size, self._most) or [(0, 0)]
+        self._requests = [start([self._block[begin:end], MPI.BYTE], rank, self._tag) for begin, end in spans]
 
     def test(self) -> bool:
         """Return whether the block has been sent or received."""
-        if self.source is None:
+        if self.source is None:  # by looking for one: MPICH 5.0.2 loses messages to MPI_ANY_SOURCE between nodes
             status = MPI.Status()
-            if not self._requests[0].Test(status):
+            if not self._comm.Iprobe(MPI.ANY_SOURCE, self._tag, status):
                 return False
-            self._receive_rest(status)
+            self.source = status.Get_source()
+            self._begin(self._comm.Irecv, self.source)
         return bool(MPI.Request.Testall(self._requests))
 
     def wait(self, where: str, timeout: float) -> None:
@@ -90,13 +91,6 @@ class Message:
                     fix="A longer limit is the group's timeout, or MPISTRATEGY_TIMEOUT_SECONDS.",
                 )
             os.sched_yield()
-
-    def _receive_rest(self, status: MPI.Status) -> None:
-        """Begin to receive the other pieces from the rank that has sent the first one."""
-        self.source = status.Get_source()
-        for begin, end in self._rest:
-            self._requests.append(self._comm.Irecv([self._block[begin:end], MPI.BYTE], self.source, self._tag))
-        self._rest = []
 
 
 class Collectives(Communicator):
