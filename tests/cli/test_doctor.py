@@ -255,8 +255,8 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     ),
     "no memory for large sums": (
         job(on({2, 3}, room_free=17 * MIB)), "shared memory", NOTE,
-        ["2 ranks share 4.0 MiB for each strategy, and 16.0 MiB more from the first large sum between nodes on",
-         "all_reduce_async takes up to 64.0 MiB", "no room", "slower"],
+        ["2 ranks share 4.0 MiB for each strategy, and 32.0 MiB more from the first large sum between nodes on",
+         "all_reduce_async takes up to 128.0 MiB", "no room", "slower"],
         "--mem", {2, 3},
     ),
     "hidden GPUs": (

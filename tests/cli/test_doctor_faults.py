@@ -150,7 +150,7 @@ OF_MPICH = {
         env=NODES | {"SLURM_DISTRIBUTION": "arbitrary"},
     ),
     "TCP beside a fast network": Fault(
-        f"{NAMED}from mpistrategy.mpi.gpu import fabric\nfabric.fabric = lambda: 'InfiniBand'", "network", "bad",
+        f"{NAMED}from mpistrategy.cli.doctor.facts import fabric\nfabric.fabric = lambda: 'InfiniBand'", "network", "bad",
         "beside InfiniBand", "unset FI_PROVIDER, or:", env=NODES | {"FI_PROVIDER": "tcp"},
     ),
     "a clock that is an hour off": Fault(

@@ -39,7 +39,8 @@ import sys
 import mpi4py
 mpi4py.rc(initialize=False, finalize=False)
 from mpi4py import MPI
-from mpistrategy.mpi.gpu import fabric, loaded_mpi
+from mpistrategy.cli.doctor.facts import fabric
+from mpistrategy.mpi.gpu import loaded_mpi
 from mpistrategy.mpi.tuning.files import library_name
 file = next((path for path in loaded_mpi.mapped_files() if loaded_mpi.is_mpi(path)), "")
 own = sys.prefix != sys.base_prefix and file.startswith(sys.prefix + "/")

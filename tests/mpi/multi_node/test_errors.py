@@ -15,7 +15,7 @@ import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops import built_in
 from mpistrategy.errors import ContextError, RemoteError
-from mpistrategy.reduction import broadcast, gather, plans, weights
+from mpistrategy.reduction import broadcast, gather, plans
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -134,7 +134,7 @@ CALLS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "numbers in a list": (plans, "as_leaf", lambda c: c.all_reduce("SUM", [1.0, 2.0])),
     "a nest of the program's": (Pair, "__post_init__", lambda c: c.all_reduce("SUM", PAIR).second),
     "out": (plans, "written", lambda c: c.all_reduce("SUM", [1.0, np.ones(3)], out=[np.ones(()), np.ones(3)])),
-    "a weighted mean": (weights, "written", lambda c: c.all_reduce("MEAN", np.ones(3), weight=1.0, out=np.ones(3))),
+    "a weighted mean": (plans, "written", lambda c: c.all_reduce("MEAN", np.ones(3), weight=1.0, out=np.ones(3))),
     "a gather": (gather, "like_given", lambda c: c.all_gather(np.ones(3, ">f8"), 0)),
 }
 
