@@ -103,5 +103,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         root = self._root(ranks, destination)
         if self.accumulation_fn is None:
             return by_one_rank(ranks, self._packs(layouts, bytes_per_pack), op, root, destination)
-        one_by_one = packing.plan(layouts, 1, 0, host_wire_dtype)
+        one_by_one = tuple(
+            pack for index in range(len(layouts)) for pack in packing.plan(layouts, 0, 0, host_wire_dtype, (index,))
+        )
         return AccumulationRoute(ranks, one_by_one, op, self.accumulation_fn, root, destination)

@@ -59,6 +59,14 @@ def test_values_of_many_dtypes_keep_their_places(strategy: ms.Strategy) -> None:
         assert result.dtype == mine.dtype
 
 
+def test_small_and_empty_values_come_one_by_one(strategy: ms.Strategy) -> None:
+    values = [np.zeros(0, np.int8), np.array([RANK], np.int8), np.zeros((0, 3)), np.zeros((0, 5))]
+    found = strategy.reduce("SUM", values)
+    assert [result.shape for result in found] == [(0,), (1,), (0, 3), (0, 5)]
+    assert found[1] == ROOT
+    assert not any(result is mine for result in found for mine in values)
+
+
 def test_what_the_function_keeps_stays() -> None:
     kept: list[Any] = []
 
