@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, ParamSpec, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 Array: TypeAlias = npt.NDArray[Any]
+P = ParamSpec("P")
+R = TypeVar("R")
 
 #: Bytes combined at a time: they are read several times, and stay in the cache.
 _CHUNK_BYTES = 256 * 2**10
 #: The sign bit, by the size of a float; no integer has the size of a long double.
 _SIGNS = {size: np.dtype(f"u{size}").type(1 << (8 * size - 1)) for size in (2, 4, 8)}
+
+
+def quietly(function: Callable[P, R]) -> Callable[P, R]:
+    """Let a function add numbers as MPI does: without NumPy's warnings, which may be errors, on some ranks only.
+
+    In NumPy 1 the threads of a process share what ``errstate`` as a decorator remembers.
+    """
+
+    @functools.wraps(function)
+    def quiet(*given: P.args, **named: P.kwargs) -> R:
+        with np.errstate(all="ignore"):
+            return function(*given, **named)
+
+    return quiet
 
 
 def is_bfloat16(dtype: np.dtype[Any]) -> bool:

@@ -150,8 +150,8 @@ OF_MPICH = {
         env=NODES | {"SLURM_DISTRIBUTION": "arbitrary"},
     ),
     "TCP beside a fast network": Fault(
-        f"{NAMED}from mpistrategy.cli.doctor.facts import fabric\nfabric.fabric = lambda: 'InfiniBand'", "network", "bad",
-        "beside InfiniBand", "unset FI_PROVIDER, or:", env=NODES | {"FI_PROVIDER": "tcp"},
+        f"{NAMED}from mpistrategy.cli.doctor.facts import fabric\nfabric.fabric = lambda: 'InfiniBand'",
+        "network", "bad", "beside InfiniBand", "unset FI_PROVIDER, or:", env=NODES | {"FI_PROVIDER": "tcp"},
     ),
     "a clock that is an hour off": Fault(
         f"{NAMED}now = time.time\nif rank: time.time = lambda: now() + 3600", "clock", "bad", "ahead of", "chronyc",

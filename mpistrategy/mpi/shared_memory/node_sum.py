@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quietly
 from mpistrategy.mpi.shared_memory.node_results import LEAST_BYTES, NO_BLOCK, NodeResults
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting, counter_bytes
@@ -198,7 +198,7 @@ class NodeSum:
         is_large = prod(shape) * dtype.itemsize >= LEAST_BYTES
         return np.empty(shape, dtype) if self._results is None or not is_large else self._results.new(shape, dtype)
 
-    @np.errstate(all="ignore")  # a warning that is an error would end one rank in the middle; MPI gives none
+    @quietly
     def run(
         self,
         pairs: Sequence[tuple[Array, Array]],

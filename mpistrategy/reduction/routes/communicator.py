@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quietly
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory import node_results
 from mpistrategy.mpi.tuning.thresholds import RouteName
@@ -86,7 +86,7 @@ class CommunicatorRoute:
         node = self._node
         return np.empty(shape, dtype) if node is None else node.new(shape, dtype)
 
-    @np.errstate(all="ignore")  # as in MPI: no warnings, which may be errors, on some ranks only
+    @quietly
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
         memory, self._memory = self._memory, []

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, division, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, division, host_wire_dtype, quietly
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -86,7 +86,7 @@ class FirstMessageRoute:
         for write, array in zip(self._writers, arrays, strict=True):
             write(array)
 
-    @np.errstate(all="ignore")  # as in MPI: no warnings, which may be errors, on some ranks only
+    @quietly
     def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Return the sums, each rounded once to its dtype, in new memory."""
         return [read() for read in self._readers]

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quietly
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 from mpistrategy.mpi.multi_node.rounded_exchange import Wire
@@ -133,7 +133,7 @@ class InPlaceRoute:
             if route is not None and not is_seen_across(self._communicator, replicas, self._op._on_the_wire, wire):
                 route.bring([replicas.mine], [self._target(replicas)])
 
-    @np.errstate(all="ignore")  # as in MPI: no warnings, which may be errors, on some ranks only
+    @quietly
     def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Combine the buckets on all nodes, and return where the combinations are."""
         for replicas, route, wire in zip(self._buckets, self._by_messages, self._wires, strict=True):

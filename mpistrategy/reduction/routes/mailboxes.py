@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype
+from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype, quietly
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import aligned
@@ -114,7 +114,7 @@ class MailboxRoute:
         for index, view in self._places[(self._mailboxes.sequence + 1) & 1]:
             view[...] = arrays[index]
 
-    @np.errstate(all="ignore")  # as in MPI: no warnings, which may be errors, on some ranks only
+    @quietly
     def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Return the combination of all ranks' arrays, in the memory that was taken."""
         results: list[Any] = [None] * self._count
