@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
 import pytest
-from replicas import RANKS, SIZE, OnNodes, context
+from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes
 
 import mpistrategy as ms
+from mpistrategy.errors import ContextError, MpiStrategyError
 from mpistrategy.mpi.over_mpi import progress
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -56,25 +60,52 @@ class Interruption:
         return self
 
 
-def test_a_start_that_is_interrupted_leaves_no_wait_for_ever() -> None:
-    """All ranks are interrupted at the same line, once at each; later sums are right, and the strategy ends."""
-    strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
-    strategy.run(lambda: context().all_reduce_async("SUM", 1.0)).wait()
-    engine = strategy.extended.communicator.once.made[progress.AtOnce]  # type: ignore[attr-defined]
-    interrupted = True
-    line = 0
-    while interrupted:
-        before = sys.gettrace()
-        trace = Interruption(line)
-        sys.settrace(trace)
+@contextlib.contextmanager
+def interrupted(line: int) -> Iterator[None]:
+    """Interrupt this rank before that line of `Engine.submit`."""
+    before = sys.gettrace()
+    sys.settrace(Interruption(line))
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_starts_that_are_interrupted_everywhere_leave_no_wait_for_ever() -> None:
+    """The strategy takes no more calls, or the start counts as not begun; it ends in both cases."""
+    for line in range(9):
+        strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
+        start = functools.partial(strategy.run, lambda: context().all_reduce_async("SUM", 1.0))
+        start().wait()
         try:
-            engine.submit(progress.Job(time.monotonic))
-            interrupted = False
+            with interrupted(line):
+                start()
+            strategy.close()
+            break
         except KeyboardInterrupt:
-            line += 1
-        finally:
-            sys.settrace(before)
-        if interrupted and line % 2:
-            assert strategy.run(lambda: context().all_reduce_async("SUM", 1.0)).wait() == SIZE
-    assert line >= 3
-    strategy.close()
+            with contextlib.suppress(ContextError):
+                assert start().wait() == SIZE
+        with contextlib.suppress(ContextError):
+            strategy.close()
+    assert 3 <= line < 8
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", range(1, 5))
+def test_no_rank_takes_the_sum_of_another_step(line: int) -> None:
+    """The last rank is interrupted in its start, and starts again: all sums are right, or raise."""
+    strategy = OnNodes(list(RANKS), ms.MpiAllReduce(), contains_errors=True)
+
+    def steps() -> None:
+        for step in range(4):
+            handle, here = None, line if RANK == SIZE - 1 and step == 1 else 99
+            while handle is None:
+                with contextlib.suppress(KeyboardInterrupt), interrupted(here):
+                    handle = strategy.run(lambda: context().all_reduce_async("SUM", float(step)))  # noqa: B023
+                here = 99
+            assert handle.wait() == step * SIZE
+
+    ends = outcomes(steps)
+    assert not [end.text for end in ends if end.error is AssertionError]
+    with contextlib.suppress(MpiStrategyError):
+        strategy.close()

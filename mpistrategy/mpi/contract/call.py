@@ -90,6 +90,7 @@ class Call:
                 self._begin(guard)
             else:
                 self._join(guard, outer)
+                outer = self._outer
             guard.current = self
             if outer is None and observers.observers:
                 observers.tell("entered", guard, self)
@@ -129,6 +130,10 @@ class Call:
             )
         if not _is_under_way(outer.frame):  # a signal has come where it was left, and it may not be done
             guard.current = None
+            if guard.size == 1:
+                self._outer = None
+                self._begin(guard)
+                return
             guard.break_off(outer.where, KeyboardInterrupt("as the call was left"))
             raise guard.refusal(self.where)
         self._is_in_own_work = guard.since == math.inf

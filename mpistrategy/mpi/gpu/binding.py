@@ -131,7 +131,7 @@ def _shortage(choices: Sequence[Sequence[_Choice]], rank: int, host: str, *, is_
             "CUDA_VISIBLE_DEVICES); if not, start one rank there"
         )
     else:
-        fix = f"Start at most {len(wanted)} ranks there"
+        fix = f"Start at most {len(wanted)} ranks there, or let all ranks of the node see all its GPUs"
     return DeviceError.at(
         _WHERE,
         found=f"{ranks_in_words(ranks)} on {host} with {len(wanted)} GPU{'s' * (len(wanted) > 1)} between them: "

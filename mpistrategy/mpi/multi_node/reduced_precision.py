@@ -10,7 +10,7 @@ plus float32's own rounding of the additions.  For values below 2^-126 each roun
 A magnitude of about 3.39e38 or more, of a node's contribution or of the sum, becomes infinite.
 
 NCCL gets the wire's dtype, "float16" or "bfloat16", and rounds each of its sums to it, in an order of its own: see
-`mpistrategy.mpi.gpu.transports.rounded`.  Nothing else sends "float16".
+`mpistrategy.mpi.gpu.transports.nccl`.  Nothing else sends "float16".
 """
 
 from __future__ import annotations

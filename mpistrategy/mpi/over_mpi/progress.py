@@ -22,6 +22,7 @@ from weakref import WeakKeyDictionary
 
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently, growing_pauses
+from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.multi_node.two_level import Manner
@@ -74,11 +75,14 @@ class Job:
         assert self._work is not None
         try:
             self._result = self._work()
-        except caught as error:
+        except BaseException as error:
             self.error = error
-        self._work = None  # it refers to the caller's arrays
-        self._is_over = True
-        self._under_way.release()
+            if not isinstance(error, caught):
+                raise
+        finally:  # whoever waits must not do so for ever
+            self._work = None  # it refers to the caller's arrays
+            self._is_over = True
+            self._under_way.release()
 
     def is_over(self) -> bool:
         """Return whether it has ended, with a result or an error; does not wait."""
@@ -191,6 +195,7 @@ class Engine(AtOnce):
         self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
         self._waiting = 0
         self._lock = threading.Lock()
+        self._program: Guard = communicator.guard
         super().__init__(communicator.duplicate(self._patient))
         self.communicator.guard.is_in_background = True
         # Over TCP each call moves only a part of MPICH's messages; with long sleeps many must be under way.  And the
@@ -202,12 +207,17 @@ class Engine(AtOnce):
     def submit(self, job: Job) -> None:
         """Run `job` after all earlier ones.
 
-        A signal's handler may raise between any two lines.  Then the next job, or `free`, wakes the thread; and the
-        number is one too small, which the comparison of the next `wait` finds.
+        A signal's handler may raise between any two lines.  Whether the other ranks have a job more is not known then:
+        the strategy takes no more calls.
         """
-        self._jobs.append(job)
-        self._news.put(None)
-        self.submitted += 1
+        try:
+            self._jobs.append(job)
+            self._news.put(None)
+            self.submitted += 1
+        except BaseException as error:
+            for guard in (self.communicator.guard, self._program):
+                guard.break_off("ReplicaContext.all_reduce_async", error)
+            raise
 
     def finish(self, job: Job) -> None:
         """Wait for `job`; meanwhile the thread has the core of this one."""
