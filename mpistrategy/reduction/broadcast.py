@@ -102,7 +102,8 @@ class FromRoot(Transfer):
     """
 
     def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], root: int) -> None:
-        self._communicator, self.layouts, self._root = communicator, layouts, root
+        self._communicator, self._root = communicator, root
+        self.layouts: tuple[Layout, ...] = layouts
         boxes = communicator.mailboxes
         self._in_mailboxes: MailboxArrays | None = None
         if boxes is not None and MailboxArrays.has_room(boxes, layouts, 2):

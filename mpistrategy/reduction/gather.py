@@ -46,7 +46,8 @@ class Gathering(Transfer):
     def __init__(
         self, communicator: Communicator, layouts: tuple[Layout, ...], axes: Sequence[int], *, on_host: bool
     ) -> None:
-        self._communicator, self.layouts, self._axes = communicator, layouts, axes
+        self._communicator, self._axes = communicator, axes
+        self.layouts: tuple[Layout, ...] = layouts
         self._lengths = [shape[axis] for (_, shape), axis in zip(layouts, axes, strict=True)]
         self._mine = np.array(self._lengths, np.int64)
         header, boxes = ((self._mine.dtype, self._mine.shape),), communicator.mailboxes

@@ -70,13 +70,16 @@ class Plan(Transfer):
     """
 
     def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, route: Route) -> None:
-        self.route, self.layouts = route, layouts
+        self.route: Route = route
+        self.layouts: tuple[Layout, ...] = layouts
         self._op, self._size = op, communicator.size
         #: From how many bytes on results may be written over the arrays.  Between nodes other memory only costs time.
         self.least_in_place: int = _LEAST_IN_PLACE if communicator.nodes == 1 else 0
-        self.results = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
+        self.results: list[np.dtype[Any]] = [
+            mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts
+        ]
         is_beside = isinstance(route, (MailboxRoute, first_message.FirstMessageRoute))
-        self.writes_targets = not is_beside and any(len(pack.members) == 1 for pack in route.packs)
+        self.writes_targets: bool = not is_beside and any(len(pack.members) == 1 for pack in route.packs)
         #: For each array whether what the route returns is the result: it has its dtype, and no integers are divided.
         self._are_exact = [
             host_wire_dtype(dtype) == dtype == result for (dtype, _), result in zip(layouts, self.results, strict=True)

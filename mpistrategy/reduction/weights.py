@@ -127,7 +127,9 @@ class Products(Transfer):
     """
 
     def __init__(self, plan: Plan, layouts: tuple[Layout, ...]) -> None:
-        self._plan, self.layouts, self.results = plan, layouts, [mean_dtype(dtype) for dtype, _ in layouts]
+        self._plan = plan
+        self.layouts: tuple[Layout, ...] = layouts
+        self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
         """Do what must be done with the products before the ranks agree on the call."""
