@@ -132,8 +132,8 @@ class Lane:
 
     @property
     def patience(self) -> int:
-        """How many times as long as on a GPU a row may take, where a processor does its work beside another row's."""
-        return 1 if self.is_measured else 10
+        """How many times as long as alone on a GPU a row may take: beside others, or where a processor does its work."""
+        return 3 if self.is_measured else 10
 
     @property
     def seconds_left(self) -> float:
