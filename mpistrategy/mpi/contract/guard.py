@@ -92,7 +92,7 @@ class Guard:
         #: Whether a thread of this library makes the calls, for jobs that the program has started.
         self.is_in_background = False
         #: Whether a comparison through MPI must be one that this rank can leave.
-        self._is_patient = contains_errors and failures is None
+        self.is_patient: bool = contains_errors and failures is None
         self._is_free = is_free
         self._rank = rank
         self.size = size
@@ -262,7 +262,7 @@ class Guard:
         flag, channel = self._flag, self._channel
         assert channel is not None
         try:
-            equal = channel.all_equal(digest | flag, self.look if patiently or self._is_patient else None)
+            equal = channel.all_equal(digest | flag, self.look if patiently or self.is_patient else None)
         except errors.CollectiveMismatchError:  # an answer, too, of replicas in threads
             self.agreed = False
             raise

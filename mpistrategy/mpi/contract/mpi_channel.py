@@ -13,7 +13,6 @@ anything, sizes included, meet in it, and all of them find out.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -21,7 +20,7 @@ from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.contract.channel import all_equal_patiently, wait_patiently
+from mpistrategy.mpi.contract.channel import ControlChannel, wait_patiently
 from mpistrategy.objects.text import decoded, encoded
 
 _DIGITS = 4
@@ -48,7 +47,7 @@ def header_of(digest: int) -> list[float]:
     return [*numbers, sum(number * number for number in numbers)]
 
 
-class MpiControlChannel:
+class MpiControlChannel(ControlChannel):
     """The guard's channel: one persistent Allreduce, and text for the reports.
 
     A persistent collective matches only itself, so a rank that leaves can start it without waiting.
@@ -70,8 +69,8 @@ class MpiControlChannel:
         self._expected: bytes = b""
         self._request: Any = MPI.REQUEST_NULL
         self._persistent = True
-        #: The request for texts that this rank may have left: MPI could still write into its buffers.
-        self._texts: Any = None
+        #: The exchange of texts that this rank may have left: MPI could still write into its buffers.
+        self._texts: _Exchange | None = None
         #: Whether this rank was interrupted in a comparison: its messages are under way, or unread.
         self._is_interrupted = False
         #: The digest that comes after that comparison, if all ranks agree there.
@@ -128,7 +127,7 @@ class MpiControlChannel:
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal; see `ControlChannel.all_equal`."""
         if look is not None or self._is_interrupted:
-            return all_equal_patiently(self, digest, look)
+            return super().all_equal(digest, look)
         self._start(digest)
         self._request.Wait()
         return self._told == self._expected
@@ -158,30 +157,19 @@ class MpiControlChannel:
         interruptions: list[BaseException] | None = None,
     ) -> list[str]:
         """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
-        exchange = _Exchange(self._comm, text)
-        wait = partial(self._gather, look=look, interruptions=interruptions)
+        exchange = self._texts = _Exchange(self._comm, text)
         while True:
             try:
-                return exchange.run(wait)
+                return exchange.run(look)
             except MpiStrategyError:  # of `look`
                 raise
-            except BaseException as interruption:  # a signal's, between the waits: the other ranks are in the exchange
+            except BaseException as interruption:  # a signal's: the other ranks are in the exchange
                 if interruptions is None or len(interruptions) >= _MOST_INTERRUPTIONS:
                     raise
                 interruptions.append(interruption)
 
     def leave(self) -> None:
-        """Note that this rank has left a comparison; see `ControlChannel.leave`."""
         self._is_interrupted = True
-
-    def _gather(
-        self, request: Any, *, look: Callable[[], object] | None, interruptions: list[BaseException] | None
-    ) -> None:
-        if look is None:
-            request.Wait()
-            return
-        self._texts = request
-        wait_patiently(lambda: request.Test() or None, look, interruptions)
 
     def close(self) -> None:
         """Free the requests and the communicator."""
@@ -200,15 +188,21 @@ class _Exchange:
         self._together = np.zeros(0, np.uint8)
         self._requests: list[Any] = []
 
-    def run(self, wait: Callable[[Any], None]) -> list[str]:
-        """Return every rank's text; `wait` waits for a request."""
+    def run(self, look: Callable[[], object] | None) -> list[str]:
+        """Return every rank's text; see `ControlChannel.allgather_text`."""
         if not self._requests:
             # By `map`, since no signal is handled between the start of a request and its place in the list.
             self._requests.extend(map(self._comm.Iallgather, [self._length], [self._counts]))
-        wait(self._requests[0])
+        self._wait(look)
         if len(self._requests) == 1:
             self._together = np.empty(int(self._counts.sum()), np.uint8)
             self._requests.extend(map(self._comm.Iallgatherv, [self._mine], [[self._together, self._counts]]))
-        wait(self._requests[1])
+        self._wait(look)
         texts, ends = self._together.tobytes(), np.cumsum(self._counts).tolist()
         return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def _wait(self, look: Callable[[], object] | None) -> None:
+        if look is None:
+            self._requests[-1].Wait()
+        else:
+            wait_patiently(lambda: self._requests[-1].Test() or None, look)
