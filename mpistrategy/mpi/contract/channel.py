@@ -14,7 +14,13 @@ _LOOKS = 8
 
 
 class ControlChannel(ABC):
-    """Tiny collectives on a communicator that never carries data."""
+    """Tiny collectives on a communicator that never carries data.
+
+    Attributes:
+        is_free: whether the comparison travels with the data, so that to leave it out would save nothing.
+    """
+
+    is_free: bool = True
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal.

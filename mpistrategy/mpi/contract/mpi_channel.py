@@ -12,7 +12,8 @@ anything, sizes included, meet in it, and all of them find out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ _HEADER = _DIGITS + 1
 _BITS = 16
 _REMEMBERED = 4096
 _MOST_INTERRUPTIONS = 9
+#: Of the sums that are tried by MPI: a few elements, and so many that every MPI takes its algorithm for large messages.
+_TRIED = (5, 2**15)
 #: Stands where the totals of the header will be, until they are there: a request that was never started leaves it.
 UNKNOWN = np.full(_HEADER, np.nan).tobytes()
 
@@ -41,10 +44,19 @@ def elements_for(size: int, library: str) -> int:
     return 31 if library == "Open MPI" else max(_HEADER + 2, min(31, (1 << (size.bit_length() - 1)) - 1))
 
 
-def header_of(digest: int) -> list[float]:
-    """Return the five numbers of a digest, of less than 2**63 in magnitude."""
-    numbers = [float((digest >> (_BITS * place) & 0xFFFF) - 0x8000) for place in range(_DIGITS)]
-    return [*numbers, sum(number * number for number in numbers)]
+@lru_cache(_REMEMBERED)
+def header_of(digest: int, size: int) -> tuple[bytes, bytes]:
+    """Return the five numbers of a digest, of less than 2**63 in magnitude, and the totals where all ranks have it."""
+    digits = [float((digest >> (_BITS * place) & 0xFFFF) - 0x8000) for place in range(_DIGITS)]
+    numbers = np.array([*digits, sum(digit * digit for digit in digits)])
+    return numbers.tobytes(), (size * numbers).tobytes()
+
+
+def digest_of(sums: Iterable[Array]) -> int:
+    """Return a digest of arrays."""
+    import hashlib  # here, since it loads OpenSSL
+
+    return int.from_bytes(hashlib.blake2b(b"".join(each.data for each in sums), digest_size=7).digest(), "little")
 
 
 class MpiControlChannel(ControlChannel):
@@ -57,6 +69,8 @@ class MpiControlChannel(ControlChannel):
         sums: the sums over the ranks after it.
     """
 
+    is_free = False
+
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm: MPI.Intracomm = comm.Dup()
         elements = elements_for(self._comm.size, MPI.get_vendor()[0])
@@ -64,8 +78,6 @@ class MpiControlChannel(ControlChannel):
         self.values: Array = self._mine[_HEADER:]
         self.sums: Array = self._totals[_HEADER:]
         self._header, self._told = (array[:_HEADER].data.cast("B") for array in (self._mine, self._totals))
-        #: The numbers of a digest, and their totals where all ranks have the same.
-        self._known: dict[int, tuple[bytes, bytes]] = {}
         self._expected: bytes = b""
         self._request: Any = MPI.REQUEST_NULL
         self._persistent = True
@@ -79,15 +91,6 @@ class MpiControlChannel(ControlChannel):
             self._request = self._comm.Allreduce_init(self._mine, self._totals, MPI.SUM)
         except NotImplementedError:  # an MPI before 4.0
             self._persistent = False
-
-    def _numbers_of(self, digest: int) -> tuple[bytes, bytes]:
-        known = self._known.get(digest)
-        if known is None:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            numbers = np.array(header_of(digest))
-            known = self._known[digest] = (numbers.tobytes(), (self._comm.size * numbers).tobytes())
-        return known
 
     def start(self, digest: int) -> None:
         """Begin `all_equal` without waiting.
@@ -107,7 +110,7 @@ class MpiControlChannel(ControlChannel):
 
     def _start(self, digest: int) -> None:
         self._told[:] = UNKNOWN
-        self._header[:], self._expected = self._numbers_of(digest)
+        self._header[:], self._expected = header_of(digest, self._comm.size)
         if self._persistent:
             self._request.Start()
         else:
@@ -138,9 +141,10 @@ class MpiControlChannel(ControlChannel):
         Args:
             comm: another communicator of the same ranks, whose sums are tried besides those of the first message.
         """
-        from mpistrategy.mpi.contract.sums_by_mpi import COUNTS, digest_of, values_to_try  # here: one node needs none
-
-        self.values[...], *others = values_to_try(self._comm.rank, (self.values.size, *COUNTS), np.float64)
+        random = np.random.default_rng(self._comm.rank)  # sums that depend on the order of the additions
+        sizes = (self.values.size, *_TRIED)
+        few, *others = (random.standard_normal(n) * np.exp2(random.integers(-20, 20, n)) for n in sizes)
+        self.values[...] = few
         self.all_equal(0)
         for values in others:
             comm.Allreduce(MPI.IN_PLACE, values)

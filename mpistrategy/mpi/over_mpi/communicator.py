@@ -100,17 +100,9 @@ class MpiCommunicator(Collectives):
         self._has_warned = False
         self.shares_memory: bool = self.nodes < self.size  # where some node has several ranks, which can
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
-        is_free = usual is None or usual is not self._control
-        if self._control is not None and not is_free:
+        if self._control is not None and usual is self._control:
             self._try_sums(self._control)
-        self.guard: Guard = Guard(
-            usual,
-            self.rank,
-            self.size,
-            is_free=is_free,
-            failures=self.failures,
-            contains_errors=contains_errors,
-        )
+        self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
         self._is_free = False
         world.close_at_finalize(self.guard)
         world.watch(self.guard, self.free)
@@ -165,7 +157,7 @@ class MpiCommunicator(Collectives):
         if self.local_size < self.size:
             self.node_sum: NodeSum | None = add_up(wait())
             return lines, control
-        self.failures: Failures | None = Failures(errors)
+        self.failures: Failures | None = Failures(errors.segments, errors.local_rank, errors.fence)
         mailboxes = Mailboxes(shared, cell_bytes, wait(self._look), control)
         self.mailboxes: Mailboxes | None = mailboxes
         self.node_sum = add_up(wait(self._look), self._shared_if_there_is_room)
