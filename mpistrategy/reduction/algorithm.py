@@ -20,11 +20,13 @@ class OnDevice(NamedTuple):
     Attributes:
         route: how they are combined: a `mpistrategy.reduction.routes.gpu.GpuRoute`.
         arrays: the arrays.
+        memory: what has been packed.
         words: what the ranks compare.
     """
 
     route: Any
     arrays: list[Any]
+    memory: Any
     words: dict[str, Any]
 
 

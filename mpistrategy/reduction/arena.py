@@ -33,6 +33,7 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed
@@ -118,6 +119,8 @@ class Arena(ArenaBase, Generic[T]):
                 call.expect_more()
             #: Of each bucket, one flat array of every rank of the node.
             self._buckets: tuple[Replicas, ...] = buckets_for(communicator, self._packs, shared_result, self._on_device)
+            if not self._on_device and communicator.nodes > 1 and communicator.has_links:
+                across_nodes(communicator)  # also for `explain`, which sends nothing
             call.expect_more()
             call.agree("use an arena")  # no rank has run out of memory
         self._number = next(reducer.arena_numbers)
@@ -397,11 +400,11 @@ class ArenaPlan(CallPlan):
             return self._otherwise.run(call, value, out, weight)
         value._check(self._reducer, call.where)
         route = value._route(*self._how)
-        route.bring(value._mine)
+        memory = route.bring(value._mine)
         if self._timeout is not None:
             call.timeout = self._timeout
         call.agree_on(self._signature, self._digest, sparingly=not value._on_device)
-        route.run(value._mine)
+        route.run(value._mine, memory)
         return value._values if self._how[3] else value._result
 
 

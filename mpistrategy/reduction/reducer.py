@@ -390,7 +390,7 @@ class Reducer:
             return None
 
         def results() -> list[Any]:
-            found = begun.route.results()
+            found = begun.route.results(begun.memory)
             kinds = [in_kind(result, like) for result, like in zip(found, given, strict=True)]
             return _handed_out(kinds, leaves, targets, memory)
 

@@ -87,7 +87,7 @@ class FirstMessageRoute:
             write(array)
 
     @quietly
-    def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
+    def run(self, arrays: Sequence[Any], memory: None) -> list[Array]:
         """Return the sums, each rounded once to its dtype, in new memory."""
         return [read() for read in self._readers]
 
