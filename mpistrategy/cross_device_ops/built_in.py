@@ -170,10 +170,12 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         values: Sequence[Any],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
+        *,
+        is_batch: bool = True,
     ) -> list[Any]:
         """Reduce to every rank; what a subclass has overridden is called."""
         if not self._is_usual:
-            return super()._all_reduce_values(call, communicator, op, values, options)
+            return super()._all_reduce_values(call, communicator, op, values, options, is_batch=is_batch)
         return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options, outs)
 
     @property

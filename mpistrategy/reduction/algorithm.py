@@ -101,10 +101,13 @@ class Algorithm(ABC):
         values: Sequence[Any],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
+        *,
+        is_batch: bool = True,
     ) -> list[Any]:
         """Return the reductions of `values` on every rank: this rank's components, or Mirrored; inside `call`.
 
-        The results may be written to `outs`, which are arrays of their dtypes and shapes.
+        The results may be written to `outs`, which are arrays of their dtypes and shapes.  Without `is_batch` one value
+        is reduced by `reduce`.
         """
 
     @abstractmethod
