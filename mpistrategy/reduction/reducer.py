@@ -83,7 +83,7 @@ class General(CallPlan):
     @staticmethod
     def kind(value: Any, out: Any) -> Any:
         """Return what tells the calls apart for which there are plans; see `kind_of`."""
-        return kind_of(value)
+        return kind_of(value), out is None
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of calls like this one; None for those that are looked at each time.
@@ -127,7 +127,10 @@ class AllReduce(General):
         """Return the plan of arenas, and of nests of arrays and numbers; see `General.plan`."""
         op, destination = ReduceOp._parse(self.argument, call.where), self.destination(value, out, call.where)
         if is_arena(value):
-            return None if destination else value._make_plan(self, op, call, weight is not None)
+            is_weighted = weight is not None
+            return (
+                None if destination else value._plan(self.reducer, op, call, self.chosen, out, is_weighted=is_weighted)
+            )
         if weight is not None and op is not ReduceOp.MEAN:
             return None
         return self.plan_of_nest(call, op, value, out, destination, is_weighted=weight is not None)
