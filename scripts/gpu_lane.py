@@ -38,7 +38,7 @@ def doctor(lane: Lane, row: Row) -> None:
     lines = [line for line in ended.output.splitlines() if line[6:].startswith("cuda-aware ")]
     row.result = RIGHT if lines else WRONG
     row.text = " ".join(lines[0][6:].split()) if lines else ended.why
-    if "cuda-aware yes" in row.text:  # strategies leave it where the host is quicker; the rows are to try it all the same
+    if "cuda-aware yes" in row.text:  # tried in the rows also where the host is quicker, where strategies leave it
         lane.environment["MPISTRATEGY_CUDA_AWARE"] = "1"
 
 
