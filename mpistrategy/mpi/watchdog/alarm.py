@@ -189,8 +189,8 @@ def _written(widest: Group, accounts: Sequence[Account], text: str, rank: int) -
 
 
 def _say_records(widest: Group, title: str) -> None:
-    for number, record in widest.board.records().items():
-        _say(f"{title}record of rank {number}: ", record)
+    for number, lines in widest.records().items():
+        _say(f"{title}record of rank {number}: ", "\n".join(lines))
 
 
 def _ask_for_stacks(lines: Sequence[RankStatus]) -> None:

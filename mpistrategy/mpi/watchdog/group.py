@@ -30,7 +30,7 @@ from mpistrategy.mpi.watchdog.run_directory import (
     in_time,
     within,
 )
-from mpistrategy.mpi.watchdog.status_board import ALARMED, LastCalls, StatusBoard
+from mpistrategy.mpi.watchdog.status_board import ALARMED, StatusBoard
 
 #: A rank may wait so many times the limit for its own GPU: its peers wait for it, unless all GPUs have stopped.
 _OWN_GPU = 2
@@ -48,7 +48,6 @@ class Group:
         node: the number of this node.
         nodes: how many there are.
         directory: for the other nodes, and for reports.
-        shown: returns the numbers of the exchanges that the ranks of this node have come to; None where none can.
         identity: a number that only this communicator has, the same on all its ranks; 0 where there is none.
 
     Attributes:
@@ -64,10 +63,10 @@ class Group:
         node: int,
         nodes: int,
         directory: RunDirectory,
-        shown: Callable[[], list[int]] | None = None,
         identity: int = 0,
     ) -> None:
         self.identity = identity
+        guard.record.show_in(board.newest, board.times)
         self.guard = guard
         self.board = board
         self.ranks: Sequence[int] = ()
@@ -76,8 +75,6 @@ class Group:
         self.nodes = nodes
         self.directory = directory
         self.others: list[Account] = []
-        self._shown = shown
-        self._noted = 0
         self._next_look = 0.0
         self._looking: threading.Thread | None = None
         self._is_alarmed = False
@@ -99,14 +96,6 @@ class Group:
         if current is None and flight is not None:
             return float(flight.limit(self.guard.timeout))
         return self.guard.timeout
-
-    def note_calls(self) -> None:
-        """Show when this rank entered its last collectives, to whoever looks from outside at who came last."""
-        entries = list(self.guard.record.entries)  # copies without letting the program's threads run, which write more
-        if entries and entries[-1].number != self._noted:
-            self._noted = entries[-1].number
-            entered = {entry.number: int(entry.entered * 1e9) for entry in entries}
-            self.board.write_calls(LastCalls(self.identity, len(self.ranks), entered))
 
     # ------------------------------------------------------------------------------------------- is a collective late?
 
@@ -143,18 +132,20 @@ class Group:
         return max(self.board.expected(), self.board.expected_elsewhere()) + limit > now
 
     def last_calls(self) -> dict[int, str]:
-        """Return where the ranks of this node are, for those that cannot say it; {} while this rank is in no call.
-
-        All ranks make the same calls: a rank that has not come to this one was in the one before.
-        """
-        here, before = inside_of(self.guard), self.guard.record.last(1)
-        if self._shown is None or here is None:
+        """Return where the ranks of this node are, for those that cannot say it; {} while this rank is in no call."""
+        here = inside_of(self.guard)
+        if here is None:
             return {}
-        shown = self._shown()
-        mine = shown[self.board.local_rank]
-        last = "it has made no collective yet" if before is None else f"its last was {in_words(before)}"
-        words = [f"; it has come to #{here.number}" if theirs >= mine else f"; {last}" for theirs in shown]
-        return {status.rank: text for status, text in zip(self.board.read(), words, strict=True)}
+        words, told = self._words(), {}
+        for status, calls in zip(self.board.read(), self.board.calls(), strict=True):
+            last = max(calls.entered, default=0)
+            before = f"its last was {words.get(last, f'#{last}')}" if last else "it has made no collective yet"
+            told[status.rank] = f"; it has come to #{last}" if last >= here.number else f"; {before}"
+        return told
+
+    def _words(self) -> dict[int, str]:
+        """Return the last collectives in words, by their numbers; other ranks have made the same."""
+        return {entry.number: in_words(entry) for entry in list(self.guard.record.entries)}
 
     # ------------------------------------------------------------------------------------------- ranks that have failed
 
@@ -253,9 +244,18 @@ class Group:
             self.board.note_caller()
 
     def records(self) -> dict[int, list[str]]:
-        """Return the lines of the records of this node's ranks, which fit into one file together."""
+        """Return the lines of the records of this node's ranks, which fit into one file together.
+
+        Of a rank that has written none there are its last collectives, in the words of this rank.
+        """
         longest = MOST_BYTES // 2 // self.board.count  # as JSON, text takes more
-        return {rank: text.splitlines() for rank, text in self.board.records(longest).items()}
+        told = {rank: text.splitlines() for rank, text in self.board.records(longest).items()}
+        now, words = time.monotonic(), self._words()
+        for status, calls in zip(self.board.read(), self.board.calls(), strict=True):
+            if status.rank not in told:
+                lines = [f"{at - now:12.6f} s  {words.get(each, f'#{each}')}" for each, at in calls.entered.items()]
+                told[status.rank] = ["when it entered its last collectives, as the other ranks call them:", *lines]
+        return told
 
     def hear_others(self) -> bool:
         """Read what other nodes have written since the alarm; return whether all ranks are known."""

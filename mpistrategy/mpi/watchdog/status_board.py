@@ -5,13 +5,13 @@ A rank's watchdog writes it and never calls MPI: the peers can read it when that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.flight_recorder import LENGTH
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.text import decoded, encoded
@@ -35,11 +35,12 @@ ROW = np.dtype(
     [
         ("mark", "S16"),
         ("ranks", _NUMBER),  # of the node, as many as there are rows
-        ("sequence", _NUMBER),  # odd while `status` or `calls` are written
+        ("sequence", _NUMBER),  # odd while `status` is written
         ("status", STATUS),
         ("strategy", _NUMBER),  # see `LastCalls`
         ("size", _NUMBER),
-        ("calls", np.dtype([("number", _NUMBER), ("entered", _NUMBER)]), LENGTH),
+        ("newest", _NUMBER),  # see `FlightRecord`, as for `entered`
+        ("entered", _SECONDS, LENGTH),
         ("elsewhere", _SECONDS),  # until when another node is busy
         ("left", _NUMBER),  # whether some rank takes no more calls
         ("caller", _NUMBER),  # whether this node calls the roll
@@ -53,6 +54,8 @@ MARK = b"mpistrategy rank"
 _LONGEST_TEXT = STATUS["text"].itemsize
 _LONGEST_RECORD = ROW["record"].itemsize
 _CUT = b"\n... (cut)\n"
+#: So many of the oldest entries may be replaced while they are read.
+_OVERWRITTEN = 4
 
 
 @dataclass(frozen=True)
@@ -89,12 +92,12 @@ class LastCalls:
     Attributes:
         strategy: a number for that strategy; 0 for none.
         ranks: how many ranks it has.
-        entered: when the rank entered them, in nanoseconds of time.monotonic(), by their numbers; in order.
+        entered: when the rank entered them, in seconds of time.monotonic(), by their numbers; in order.
     """
 
     strategy: int = 0
     ranks: int = 0
-    entered: Mapping[int, int] = field(default_factory=dict)
+    entered: Mapping[int, float] = field(default_factory=dict)
 
 
 class StatusBoard:
@@ -102,6 +105,9 @@ class StatusBoard:
 
     Args:
         memory: `BYTES` for each rank, zeroed; only this rank's where it is not shared.
+
+    Attributes:
+        newest, times: memory for the `FlightRecord` of this rank.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -110,41 +116,27 @@ class StatusBoard:
         self._fence = memory.fence
         self._rows: list[Any] = [segment[: ROW.itemsize].view(ROW)[0] for segment in memory.segments]
         self._mine = self._rows[self.local_rank]
+        mine = memory.mine[: ROW.itemsize].view(ROW)
+        self.newest: Array = mine["newest"]
+        self.times: Array = mine["entered"][0]
 
-    @contextmanager
-    def _writing(self) -> Iterator[Any]:
-        """Yield this rank's row; who reads its `status` or `calls` meanwhile reads again."""
-        self._mine["sequence"] += 1
-        self._order()
-        yield self._mine
-        self._order()
-        self._mine["sequence"] += 1
+    def introduce(self, strategy: int, ranks: int) -> None:
+        """Say which strategy this is, and how many ranks it has."""
+        self._mine["strategy"], self._mine["size"] = strategy, ranks
 
     def write(self, status: RankStatus) -> None:
         """Replace this rank's status; its state only ever rises."""
-        *numbers, text = vars(status).values()
-        with self._writing() as row:
-            state = max(int(row["status"]["state"]), status.state)
-            row["mark"], row["ranks"] = MARK, self.count
-            row["status"] = (*numbers, encoded(text, _LONGEST_TEXT))
-            row["status"]["state"] = state
-
-    def write_calls(self, calls: LastCalls) -> None:
-        """Say when this rank entered its last collectives; of many, the last ones."""
-        pairs = list(calls.entered.items())[-LENGTH:]
-        with self._writing() as row:
-            row["strategy"], row["size"] = calls.strategy, calls.ranks
-            row["calls"][: len(pairs)] = pairs
+        *numbers, text = vars(replace(status, state=max(self._mine["status"]["state"], status.state))).values()
+        self._mine["sequence"] += 1
+        self._order()
+        self._mine["mark"], self._mine["ranks"] = MARK, self.count
+        self._mine["status"] = (*numbers, encoded(text, _LONGEST_TEXT))
+        self._order()
+        self._mine["sequence"] += 1
 
     def calls(self) -> list[LastCalls]:
         """Return the last collectives of the node's ranks, by local rank."""
-        found = [dict(self._whole(row, "calls").tolist()) for row in self._rows]
-        for entered in found:
-            entered.pop(0, None)  # of places that no call has taken yet
-        return [
-            LastCalls(int(row["strategy"]), int(row["size"]), entered)
-            for row, entered in zip(self._rows, found, strict=True)
-        ]
+        return [LastCalls(int(row["strategy"]), int(row["size"]), _entered(row)) for row in self._rows]
 
     def expect(self, until: float) -> None:
         """Say at once until when this rank is busy."""
@@ -198,27 +190,27 @@ class StatusBoard:
 
     def read(self) -> list[RankStatus]:
         """Return all statuses, by local rank; one that is being written all the time may be mixed."""
-        return [_status(self._whole(row, "status")) for row in self._rows]
+        return [self._status(row) for row in self._rows]
 
-    def _whole(self, row: Any, name: str) -> Any:
-        """Return a copy of what `_writing` protects."""
+    def _status(self, row: Any) -> RankStatus:
         for _ in range(100):
             before = int(row["sequence"])
             self._order()
-            found = row[name].copy()
+            *numbers, text = row["status"].item()
             self._order()
             if before == row["sequence"] and not before & 1:
                 break
-        return found
+        return RankStatus(**dict(zip(STATUS.names or (), numbers, strict=False)), text=decoded(text))
 
     def _order(self) -> None:
         if self._fence is not None:
             self._fence()
 
 
-def _status(found: Any) -> RankStatus:
-    told = dict(zip(STATUS.names or (), found.item(), strict=True))
-    return RankStatus(**{**told, "text": decoded(told["text"])})
+def _entered(row: Any) -> dict[int, float]:
+    newest, times = int(row["newest"]), row["entered"].tolist()
+    oldest = int(row["newest"]) - LENGTH + 1 + _OVERWRITTEN
+    return {number: times[number % LENGTH] for number in range(max(1, oldest), newest + 1)}
 
 
 def shortened(data: bytes, most: int) -> bytes:

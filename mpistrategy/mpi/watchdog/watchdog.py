@@ -57,8 +57,6 @@ class Watchdog:
         #: Until when, for each `expect` that lasts.
         self._busy: list[float] = []
         self._resumed = 0.0
-        #: When this rank has last noted its calls, as a whole second of time.time().
-        self._second = 0
         self._reminded = self._failed = False
         self._changed = threading.Event()
         self._lock = threading.Lock()
@@ -68,6 +66,7 @@ class Watchdog:
         """Watch over one more communicator."""
         now, limit = time.monotonic(), group.limit
         begun = RankStatus(self.rank, self.pid, WELL, now, self._expected, 0.0, limit, stack_signal, "has just begun")
+        group.board.introduce(group.identity, len(group.ranks))
         group.board.write(begun)  # a rank that is stopped before the thread looks is known as well
         with self._lock:
             self._groups[group.guard] = group
@@ -125,8 +124,7 @@ class Watchdog:
         last = time.monotonic()
         while not self._is_over():
             tick = self._tick()
-            # At the same times on all ranks: what they then note of their last calls is about the same calls.
-            self._changed.wait(tick - time.time() % tick)
+            self._changed.wait(tick)
             self._changed.clear()
             now = time.monotonic()
             if now - last > tick + _STOOD_STILL_SECONDS:
@@ -157,13 +155,10 @@ class Watchdog:
         if not groups:
             return
         status = self._status(now, groups)
-        second = int(time.time())
         for group in groups:
             if group.guard.gpu_progress is not None:
                 group.guard.gpu_progress.look(now)
             group.board.write(status)
-            if second != self._second:
-                group.note_calls()
             group.look_at_nodes(now)
             group.tell_of_end()
             if (failure := group.waits_in_vain(now)) is not None:
@@ -171,7 +166,6 @@ class Watchdog:
                     group.guard.stop_waiting(failure.as_error())
                 elif not group.guard.contains_errors or group.cannot_leave(now):
                     alarm.end_for(group, failure, self.rank, self.size, self._end)
-        self._second = second
         contained = [group for group in groups if group.guard.contains_errors]
         for group in contained:
             if not group.guard.is_told_late and (group.is_alarmed() or self._is_late(now, [group])):
