@@ -18,7 +18,7 @@ from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure
 from mpistrategy.mpi.contract.flight_recorder import in_words
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog.local_process import inside_of
-from mpistrategy.mpi.watchdog.roll_call import TIMEOUT, Account, accounts_in
+from mpistrategy.mpi.watchdog.roll_call import TIMEOUT, statuses_in
 from mpistrategy.mpi.watchdog.run_directory import (
     BUSY,
     ERROR,
@@ -30,7 +30,7 @@ from mpistrategy.mpi.watchdog.run_directory import (
     in_time,
     within,
 )
-from mpistrategy.mpi.watchdog.status_board import ALARMED, StatusBoard
+from mpistrategy.mpi.watchdog.status_board import ALARMED, RankStatus, StatusBoard
 
 #: A rank may wait so many times the limit for its own GPU: its peers wait for it, unless all GPUs have stopped.
 _OWN_GPU = 2
@@ -74,7 +74,7 @@ class Group:
         self.node = node
         self.nodes = nodes
         self.directory = directory
-        self.others: list[Account] = []
+        self.others: list[RankStatus] = []
         self._next_look = 0.0
         self._looking: threading.Thread | None = None
         self._is_alarmed = False
@@ -129,7 +129,7 @@ class Group:
 
     def is_excused(self, now: float, limit: float) -> bool:
         """Return whether some rank said that it would be busy, and that time and the limit are not over."""
-        return max(self.board.expected(), self.board.expected_elsewhere()) + limit > now
+        return max(self.board.most("expected"), self.board.most("elsewhere")) + limit > now
 
     def last_calls(self) -> dict[int, str]:
         """Return where the ranks of this node are, for those that cannot say it; {} while this rank is in no call."""
@@ -156,7 +156,7 @@ class Group:
             self._told_left = True
             text = json.dumps([broken.error, broken.rank, broken.where])
             within(FILE_SECONDS, lambda: LEFT in self.directory.names() or self.directory.write(LEFT, text))
-            self.board.note_left()
+            self.board.put("left", True)
 
     def waits_in_vain(self, now: float) -> Failure | None:
         """Return why this rank waits in vain: for one that takes no more calls; None where it does not.
@@ -165,7 +165,7 @@ class Group:
         """
         failures, patience = self.guard.failures, PATIENCE_SECONDS
         if failures is None:
-            has_left = self.board.has_left()
+            has_left = bool(self.board.most("left"))
         else:
             has_left, patience = failures.left_by() is not None, patience + _LEAVING_SECONDS
         self._left_since = min(self._left_since, now) if has_left else math.inf
@@ -202,21 +202,21 @@ class Group:
         names = self.directory.names()
         self._is_alarmed |= ROLL_CALL in names
         if LEFT in names:
-            self.board.note_left()
+            self.board.put("left", True)
         busy = filter(None, map(BUSY.fullmatch, names))
         until = max((int(name[2]) for name in busy if int(name[1]) != self.node), default=0)
         # One that says so no more was busy until now.
         self._busy_elsewhere = now + until - time.time() if until else min(self._busy_elsewhere, now)
-        self.board.expect_elsewhere(self._busy_elsewhere)
+        self.board.put("elsewhere", self._busy_elsewhere)
         self._tell_busy(now)
 
     def _must_tell(self) -> bool:
         """Return whether this node is busy for far longer than the other ones know."""
-        return self.board.expected() > self._told_until + self.guard.timeout / 10
+        return self.board.most("expected") > self._told_until + self.guard.timeout / 10
 
     def _tell_busy(self, now: float) -> None:
         """Write until when this node is busy, if the others must know; remove what is over."""
-        old, expected = self._busy, self.board.expected()
+        old, expected = self._busy, self.board.most("expected")
         if self._must_tell():
             self._busy = f"busy-{self.node}-{math.ceil(time.time() + expected - now)}"
             self._told_until = expected
@@ -236,12 +236,12 @@ class Group:
 
     def is_alarmed(self) -> bool:
         """Return whether this rank knows of a rank that has found a collective late."""
-        return self._is_alarmed or self.board.state() >= ALARMED
+        return self._is_alarmed or self.board.most("state") >= ALARMED
 
     def alarm(self) -> None:
         """Tell the other nodes that a collective is late.  The first one that does so calls the roll."""
         if self.nodes == 1 or in_time(lambda: self.directory.claim(ROLL_CALL), otherwise=True):
-            self.board.note_caller()
+            self.board.put("caller", True)
 
     def records(self) -> dict[int, list[str]]:
         """Return the lines of the records of this node's ranks, which fit into one file together.
@@ -263,7 +263,7 @@ class Group:
             self._read.add(name)
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 told = json.loads(self.directory.read(name))
-                self.others += accounts_in(told["ranks"]) if told["class"] == TIMEOUT else []
+                self.others += statuses_in(told["ranks"]) if told["class"] == TIMEOUT else []
         return self.board.count + len(self.others) >= len(self.ranks)
 
     def is_published(self) -> bool:

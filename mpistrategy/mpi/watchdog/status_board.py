@@ -6,7 +6,7 @@ A rank's watchdog writes it and never calls MPI: the peers can read it when that
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,12 +21,11 @@ from mpistrategy.objects.text import decoded, encoded
 WELL, ALARMED, ANSWERED, CALLED = range(4)
 
 _NUMBER, _SECONDS = np.int64, np.float64  # of time.monotonic(), but `waited` and `limit`
-#: The attributes of `RankStatus`, in their order.
+#: What a rank says of itself at a time: attributes of `RankStatus`.
 STATUS = np.dtype(
     [
-        *((name, _NUMBER) for name in ("rank", "process", "state")),
-        *((name, _SECONDS) for name in ("beat", "expected", "waited", "limit")),
-        ("signal", _NUMBER),
+        *((name, _NUMBER) for name in ("rank", "process", "signal")),
+        *((name, _SECONDS) for name in ("beat", "waited", "limit")),
         ("text", "S900"),
     ],
     align=True,
@@ -35,15 +34,17 @@ ROW = np.dtype(
     [
         ("mark", "S16"),
         ("ranks", _NUMBER),  # of the node, as many as there are rows
+        ("strategy", _NUMBER),  # see `LastCalls`, as for `size`
+        ("size", _NUMBER),
         ("sequence", _NUMBER),  # odd while `status` is written
         ("status", STATUS),
-        ("strategy", _NUMBER),  # see `LastCalls`
-        ("size", _NUMBER),
-        ("newest", _NUMBER),  # see `FlightRecord`, as for `entered`
-        ("entered", _SECONDS, LENGTH),
+        ("state", _NUMBER),  # WELL, ALARMED, ANSWERED or CALLED
+        ("expected", _SECONDS),  # until when this rank is busy, as it said
         ("elsewhere", _SECONDS),  # until when another node is busy
         ("left", _NUMBER),  # whether some rank takes no more calls
         ("caller", _NUMBER),  # whether this node calls the roll
+        ("newest", _NUMBER),  # see `FlightRecord`, as for `entered`
+        ("entered", _SECONDS, LENGTH),
         ("record", "S47000"),
     ],
     align=True,
@@ -65,24 +66,24 @@ class RankStatus:
     Attributes:
         rank: its number in the job.
         process: its process id; 0 while it has no watchdog yet.
-        state: WELL, ALARMED, ANSWERED or CALLED.
+        signal: the signal that makes the process print its stacks; 0 without one.
         beat: when this was written; seconds of time.monotonic().
-        expected: until when it is busy, as it said (`expect_long`); seconds of time.monotonic(), or 0.
         waited: how long it had waited in a collective, in seconds; 0 when it was in none.
         limit: the timeout of that collective, in seconds.
-        signal: the signal that makes the process print its stacks; 0 without one.
         text: where it was.
+        state: WELL, ALARMED, ANSWERED or CALLED.
+        silent: why it has not answered an alarm; "" where it has, or there is none.
     """
 
     rank: int
     process: int
-    state: int
+    signal: int
     beat: float
-    expected: float
     waited: float
     limit: float
-    signal: int
     text: str
+    state: int = WELL
+    silent: str = ""
 
 
 @dataclass(frozen=True)
@@ -123,61 +124,29 @@ class StatusBoard:
     def introduce(self, strategy: int, ranks: int) -> None:
         """Say which strategy this is, and how many ranks it has."""
         self._mine["strategy"], self._mine["size"] = strategy, ranks
+        self._mine["ranks"], self._mine["mark"] = self.count, MARK
 
     def write(self, status: RankStatus) -> None:
-        """Replace this rank's status; its state only ever rises."""
-        *numbers, text = vars(replace(status, state=max(self._mine["status"]["state"], status.state))).values()
+        """Replace this rank's status, but for `state` and `silent`."""
+        values = [getattr(status, name) for name in STATUS.names or ()]
         self._mine["sequence"] += 1
         self._order()
-        self._mine["mark"], self._mine["ranks"] = MARK, self.count
-        self._mine["status"] = (*numbers, encoded(text, _LONGEST_TEXT))
+        self._mine["status"] = (*values[:-1], encoded(status.text, _LONGEST_TEXT))
         self._order()
         self._mine["sequence"] += 1
+
+    def put(self, name: str, value: float) -> None:
+        """Say at once one thing: `state`, `expected`, `elsewhere`, `left` or `caller` of `ROW`."""
+        self._order()
+        self._mine[name] = value
+
+    def most(self, name: str) -> float:
+        """Return the highest value that a rank of the node has put there."""
+        return max(float(row[name]) for row in self._rows)
 
     def calls(self) -> list[LastCalls]:
         """Return the last collectives of the node's ranks, by local rank."""
         return [LastCalls(int(row["strategy"]), int(row["size"]), _entered(row)) for row in self._rows]
-
-    def expect(self, until: float) -> None:
-        """Say at once until when this rank is busy."""
-        self._mine["status"]["expected"] = until
-
-    def set_state(self, state: int) -> None:
-        """Say at once how far this rank has come."""
-        self._order()
-        self._mine["status"]["state"] = state
-
-    def state(self) -> int:
-        """Return the highest state of the node's ranks."""
-        return max(int(row["status"]["state"]) for row in self._rows)
-
-    def expected(self) -> float:
-        """Return until when some rank of the node is busy; seconds of time.monotonic()."""
-        return max(float(row["status"]["expected"]) for row in self._rows)
-
-    def expect_elsewhere(self, until: float) -> None:
-        """Say until when another node is busy."""
-        self._mine["elsewhere"] = until
-
-    def expected_elsewhere(self) -> float:
-        """Return until when another node is busy, as far as this one knows; seconds of time.monotonic()."""
-        return max(float(row["elsewhere"]) for row in self._rows)
-
-    def note_left(self) -> None:
-        """Say that some rank, of any node, takes no more calls, and that the others may wait for it."""
-        self._mine["left"] = 1
-
-    def has_left(self) -> bool:
-        """Return whether some rank of the node has said so."""
-        return any(row["left"] for row in self._rows)
-
-    def note_caller(self) -> None:
-        """Say that this node calls the roll."""
-        self._mine["caller"] = 1
-
-    def is_caller(self) -> bool:
-        """Return whether some rank of the node has said so."""
-        return any(row["caller"] for row in self._rows)
 
     def write_record(self, text: str) -> None:
         """Show the node this rank's record; of a long one its beginning and its end."""
@@ -196,11 +165,12 @@ class StatusBoard:
         for _ in range(100):
             before = int(row["sequence"])
             self._order()
-            *numbers, text = row["status"].item()
+            *values, text = row["status"].item()
             self._order()
             if before == row["sequence"] and not before & 1:
                 break
-        return RankStatus(**dict(zip(STATUS.names or (), numbers, strict=False)), text=decoded(text))
+        values += decoded(text), int(row["state"])
+        return RankStatus(*values)
 
     def _order(self) -> None:
         if self._fence is not None:

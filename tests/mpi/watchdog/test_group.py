@@ -116,7 +116,7 @@ def test_the_records_of_many_ranks_fit_into_the_file_that_others_read(job: Calla
     for each in ranks.groups:
         each.board.write_record(f"first\n{'x' * BYTES}\nlast")
     first = ranks.groups[0]
-    assert alarm._written(first, [], "", 0)
+    assert alarm._written(first, [], "")
     records = json.loads(first.directory.read("error-0.json"))["records"]
     assert len(records) == 400
     assert all((record[0], record[-1]) == ("first", "last") for record in records.values())
