@@ -118,8 +118,7 @@ class MpiCommunicator(Collectives):
             warn(_UNEQUAL.format(self.library), FallbackWarning)
 
     def _watch_waiting(self, memory: SharedMemory, path: str) -> None:
-        shown = None if self.mailboxes is None else self.mailboxes.shown
-        world.watch_waiting(self._comm, self.guard, memory, self.node_of, path, shown)
+        world.watch_waiting(self._comm, self.guard, memory, self.node_of, path)
 
     def _introduce(self, me: Introduction) -> list[Introduction]:
         """Return the introductions of all ranks.
