@@ -34,7 +34,7 @@ from mpistrategy.mpi.watchdog.status_board import ALARMED, RankStatus, StatusBoa
 
 #: A rank may wait so many times the limit for its own GPU: its peers wait for it, unless all GPUs have stopped.
 _OWN_GPU = 2
-#: How long a rank may take to leave a wait that is in vain, after `PATIENCE_SECONDS`; it cannot leave a call of MPI.
+#: How long a rank may take to leave a wait by itself, after `PATIENCE_SECONDS`; it cannot leave a call of MPI.
 _LEAVING_SECONDS = 1.5
 _LONGEST_SECONDS_BETWEEN_LOOKS = 2.5
 
@@ -84,8 +84,8 @@ class Group:
         self._busy_elsewhere = 0.0
         self._told_left = False
         self._read: set[str] = set()
-        #: Since when a rank is known to take no more calls, and since when this rank has been told to stop waiting.
-        self._left_since = self._told_since = math.inf
+        #: Since when a rank is known to take no more calls.
+        self._left_since = math.inf
 
     @property
     def limit(self) -> float:
@@ -158,10 +158,10 @@ class Group:
             within(FILE_SECONDS, lambda: LEFT in self.directory.names() or self.directory.write(LEFT, text))
             self.board.put("left", True)
 
-    def waits_in_vain(self, now: float) -> Failure | None:
-        """Return why this rank waits in vain: for one that takes no more calls; None where it does not.
+    def seconds_in_vain(self, now: float) -> float:
+        """Return since how many seconds this rank should have left a call, as some rank takes no more calls; 0 or less.
 
-        A rank that finds that out where it waits is given the time to leave.
+        A rank that finds that out where it waits does so by itself.
         """
         failures, patience = self.guard.failures, PATIENCE_SECONDS
         if failures is None:
@@ -169,21 +169,16 @@ class Group:
         else:
             has_left, patience = failures.left_by() is not None, patience + _LEAVING_SECONDS
         self._left_since = min(self._left_since, now) if has_left else math.inf
-        if min(now - self._left_since, self.host_waited(now)) < patience:
-            return None
+        return min(now - self._left_since, self.host_waited(now)) - patience
+
+    def failure(self) -> Failure:
+        """Return which rank takes no more calls, and why."""
+        failures = self.guard.failures
         if failures is not None and (left := failures.left_by()) is not None:
             return failures.failure_of(left)
         with contextlib.suppress(ValueError, TypeError):
             return Failure(*json.loads(in_time(lambda: self.directory.read(LEFT), "")))
         return Failure("another rank takes no more calls")
-
-    def cannot_leave(self, now: float) -> bool:
-        """Return whether this rank was told to stop waiting, and is in a call of MPI, which it cannot leave."""
-        if not self.guard.is_told_late or not self.host_waited(now):
-            self._told_since = math.inf
-            return False
-        self._told_since = min(self._told_since, now)
-        return now - self._told_since > PATIENCE_SECONDS
 
     # ------------------------------------------------------------------------------------------- the other nodes
 

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpistrategy.errors import OptionError
+from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog import alarm, local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
@@ -139,11 +140,9 @@ class Watchdog:
                 self._thread = None
             return not self._groups
 
-    def _limit(self) -> float:
-        return min((group.limit for group in self.groups()), default=math.inf)
-
     def _tick(self) -> float:
-        return min(max(self._limit() / 10, _SHORTEST_TICK), _LONGEST_TICK)
+        limit = min((group.limit for group in self.groups()), default=math.inf)
+        return min(max(limit / 10, _SHORTEST_TICK), _LONGEST_TICK)
 
     def _look(self, now: float) -> None:
         groups = self.groups()
@@ -156,11 +155,11 @@ class Watchdog:
             group.board.write(status)
             group.look_at_nodes(now)
             group.tell_of_end()
-            if (failure := group.waits_in_vain(now)) is not None:
-                if group.guard.contains_errors and not group.guard.is_told_late:
-                    group.guard.stop_waiting(failure.as_error())
-                elif not group.guard.contains_errors or group.cannot_leave(now):
-                    alarm.end_for(group, failure, self.title, self._end)
+            in_vain = group.seconds_in_vain(now)
+            if in_vain > 0 and group.guard.contains_errors and not group.guard.is_told_late:
+                group.guard.stop_waiting(group.failure().as_error())
+            elif in_vain > (PATIENCE_SECONDS if group.guard.contains_errors else 0):
+                alarm.end_for(group, group.failure(), self.title, self._end)
         contained = [group for group in groups if group.guard.contains_errors]
         for group in contained:
             if not group.guard.is_told_late and (group.is_alarmed() or self._is_late(now, [group])):
