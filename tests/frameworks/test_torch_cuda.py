@@ -17,7 +17,7 @@ mst: Any = pytest.importorskip("mpistrategy.torch")
 pytestmark = [
     pytest.mark.skipif(not cupy_here.IS_GPU or not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.usefixtures("group"),
-    pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Sparse", "ignore:Specified kernel"),
 ]
 #: So many cycles of its clock the GPU does nothing: some 50 ms.
 A_WHILE = 100_000_000

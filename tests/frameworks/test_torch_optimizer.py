@@ -16,6 +16,7 @@ from mpistrategy import errors
 torch: Any = pytest.importorskip("torch")
 mst: Any = pytest.importorskip("mpistrategy.torch")
 
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse")  # torch's own, of sparse tensors on a GPU
 ROWS = 12 * SIZE
 Loop = Callable[[Any, Any, Callable[[int], Any]], None]
 
