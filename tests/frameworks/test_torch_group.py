@@ -23,7 +23,7 @@ mst: Any = pytest.importorskip("mpistrategy.torch")
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 HAS_BACKENDS = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 14)
 several = pytest.mark.mpi(min_size=2)
-# torch's own words about names of another version, sparse tensors, narrow complex ones, and a home that it cannot write
+# torch's own words about names of another version, sparse tensors, narrow complex ones, and its cache
 pytestmark = [
     pytest.mark.filterwarnings(
         "ignore::FutureWarning", "ignore:Sparse", "ignore:ComplexHalf", "ignore:Specified kernel"
