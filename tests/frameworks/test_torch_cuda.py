@@ -171,6 +171,22 @@ def test_what_is_still_computed_is_waited_for(name: str, *, is_aside: bool) -> N
         assert torch.equal(found.cpu(), wanted)
 
 
+def test_a_work_lets_another_stream_wait() -> None:
+    made, read = torch.cuda.Stream(), torch.cuda.Stream()
+    mine = torch.zeros(1000)
+    torch.cuda.synchronize()
+    with torch.cuda.stream(made):
+        torch.cuda._sleep(A_WHILE)
+        mine.fill_(RANK + 1)
+        work = dist.all_reduce(mine, async_op=True)
+        torch.cuda._sleep(A_WHILE)
+    with torch.cuda.stream(read):
+        work.wait()
+        found = mine.clone()
+    read.synchronize()
+    assert (found == SIZE * (SIZE + 1) / 2).all()
+
+
 def test_nothing_and_numbers() -> None:
     nothing, number = torch.empty(0, 3), torch.tensor(RANK + 1.0)
     for call in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, LAST)):
