@@ -147,10 +147,6 @@ class Flight:
         if self._messages:
             self._messages[-1].Test()
 
-    def has_landed(self) -> bool:
-        """Return whether it is over."""
-        return self.is_over
-
     def advance(self) -> bool:
         """Go on as far as messages have arrived; return whether anything happened.  Never waits."""
         moved = False
@@ -188,8 +184,7 @@ class AcrossNodes(Freed):
         self.node_sum: NodeSum | None = None
         self.link: Any = None
         self.rounded: list[Rounded] = []
-        usual = CROWDED if communicator.is_crowded else EAGER
-        self._manner: Manner = communicator.manner or usual
+        self._manner: Manner = communicator.manner or (CROWDED if communicator.is_crowded else EAGER)
         self.flights: list[Flight] = []
         self._progress: Callable[[], object] = communicator.progress
         self._on_all = communicator.guard.on_all
@@ -320,7 +315,7 @@ class _Pieces(Exchange):
 
     def end(self, begun: Flight) -> None:
         """Wait until it has been combined."""
-        self._across.wait(begun.has_landed)
+        self._across.wait(lambda: begun.is_over)
         self._across.flights.remove(begun)
 
 
@@ -332,11 +327,7 @@ class _AmongMessages(Waiting):
 
     def until(self, numbers: memoryview, value: int) -> None:
         """Return when ``numbers[0] >= value``."""
-        self._wait(partial(_has_come, numbers, value))
-
-
-def _has_come(numbers: memoryview, value: int) -> bool:
-    return bool(numbers[0] >= value)
+        self._wait(lambda: bool(numbers[0] >= value))
 
 
 def _write(

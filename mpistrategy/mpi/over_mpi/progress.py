@@ -157,8 +157,7 @@ class Engine(AtOnce):
     def __init__(self, communicator: Any) -> None:
         #: The jobs that have not begun; None ends the thread.
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._waiting = 0
-        self._lock = threading.Lock()
+        self._is_awaited = False
         self._program: Guard = communicator.guard
         super().__init__(communicator.duplicate())
         guard: Guard = self.communicator.guard
@@ -185,16 +184,14 @@ class Engine(AtOnce):
 
     def finish(self, job: Job) -> None:
         """Wait for `job`; meanwhile the thread has the core of this one."""
-        with self._lock:
-            self._waiting += 1
+        self._is_awaited = True
         try:
             job.wait()
         finally:
-            with self._lock:
-                self._waiting -= 1
+            self._is_awaited = False
 
     def _pause(self, looks: int) -> None:
-        (promptly if self._waiting else patiently)(looks)
+        (promptly if self._is_awaited else patiently)(looks)
 
     def free(self) -> None:
         """Finish the jobs that all ranks have started, then end the engine.  Collective.
