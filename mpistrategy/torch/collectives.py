@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,13 +21,6 @@ from mpistrategy.torch import tensors as t
 Collective = Callable[..., Any]
 
 
-@contextmanager
-def replica_context(strategy: Strategy, tensors: Sequence[Any]) -> Iterator[ReplicaContext]:
-    """Enter the replica context of a strategy; for tensors on a GPU, in the order of torch's current stream."""
-    with t.on_stream(t.gpu_of(tensors)), ReplicaContext(strategy, strategy.rank) as context:
-        yield context
-
-
 class _Through(torch.autograd.Function):  # type: ignore[misc]
     """A collective of a nest's leaves, through which gradients flow."""
 
@@ -43,12 +35,12 @@ class _Through(torch.autograd.Function):  # type: ignore[misc]
         *leaves: Any,
     ) -> Any:
         ctx.strategy, ctx.of_gradients, ctx.name = strategy, backward, name
-        with replica_context(strategy, leaves) as context:
+        with t.on_stream(t.gpu_of(leaves)), ReplicaContext(strategy, strategy.rank) as context:
             return tuple(nest.flatten(collective(context, structure.pack([each.detach() for each in leaves])))[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        with replica_context(ctx.strategy, gradients) as context:
+        with t.on_stream(t.gpu_of(gradients)), ReplicaContext(ctx.strategy, ctx.strategy.rank) as context:
             return *5 * (None,), *ctx.of_gradients(context, [each.contiguous() for each in gradients], ctx.name)
 
 
@@ -76,7 +68,7 @@ def _carried(
     leaves, structure = nest.flatten(value)
     tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
     if not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors):
-        with replica_context(strategy, tensors) as context:
+        with t.on_stream(t.gpu_of(tensors)), ReplicaContext(strategy, strategy.rank) as context:
             return collective(context, value)
     if not carries or len(tensors) < len(leaves):
         raise UnsupportedError.at(

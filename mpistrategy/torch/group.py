@@ -7,11 +7,11 @@ line of the program is reported and not compared, since ranks of torch programs 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -20,7 +20,7 @@ import torch.distributed as dist
 from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import UNKNOWN, Site, call_site, site_of
+from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
 from mpistrategy.mpi.over_mpi.background import Background, Submitted
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
@@ -30,10 +30,9 @@ from mpistrategy.reduction.broadcast import broadcast as that_of_root
 from mpistrategy.reduction.gather import gather as side_by_side
 from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plan import run_plan, usual_plan
+from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.torch import tensors as t
 
-#: How tensors in GPU memory are reduced.
-_ON_GPU = MpiAllReduce()
 #: Whether torch takes a Work that is written in Python: not before 2.7.
 _TAKES_WORKS = hasattr(dist.AllreduceOptions(), "asyncOp")
 
@@ -172,8 +171,9 @@ class Group:
             return [functools.reduce(bits, each.chunk(self._ranks)) for each in found]
         if device is not None:
             call.structure = " ".join([op, *map(str, words.values())])
+            reducer = Reducer(self.communicator, MpiAllReduce(), CommunicationOptions())
             with t.on_stream(device):
-                results = _ON_GPU._all_reduce_values(call, self.communicator, by, elements, CommunicationOptions())
+                results = reducer.all_reduce_leaves(call, by, elements, lambda: [""] * len(elements))
         else:
             arrays = [*map(t.in_numpy, elements)]
             ranks = self._background.ranks(call) if is_large else self.communicator
@@ -188,9 +188,7 @@ class Group:
         self._reductions, self._backward = self._reductions + 1 if backward == self._backward else 1, backward
         if backward < 0:
             return None
-        site = call_site()
-        if site is UNKNOWN:  # backward of CUDA tensors runs in a thread of torch's: the program waits in its own
-            site = site_of(sys._current_frames()[threading.main_thread().ident or 0])
+        site = program_site()  # backward of CUDA tensors runs in a thread of torch's
         return Site(f"{site.text}, reduction {self._reductions} of this backward", site.place)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -209,8 +207,7 @@ class Group:
         for target, mine, indices, values in zip(targets, given, found, found, strict=True):
             places, rows = indices.view(-1, mine.sparse_dim()).t(), values.view(-1, *mine.values().shape[1:])
             total = torch.sparse_coo_tensor(places, rows, mine.shape, device=rows.device, check_invariants=False)
-            total = total.coalesce()
-            target.copy_(total / self._ranks if op == "AVG" else total)
+            target.copy_((total / self._ranks if op == "AVG" else total).coalesce())
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Replace the root's tensor by the reduction over the ranks; the others keep theirs."""
@@ -221,24 +218,28 @@ class Group:
             t.write(totals, targets if self._rank == root else totals)
         return done(list(tensors))
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Reduce the r-th tensors of the ranks' lists into the output of rank r; their sizes may differ."""
-        for output, parts in zip(outputs, inputs, strict=True):
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, wholes: Sequence[Any] = ()) -> Any:
+        """Reduce the r-th tensors of the ranks' lists into the output of rank r; their sizes may differ.
+
+        The parts of a list may be those of one of the `wholes`.
+        """
+        for output, parts, whole in zip_longest(outputs, inputs, wholes):
             with self._call("reduce_scatter", self._site()) as call:
                 targets = t.checked([output], call.where, is_written=True)
                 given = t.checked(parts, call.where, count=self._ranks, dtype=output.dtype)
                 t.checked([given[self._rank]], call.where, numel=output.numel())
-                (total,) = self._reduced(call, [t.together(given)], opts, values=t.values_of(given))
+                elements = t.together(given) if whole is None else whole.detach().reshape(-1)
+                (total,) = self._reduced(call, [elements], opts, values=t.values_of(given))
                 t.write([total.split([each.numel() for each in given])[self._rank]], targets)
         return done(list(outputs))
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Reduce a tensor, and write the r-th part of its elements into the output of rank r."""
-        return self.reduce_scatter([output], [t.parts(input, self._ranks)], opts)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Do so with several tensors."""
-        return self.reduce_scatter(outputs, [t.parts(each, self._ranks) for each in inputs], opts)
+        return self.reduce_scatter(outputs, [t.parts(each, self._ranks) for each in inputs], opts, inputs)
 
     # -------------------------------------------------------------------------------------------------- gathers
 

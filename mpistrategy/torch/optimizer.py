@@ -20,7 +20,7 @@ from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
-from mpistrategy.torch.collectives import all_reduce, replica_context
+from mpistrategy.torch.collectives import all_reduce
 from mpistrategy.torch.starts import broadcast
 
 _WHERE = "DistributedOptimizer"
@@ -135,7 +135,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         parameters = self._parameters()
         guard, reducer = self._strategy.extended.communicator.guard, self._strategy.extended._reducer
         with (
-            replica_context(self._strategy, [each for _, each in parameters]) as context,
+            t.on_stream(t.gpu_of([each for _, each in parameters])),
+            ReplicaContext(self._strategy, self._strategy.rank) as context,
             torch.no_grad(),
             Call(guard, f"{_WHERE}.synchronize", anywhere=True) as call,
         ):

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
 from importlib.util import find_spec
-from itertools import accumulate
 from types import SimpleNamespace
 from typing import Any
 
@@ -122,13 +121,13 @@ def gpu_of(tensors: Sequence[Any]) -> Any:
     return places.pop() if len(places) == 1 else None
 
 
-@contextmanager
-def on_stream(device: Any) -> Iterator[None]:
+def on_stream(device: Any) -> AbstractContextManager[Any]:
     """Let the library work on a GPU in the order of torch's current stream; None: on the host."""
-    if device is None:
-        yield
-        return
-    cupy = cupy_for("mpistrategy.torch")
+    return nullcontext() if device is None else _on_stream(cupy_for("mpistrategy.torch"), device)
+
+
+@contextmanager
+def _on_stream(cupy: Any, device: Any) -> Iterator[None]:
     with cupy.cuda.Device(device.index), _stream(cupy, device.index, torch.cuda.current_stream(device).cuda_stream):
         yield
 
@@ -136,9 +135,9 @@ def on_stream(device: Any) -> Iterator[None]:
 @cache  # for ever: some versions of CuPy end the stream with their own object of it
 def _stream(cupy: Any, index: int, pointer: int) -> Any:
     """Return a stream of torch as CuPy's; with the GPU of this index current."""
-    if int(cupy.__version__.partition(".")[0]) < 14:
-        return cupy.cuda.ExternalStream(pointer)
-    return cupy.cuda.Stream.from_external(SimpleNamespace(__cuda_stream__=lambda: (0, pointer)))
+    is_old = int(cupy.__version__.partition(".")[0]) < 14
+    told = SimpleNamespace(__cuda_stream__=lambda: (0, pointer))
+    return cupy.cuda.ExternalStream(pointer) if is_old else cupy.cuda.Stream.from_external(told)
 
 
 def flat(tensor: Any, dtype: Any = None, device: Any = None) -> Any:
@@ -174,7 +173,7 @@ def in_numpy(tensor: Any) -> Any:
 
 
 def in_bytes(tensor: Any, device: Any = None) -> Any:
-    """Return the elements of a tensor as bytes: an array on the host, or a tensor on a GPU; their memory if they can."""
+    """Return the elements of a tensor as bytes, an array on the host or a tensor on a GPU; their memory if it fits."""
     found = flat(tensor, None, device).view(torch.uint8)
     return in_numpy(found) if device is None else found
 
@@ -205,16 +204,8 @@ def parts(whole: Any, count: int) -> list[Any]:
 
 
 def together(tensors: Sequence[Any]) -> Any:
-    """Return the elements of tensors of one dtype, on the host or on one GPU, one after the other, if they do not lie so."""
-    first, counts = tensors[0], [each.numel() for each in tensors]
-    begins = accumulate(counts, lambda begin, count: begin + count * first.element_size(), initial=first.data_ptr())
-    lie_so = [
-        (each.device, each.data_ptr(), each.is_contiguous() and not each.is_conj()) == (first.device, begin, True)
-        for each, begin in zip(tensors, begins, strict=False)
-    ]
-    if all(lie_so) and first.untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr():
-        return first.as_strided((sum(counts),), (1,))
-    return torch.cat([flat(each, device=each.device).view(torch.uint8) for each in tensors]).view(first.dtype)
+    """Return the elements of tensors of one dtype, on the host or on one GPU, one after the other."""
+    return torch.cat([flat(each, device=each.device).view(torch.uint8) for each in tensors]).view(tensors[0].dtype)
 
 
 def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[int]:

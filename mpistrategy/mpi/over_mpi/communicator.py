@@ -109,8 +109,7 @@ class MpiCommunicator(Collectives):
         world.close_at_finalize(self.guard)
         world.watch(self.guard, self.free)
         if self.size > 1:
-            shown = None if self.mailboxes is None else self.mailboxes.shown
-            world.watch_waiting(self._comm, self.guard, memory, self.node_of, ranks[0].directory, shown)
+            world.watch_waiting(self._comm, self.guard, memory, self.node_of, ranks[0].directory)
 
     def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | Mailboxes]:
         """Make the shared memory of this node.
