@@ -54,23 +54,15 @@ def shared_bytes(node_of: Sequence[int]) -> int:
     return segment_bytes(piece_bytes_for(node_of))
 
 
-def eagerly(looks: int) -> None:
-    """Give the core away before the next look; nap after many looks."""
-    if looks < 500:
+def give_away(most: int, looks: int) -> None:
+    """Give the core away before the next of `most` looks; nap before the later ones."""
+    if looks < most:
         os.sched_yield()
     else:
         time.sleep(5e-5)
 
 
-def crowded(looks: int) -> None:
-    """Nap before the next look but one: ranks that outnumber their cores would take them from those that work.
-
-    4 nodes of 4 ranks on 2 cores, over a bare Allreduce: 1 MiB 1.7 by `eagerly`, 1.0 so; 4 MiB 1.0 and 0.75.
-    """
-    if looks == 1:
-        os.sched_yield()
-    else:
-        time.sleep(5e-5)
+_EAGERLY = partial(give_away, 500)
 
 
 def allreduce_across(
@@ -114,13 +106,15 @@ class Manner:
         blocks: whether a single piece may take a blocking call of MPI.
     """
 
-    pause: Callable[[int], None] = eagerly
+    pause: Callable[[int], None] = _EAGERLY
     nudges: int = 0
     blocks: bool = True
 
 
 EAGER = Manner()
-CROWDED = Manner(crowded)
+#: Ranks that outnumber their cores would take them from those that work.  4 nodes of 4 ranks on 2 cores, over a bare
+#: Allreduce: 1 MiB 1.7 by `EAGER`, 1.0 so; 4 MiB 1.0 and 0.75.
+CROWDED = Manner(partial(give_away, 2))
 
 
 def across_nodes(communicator: Any) -> AcrossNodes:
