@@ -148,10 +148,10 @@ class Watchdog:
         groups = self.groups()
         if not groups:
             return
+        for flight in filter(None, (group.guard.gpu_progress for group in groups)):
+            flight.look(now)
         status = self._status(now, groups)
         for group in groups:
-            if group.guard.gpu_progress is not None:
-                group.guard.gpu_progress.look(now)
             group.board.write(status)
             group.look_at_nodes(now)
             group.tell_of_end()
