@@ -7,7 +7,6 @@ line of the program is reported and not compared, since ranks of torch programs 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import Site, call_site, outside, site_of
+from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
 from mpistrategy.mpi.over_mpi.background import Background, Submitted
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
@@ -31,10 +30,9 @@ from mpistrategy.reduction.broadcast import broadcast as that_of_root
 from mpistrategy.reduction.gather import gather as side_by_side
 from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plan import run_plan, usual_plan
+from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.torch import tensors as t
 
-#: How tensors in GPU memory are reduced.
-_ON_GPU = MpiAllReduce()
 #: Whether torch takes a Work that is written in Python: not before 2.7.
 _TAKES_WORKS = hasattr(dist.AllreduceOptions(), "asyncOp")
 
@@ -173,8 +171,9 @@ class Group:
             return [functools.reduce(bits, each.chunk(self._ranks)) for each in found]
         if device is not None:
             call.structure = " ".join([op, *map(str, words.values())])
+            reducer = Reducer(self.communicator, MpiAllReduce(), CommunicationOptions())
             with t.on_stream(device):
-                results = _ON_GPU._all_reduce_values(call, self.communicator, by, elements, CommunicationOptions())
+                results = reducer.all_reduce_leaves(call, by, elements, lambda: [""] * len(elements))
         else:
             arrays = [*map(t.in_numpy, elements)]
             ranks = self._background.ranks(call) if is_large else self.communicator
@@ -189,8 +188,7 @@ class Group:
         self._reductions, self._backward = self._reductions + 1 if backward == self._backward else 1, backward
         if backward < 0:
             return None
-        # backward of CUDA tensors runs in a thread of torch's: the program waits in its own
-        site = site_of(outside(sys._getframe()) or sys._current_frames()[threading.main_thread().ident or 0])
+        site = program_site()  # backward of CUDA tensors runs in a thread of torch's
         return Site(f"{site.text}, reduction {self._reductions} of this backward", site.place)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
