@@ -27,6 +27,7 @@ from mpistrategy.mpi.watchdog.run_directory import (
     MOST_BYTES,
     ROLL_CALL,
     RunDirectory,
+    begin,
     in_time,
     within,
 )
@@ -189,8 +190,7 @@ class Group:
             return
         if now >= self._next_look or self._must_tell():
             self._next_look = now + min(self.limit / 10, _LONGEST_SECONDS_BETWEEN_LOOKS)
-            self._looking = threading.Thread(target=self.hear_and_tell, args=(now,), daemon=True)
-            self._looking.start()
+            self._looking = begin(lambda: self.hear_and_tell(now))
 
     def hear_and_tell(self, now: float) -> None:
         """Do `look_at_nodes` at once."""

@@ -62,8 +62,8 @@ def _number(variable: str) -> str:
     return text if re.fullmatch(r"[0-9]{1,18}", text) else ""
 
 
-def within(seconds: float, work: Callable[[], object]) -> None:
-    """Do something that may never return; wait at most so many seconds."""
+def begin(work: Callable[[], object]) -> threading.Thread:
+    """Do something that may never return, in a thread of its own; return that."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
@@ -71,7 +71,12 @@ def within(seconds: float, work: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=quietly, name="mpistrategy watchdog's file", daemon=True)
     thread.start()
-    thread.join(seconds)
+    return thread
+
+
+def within(seconds: float, work: Callable[[], object]) -> None:
+    """Do something that may never return; wait at most so many seconds."""
+    begin(work).join(seconds)
 
 
 def in_time(work: Callable[[], T], otherwise: T) -> T:

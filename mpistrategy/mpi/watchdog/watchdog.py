@@ -148,11 +148,10 @@ class Watchdog:
         groups = self.groups()
         if not groups:
             return
-        status = self._status(now, groups)
+        for flight in filter(None, (group.guard.gpu_progress for group in groups)):
+            flight.look(now)
+        self._show(groups)
         for group in groups:
-            if group.guard.gpu_progress is not None:
-                group.guard.gpu_progress.look(now)
-            group.board.write(status)
             group.look_at_nodes(now)
             group.tell_of_end()
             in_vain = group.seconds_in_vain(now)
@@ -163,9 +162,11 @@ class Watchdog:
         contained = [group for group in groups if group.guard.contains_errors]
         for group in contained:
             if not group.guard.is_told_late and (group.is_alarmed() or self._is_late(now, [group])):
+                self._show(groups)
                 alarm.contain(group, self.title)
         ending = [group for group in groups if not group.guard.contains_errors]
         if any(group.is_alarmed() for group in ending) or self._is_late(now, ending):
+            self._show(groups)
             alarm.answer(ending, self.title, self._end)
         self._remind(now, groups)
 
@@ -176,11 +177,14 @@ class Watchdog:
         limit = min((group.limit for group in late), default=math.inf)
         return bool(late) and not any(group.is_excused(now, limit) for group in groups)
 
-    def _status(self, now: float, groups: list[Group]) -> RankStatus:
+    def _show(self, groups: list[Group]) -> None:
+        """Write the status of this moment."""
+        now = time.monotonic()
         longest = max(groups, key=lambda group: group.waited(now, self._resumed) / group.limit)
         text = local_process.now_doing(group.guard for group in groups)
         waited, limit = longest.waited(now, self._resumed), longest.limit
-        return RankStatus(self.rank, self.pid, stack_signal, now, waited, limit, text)
+        for group in groups:
+            group.board.write(RankStatus(self.rank, self.pid, stack_signal, now, waited, limit, text))
 
     def _remind(self, now: float, groups: list[Group]) -> None:
         """Say once that this rank has ended and waits for the others, which may still be at work."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,7 +13,7 @@ from pretended import LIMIT, PretendedJob
 
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.flight_recorder import LENGTH
-from mpistrategy.mpi.watchdog import alarm
+from mpistrategy.mpi.watchdog import alarm, run_directory
 from mpistrategy.mpi.watchdog.status_board import BYTES
 
 pytestmark = pytest.mark.one_rank
@@ -76,6 +77,30 @@ def test_a_node_that_goes_on_with_work_without_an_end_is_waited_for(job: Callabl
 def test_a_rank_that_nobody_excuses_is_late(job: Callable[[int, int], PretendedJob]) -> None:
     ranks = job(2, 3)
     assert not any(ranks.tick(1))
+
+
+def test_a_file_system_that_hangs_keeps_nobody(
+    job: Callable[[int, int], PretendedJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = job(2, 1).groups
+    over, asked = threading.Event(), []
+
+    def hang(name: str) -> None:
+        asked.append(name)
+        over.wait(60)
+
+    for name in ("names", "claim", "read", "write"):
+        monkeypatch.setattr(first.directory, name, lambda *given, name=name: hang(name))
+    monkeypatch.setattr(run_directory, "FILE_SECONDS", 0.1)
+    try:
+        for now in range(1_000, 1_010):
+            first.look_at_nodes(now)
+        first.alarm()
+        assert asked == ["names", "claim"], "nobody waits for it, and nobody asks it again"
+        assert first.board.most("caller"), "a node that can read no other's files calls the roll"
+        assert not alarm._written(first, [], ""), "the records go to stderr"
+    finally:
+        over.set()
 
 
 @pytest.mark.parametrize("nodes", [4, 64])
