@@ -5,8 +5,7 @@ A plan is one fault or several, separated by ';'.  A fault is three fields in an
     rank=2, at=allreduce#17, do=kill; rank=any, at=#3, do=delay:0.5s
 
 `rank` is a rank of the job, several ranks with '+', or ``any``.  `at` is a kind of collective and the number of the
-call, from 1 on, among that rank's calls of that kind; without a kind, among all its calls.  `do` is one of `ACTIONS`,
-some with a number after ':'.
+call, from 1 on, among that rank's calls of that kind; without a kind, among all its calls.  `do` is one of `ACTIONS`.
 """
 
 from __future__ import annotations

@@ -88,14 +88,6 @@ def allreduce_across(
             _rounded_in_one_process(communicator, mine, flat, wire)
 
 
-def allreduce(ranks: Communicator, buffer: Array, op: str, source: Array | None, wire: Wire) -> None:
-    """Do `Communicator.allreduce`; where there is a `wire`, `allreduce_across`."""
-    if wire is None:
-        ranks.allreduce(buffer, op, source)
-    else:
-        allreduce_across(ranks, buffer, op, source=source, wire=wire)
-
-
 @dataclass(frozen=True)
 class Manner:
     """How to wait for messages.

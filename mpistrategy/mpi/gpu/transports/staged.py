@@ -7,6 +7,7 @@ back.  MPI sees memory of the host only: this path is right with every MPI libra
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -17,8 +18,8 @@ from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.mpi.gpu.transports.pinned import Piece, Slot, Span
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, own_part
-from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
+from mpistrategy.mpi.multi_node.two_level import allreduce_across
 
 CHUNK_BYTES = 4 * 2**20
 _SLOTS = 3
@@ -64,7 +65,8 @@ class StagedPath(DevicePath):
     def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
         """Replace `buffer` by its combination over the ranks."""
         sent = between_nodes(ranks, wire, buffer.dtype, op)
-        combine = _typed(buffer.dtype, lambda x: two_level.allreduce(ranks, x, op, None, sent))
+        allreduce = ranks.allreduce if sent is None else partial(allreduce_across, ranks, wire=sent)
+        combine = _typed(buffer.dtype, lambda x: allreduce(x, op))
         self._run(ranks, [Piece(n, [at], combine, [at]) for n, at in self._chunks(buffer)])
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
