@@ -109,12 +109,6 @@ class Group:
             return True
         return self.host_waited(now, not_before) > self.limit
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the collective on this rank's GPU will never end."""
-        flight = self.guard.gpu_progress
-        return flight is not None and bool(flight.has_failed)
-
     def waited(self, now: float, not_before: float) -> float:
         """Return how long this rank has waited in a collective, counted from `not_before` on; 0 in none."""
         flight = self.guard.gpu_progress
