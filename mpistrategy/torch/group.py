@@ -171,9 +171,10 @@ class Group:
             return [functools.reduce(bits, each.chunk(self._ranks)) for each in found]
         if device is not None:
             call.structure = " ".join([op, *map(str, words.values())])
-            reducer = Reducer(self.communicator, MpiAllReduce(), CommunicationOptions())
             with t.on_stream(device):
-                results = reducer.all_reduce_leaves(call, by, elements, lambda: [""] * len(elements))
+                results = Reducer(self.communicator, MpiAllReduce(), CommunicationOptions()).all_reduce_leaves(
+                    call, by, elements, lambda: [""] * len(elements)
+                )
         else:
             arrays = [*map(t.in_numpy, elements)]
             ranks = self._background.ranks(call) if is_large else self.communicator
@@ -248,27 +249,33 @@ class Group:
         with self._call("broadcast") as call:
             root = self._member(opts.rootRank, "root", call.where)
             targets = t.checked(tensors, call.where, is_written=True)
-            t.write(self._moved(call, that_of_root, root, targets, t.values_of(targets)), targets)
+            t.write(self._moved(call, that_of_root, root, targets, t.values_of(targets), in_place=True), targets)
         return done(list(tensors))
 
-    def _moved(self, call: Call, move: Callable[..., Any], to: int, tensors: Sequence[Any], alike: Any) -> list[Any]:
+    def _moved(
+        self, call: Call, move: Callable[..., Any], to: int, tensors: Sequence[Any], alike: Any, **options: Any
+    ) -> list[Any]:
         """Return what the library's broadcast from a rank, or gather along the first axis, makes of tensors, flat.
 
         Before data move the ranks compare what is `alike`.
         """
         device, call.structure = t.gpu_of(tensors), str(alike)
         with t.on_stream(device):
-            found = move(self.communicator, [t.in_bytes(each, device) for each in tensors], to, call)
+            found = move(self.communicator, [t.in_bytes(each, device) for each in tensors], to, call, **options)
             return [t.from_bytes(*both) for both in zip(found, tensors, strict=True)]
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Write the tensor of rank r into the r-th tensor of a list; the tensors' sizes may differ."""
-        for given, written in zip(inputs, outputs, strict=True):
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, wholes: Sequence[Any] = ()) -> Any:
+        """Write the tensor of rank r into the r-th tensor of a list; the tensors' sizes may differ.
+
+        The tensors of a list may be the parts of one of the `wholes`.
+        """
+        for given, written, whole in zip_longest(inputs, outputs, wholes):
             with self._call("all_gather") as call:
                 (mine,) = t.checked([given], call.where)
                 targets = t.checked(written, call.where, count=self._ranks, dtype=mine.dtype, is_written=True)
                 t.checked([targets[self._rank]], call.where, numel=mine.numel())
-                (found,) = self._moved(call, side_by_side, 0, [mine], t.values_of(targets))
+                into = [t.in_bytes(whole.detach())] if whole is not None and whole.is_cpu else None
+                (found,) = self._moved(call, side_by_side, 0, [mine], t.values_of(targets), into=into)
                 t.write(found.split([each.numel() for each in targets]), targets)
         return done(list(outputs))
 
@@ -278,11 +285,11 @@ class Group:
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Write the ranks' tensors, all of one size, one after the other into a tensor."""
-        return self.allgather([t.parts(output, self._ranks)], [input])
+        return self.all_gather_single_coalesced([output], [input])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Do so with several tensors."""
-        return self.allgather([t.parts(each, self._ranks) for each in outputs], inputs)
+        return self.allgather([t.parts(each, self._ranks) for each in outputs], inputs, wholes=outputs)
 
     # ------------------------------------------------------------------------------------ parts for single ranks
 

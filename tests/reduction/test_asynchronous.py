@@ -323,7 +323,7 @@ def test_an_interrupt_is_no_result() -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        Job(work).run()
+        AtOnce(None).submit(Job(work))
 
 
 def test_alone_and_simulated() -> None:

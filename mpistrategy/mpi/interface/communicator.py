@@ -9,21 +9,19 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.devices import Device
-from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
+from mpistrategy.arrays.dtypes import Array, divide_by, quietly
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Once
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
+from mpistrategy.mpi.shared_memory.node_sum import NodeSum, in_rank_order
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName, Thresholds
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 
 
 class Communicator(ABC):
@@ -253,14 +251,13 @@ class SingleCommunicator(InOneProcess):
         return "none"
 
 
+@quietly
 def _combined(arrays: Sequence[Array], op: str) -> Array:
     """Return the combination of arrays in their order; of a single one the array itself."""
     if len(arrays) == 1:
         return arrays[0]
-    total = arrays[0].copy()
-    with np.errstate(all="ignore"):  # as MPI, which does not warn either
-        for array in arrays[1:]:
-            COMBINE[op](total, array, out=total)
+    total = np.empty_like(arrays[0])
+    in_rank_order(arrays, (total,), op, 1)
     return total
 
 

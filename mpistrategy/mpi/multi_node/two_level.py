@@ -54,23 +54,15 @@ def shared_bytes(node_of: Sequence[int]) -> int:
     return segment_bytes(piece_bytes_for(node_of))
 
 
-def eagerly(looks: int) -> None:
-    """Give the core away before the next look; nap after many looks."""
-    if looks < 500:
+def give_away(most: int, looks: int) -> None:
+    """Give the core away before the next of `most` looks; nap before the later ones."""
+    if looks < most:
         os.sched_yield()
     else:
         time.sleep(5e-5)
 
 
-def crowded(looks: int) -> None:
-    """Nap before the next look but one: ranks that outnumber their cores would take them from those that work.
-
-    4 nodes of 4 ranks on 2 cores, over a bare Allreduce: 1 MiB 1.7 by `eagerly`, 1.0 so; 4 MiB 1.0 and 0.75.
-    """
-    if looks == 1:
-        os.sched_yield()
-    else:
-        time.sleep(5e-5)
+_EAGERLY = partial(give_away, 500)
 
 
 def allreduce_across(
@@ -114,13 +106,15 @@ class Manner:
         blocks: whether a single piece may take a blocking call of MPI.
     """
 
-    pause: Callable[[int], None] = eagerly
+    pause: Callable[[int], None] = _EAGERLY
     nudges: int = 0
     blocks: bool = True
 
 
 EAGER = Manner()
-CROWDED = Manner(crowded)
+#: Ranks that outnumber their cores would take them from those that work.  4 nodes of 4 ranks on 2 cores, over a bare
+#: Allreduce: 1 MiB 1.7 by `EAGER`, 1.0 so; 4 MiB 1.0 and 0.75.
+CROWDED = Manner(partial(give_away, 2))
 
 
 def across_nodes(communicator: Any) -> AcrossNodes:
@@ -146,10 +140,6 @@ class Flight:
         """Let MPI move messages on."""
         if self._messages:
             self._messages[-1].Test()
-
-    def has_landed(self) -> bool:
-        """Return whether it is over."""
-        return self.is_over
 
     def advance(self) -> bool:
         """Go on as far as messages have arrived; return whether anything happened.  Never waits."""
@@ -188,8 +178,7 @@ class AcrossNodes(Freed):
         self.node_sum: NodeSum | None = None
         self.link: Any = None
         self.rounded: list[Rounded] = []
-        usual = CROWDED if communicator.is_crowded else EAGER
-        self._manner: Manner = communicator.manner or usual
+        self._manner: Manner = communicator.manner or (CROWDED if communicator.is_crowded else EAGER)
         self.flights: list[Flight] = []
         self._progress: Callable[[], object] = communicator.progress
         self._on_all = communicator.guard.on_all
@@ -320,7 +309,7 @@ class _Pieces(Exchange):
 
     def end(self, begun: Flight) -> None:
         """Wait until it has been combined."""
-        self._across.wait(begun.has_landed)
+        self._across.wait(lambda: begun.is_over)
         self._across.flights.remove(begun)
 
 
@@ -332,11 +321,7 @@ class _AmongMessages(Waiting):
 
     def until(self, numbers: memoryview, value: int) -> None:
         """Return when ``numbers[0] >= value``."""
-        self._wait(partial(_has_come, numbers, value))
-
-
-def _has_come(numbers: memoryview, value: int) -> bool:
-    return bool(numbers[0] >= value)
+        self._wait(lambda: bool(numbers[0] >= value))
 
 
 def _write(

@@ -20,7 +20,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.contract.channel import growing_pauses
+from mpistrategy.mpi.contract.channel import wait_patiently
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.interface.buffers import Freed
@@ -69,15 +69,13 @@ class Job:
         self.error: BaseException | None = None
         self.was_waited_for: bool = False
 
-    def run(self, caught: type[BaseException] = Exception) -> None:
+    def run(self) -> None:
         """Call the function in this thread; keep its error for `result`."""
         assert self._work is not None
         try:
             self._result = self._work()
         except BaseException as error:
             self.error = error
-            if not isinstance(error, caught):
-                raise
         finally:  # whoever waits must not do so for ever
             self._work = None  # it refers to the caller's arrays
             self._is_over = True
@@ -157,8 +155,7 @@ class Engine(AtOnce):
     def __init__(self, communicator: Any) -> None:
         #: The jobs that have not begun; None ends the thread.
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._waiting = 0
-        self._lock = threading.Lock()
+        self._is_awaited = False
         self._program: Guard = communicator.guard
         super().__init__(communicator.duplicate())
         guard: Guard = self.communicator.guard
@@ -185,16 +182,14 @@ class Engine(AtOnce):
 
     def finish(self, job: Job) -> None:
         """Wait for `job`; meanwhile the thread has the core of this one."""
-        with self._lock:
-            self._waiting += 1
+        self._is_awaited = True
         try:
             job.wait()
         finally:
-            with self._lock:
-                self._waiting -= 1
+            self._is_awaited = False
 
     def _pause(self, looks: int) -> None:
-        (promptly if self._waiting else patiently)(looks)
+        (promptly if self._is_awaited else patiently)(looks)
 
     def free(self) -> None:
         """Finish the jobs that all ranks have started, then end the engine.  Collective.
@@ -205,18 +200,15 @@ class Engine(AtOnce):
         self._thread.join()
         guard = self.communicator.guard
         guard.start_leaving()
-        pauses = growing_pauses()
-        while not (left := guard.peers_have_left()):
-            if left is False:
-                guard.tell_peers("it starts no further all_reduce_async")
-            time.sleep(next(pauses))
+        while not wait_patiently(guard.peers_have_left):
+            guard.tell_peers("it starts no further all_reduce_async")
         self.communicator.free()
         super().free()
 
     def _run(self) -> None:
         injection.inside.depth = 1  # these calls were counted when they were started
         while (job := self._jobs.get()) is not None:
-            job.run(BaseException)
+            job.run()
             self.keep_failed(job)
             del job  # its result is the program's
 
