@@ -180,9 +180,9 @@ def _say_records(widest: Group, title: str) -> None:
 
 
 def _ask_for_stacks(here: Sequence[RankStatus]) -> None:
-    """Make silent processes that run print their stacks, where they can; this needs no Python in them."""
+    """Make silent processes print their stacks, where they can; this needs no Python in them."""
     for status in here:
-        if status.silent and status.signal and not local_process.is_stopped(status.process):
+        if status.silent and status.signal:
             with contextlib.suppress(OSError):
                 os.kill(status.process, status.signal)
 

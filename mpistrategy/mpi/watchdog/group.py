@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure
-from mpistrategy.mpi.contract.flight_recorder import in_words
+from mpistrategy.mpi.contract.flight_recorder import CurrentCall, in_words
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog.local_process import inside_of
 from mpistrategy.mpi.watchdog.roll_call import TIMEOUT, statuses_in
@@ -38,6 +38,8 @@ _OWN_GPU = 2
 #: How long a rank may take to leave a wait by itself, after `PATIENCE_SECONDS`; it cannot leave a call of MPI.
 _LEAVING_SECONDS = 1.5
 _LONGEST_SECONDS_BETWEEN_LOOKS = 2.5
+#: How long a late rank waits until its node has looked.
+_LONGEST_LOOK_SECONDS = 4.0
 
 
 class Group:
@@ -85,6 +87,9 @@ class Group:
         self._busy_elsewhere = 0.0
         self._told_left = False
         self._read: set[str] = set()
+        #: The call in which this rank is late, and since when.
+        self._late_in: CurrentCall | None = None
+        self._late_since = 0.0
         #: Since when a rank is known to take no more calls.
         self._left_since = math.inf
 
@@ -109,12 +114,6 @@ class Group:
             return True
         return self.host_waited(now, not_before) > self.limit
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the collective on this rank's GPU will never end."""
-        flight = self.guard.gpu_progress
-        return flight is not None and bool(flight.has_failed)
-
     def waited(self, now: float, not_before: float) -> float:
         """Return how long this rank has waited in a collective, counted from `not_before` on; 0 in none."""
         flight = self.guard.gpu_progress
@@ -129,8 +128,17 @@ class Group:
         return max(0.0, now - max(float(entry.entered), self.guard.since, not_before))
 
     def is_excused(self, now: float, limit: float) -> bool:
-        """Return whether some rank said that it would be busy, and that time and the limit are not over."""
-        return max(self.board.most("expected"), self.board.most("elsewhere")) + limit > now
+        """Return whether some rank said that it would be busy, and that time and the limit are not over.
+
+        What other nodes say counts as it is after this rank has become late: it waits until its node has looked.
+        """
+        here = inside_of(self.guard)
+        if here is not self._late_in:
+            self._late_in, self._late_since, self._next_look = here, now, now
+        if max(self.board.most("expected"), self.board.most("elsewhere")) + limit > now:
+            return True
+        waits = self.board.most("looked") < self._late_since and now < self._late_since + _LONGEST_LOOK_SECONDS
+        return waits and self.nodes > 1
 
     def last_calls(self) -> dict[int, str]:
         """Return where the ranks of this node are, for those that cannot say it; {} while this rank is in no call."""
@@ -203,6 +211,7 @@ class Group:
         # One that says so no more was busy until now.
         self._busy_elsewhere = now + until - time.time() if until else min(self._busy_elsewhere, now)
         self.board.put("elsewhere", self._busy_elsewhere)
+        self.board.put("looked", now)
         self._tell_busy(now)
 
     def _must_tell(self) -> bool:

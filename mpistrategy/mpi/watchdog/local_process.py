@@ -134,21 +134,10 @@ def stacks() -> str:
 
 def why_silent(process: int) -> str:
     """Return why a process of this node does not answer, as far as the system knows."""
-    state = _state_of(process)
-    return (_STATES.get(state, _HOLDING) if state else "its process {} is gone").format(process)
-
-
-def is_stopped(process: int) -> bool:
-    """Return whether a process of this node is stopped, so that a signal would only wait for it."""
-    return _state_of(process) in ("T", "t")
-
-
-def _state_of(process: int) -> str:
-    """Return the letter of a process's state; "" where it is gone."""
     try:
-        return stat_of(process)[0]
+        return _STATES.get(stat_of(process)[0], _HOLDING).format(process)
     except (OSError, IndexError):
-        return ""
+        return f"its process {process} is gone"
 
 
 def stat_of(process: int) -> list[str]:

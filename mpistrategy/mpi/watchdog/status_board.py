@@ -41,6 +41,7 @@ ROW = np.dtype(
         ("state", _NUMBER),  # WELL, ALARMED, ANSWERED or CALLED
         ("expected", _SECONDS),  # until when this rank is busy, as it said
         ("elsewhere", _SECONDS),  # until when another node is busy
+        ("looked", _SECONDS),  # when this rank has looked for that
         ("left", _NUMBER),  # whether some rank takes no more calls
         ("caller", _NUMBER),  # whether this node calls the roll
         ("newest", _NUMBER),  # see `FlightRecord`, as for `entered`
@@ -136,7 +137,7 @@ class StatusBoard:
         self._mine["sequence"] += 1
 
     def put(self, name: str, value: float) -> None:
-        """Say at once one thing: `state`, `expected`, `elsewhere`, `left` or `caller` of `ROW`."""
+        """Say at once one thing: `state`, `expected`, `elsewhere`, `looked`, `left` or `caller` of `ROW`."""
         self._order()
         self._mine[name] = value
 

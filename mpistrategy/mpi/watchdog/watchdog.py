@@ -22,6 +22,7 @@ from mpistrategy.errors import OptionError
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog import alarm, local_process, reports
+from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.status_board import RankStatus
 
@@ -148,7 +149,7 @@ class Watchdog:
         groups = self.groups()
         if not groups:
             return
-        for flight in filter(None, (group.guard.gpu_progress for group in groups)):
+        for flight in _on_gpus(groups):
             flight.look(now)
         self._show(groups)
         for group in groups:
@@ -171,7 +172,7 @@ class Watchdog:
         self._remind(now, groups)
 
     def _is_late(self, now: float, groups: list[Group]) -> bool:
-        if any(group.has_failed for group in groups):
+        if any(flight.has_failed for flight in _on_gpus(groups)):
             return True
         late = [group for group in groups if group.is_late(now, self._resumed)]
         limit = min((group.limit for group in late), default=math.inf)
@@ -198,6 +199,10 @@ class Watchdog:
         ]
         told = "".join(f"\n  rank {status.rank}: {status.text}" for status in others)
         reports.write_at_once(f"{self.title}has ended its program and waits for the other ranks.{told}\n")
+
+
+def _on_gpus(groups: list[Group]) -> list[GpuProgress]:
+    return [group.guard.gpu_progress for group in groups if group.guard.gpu_progress is not None]
 
 
 #: The watchdog of this process, or of the one that has forked it; None where there is none.

@@ -79,6 +79,20 @@ def test_a_rank_that_nobody_excuses_is_late(job: Callable[[int, int], PretendedJ
     assert not any(ranks.tick(1))
 
 
+def test_a_late_rank_waits_until_its_node_has_looked(job: Callable[[int, int], PretendedJob]) -> None:
+    ranks = job(2, 1)
+    first, last = ranks.groups
+    ranks.tick(1)
+    with Call(first.guard, "a call", anywhere=True):
+        ranks.busy_until = ranks.now + LIMIT
+        ranks.beat()
+        last.hear_and_tell(ranks.now)
+        assert first.is_excused(ranks.now + 1, 0.5), "another node may have said just now that it is busy"
+        assert not first.is_excused(ranks.now + 9, 0.5), "a node that cannot look is not waited for"
+        first.hear_and_tell(ranks.now + 2)
+        assert first.is_excused(ranks.now + 9, 0.5)
+
+
 def test_a_file_system_that_hangs_keeps_nobody(
     job: Callable[[int, int], PretendedJob], monkeypatch: pytest.MonkeyPatch
 ) -> None:
