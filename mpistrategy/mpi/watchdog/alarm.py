@@ -164,11 +164,10 @@ def _report(widest: Group, accounts: Sequence[Account], rank: int, title: str) -
     """Print the roll call, and write it to the run directory with the records of this node."""
     unknown = sorted({*widest.ranks} - {account.status.rank for account in accounts})
     of_records = "Each rank's stacks and its last collectives"
-    seen = _of(lambda: widest.seen_here(unknown), "") if unknown else ""
 
     def text(where: str) -> str:
         contained = widest.guard.contains_errors
-        return roll_call(accounts, unknown, len(widest.ranks), where, contained=contained, seen=seen)
+        return roll_call(accounts, unknown, len(widest.ranks), where, contained=contained)
 
     told = text(f"{of_records}: {widest.directory.path}/*.json")
     missing = sorted(not_come(accounts, unknown))

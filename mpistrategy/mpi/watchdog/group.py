@@ -58,7 +58,6 @@ class Group:
 
     Attributes:
         ranks: the numbers in the job of all ranks, in the order of the communicator.
-        seen_here: returns what this node shows of ranks that no strategy connects yet, in words; "" for nothing.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class Group:
         self.guard = guard
         self.board = board
         self.ranks: Sequence[int] = ()
-        self.seen_here: Callable[[Sequence[int]], str] = lambda ranks: ""
         self.node = node
         self.nodes = nodes
         self.directory = directory

@@ -16,8 +16,8 @@ FAILED = ", which has failed: "
 
 _MOST_ROWS = 64
 _UNKNOWN = (
-    "no strategy connects it yet (where only some ranks make one: MirroredStrategy(communicator=...)), or its node is "
-    "silent"
+    "no strategy connects it yet (where only some ranks make one: MirroredStrategy(communicator=...)), it is stopped "
+    "(ps on its node: state T), or its node is silent"
 )
 
 
@@ -97,7 +97,6 @@ def roll_call(
     records: str,
     *,
     contained: bool = False,
-    seen: str = "",
 ) -> str:
     """Return the roll call as text.
 
@@ -107,7 +106,6 @@ def roll_call(
         size: how many ranks the job has.
         records: where the records and the stacks are, in words.
         contained: whether the job goes on, and the ranks that wait raise.
-        seen: what this node shows of the unknown ranks, in words; "" for nothing.
     """
     accounts = sorted(accounts, key=lambda account: account.status.rank)
     late = max(accounts, key=lambda account: account.status.waited - account.status.limit)
@@ -129,8 +127,7 @@ def roll_call(
     if len(accounts) > _MOST_ROWS:
         lines.append(f"  and {len(accounts) - _MOST_ROWS} more ranks that wait")
     if unknown:
-        reason = f"on this node {seen}" if seen else _UNKNOWN
-        lines.append(f"  nothing is known of {ranks_in_words(unknown)}: {reason}")
+        lines.append(f"  nothing is known of {ranks_in_words(unknown)}: {_UNKNOWN}")
     if missing:
         lines.append(f"{len(waiting)} of {size} ranks wait{absent_in_words(missing, _silent(accounts))}.")
     else:
