@@ -24,14 +24,12 @@ class Ending(Protocol):
     Attributes:
         pid: this process; a forked child is another one.
         mpi_is_over: returns whether MPI has been finalized.
-        exit_status: what `sys.exit` was called with.
-        last_words: where that was.
+        program: how the program ends.
     """
 
     pid: int
     mpi_is_over: Callable[[], bool]
-    exit_status: int
-    last_words: str
+    program: ProgramEnd
 
     def end_job(
         self,
@@ -51,18 +49,57 @@ def status_of(code: Any) -> int:
     return code & 0xFF if isinstance(code, int) else 1
 
 
-def exit_that_notes(note: Callable[[Any], None], previous: Callable[[Any], object] | None = None) -> Callable[..., Any]:
-    """Return a `sys.exit` that first calls `note` with the status, in the main thread: Python tells nobody.
+class ProgramEnd:
+    """With which status the program of this process ends, as far as Python lets it be known in an atexit handler.
 
-    `previous`, if given, is called after that; it may raise SystemExit itself.
+    Attributes:
+        known_status: what `mpistrategy run` says, which knows it.
+        exit_status: what `sys.exit` was called with; None for no call.
+        last_words: where that was.
     """
+
+    def __init__(self) -> None:
+        self.known_status: int | None = None
+        self.exit_status: int | None = None
+        self.last_words = ""
+        self._last_value = getattr(sys, "last_value", None)
+        self._bottom = sys._current_frames().get(threading.main_thread().ident or 0)
+        while self._bottom is not None and self._bottom.f_back is not None:
+            self._bottom = self._bottom.f_back
+
+    def note_exit(self, status: Any) -> None:
+        """Note a call of `sys.exit`; the program may still catch the exception."""
+        stack = "".join(traceback.format_stack(sys._getframe(2)))
+        self.last_words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}".rstrip()
+        self.exit_status = status_of(status)
+
+    def status(self) -> int | None:
+        """Return the status; None where it is that of a SystemExit that `sys.exit` has not raised."""
+        if self.known_status is not None:
+            return self.known_status
+        error = getattr(sys, "last_value", None)  # set before any excepthook runs
+        if error is not None and error is not self._last_value:
+            return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        return self.exit_status if self._was_unwound() else 0
+
+    def _was_unwound(self) -> bool:
+        """Return whether the program was left by an exception: its last instruction was no return."""
+        import opcode  # here: only a program's end needs it
+
+        frame = self._bottom
+        if frame is None or frame.f_lasti < 0:
+            return True
+        return not opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+def exit_that_notes(note: Callable[[Any], None], previous: Callable[[Any], object]) -> Callable[..., Any]:
+    """Return a `sys.exit` that first calls `note` with the status, in the main thread: Python tells nobody."""
 
     def leave(status: Any = None, /) -> NoReturn:
         """Exit the interpreter by raising SystemExit(status)."""
         if threading.current_thread() is threading.main_thread():
             note(status)
-        if previous is not None:
-            previous(status)
+        previous(status)
         raise SystemExit(status)
 
     return leave
@@ -88,7 +125,7 @@ class ExitHooks:
         self._replace(sys, "excepthook", self._uncaught(sys.excepthook))
         self._replace(threading, "excepthook", self._uncaught_in_thread(threading.excepthook))
         self._replace(sys, "unraisablehook", self._ignored(sys.unraisablehook))
-        leave = exit_that_notes(self._note_exit)
+        leave = exit_that_notes(self._ending.program.note_exit, sys.exit)
         self._replace(sys, "exit", leave)
         for name in ("exit", "quit"):
             if hasattr(builtins, name):
@@ -146,9 +183,3 @@ class ExitHooks:
             self._ending.end_job(error, kind, args.exc_traceback, " in an atexit callback", code)
 
         return ignored
-
-    def _note_exit(self, status: Any) -> None:
-        if self._is_on:
-            stack = "".join(traceback.format_stack(sys._getframe(2)))
-            self._ending.last_words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}".rstrip()
-            self._ending.exit_status = status_of(status)
