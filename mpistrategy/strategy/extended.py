@@ -336,7 +336,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         plain_args, plain_kwargs = unwrapped(args, kwargs)
         on_gpu = self.communicator.guard.on_gpu
         replica_context = ReplicaContext(self._container_strategy, self.communicator.rank)
-        frame = Frame(self._container_strategy, Mode.REPLICA, replica_context, call_sites.code_of(fn))
+        frame = Frame(self._container_strategy, Mode.REPLICA, replica_context)
         if on_gpu is None:
             return context.call_in(frame, fn, plain_args, plain_kwargs)
         with on_gpu():  # whatever thread this is
@@ -355,7 +355,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         return context.cross_replica(self._container_strategy)
 
 
-call_sites.calls_steps(context.call_in)
+call_sites.calls_steps(StrategyExtended._call)
 
 
 def _is_array(leaf: Any) -> bool:

@@ -7,6 +7,7 @@ line of the program is reported and not compared, since ranks of torch programs 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ import torch.distributed as dist
 
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import Site, call_site
+from mpistrategy.mpi.contract.call_sites import UNKNOWN, Site, call_site, site_of
 from mpistrategy.mpi.over_mpi.background import Background, Submitted
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
@@ -176,6 +177,8 @@ class Group:
         if backward < 0:
             return None
         site = call_site()
+        if site is UNKNOWN:  # backward of CUDA tensors runs in a thread of torch's: the program waits in its own
+            site = site_of(sys._current_frames()[threading.main_thread().ident or 0])
         return Site(f"{site.text}, reduction {self._reductions} of this backward", site.place)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -192,10 +195,12 @@ class Group:
         call.agree(call.where, op=f"{op} of sparse tensors {shapes}")
         for target, mine in zip(targets, given, strict=True):
             depth, tail = mine.sparse_dim(), mine.values().shape[1:]
-            counts = self._gathered(torch.tensor([mine._nnz()]))
+            counts = self._gathered(torch.tensor([mine._nnz()], device="cpu"))
             indices = self._gathered(t.flat(mine.indices().t()), (counts * depth).tolist()).view(-1, depth).t()
             values = self._gathered(t.flat(mine.values()), (counts * tail.numel()).tolist()).view(-1, *tail)
-            total = torch.sparse_coo_tensor(indices, values, mine.shape, check_invariants=False).coalesce()
+            total = torch.sparse_coo_tensor(
+                indices, values, mine.shape, device="cpu", check_invariants=False
+            ).coalesce()
             target.copy_(total / self._ranks if op == "AVG" else total)
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
@@ -243,7 +248,7 @@ class Group:
     def _gathered(self, elements: Any, counts: Sequence[int] | None = None, into: Any = None) -> Any:
         """Return the ranks' elements one after the other; `counts` says how many there are, None: equally many."""
         sizes = [elements.numel()] * self._ranks if counts is None else counts
-        together = torch.empty(sum(sizes), dtype=elements.dtype) if into is None else into
+        together = elements.new_empty(sum(sizes)) if into is None else into
         nbytes = [size * elements.element_size() for size in sizes]
         self.communicator.allgatherv(t.in_bytes(elements), nbytes, t.in_bytes(together))
         return together

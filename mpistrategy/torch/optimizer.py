@@ -247,10 +247,14 @@ def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any
     """Return a sparse gradient: the rows of all ranks."""
     grad = parameter.grad  # made without checks of the indices, and saying so: else torch warns of them
     if grad is None:
-        nowhere = torch.empty(1, 0, dtype=torch.int64, device=parameter.device)
+        nowhere = parameter.new_empty(1, 0, dtype=torch.int64)
         no_rows = parameter.new_empty(0, *parameter.shape[1:])
-        grad = torch.sparse_coo_tensor(nowhere, no_rows, parameter.shape, check_invariants=False)
+        grad = torch.sparse_coo_tensor(
+            nowhere, no_rows, parameter.shape, device=parameter.device, check_invariants=False
+        )
     mine = grad.coalesce()
     places, values = context.all_gather([mine.indices().t().contiguous(), _wide(mine.values())], 0)
-    total = torch.sparse_coo_tensor(places.t(), values, grad.shape, check_invariants=False).coalesce()
+    total = torch.sparse_coo_tensor(
+        places.t(), values, grad.shape, device=values.device, check_invariants=False
+    ).coalesce()
     return (total / context.num_replicas_in_sync if op is ReduceOp.MEAN else total).to(grad.dtype)

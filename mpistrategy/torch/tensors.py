@@ -152,7 +152,7 @@ def in_bytes(elements: Any) -> Any:
 
 def from_bytes(memory: Any, dtype: Any) -> Any:
     """Return an array of bytes as a flat tensor."""
-    return torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(0, dtype=dtype)
+    return torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(0, dtype=dtype, device="cpu")
 
 
 def write(results: Sequence[Any], targets: Sequence[Any]) -> None:

@@ -28,7 +28,7 @@ from mpistrategy.cli.doctor.running_job.hung_job import Told, hangs, lines
 from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls
 from mpistrategy.cli.doctor.running_job.run_files import Seen
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
-from mpistrategy.mpi.watchdog.status_board import BYTES, RankStatus, StatusBoard
+from mpistrategy.mpi.watchdog.status_board import BYTES, ROW, RankStatus, StatusBoard
 
 Launch = Callable[..., launching.Finished]
 DOCTOR = ["-m", "mpistrategy", "doctor"]
@@ -466,18 +466,18 @@ def test_jobs_of_which_nothing_is_known(arguments: list[str], told: str, capsys:
     assert told in capsys.readouterr().err
 
 
-def lines_in(block: bytes) -> list[RankStatus]:
-    return node_view.lines_in(lambda start, length: block[start : start + length], len(block))
+def test_a_status_board_is_found_in_a_copy_of_the_memory() -> None:
+    def board_in(block: bytes) -> StatusBoard | None:
+        return node_view.board_in(lambda start: block[start : start + ROW.itemsize], len(block))
 
-
-def test_lines_are_found_in_a_copy_of_the_memory() -> None:
     for ranks in (1, 2, 3, 4):
-        for pages in (1, 3, 517):
+        for pages in (13, 517):
             block = np.zeros(ranks * pages * 4096, np.uint8)
             segments = tuple(block[rank * pages * 4096 :][:BYTES] for rank in range(ranks))
             for rank in range(ranks):
                 line = RankStatus(10 + rank, 100 + rank, 0, time.monotonic(), 0.0, 1.5, 600.0, 3, f"in #7 on {rank}")
                 StatusBoard(SharedMemory(segments, rank)).write(line)
-            found = lines_in(block.tobytes())
-            assert [(each.rank, each.text) for each in found] == [(10 + r, f"in #7 on {r}") for r in range(ranks)]
-    assert lines_in(bytes(8192)) == []
+            board = board_in(block.tobytes())
+            assert board is not None
+            assert [(each.rank, each.text) for each in board.read()] == [(10 + r, f"in #7 on {r}") for r in range(ranks)]
+    assert board_in(bytes(8192)) is board_in(bytes(10**6)) is None

@@ -32,7 +32,7 @@ class Training:
             schedules.SequentialLR(optimizer, [schedules.ConstantLR(optimizer), schedules.LinearLR(optimizer)], [2]),
         ]
         self.plateau = schedules.ReduceLROnPlateau(optimizer)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        self.scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0)
         self.average = OrderedDict(
             mean=torch.full((3,), float(seed)),
             others=[torch.tensor(seed), "words"],

@@ -479,7 +479,8 @@ def test_ddp_trains_as_one_process_with_all_rows(options: dict[str, Any]) -> Non
     model = torch.nn.parallel.DistributedDataParallel(wrapped, **options)
     optimizers = [torch.optim.SGD(each.parameters(), 0.1, momentum=0.9) for each in (alone, wrapped)]
     for step in range(5):
-        rows = torch.randn(4 * SIZE, 6, generator=torch.Generator().manual_seed(step))
+        generator = torch.Generator(torch.get_default_device()).manual_seed(step)
+        rows = torch.randn(4 * SIZE, 6, generator=generator)
         for optimizer in optimizers:
             optimizer.zero_grad()
         alone(rows).square().mean().backward()

@@ -17,7 +17,6 @@ torch: Any = pytest.importorskip("torch")
 mst: Any = pytest.importorskip("mpistrategy.torch")
 
 ROWS = 12 * SIZE
-ONES = torch.ones(2, 6, dtype=torch.float64)
 Loop = Callable[[Any, Any, Callable[[int], Any]], None]
 
 
@@ -26,8 +25,12 @@ def network(seed: int = 0) -> Any:
     return torch.nn.Sequential(torch.nn.Linear(6, 8), torch.nn.Tanh(), torch.nn.Linear(8, 3)).double()
 
 
+def ones() -> Any:
+    return torch.ones(2, 6, dtype=torch.float64)
+
+
 def rows() -> tuple[Any, Any]:
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(5)
     return torch.randn(ROWS, 6, generator=generator, dtype=torch.float64), torch.randint(
         0, 3, (ROWS,), generator=generator
     )
@@ -123,7 +126,7 @@ def converted(net: Any, optimizer: Any, loss: Any) -> None:
 
 
 def scaling(net: Any, optimizer: Any, loss: Any) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=1024.0)
     for number in range(5):
         optimizer.zero_grad()
         value = loss(number)
@@ -157,7 +160,7 @@ def test_as_one_process(strategy: ms.Strategy, loop: Loop, aggregation: str) -> 
 def test_gradients_are_this_ranks_until_they_are_combined_where_they_are(strategy: ms.Strategy) -> None:
     net = network()
     optimizer = mst.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
-    (net(ONES).sum() * (RANK + 1)).backward()
+    (net(ones()).sum() * (RANK + 1)).backward()
     own = [tensor.grad for tensor in net.parameters()]
     values = [grad.clone() for grad in own]
     optimizer.synchronize()
@@ -167,7 +170,7 @@ def test_gradients_are_this_ranks_until_they_are_combined_where_they_are(strateg
     kept = [grad.clone() for grad in own]
     optimizer.step()  # combines no more
     optimizer.zero_grad()
-    (net(ONES).sum() * 5).backward()
+    (net(ones()).sum() * 5).backward()
     optimizer.step()
     assert all(torch.equal(grad, value) for grad, value in zip(own, kept, strict=True))
     with optimizer.skip_synchronize():
@@ -244,7 +247,7 @@ def test_parameters_without_gradients(strategy: ms.Strategy) -> None:
     optimizer = mst.DistributedOptimizer(torch.optim.SGD(parameters, 0.1), strategy=strategy)
     for _ in range(2):
         optimizer.zero_grad()
-        net(ONES).sum().backward()
+        net(ones()).sum().backward()
         optimizer.step()
     assert unused.weight.grad is None
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.full((2,), float(RANK)))], "lr": 1.0})
@@ -289,7 +292,7 @@ def test_frozen_parameters_of_any_dtype(strategy: ms.Strategy) -> None:
     for name, value in (("mask", torch.tensor([True, RANK == 0])), ("count", torch.tensor([RANK]))):
         net.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
     optimizer = mst.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
-    net(ONES).sum().backward()
+    net(ones()).sum().backward()
     optimizer.step()
     assert net.mask.tolist() == [True, True]
     assert net.count.item() == 0
@@ -302,7 +305,7 @@ def test_what_torch_asks_an_optimizer_for(strategy: ms.Strategy) -> None:
     steps: list[int] = []
     optimizer.register_step_post_hook(lambda *_: steps.append(1))
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.5, 10)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler = torch.amp.GradScaler(torch.get_default_device().type, init_scale=8.0)
     scaler.scale((weight * (RANK + 1.0)).sum()).backward()
     optimizer.synchronize()
     scaler.step(optimizer)
@@ -321,7 +324,7 @@ def test_models_and_steps_that_differ_are_named(strategy: ms.Strategy) -> None:
         mst.DistributedOptimizer(torch.optim.SGD(other.parameters(), 0.1), strategy=strategy)
     net = network()
     optimizer = mst.DistributedOptimizer(torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
-    net(ONES).sum().backward()
+    net(ones()).sum().backward()
     optimizer.step()
     if RANK == 1:
         net[0].weight.grad = torch.ones(()).double().expand(8, 6)

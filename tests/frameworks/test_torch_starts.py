@@ -145,7 +145,8 @@ def test_gradients_flow_through_collectives_or_are_refused(strategy: ms.Strategy
 
 def test_a_contrastive_loss_has_the_gradients_of_one_process(strategy: ms.Strategy) -> None:
     """Each rank compares its rows with those of all ranks."""
-    rows = torch.randn(3 * SIZE, 4, generator=torch.Generator().manual_seed(3))
+    generator = torch.Generator(torch.get_default_device()).manual_seed(3)
+    rows = torch.randn(3 * SIZE, 4, generator=generator)
     mine = slice(3 * RANK, 3 * RANK + 3)
     weight, alone = (torch.eye(4)[:2].clone().requires_grad_() for _ in range(2))
     optimizer = mst.DistributedOptimizer(torch.optim.SGD([weight], 0.1), strategy=strategy)
@@ -197,7 +198,7 @@ def test_every_row_comes_once_in_each_epoch(strategy: ms.Strategy) -> None:
 def test_global_batches_are_the_same_on_one_rank_and_on_many_and_an_epoch_goes_on(
     strategy: ms.Strategy, tmp_path: Path
 ) -> None:
-    one, rows = ms.OneDeviceStrategy("CPU:0"), torch.arange(12 * SIZE)
+    one, rows = ms.OneDeviceStrategy("CPU:0"), torch.arange(12 * SIZE, device="cpu")  # workers read it
 
     def loader(sampler: Any, size: int, workers: int = 0) -> Any:
         return torch.utils.data.DataLoader(rows, batch_size=size, sampler=sampler, num_workers=workers)

@@ -131,7 +131,8 @@ def _mpiexec() -> list[str]:
 
 def environment() -> dict[str, str]:
     """Return the environment of a job: that of this process, without what its own launcher told it."""
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
+    # OPAL_PREFIX: where an Open MPI is that was moved
+    kept = {k: v for k, v in os.environ.items() if k == "OPAL_PREFIX" or not k.startswith(LAUNCHER_PREFIXES)}
     kept.pop("MPISTRATEGY_RUN_DIR", None)
     kept.pop("PYTHONUNBUFFERED", None)  # else the parts of a line are written one by one, between those of other ranks
     return kept | {

@@ -318,6 +318,7 @@ for case_id in json.load(open(sys.argv[1]))["ids"]:
         if rank == 0:
             print(json.dumps(line), file=open(sys.argv[2], "a"), flush=True)
     write({"started": case_id})
+    MPI.COMM_WORLD.Barrier()  # else the other rank could end the job before rank 0 has begun
     if case_id == "dies":
         os._exit(7)
     if case_id == "hangs":

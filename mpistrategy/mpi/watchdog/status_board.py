@@ -1,4 +1,4 @@
-"""The status of each rank of a node, in memory that all of them see.
+"""The status of each rank of a node, in memory that all of them see: one row of `ROW` for each rank.
 
 A rank's watchdog writes it and never calls MPI: the peers can read it when that rank hangs, is stopped, or has died.
 """
@@ -6,37 +6,56 @@ A rank's watchdog writes it and never calls MPI: the peers can read it when that
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import RankCall
+from mpistrategy.mpi.contract.flight_recorder import LENGTH
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.text import decoded, encoded
-
-#: What the status of a rank takes; with when it came to its last calls; and with the record it writes after an alarm.
-STATUS_BYTES = 1024
-SEEN_BYTES = STATUS_BYTES + 4160
-BYTES = 52 * 1024
-_NUMBERS = 15
-_TEXT_FROM = 8 * _NUMBERS
-_LONGEST_TEXT = STATUS_BYTES - _TEXT_FROM
-_LONGEST_RECORD = BYTES - SEEN_BYTES
-#: Before the last calls, of two numbers each.
-_CALLS_HEAD = 8
-_MOST_CALLS = (SEEN_BYTES - STATUS_BYTES) // 8 // 2 - _CALLS_HEAD // 2
-_CUT = b"\n... (cut)\n"
 
 #: How far a rank has come with a late collective: it knows of it; its record and its stacks are written; the roll call
 #: is printed.
 WELL, ALARMED, ANSWERED, CALLED = range(4)
 
-_STATE, _RANK, _PROCESS, _BEAT, _EXPECTED, _WAITED, _LIMIT, _SIGNAL, _VERSION, _LENGTH = range(10)
-#: What the ranks of a node ask the one that reads the other nodes' files, and its answer; the length of the record;
-#: whether some rank takes no more calls.
-_ASKED, _LOOKED, _EXCUSED, _RECORD, _LEFT = range(10, 15)
+_NUMBER, _SECONDS = np.int64, np.float64  # of time.monotonic(), but `waited` and `limit`
+#: The attributes of `RankStatus`, in their order.
+STATUS = np.dtype(
+    [
+        *((name, _NUMBER) for name in ("rank", "process", "state")),
+        *((name, _SECONDS) for name in ("beat", "expected", "waited", "limit")),
+        ("signal", _NUMBER),
+        ("text", "S900"),
+    ],
+    align=True,
+)
+ROW = np.dtype(
+    [
+        ("mark", "S16"),
+        ("ranks", _NUMBER),  # of the node, as many as there are rows
+        ("sequence", _NUMBER),  # odd while `status` or `calls` are written
+        ("status", STATUS),
+        ("strategy", _NUMBER),  # see `LastCalls`
+        ("size", _NUMBER),
+        ("calls", np.dtype([("number", _NUMBER), ("entered", _NUMBER)]), LENGTH),
+        ("asked", _SECONDS),
+        ("looked", _SECONDS),
+        ("excused", _SECONDS),
+        ("left", _NUMBER),  # whether some rank takes no more calls
+        ("record", "S47000"),
+    ],
+    align=True,
+)
+#: What a row takes in the memory of a node.
+BYTES = 52 * 1024
+MARK = b"mpistrategy rank"
+_LONGEST_TEXT = STATUS["text"].itemsize
+_LONGEST_RECORD = ROW["record"].itemsize
+_CUT = b"\n... (cut)\n"
 
 
 @dataclass(frozen=True)
@@ -96,155 +115,133 @@ class StatusBoard:
     """The statuses of the ranks of one node.
 
     Args:
-        memory: `BYTES` for each rank, zeroed; only this rank's where it is not shared.  `STATUS_BYTES` are enough to
-            read statuses, `SEEN_BYTES` for the last calls, too.
+        memory: `BYTES` for each rank, zeroed; only this rank's where it is not shared.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
         self.local_rank: int = memory.local_rank
         self.count: int = len(memory.segments)
         self._fence = memory.fence
-        self._numbers = [segment[:_TEXT_FROM].data.cast("B").cast("q") for segment in memory.segments]
-        self._texts = [segment[_TEXT_FROM:STATUS_BYTES].data.cast("B") for segment in memory.segments]
-        self._calls = [segment[STATUS_BYTES:SEEN_BYTES].view(np.int64) for segment in memory.segments]
-        self._records = [segment[SEEN_BYTES:BYTES] for segment in memory.segments]
-        self._mine = self._numbers[self.local_rank]
+        self._rows: list[Any] = [segment[: ROW.itemsize].view(ROW)[0] for segment in memory.segments]
+        self._mine = self._rows[self.local_rank]
+
+    @contextmanager
+    def _writing(self) -> Iterator[Any]:
+        """Yield this rank's row; who reads its `status` or `calls` meanwhile reads again."""
+        self._mine["sequence"] += 1
+        self._order()
+        yield self._mine
+        self._order()
+        self._mine["sequence"] += 1
 
     def write(self, status: RankStatus) -> None:
         """Replace this rank's status; its state only ever rises."""
-        mine, text = self._mine, encoded(status.text, _LONGEST_TEXT)
-        mine[_VERSION] += 1  # odd: being written
-        self._order()
-        mine[_RANK], mine[_PROCESS], mine[_SIGNAL] = status.rank, status.process, status.signal
-        mine[_BEAT], mine[_EXPECTED] = _to_ns(status.beat), _to_ns(status.expected)
-        mine[_WAITED], mine[_LIMIT] = _to_ns(status.waited), _to_ns(status.limit)
-        mine[_LENGTH] = len(text)
-        self._texts[self.local_rank][: len(text)] = text
-        mine[_STATE] = max(mine[_STATE], status.state)
-        self._order()
-        mine[_VERSION] += 1
+        *numbers, text = vars(status).values()
+        with self._writing() as row:
+            state = max(int(row["status"]["state"]), status.state)
+            row["mark"], row["ranks"] = MARK, self.count
+            row["status"] = (*numbers, encoded(text, _LONGEST_TEXT))
+            row["status"]["state"] = state
 
     def write_calls(self, calls: LastCalls) -> None:
         """Say when this rank entered its last collectives; of many, the last ones."""
-        mine, pairs = self._calls[self.local_rank], list(calls.entered.items())[-_MOST_CALLS:]
-        mine[0] += 1  # odd: being written
-        self._order()
-        mine[1:4] = calls.strategy, calls.ranks, len(pairs)
-        mine[_CALLS_HEAD : _CALLS_HEAD + 2 * len(pairs)] = np.array(pairs, np.int64).reshape(-1)
-        self._order()
-        mine[0] += 1
+        pairs = list(calls.entered.items())[-LENGTH:]
+        with self._writing() as row:
+            row["strategy"], row["size"] = calls.strategy, calls.ranks
+            row["calls"][: len(pairs)] = pairs
 
     def calls(self) -> list[LastCalls]:
-        """Return the last collectives of the node's ranks, by local rank; none where they are being written."""
-        return [self._calls_of(numbers) for numbers in self._calls]
-
-    def _calls_of(self, numbers: Array) -> LastCalls:
-        for _ in range(100):
-            before = int(numbers[0])
-            self._order()
-            found = numbers.tolist()
-            self._order()
-            if before == numbers[0] and not before & 1:
-                pairs = found[_CALLS_HEAD : _CALLS_HEAD + 2 * max(0, min(found[3], _MOST_CALLS))]
-                return LastCalls(found[1], found[2], dict(zip(pairs[::2], pairs[1::2], strict=True)))
-        return LastCalls()
+        """Return the last collectives of the node's ranks, by local rank."""
+        found = [dict(self._whole(row, "calls").tolist()) for row in self._rows]
+        for entered in found:
+            entered.pop(0, None)  # of places that no call has taken yet
+        return [
+            LastCalls(int(row["strategy"]), int(row["size"]), entered)
+            for row, entered in zip(self._rows, found, strict=True)
+        ]
 
     def expect(self, until: float) -> None:
         """Say at once until when this rank is busy."""
-        self._mine[_EXPECTED] = _to_ns(until)
+        self._mine["status"]["expected"] = until
 
     def set_state(self, state: int) -> None:
         """Say at once how far this rank has come."""
         self._order()
-        self._mine[_STATE] = state
+        self._mine["status"]["state"] = state
 
     def state(self) -> int:
         """Return the highest state of the node's ranks."""
-        return max(numbers[_STATE] for numbers in self._numbers)
+        return max(int(row["status"]["state"]) for row in self._rows)
 
     def expected(self) -> float:
         """Return until when some rank of the node is busy; seconds of time.monotonic()."""
-        return max(numbers[_EXPECTED] for numbers in self._numbers) / 1e9
+        return max(float(row["status"]["expected"]) for row in self._rows)
 
     def note_left(self) -> None:
         """Say that some rank, of any node, takes no more calls, and that the others may wait for it."""
-        self._mine[_LEFT] = 1
+        self._mine["left"] = 1
 
     def has_left(self) -> bool:
         """Return whether some rank of the node has said so."""
-        return any(numbers[_LEFT] for numbers in self._numbers)
+        return any(row["left"] for row in self._rows)
 
     def ask(self, since: float) -> None:
         """Ask whether another node is busy, as a rank that has been late since then; 0 takes the question back."""
-        self._mine[_ASKED] = _to_ns(since)
+        self._mine["asked"] = since
 
     def asked(self) -> bool:
         """Return whether some rank of the node asks."""
-        return any(numbers[_ASKED] for numbers in self._numbers)
+        return any(row["asked"] for row in self._rows)
 
     def answer(self, looked: float, excused: float) -> None:
         """Say when this rank has looked at what the other nodes say, and until when one of them is known to be busy."""
-        self._mine[_EXCUSED] = _to_ns(excused)
+        self._mine["excused"] = excused
         self._order()
-        self._mine[_LOOKED] = _to_ns(looked)
+        self._mine["looked"] = looked
 
     def answered(self) -> tuple[float, float]:
         """Return the latest of what the node's ranks have said by `answer`; seconds of time.monotonic()."""
-        looked = max(numbers[_LOOKED] for numbers in self._numbers)
+        looked = max(float(row["looked"]) for row in self._rows)
         self._order()
-        return looked / 1e9, max(numbers[_EXCUSED] for numbers in self._numbers) / 1e9
+        return looked, max(float(row["excused"]) for row in self._rows)
 
     def reader(self, oldest: float) -> int:
         """Return the local rank that reads files for its node: the first whose watchdog has written since `oldest`."""
-        beats = (numbers[_BEAT] / 1e9 for numbers in self._numbers)
+        beats = (row["status"]["beat"] for row in self._rows)
         return next((local for local, beat in enumerate(beats) if beat >= oldest), self.local_rank)
 
     def write_record(self, text: str) -> None:
         """Show the node this rank's record; of a long one its beginning and its end."""
-        data = shortened(encoded(text), _LONGEST_RECORD)
-        self._records[self.local_rank][: len(data)] = np.frombuffer(data, np.uint8)
-        self._order()
-        self._mine[_RECORD] = len(data)
+        self._mine["record"] = shortened(encoded(text), _LONGEST_RECORD)
 
     def records(self, longest: int = _LONGEST_RECORD) -> dict[int, str]:
         """Return the records that the node's ranks have written, by their numbers in the job; each of so many bytes."""
-        lengths = [max(0, min(numbers[_RECORD], _LONGEST_RECORD)) for numbers in self._numbers]
-        self._order()
-        return {
-            int(numbers[_RANK]): decoded(shortened(record[:length].tobytes(), longest))
-            for numbers, record, length in zip(self._numbers, self._records, lengths, strict=True)
-            if length
-        }
+        told = {int(row["status"]["rank"]): bytes(row["record"]) for row in self._rows}
+        return {rank: decoded(shortened(record, longest)) for rank, record in told.items() if record}
 
     def read(self) -> list[RankStatus]:
         """Return all statuses, by local rank; one that is being written all the time may be mixed."""
-        return [self._read(local) for local in range(self.count)]
+        return [_status(self._whole(row, "status")) for row in self._rows]
 
-    def _read(self, local: int) -> RankStatus:
-        numbers = self._numbers[local]
+    def _whole(self, row: Any, name: str) -> Any:
+        """Return a copy of what `_writing` protects."""
         for _ in range(100):
-            before = numbers[_VERSION]
+            before = int(row["sequence"])
             self._order()
-            found = list(numbers)
-            text = decoded(self._texts[local][: max(0, min(found[_LENGTH], _LONGEST_TEXT))])
+            found = row[name].copy()
             self._order()
-            if before == numbers[_VERSION] and not before & 1:
+            if before == row["sequence"] and not before & 1:
                 break
-        return RankStatus(
-            found[_RANK],
-            found[_PROCESS],
-            found[_STATE],
-            found[_BEAT] / 1e9,
-            found[_EXPECTED] / 1e9,
-            found[_WAITED] / 1e9,
-            found[_LIMIT] / 1e9,
-            found[_SIGNAL],
-            text,
-        )
+        return found
 
     def _order(self) -> None:
         if self._fence is not None:
             self._fence()
+
+
+def _status(found: Any) -> RankStatus:
+    *numbers, text = found.item()
+    return RankStatus(*numbers, decoded(text))
 
 
 def shortened(data: bytes, most: int) -> bytes:
@@ -253,7 +250,3 @@ def shortened(data: bytes, most: int) -> bytes:
         return data
     half = (most - len(_CUT)) // 2
     return data[:half] + _CUT + data[-half:]
-
-
-def _to_ns(seconds: float) -> int:
-    return int(min(seconds, 2.0**32) * 1e9)

@@ -19,7 +19,7 @@ from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, OnNodes, context, 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi.contract import sums_by_mpi
+from mpistrategy.mpi.contract import mpi_channel
 from mpistrategy.mpi.multi_node import lanes, two_level
 from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes, allreduce_across
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
@@ -224,8 +224,8 @@ def test_all_buffers_of_a_node_together_are_bounded() -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_sums_of_an_mpi_whose_bits_differ_go_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest_of = sums_by_mpi.digest_of
-    monkeypatch.setattr(sums_by_mpi, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
+    digest_of = mpi_channel.digest_of
+    monkeypatch.setattr(mpi_channel, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
     with pytest.warns(FallbackWarning, match="different bits") if RANK == 0 else nullcontext():
         made = on_nodes(RANK % 2)
     for size in (2, 9000, 300_000):
@@ -241,8 +241,8 @@ def test_sums_of_an_mpi_whose_bits_differ_go_by_one_rank(monkeypatch: pytest.Mon
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.filterwarnings("ignore:MPI's Allreduce gives")
 def test_nor_by_an_algorithm_that_has_lanes_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest_of = sums_by_mpi.digest_of
-    monkeypatch.setattr(sums_by_mpi, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
+    digest_of = mpi_channel.digest_of
+    monkeypatch.setattr(mpi_channel, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
     monkeypatch.setattr(MpiCommunicator, "reduce_by_mpi", None)
     with OnNodes([rank % 2 for rank in RANKS], ms.HierarchicalCopyAllReduce()) as strategy:
         assert strategy.run(lambda: context().all_reduce("SUM", np.ones(9000)))[0] == SIZE
