@@ -52,7 +52,11 @@ class _Watch:
         self.all_leave = False
         self.program = ProgramEnd()
         self.pid = os.getpid()
-        self.hooks = ExitHooks(self)
+        self.hooks: ExitHooks | None = None
+
+    def install_hooks(self) -> None:
+        """Have uncaught exceptions and `sys.exit` reported, unless they are."""
+        self.hooks = self.hooks or ExitHooks(self)
 
     def ends_the_job(self) -> bool:
         """Return whether an error of this rank is one of the whole job."""
@@ -146,7 +150,7 @@ def watch(
     state = _watch_of_this_process(rank, size, abort, mpi_is_over)
     state.open[guard] = free
     if not guard.contains_errors:
-        state.hooks.install()
+        state.install_hooks()
         guard.give_up = state.end_untold
 
 
@@ -154,7 +158,7 @@ def watch_program(rank: int, size: int, abort: Callable[[int], Any], mpi_is_over
     """Watch over this process to its end: what is not caught ends the job, with and without strategies."""
     state = _watch_of_this_process(rank, size, abort, mpi_is_over)
     state.is_of_program = True
-    state.hooks.install()
+    state.install_hooks()
 
 
 def _watch_of_this_process(
@@ -181,8 +185,9 @@ def forget(guard: Guard) -> None:
     if _watch is None or os.getpid() != _watch.pid or _watch.open.pop(guard, None) is None:
         return
     _watch.all_leave |= guard.all_leave and guard.size == _watch.size
-    if not _watch.ends_the_job():
+    if _watch.hooks is not None and not _watch.ends_the_job():
         _watch.hooks.remove()
+        _watch.hooks = None
     if not _watch.open and not _watch.is_of_program:
         atexit.unregister(_say_goodbye)
         _watch = None

@@ -8,12 +8,11 @@ place of those that are older.
 from __future__ import annotations
 
 import atexit
-import builtins
 import os
 import sys
 
 from mpistrategy.mpi.contract import forks
-from mpistrategy.mpi.job.exit_hooks import ProgramEnd, exit_that_notes
+from mpistrategy.mpi.job.exit_hooks import EXITS, ProgramEnd, exit_that_notes
 
 #: Python's status where standard output cannot be written.
 _NOT_WRITTEN = 120
@@ -35,7 +34,7 @@ def follow() -> None:
     """Prepare for the end of this process, which has just been forked."""
     global _child
     _child = ProgramEnd()
-    for place, name in ((sys, "exit"), (builtins, "exit"), (builtins, "quit")):
+    for place, name in EXITS:
         if hasattr(place, name):
             setattr(place, name, exit_that_notes(_child.note_exit, getattr(place, name)))
 

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
+#: Where Python's functions that raise SystemExit are; `python -S` has only the first.
+EXITS: tuple[tuple[Any, str], ...] = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
 #: The exit status of a program that Ctrl-C has ended, as in a shell.
 INTERRUPTED = 130
 
@@ -106,7 +108,7 @@ def exit_that_notes(note: Callable[[Any], None], previous: Callable[[Any], objec
 
 
 class ExitHooks:
-    """Reports uncaught exceptions, in any thread, and `sys.exit` to the code that ends the job.
+    """Reports uncaught exceptions, in any thread, and `sys.exit` to the code that ends the job, from now on.
 
     Args:
         ending: it.
@@ -114,72 +116,55 @@ class ExitHooks:
 
     def __init__(self, ending: Ending) -> None:
         self._ending = ending
-        self._before: list[tuple[Any, str, Any, Any]] = []
-        self._is_on = False
-
-    def install(self) -> None:
-        """Install the hooks, unless they are installed."""
-        if self._is_on:
-            return
         self._is_on = True
-        self._replace(sys, "excepthook", self._uncaught(sys.excepthook))
-        self._replace(threading, "excepthook", self._uncaught_in_thread(threading.excepthook))
-        self._replace(sys, "unraisablehook", self._ignored(sys.unraisablehook))
-        leave = exit_that_notes(self._ending.program.note_exit, sys.exit)
-        self._replace(sys, "exit", leave)
-        for name in ("exit", "quit"):
-            if hasattr(builtins, name):
-                self._replace(builtins, name, leave)
+        self._uncaught_before = sys.excepthook
+        self._in_thread_before = threading.excepthook
+        self._ignored_before = sys.unraisablehook
+        leave = exit_that_notes(ending.program.note_exit, sys.exit)
+        ours: list[tuple[Any, str, Callable[..., Any]]] = [
+            (sys, "excepthook", self._uncaught),
+            (threading, "excepthook", self._uncaught_in_thread),
+            (sys, "unraisablehook", self._ignored),
+            *((place, name, leave) for place, name in EXITS if hasattr(place, name)),
+        ]
+        self._replaced = [(place, name, getattr(place, name), hook) for place, name, hook in ours]
+        for place, name, hook in ours:
+            setattr(place, name, hook)
 
     def remove(self) -> None:
         """Restore the hooks that were there before."""
         self._is_on = False
-        for place, name, before, ours in reversed(self._before):
-            if getattr(place, name, None) is ours:
+        for place, name, before, ours in self._replaced:
+            if getattr(place, name, None) == ours:
                 setattr(place, name, before)
-        self._before.clear()
-
-    def _replace(self, place: Any, name: str, ours: Any) -> None:
-        self._before.append((place, name, getattr(place, name), ours))
-        setattr(place, name, ours)
 
     def _is_ours(self) -> bool:
         return self._is_on and os.getpid() == self._ending.pid
 
-    def _uncaught(self, previous: Callable[..., Any]) -> Callable[..., Any]:
-        def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            alone = hasattr(sys, "ps1") or not self._is_ours()
-            if alone or previous is not sys.__excepthook__:
-                previous(kind, error, trace)
-            if not alone:
-                self._ending.end_job(error, kind, trace, "")
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        alone = hasattr(sys, "ps1") or not self._is_ours()
+        if alone or self._uncaught_before is not sys.__excepthook__:
+            self._uncaught_before(kind, error, trace)
+        if not alone:
+            self._ending.end_job(error, kind, trace, "")
 
-        return uncaught
+    def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        if issubclass(args.exc_type, SystemExit):
+            return  # it ends only the thread, as always in Python
+        if args.exc_value is None or not self._is_ours():
+            self._in_thread_before(args)
+        else:
+            name = args.thread.name if args.thread is not None else "?"
+            self._ending.end_job(args.exc_value, args.exc_type, args.exc_traceback, f" in thread {name!r}")
 
-    def _uncaught_in_thread(self, previous: Callable[..., Any]) -> Callable[..., Any]:
-        def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-            if issubclass(args.exc_type, SystemExit):
-                return  # it ends only the thread, as always in Python
-            if args.exc_value is None or not self._is_ours():
-                previous(args)
-            else:
-                name = args.thread.name if args.thread is not None else "?"
-                self._ending.end_job(args.exc_value, args.exc_type, args.exc_traceback, f" in thread {name!r}")
-
-        return uncaught_in_thread
-
-    def _ignored(self, previous: Callable[..., Any]) -> Callable[..., Any]:
+    def _ignored(self, args: sys.UnraisableHookArgs) -> None:
         """Make an exception in an atexit callback end the job: Python merely prints it, and ends with status 0."""
-
-        def ignored(args: sys.UnraisableHookArgs) -> None:
-            error, kind = args.exc_value, args.exc_type
-            code = status_of(error.code) if isinstance(error, SystemExit) else 1
-            at_the_end = "atexit callback" in (args.err_msg or "")
-            if not at_the_end or error is None or not code or not self._is_ours() or self._ending.mpi_is_over():
-                previous(args)
-                return
-            if previous is not sys.__unraisablehook__:
-                previous(args)
-            self._ending.end_job(error, kind, args.exc_traceback, " in an atexit callback", code)
-
-        return ignored
+        error, kind = args.exc_value, args.exc_type
+        code = status_of(error.code) if isinstance(error, SystemExit) else 1
+        is_at_the_end = "atexit callback" in (args.err_msg or "") and self._is_ours() and not self._ending.mpi_is_over()
+        if not is_at_the_end or error is None or not code:
+            self._ignored_before(args)
+            return
+        if self._ignored_before is not sys.__unraisablehook__:
+            self._ignored_before(args)
+        self._ending.end_job(error, kind, args.exc_traceback, " in an atexit callback", code)
