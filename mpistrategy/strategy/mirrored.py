@@ -59,7 +59,8 @@ class MirroredStrategy(Strategy):
     """One replica on every MPI rank.  Creation is collective over the communicator, and starts MPI.
 
     Make it early: some MPIs (MPICH's under ``srun --mpi=pmi2``) fail to start after large packages were imported.
-    Started without a launcher (plain ``python``), it has one replica.  Errors are raised on every rank.
+    Started without a launcher (plain ``python``), it has one replica.  Errors are raised on every rank.  While MPI
+    starts, Python's one timer of faulthandler ends a rank that waits too long; it is the program's afterwards.
 
     Args:
         devices: what the ranks drive.  "cpu", None or []: CPUs.  "gpu": each rank gets a GPU of its own, the one

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import math
 import os
 import sys
 from contextlib import suppress
@@ -42,10 +43,11 @@ def start(where: str, seconds: float | None = None) -> None:
         claim = launcher.claim_in(os.environ)
         if claim is not None and launcher.is_of_rank(claim):
             raise launcher.refusal_of_child(where, claim)
-        if claim is None or claim.tasks < 2:
+        limit = timeouts.expected() if seconds is None else seconds
+        if claim is None or claim.tasks < 2 or limit == math.inf:
             _import()
         else:
-            _import_in_time(where, claim, timeouts.expected() if seconds is None else seconds)
+            _import_in_time(where, claim, limit)
     from mpi4py import MPI
 
     if MPI.Is_finalized():
@@ -74,10 +76,9 @@ def _import_in_time(where: str, claim: Claim, seconds: float) -> None:
         f"[rank {claim.rank}/{claim.tasks}] {where}: waited {seconds:g} s ({timeouts.VARIABLE}) in MPI_Init, to which "
         f"all {claim.tasks} ranks must come. {_CAUSES}"
     )
-    limit = seconds + (_LATER_SECONDS if claim.rank else 0.0)
-    if limit < TIMEOUT_MAX:
-        with suppress(RuntimeError):  # no thread can be started
-            faulthandler.dump_traceback_later(limit, exit=True, file=2)
+    limit = min(seconds + _LATER_SECONDS * (claim.rank > 0), TIMEOUT_MAX)
+    with suppress(RuntimeError):  # no thread can be started
+        faulthandler.dump_traceback_later(limit, exit=True, file=2)
     try:
         FunctionType(_import.__code__.replace(co_filename=words), globals())()
     finally:
