@@ -132,7 +132,7 @@ class Lane:
 
     @property
     def patience(self) -> int:
-        """How many times as long as alone on a GPU a row may take: beside others, or where a processor does its work."""
+        """How many times a row's own time it may take: beside others, or where a processor does a GPU's work."""
         return 3 if self.is_measured else 10
 
     @property

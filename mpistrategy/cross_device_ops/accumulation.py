@@ -42,27 +42,24 @@ class AccumulationRoute:
         self.packs = packs
         self._communicator, self._op, self._function = communicator, op, function
         self._root, self._is_sent = root, destination.only_rank != root
-        #: Each value, in place of which its result comes; and all ranks' copies of the first one, where they meet.
-        self._buffers: list[Array] = []
-        self._together: Array | None = None
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Copy this rank's arrays, and take memory for all ranks' copies of the first."""
-        self._buffers = [pack.fill(arrays) for pack in self.packs]
-        self._together = self._room(*self._buffers[:1])
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
+        """Return copies of this rank's arrays, in whose place the results come; and memory for all ranks' first."""
+        buffers = [pack.fill(arrays) for pack in self.packs]
+        return buffers, [self._room(*buffers[:1])]
 
     def _room(self, *values: Array) -> Array | None:
         """Return new memory, which the function may keep, for all copies of a value on the rank where they meet."""
         is_here = values and self._communicator.rank == self._root
         return np.empty((self._communicator.size, values[0].size), values[0].dtype) if is_here else None
 
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return what the function has made of all ranks' arrays."""
         communicator, results = self._communicator, list(arrays)
-        buffers, self._buffers = self._buffers, []
+        buffers, rooms = memory
         with Call(communicator.guard, "ReductionToOneDevice") as call:
             for number, (pack, buffer) in enumerate(zip(self.packs, buffers, strict=True), 1):
-                together, self._together = self._together, None
+                together = rooms.pop()
                 communicator.gatherv(buffer, [buffer.size] * communicator.size, together, self._root)
                 # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
                 call.expect_more()
@@ -72,7 +69,7 @@ class AccumulationRoute:
                     copies = [copy.reshape(member.shape) for copy in together]
                     self._accumulate(copies, arrays[member.index].dtype, result, call.where)
                     del together, copies  # before there is memory for the next value
-                    self._together = self._room(*buffers[number : number + 1])
+                rooms.append(self._room(*buffers[number : number + 1]))
                 call.agree("accumulated")
                 if self._is_sent:
                     communicator.bcast(buffer, self._root)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from mpistrategy.arrays.values import Mirrored, PerReplica, local_component
+from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, local_component
 from mpistrategy.errors import (
     ContextError,
     EmptyBatchError,
@@ -140,9 +140,14 @@ class CrossDeviceOps(Algorithm):
         values: Sequence[Any],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
+        *,
+        is_batch: bool = True,
     ) -> list[Any]:
         """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.algorithm.Algorithm`."""
-        wrapped = [value if isinstance(value, Mirrored) else PerReplica((value,)) for value in values]
+        kinds = (Mirrored, IndexedSlices)
+        wrapped = [value if isinstance(value, kinds) else PerReplica((value,)) for value in values]
+        if len(wrapped) == 1 and not is_batch:
+            return [local_component(self.reduce(op, wrapped[0], wrapped[0], options))]
         return [local_component(r) for r in self.batch_reduce(op, [(value, value) for value in wrapped], options)]
 
     @collective("broadcast", own=own_mirrored("tensor"))

@@ -170,10 +170,12 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         values: Sequence[Any],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
+        *,
+        is_batch: bool = True,
     ) -> list[Any]:
         """Reduce to every rank; what a subclass has overridden is called."""
         if not self._is_usual:
-            return super()._all_reduce_values(call, communicator, op, values, options)
+            return super()._all_reduce_values(call, communicator, op, values, options, is_batch=is_batch)
         return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options, outs)
 
     @property
@@ -203,9 +205,9 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         self._check_values(arrays, op, where)
         check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
         route = self._gpu_route(ranks, arrays, op, options, operation, outs)
-        route.pack(arrays)
+        memory = route.pack(arrays)
         words = {"op": op.value, "values": tuple(map(_layout, arrays)), "destination": EVERY_RANK.text}
-        return OnDevice(route, arrays, words | {"options": self._settings(options)})
+        return OnDevice(route, arrays, memory, words | {"options": self._settings(options)})
 
     def _reduce(
         self,
@@ -232,7 +234,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         # Values that go to different ranks are sent to all of them.
         target = targets[0] if len(set(targets)) == 1 else EVERY_RANK
         placed = [i for i, value in enumerate(values) if is_on_device(value)]
-        routes: list[tuple[Route | Plan, list[int], list[Any]]] = []
+        routes: list[tuple[Any, list[int], list[Any]]] = []
         if placed:
             arrays = [values[i] for i in placed]
             check_device(arrays, gpu_of(ranks.devices, ranks.rank), call.where)
@@ -246,8 +248,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         plan = self._plan(ranks, packing.layouts_of(arrays), op, options, target)
         # The plan first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
         routes.insert(0, (plan, dense, arrays))
-        for route, _, arrays in routes:
-            route.bring(arrays)
+        memory = [route.bring(arrays) for route, _, arrays in routes]
         read = event_of_reads(given[i] for i in placed)
         destination = "; ".join(each.text for each in targets) if len(set(targets)) > 1 else target.text
         settings = self._settings(options)
@@ -257,8 +258,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             "reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=sparingly
         )
         results: list[Any] = [None] * len(values)
-        for route, those, arrays in routes:
-            for i, total in zip(those, route.run(arrays), strict=True):
+        for (route, those, arrays), room in zip(routes, memory, strict=True):
+            for i, total in zip(those, route.run(arrays, room), strict=True):
                 if target.includes(ranks.rank):
                     results[i] = total if (dtype := dtypes[i]) is None else _rounded_where_it_is(total, dtype)
         for i, value in enumerate(values):

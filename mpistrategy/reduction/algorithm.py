@@ -20,11 +20,13 @@ class OnDevice(NamedTuple):
     Attributes:
         route: how they are combined: a `mpistrategy.reduction.routes.gpu.GpuRoute`.
         arrays: the arrays.
+        memory: what has been packed.
         words: what the ranks compare.
     """
 
     route: Any
     arrays: list[Any]
+    memory: Any
     words: dict[str, Any]
 
 
@@ -99,10 +101,13 @@ class Algorithm(ABC):
         values: Sequence[Any],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
+        *,
+        is_batch: bool = True,
     ) -> list[Any]:
         """Return the reductions of `values` on every rank: this rank's components, or Mirrored; inside `call`.
 
-        The results may be written to `outs`, which are arrays of their dtypes and shapes.
+        The results may be written to `outs`, which are arrays of their dtypes and shapes.  Without `is_batch` one value
+        is reduced by `reduce`.
         """
 
     @abstractmethod

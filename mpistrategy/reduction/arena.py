@@ -33,6 +33,7 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed
@@ -42,7 +43,7 @@ from mpistrategy.reduction.inputs import check_order, checked_leaves
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
 from mpistrategy.reduction.layout.packing import Layout, Member, Pack
-from mpistrategy.reduction.reducer import General, Reducer
+from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.base import CallPlan, Description, Route
 from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas, joined, typed
 
@@ -118,6 +119,8 @@ class Arena(ArenaBase, Generic[T]):
                 call.expect_more()
             #: Of each bucket, one flat array of every rank of the node.
             self._buckets: tuple[Replicas, ...] = buckets_for(communicator, self._packs, shared_result, self._on_device)
+            if not self._on_device and communicator.nodes > 1 and communicator.has_links:
+                across_nodes(communicator)  # also for `explain`, which sends nothing
             call.expect_more()
             call.agree("use an arena")  # no rank has run out of memory
         self._number = next(reducer.arena_numbers)
@@ -210,12 +213,13 @@ class Arena(ArenaBase, Generic[T]):
         self._buckets, self._mine, self._leaves, self._values, self._result = (), [], [], None, None
         self._twin = None
 
-    def _check(self, reducer: Reducer, where: str) -> None:
+    def _check(self, reducer: Reducer, where: str, out: Any = None) -> None:
         """Raise unless a strategy can reduce the arena as it is.
 
         Raises:
             ContextError, OptionTypeError, StructureError: when it is closed, belongs to another strategy, or its nest
                 has been given other arrays.
+            OptionError: for an `out` that is neither the arena nor its nest.
         """
         self._require_open(where)
         if reducer.communicator is not self._communicator:
@@ -229,6 +233,8 @@ class Arena(ArenaBase, Generic[T]):
                 expected="values that were written in place",
                 fix="Write arena.values[key][...] = x, or pass out=arena.values[key] to NumPy's functions.",
             )
+        if not (out is None or out is self or out is self._values or self._holds(out)):
+            raise OptionError.at(where, found="another out= with an arena", expected="out=None, or out=arena.values")
 
     def _holds(self, value: Any) -> bool:
         """Return whether a nest has the arena's structure, and holds the arena's arrays."""
@@ -267,26 +273,16 @@ class Arena(ArenaBase, Generic[T]):
             ContextError, OptionTypeError, StructureError: see `_check`.
             DTypeError: for a MEAN of integers, which has another dtype than they, and MIN and MAX of complex numbers.
         """
-        op = ReduceOp._parse(reduce_op, call.where)
-        self._check(reducer, call.where)
+        op, chosen = ReduceOp._parse(reduce_op, call.where), reducer.options.merge(options)
+        plan = self._plan(reducer, op, call, chosen, out, is_weighted=weight is not None, destination=destination)
+        if plan is not None:
+            return plan.run(call, self, out, None)
         in_place = self._in_place or out is not None
-        if not (out is None or out is self or out is self._values or self._holds(out)):
-            raise OptionError.at(
-                call.where, found="another out= with an arena", expected="out=None, or out=arena.values"
-            )
-        call.structure = self._structure.text
-        ordinary = weight is not None or not reducer.algorithm._in_rank_order
-        if in_place or not ordinary:
-            check_dtypes(self._buckets, op, call.where)
-        if ordinary:
-            targets, paths = self._leaves if in_place else None, partial(nest.leaf_paths, self._values)
-            results = reducer.all_reduce_leaves(
-                call, op, self._leaves, paths, options=options, weight=weight, targets=targets
-            )
-            return self._values if in_place else self._structure.pack(results)
-        return self._plan(reducer, op, call, reducer.options.merge(options), in_place, destination).run(
-            call, self, out, None
+        targets, paths = self._leaves if in_place else None, partial(nest.leaf_paths, self._values)
+        results = reducer.all_reduce_leaves(
+            call, op, self._leaves, paths, options=options, weight=weight, targets=targets
         )
+        return self._values if in_place else self._structure.pack(results)
 
     def _route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Route:
         """Return how the buckets are reduced where they are; `path` is asked for in GPU memory."""
@@ -302,31 +298,29 @@ class Arena(ArenaBase, Generic[T]):
         targets = self._mine if in_place else [bucket.result for bucket in self._buckets]
         return GpuRoute(self._communicator, packs, op, path, wire, targets=targets)
 
-    def _make_plan(self, general: General, op: ReduceOp, call: Call, is_weighted: bool) -> CallPlan | None:
-        """Return the plan of `all_reduce` with this arena, without `out`; None where it is reduced like other arrays.
-
-        Raises:
-            MpiStrategyError: as `_all_reduce`.
-        """
-        reducer = general.reducer
-        if is_weighted or not reducer.algorithm._in_rank_order:
-            return None
-        self._check(reducer, call.where)
-        check_dtypes(self._buckets, op, call.where)
-        call.structure = self._structure.text
-        return self._plan(reducer, op, call, general.chosen, self._in_place, "", general)
-
     def _plan(
         self,
         reducer: Reducer,
         op: ReduceOp,
         call: Call,
         options: CommunicationOptions,
-        in_place: bool,
-        destination: str,
-        otherwise: CallPlan | None = None,
-    ) -> ArenaPlan:
-        """Return how it is reduced where it is."""
+        out: Any,
+        *,
+        is_weighted: bool,
+        destination: str = "",
+    ) -> ArenaPlan | None:
+        """Return how it is reduced where it is; None where it is reduced like other arrays.
+
+        Raises:
+            MpiStrategyError: as `_all_reduce`.
+        """
+        self._check(reducer, call.where, out)
+        call.structure = self._structure.text
+        in_place, is_ordinary = self._in_place or out is not None, is_weighted or not reducer.algorithm._in_rank_order
+        if in_place or not is_ordinary:
+            check_dtypes(self._buckets, op, call.where)
+        if is_ordinary:
+            return None
         reduced_precision.check(options.wire)
         path = self._path(reducer, options)
         more = path and f", path={path}"
@@ -335,7 +329,7 @@ class Arena(ArenaBase, Generic[T]):
             *("reduce an arena", op.value, self._structure.text, self._summary, destination, compared),
             *(call.name, call.where, call.place),
         )
-        return ArenaPlan(reducer, otherwise, (op, path, options.wire, in_place), signature, options.timeout_seconds)
+        return ArenaPlan(reducer, (op, path, options.wire, in_place), signature, options.timeout_seconds)
 
     def _describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
         """Return what `all_reduce` would do, for `Strategy.explain`."""
@@ -373,7 +367,6 @@ class ArenaPlan(CallPlan):
 
     Args:
         reducer: of the strategy.
-        otherwise: does the calls with an `out`; None where this plan does them.
         how: the operation, the path in GPU memory, the dtype between nodes, and whether it is reduced in place.
         signature: of the call.
         timeout_seconds: how long the call may wait for the other ranks; None: as long as the strategy says.
@@ -382,26 +375,23 @@ class ArenaPlan(CallPlan):
     def __init__(
         self,
         reducer: Reducer,
-        otherwise: CallPlan | None,
         how: tuple[ReduceOp, str, str | None, bool],
         signature: Signature,
         timeout_seconds: float | None,
     ) -> None:
-        self._reducer, self._otherwise, self._how = reducer, otherwise, how
+        self._reducer, self._how = reducer, how
         self._signature, self._digest = signature, reducer.communicator.guard.digest(signature)
         self._timeout = None if timeout_seconds is None else timeouts.limit(timeout_seconds)
 
     def run(self, call: Call, value: Arena[Any], out: Any, weight: Any) -> Any:
         """Return the arena's `values`, or the one result of the node; see `CallPlan.run`."""
-        if out is not None and self._otherwise is not None:
-            return self._otherwise.run(call, value, out, weight)
-        value._check(self._reducer, call.where)
+        value._check(self._reducer, call.where, out)
         route = value._route(*self._how)
-        route.bring(value._mine)
+        memory = route.bring(value._mine)
         if self._timeout is not None:
             call.timeout = self._timeout
         call.agree_on(self._signature, self._digest, sparingly=not value._on_device)
-        route.run(value._mine)
+        route.run(value._mine, memory)
         return value._values if self._how[3] else value._result
 
 

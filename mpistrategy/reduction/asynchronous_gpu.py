@@ -49,7 +49,7 @@ class Begun:
 
     def work(self, communicator: Communicator, call: Call) -> None:
         """Agree, and combine what has been packed; inside `call`, with the communicator of the engine."""
-        route, _, words = self._begun
+        route, _, memory, words = self._begun
         name = self.path.name  # an engine's ranks have a path of their own, of the same kind
         with self._device:
             route.make_room(communicator, name)
@@ -57,7 +57,7 @@ class Begun:
             path = route.path(communicator, name) if name not in ON_THE_STREAM else self.path
             with self._stream.after(self._packed):
                 try:
-                    route.send(communicator, path)
+                    route.send(communicator, path, memory)
                 finally:
                     self._sent = self._stream.keep(self._begun)
 

@@ -74,13 +74,13 @@ def broadcast(
         on_device.prepare(communicator, placed, call.where)
         memory, copies = on_device.packed(placed)
     words: dict[str, Any] = {"op": f"from rank {root}", "values": layouts, "destination": destination}
-    way.bring(on_host)
+    room = way.bring(on_host)
     if call.agree("broadcast", **words):
         _structure_of(communicator, describe, root)
         call.expect_more()
-        way.bring(on_host)
+        room = way.bring(on_host)
         call.agree("broadcast", **words)
-    found = way.run(on_host)
+    found = way.run(on_host, room)
     if placed:
         read = event_of_reads(given)
         on_device.bcast(communicator, memory, root)
@@ -108,24 +108,19 @@ class FromRoot(Transfer):
         self._in_mailboxes: MailboxArrays | None = None
         if boxes is not None and MailboxArrays.has_room(boxes, layouts, 2):
             self._in_mailboxes = MailboxArrays(boxes, layouts)
-        #: Between `bring` and `run`: what is sent, and the results in it.
-        self._messages: list[Array] = []
-        self._results: list[Array] = []
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Take the memory for the results, before the ranks agree on the call, and copy the root's arrays."""
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> tuple[list[Array], list[Array]]:
+        """Copy the root's arrays, before the ranks agree on the call; return what is sent, and the results in it."""
         if self._in_mailboxes is None:
-            self._messages, self._results = _packed(arrays)
-            return
-        self._results = [np.empty(shape, dtype) for dtype, shape in self.layouts]
+            return _packed(arrays)
         if self._communicator.rank == self._root:
             self._in_mailboxes.put(arrays)
+        return [], [np.empty(shape, dtype) for dtype, shape in self.layouts]
 
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: tuple[list[Array], list[Array]]) -> list[Array]:
         """Return the root's arrays, after that."""
-        results, self._results = self._results, []
+        messages, results = memory
         if self._in_mailboxes is None:
-            messages, self._messages = self._messages, []
             for message in messages:
                 self._communicator.bcast(message, self._root)
         else:
@@ -181,14 +176,14 @@ class _BroadcastPlan(NestPlan):
 
     def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
         call.structure = self._signature.structure
-        self._transfer.bring(arrays)
+        memory = self._transfer.bring(arrays)
         if call.agree_on(self._signature, self._digest):
             reducer, root = self.otherwise.reducer, self.otherwise.argument
             _structure_of(reducer.communicator, lambda: self.description, root)
             call.expect_more()
-            self._transfer.bring(arrays)
+            memory = self._transfer.bring(arrays)
             call.agree_on(self._signature, self._digest)
-        return self._transfer.run(arrays)
+        return self._transfer.run(arrays, memory)
 
 
 def asked_of(root: int, communicator: Communicator, call: Call) -> Any:

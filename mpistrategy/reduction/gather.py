@@ -59,33 +59,32 @@ class Gathering(Transfer):
             self._in_mailboxes = MailboxArrays(boxes, header + layouts if self._fits else header)
         else:
             self._numbers = NumbersOfRanks(communicator, len(layouts))
-        #: Memory for the results of small arrays, if all ranks have as many as this one; between `bring` and `run`.
-        self._memory: list[Array] = []
 
-    def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
-        """Do what must be done before the ranks agree on the call."""
+    def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
+        """Do what must be done before the ranks agree on the call.
+
+        Returns:
+            Memory for the lengths; of small arrays for the results, if all ranks have as many as this one.
+        """
         if self._in_mailboxes is None:
-            self._numbers.bring(self._mine)
-            return
-        if self._fits:
-            size = self._communicator.size
-            self._memory = [
-                np.empty((*shape[:axis], size * shape[axis], *shape[axis + 1 :]), dtype)
-                for (dtype, shape), axis in zip(self.layouts, self._axes, strict=True)
-            ]
+            return self._numbers.bring(self._mine)
         self._in_mailboxes.put([self._mine, *arrays])
+        return [
+            np.empty((*shape[:axis], self._communicator.size * shape[axis], *shape[axis + 1 :]), dtype)
+            for (dtype, shape), axis in zip(self.layouts if self._fits else (), self._axes, strict=False)
+        ]
 
-    def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
+    def run(self, arrays: Sequence[Any], memory: Any) -> list[Array]:
         """Return all ranks' arrays, after the agreement."""
-        memory, self._memory = self._memory, []
         if self._in_mailboxes is None:
-            lengths = self._numbers.found().astype(np.int64)
+            lengths = self._numbers.found(memory).astype(np.int64)
         else:
             seen = self._in_mailboxes.seen()
             if self._fits and all(theirs[0].tolist() == self._lengths for theirs in seen):
                 for number, (result, axis) in enumerate(zip(memory, self._axes, strict=True), 1):
                     np.concatenate([theirs[number] for theirs in seen], axis, out=result)
-                return memory
+                results: list[Array] = memory
+                return results
             lengths = np.array([theirs[0] for theirs in seen])
         moved = [_moved(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
         gathered = gather_all(self._communicator, list(zip(moved, lengths.T.tolist(), strict=True)))
@@ -125,9 +124,9 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
         on_device.prepare(communicator, placed, call.where)
     compared = _compared([_layout(array) for array in arrays], axes)
     way = Gathering(communicator, layouts_of(arrays), axes, on_host=not placed)
-    way.bring(arrays)
+    memory = way.bring(arrays)
     call.agree("gather", op=f"axis {axes}", values=compared, sparingly=not placed)
-    gathered = way.run(arrays)
+    gathered = way.run(arrays, memory)
     if placed:
         communicator.guard.wait_for_gpu(event_of_reads(map(contribution, values)))
     return [like_given(result, contribution(value)) for result, value in zip(gathered, values, strict=True)]

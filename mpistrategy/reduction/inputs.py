@@ -24,7 +24,6 @@ from mpistrategy.arrays.values import (
     DistributedValues,
     IndexedSlices,
     Mirrored,
-    PerReplica,
     contribution,
     local_component,
 )
@@ -282,8 +281,3 @@ def check_order(dtype: np.dtype[Any], op: ReduceOp, where: str) -> None:
             expected="numbers that have an order",
             fix="Reduce the magnitudes: np.abs(x).",
         )
-
-
-def to_reduce(leaf: Any) -> Any:
-    """Return a leaf as algorithms take it: a container, or IndexedSlices."""
-    return leaf if isinstance(leaf, (DistributedValues, IndexedSlices)) else PerReplica((contribution(leaf),))

@@ -48,12 +48,16 @@ class Transfer(ABC):
     writes_targets: bool = False
 
     @abstractmethod
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Do all that can fail, before the ranks agree on the call: take memory, and copy."""
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
+        """Do all that can fail, before the ranks agree on the call: copy, and take memory for the results.
+
+        Returns:
+            The memory, for `run`; `targets` are those of `Route.bring`.
+        """
 
     @abstractmethod
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
-        """Return the results, after that; `targets` are those of `Route.run`."""
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
+        """Return the results, after that."""
 
 
 class Plan(Transfer):
@@ -85,32 +89,28 @@ class Plan(Transfer):
             host_wire_dtype(dtype) == dtype == result for (dtype, _), result in zip(layouts, self.results, strict=True)
         ]
         self._is_exact = all(self._are_exact)
-        #: Memory for the results that the route does not return, between `bring` and `run`.
-        self._memory: list[Array | None] = []
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Take memory for the results, and do what the route needs before the ranks agree on the call."""
-        if not self._is_exact:
-            given = targets if targets is not None else [None] * len(self.layouts)
-            rows = zip(given, self.layouts, self.results, self._are_exact, strict=True)
-            self._memory = [
-                None if exact else _room(target, result, shape) for target, (_, shape), result, exact in rows
-            ]
-        self.route.bring(arrays, targets)
-
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
-        """Return the combinations of all ranks' arrays."""
-        totals = self.route.run(arrays, targets)
         if self._is_exact:
-            return totals
-        memory, self._memory = self._memory, []
+            return self.route.bring(arrays, targets)
+        given = targets if targets is not None else [None] * len(self.layouts)
+        rows = zip(given, self.layouts, self.results, self._are_exact, strict=True)
+        rooms = [None if exact else _room(target, result, shape) for target, (_, shape), result, exact in rows]
+        return rooms, self.route.bring(arrays, targets)
+
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
+        """Return the combinations of all ranks' arrays."""
+        if self._is_exact:
+            return self.route.run(arrays, memory)
+        rooms, totals = memory[0], self.route.run(arrays, memory[1])
         return [
             total
             if room is None
             else finish(total, dtype, self._op, self._size, room)
             if dtype.kind in "iu"
             else rounded(total, dtype, room)
-            for total, (dtype, _), room in zip(totals, self.layouts, memory, strict=True)
+            for total, (dtype, _), room in zip(totals, self.layouts, rooms, strict=True)
         ]
 
 
@@ -135,9 +135,9 @@ def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *
     """
     is_large = in_place and sum([each.nbytes for each in arrays]) >= plan.least_in_place
     into = [each if each.flags.c_contiguous else None for each in arrays] if is_large else None
-    plan.bring(arrays, into)
+    memory = plan.bring(arrays, into)
     agree()
-    totals = plan.run(arrays, into)
+    totals = plan.run(arrays, memory)
     for array, total in zip(arrays, totals, strict=True) if in_place else ():
         array[...] = total  # nothing to do where it is the array
     return totals
@@ -169,11 +169,11 @@ class NumbersOfRanks:
         self._plan = usual_plan(communicator, layouts, ReduceOp.SUM)
         self._numbers: Array = np.zeros(layouts[0][1])
 
-    def bring(self, mine: Any) -> None:
-        """Give this rank's numbers, before the ranks agree on the call."""
+    def bring(self, mine: Any) -> Any:
+        """Give this rank's numbers, before the ranks agree on the call; return memory for all of them."""
         self._numbers[self._rank] = mine
-        self._plan.bring((self._numbers,))
+        return self._plan.bring((self._numbers,))
 
-    def found(self) -> Array:
+    def found(self, memory: Any) -> Array:
         """Return the numbers of all ranks, a row for each, after that."""
-        return self._plan.run((self._numbers,))[0]
+        return self._plan.run((self._numbers,), memory)[0]

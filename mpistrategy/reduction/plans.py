@@ -82,11 +82,11 @@ class NestPlan(CallPlan):
 
     def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
         call.structure = self._signature.structure
-        self._transfer.bring(arrays, targets)
+        memory = self._transfer.bring(arrays, targets)
         if self._timeout is not None:
             call.timeout = self._timeout
         call.agree_on(self._signature, self._digest, sparingly=True)
-        return self._transfer.run(arrays, targets)
+        return self._transfer.run(arrays, memory)
 
 
 class ArraysPlan:
@@ -109,9 +109,9 @@ class ArraysPlan:
 
     def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
         """Return the results on every rank; inside `call`."""
-        self.plan.bring(arrays)
+        memory = self.plan.bring(arrays)
         self.agree(call)
-        return self.plan.run(arrays)
+        return self.plan.run(arrays, memory)
 
     def agree(self, call: Call) -> None:
         """Compare the call with those of the other ranks."""

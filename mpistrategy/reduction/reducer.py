@@ -14,7 +14,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, host_array, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.values import Mirrored, PerReplica, contribution, event_of_reads, local_component
+from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
@@ -30,7 +30,6 @@ from mpistrategy.reduction.inputs import (
     checked_leaves,
     in_kind,
     leaves_like,
-    to_reduce,
 )
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
 from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
@@ -84,7 +83,7 @@ class General(CallPlan):
     @staticmethod
     def kind(value: Any, out: Any) -> Any:
         """Return what tells the calls apart for which there are plans; see `kind_of`."""
-        return kind_of(value)
+        return kind_of(value), out is None
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of calls like this one; None for those that are looked at each time.
@@ -97,6 +96,9 @@ class General(CallPlan):
 
 class AllReduce(General):
     """`all_reduce` of any values; the argument is the operation."""
+
+    #: Whether an algorithm of the program's own gets one value as a batch of one.
+    is_batch: bool = True
 
     def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays of a value; None where it has no plan."""
@@ -118,13 +120,17 @@ class AllReduce(General):
         if reducer.agrees_on_none(call, op, structure):
             return structure.pack([])
         paths = partial(nest.paths_without_none, value)
-        return structure.pack(self.reduce(call, op, leaves, paths, targets, weight))
+        more = {"options": self.options, "weight": weight, "targets": targets, "is_batch": self.is_batch}
+        return structure.pack(reducer.all_reduce_leaves(call, op, leaves, paths, **more))
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of arenas, and of nests of arrays and numbers; see `General.plan`."""
         op, destination = ReduceOp._parse(self.argument, call.where), self.destination(value, out, call.where)
         if is_arena(value):
-            return None if destination else value._make_plan(self, op, call, weight is not None)
+            is_weighted = weight is not None
+            return (
+                None if destination else value._plan(self.reducer, op, call, self.chosen, out, is_weighted=is_weighted)
+            )
         if weight is not None and op is not ReduceOp.MEAN:
             return None
         return self.plan_of_nest(call, op, value, out, destination, is_weighted=weight is not None)
@@ -177,51 +183,11 @@ class AllReduce(General):
         made = NestPlan(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=timeout)
         return made if destination is None else PlacedPlan(made, destination, ranks.rank)
 
-    def reduce(
-        self,
-        call: Call,
-        op: ReduceOp,
-        leaves: list[Any],
-        paths: Callable[[], list[str]],
-        targets: list[Any] | None,
-        weight: Any,
-    ) -> list[Any]:
-        """Return the reductions of leaves, of which some are not None; see `Reducer.all_reduce_leaves`."""
-        return self.reducer.all_reduce_leaves(
-            call, op, leaves, paths, options=self.options, weight=weight, targets=targets
-        )
-
 
 class Reduce(AllReduce):
-    """The general way of `Strategy.reduce`: an algorithm of the program's own gets one value, or several together."""
+    """`Strategy.reduce`."""
 
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the reduction; see `CallPlan.run`."""
-        with self.reducer.entered():
-            return super().run(call, value, out, weight)
-
-    def reduce(
-        self,
-        call: Call,
-        op: ReduceOp,
-        leaves: list[Any],
-        paths: Callable[[], list[str]],
-        targets: list[Any] | None,
-        weight: Any,
-    ) -> list[Any]:
-        """Return the reductions of leaves; see `AllReduce.reduce`."""
-        if weight is not None:
-            return super().reduce(call, op, leaves, paths, targets, weight)
-        if not leaves:
-            raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one value")
-        algorithm, options = self.reducer.algorithm, self.reducer.options
-        pairs = [(to_reduce(leaf), PerReplica((0,))) for leaf in leaves]
-        if len(pairs) == 1:
-            reduced = [algorithm.reduce(op, *pairs[0], options)]
-        else:
-            reduced = algorithm.batch_reduce(op, pairs, options)
-        found = map(local_component, reduced)
-        return [as_given(result, local_component(leaf)) for result, leaf in zip(found, leaves, strict=True)]
+    is_batch = False
 
 
 class Reducer:
@@ -336,6 +302,7 @@ class Reducer:
         options: CommunicationOptions | None = None,
         weight: Any = None,
         targets: list[Any] | None = None,
+        is_batch: bool = True,
     ) -> list[Any]:
         """Reduce the leaves of a structure to every rank, as one batch.
 
@@ -347,6 +314,7 @@ class Reducer:
             options: hints; None for the reducer's own.
             weight: for MEAN, the weight of this rank's values.
             targets: an array for each result, or None.
+            is_batch: whether an algorithm of the program's own gets one value as a batch of one.
 
         Raises:
             EmptyBatchError: when there are no leaves, on several ranks.
@@ -359,7 +327,10 @@ class Reducer:
         given, arrays, memory = _looked_at(op, leaves, paths, call.where, dense, targets)
         if weight is None:
             call.wait_as(chosen.timeout_seconds)
-            results = self._algorithm._all_reduce_values(call, self.communicator, op, given, chosen, memory)
+            with self.entered():
+                results = self._algorithm._all_reduce_values(
+                    call, self.communicator, op, given, chosen, memory, is_batch=is_batch
+                )
         else:
             results = self._weighted(call, op, given, arrays, weight, chosen)
         return _handed_out(results, leaves, targets, memory)
@@ -390,7 +361,7 @@ class Reducer:
             return None
 
         def results() -> list[Any]:
-            found = begun.route.results()
+            found = begun.route.results(begun.memory)
             kinds = [in_kind(result, like) for result, like in zip(found, given, strict=True)]
             return _handed_out(kinds, leaves, targets, memory)
 
@@ -434,10 +405,7 @@ class Reducer:
             plan = self.plan_of_arrays(op, ((array.dtype, array.shape),))
             if plan is not None:
                 return plan.run(call, (array,))[0]
-        call.wait_as(self._options.timeout_seconds)
-        value = PerReplica((array,))
-        with self.entered():
-            result = local_component(self._algorithm.reduce(op, value, value, self._options))
+        result = self.all_reduce_leaves(call, op, [array], lambda: [""], is_batch=False)[0]
         return result if is_on_device(result) else np.asarray(result)
 
     def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> ArraysPlan | None:

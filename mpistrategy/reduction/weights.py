@@ -111,9 +111,9 @@ def weights_of_ranks(
     numbers: NumbersOfRanks, call: Call, weight: float, signature: Signature, digest: int | None = None
 ) -> Array:
     """Return each rank's weight, in rank order, as float64; the values come next."""
-    numbers.bring(weight)
+    memory = numbers.bring(weight)
     call.agree_on(signature, digest, sparingly=True)
-    found = numbers.found()[:, 0]
+    found = numbers.found(memory)[:, 0]
     call.expect_more()
     return found
 
@@ -131,13 +131,13 @@ class Products(Transfer):
         self.layouts: tuple[Layout, ...] = layouts
         self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Do what must be done with the products before the ranks agree on the call."""
-        self._plan.bring(arrays)
+        return self._plan.bring(arrays)
 
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the sums of the products."""
-        return self._plan.run(arrays)
+        return self._plan.run(arrays, memory)
 
 
 class WeightedPlan(NestPlan):

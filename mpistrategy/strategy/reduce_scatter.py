@@ -154,20 +154,17 @@ class _Scattering(Transfer):
         self._shapes = [
             np.empty(shape, np.int8)[part].shape for (_, shape), part in zip(plan.layouts, parts, strict=True)
         ]
-        #: Between `bring` and `run`.
-        self._memory: list[Array] = []
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> tuple[list[Array], Any]:
         """Take memory for the parts."""
-        self._memory = [*map(np.empty, self._shapes, self.results)]
-        self._plan.bring(arrays)
+        return [*map(np.empty, self._shapes, self.results)], self._plan.bring(arrays)
 
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: tuple[list[Array], Any]) -> list[Array]:
         """Return the parts."""
-        memory, self._memory = self._memory, []
-        for room, result, part in zip(memory, self._plan.run(arrays), self._parts, strict=True):
+        mine, more = memory
+        for room, result, part in zip(mine, self._plan.run(arrays, more), self._parts, strict=True):
             room[...] = result[part]
-        return memory
+        return mine
 
 
 def _text(structure: str, axes: list[int]) -> str:

@@ -204,9 +204,9 @@ def _of_replica_0(variable: Replica, mine: Array, call: Call) -> Array:
         return copy
     layout = mine.dtype, mine.shape
     way: FromRoot = reducer.kept((FromRoot, layout), lambda: FromRoot(communicator, (layout,), 0))
-    way.bring([mine])
+    room = way.bring([mine])
     call.agree("broadcast", values=values, sparingly=True)
-    return way.run([mine])[0]
+    return way.run([mine], room)[0]
 
 
 def alike(write: Write) -> None:

@@ -28,7 +28,7 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 from mpistrategy.mpi.watchdog import alarm, group
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import Account
+from mpistrategy.mpi.watchdog.roll_call import account_of
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory
 from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES, WELL, RankStatus, StatusBoard
 
@@ -291,10 +291,6 @@ class CountedFiles(RunDirectory):
         self._done["read"] += 1
         return super().read(name)
 
-    def has(self, name: str) -> bool:
-        self._done["has"] += 1
-        return super().has(name)
-
     def names(self) -> list[str]:
         self._done["names"] += 1
         return super().names()
@@ -303,9 +299,13 @@ class CountedFiles(RunDirectory):
         self._done["write"] += 1
         return super().write(name, text)
 
-    def claim(self, name: str, text: str) -> None:
+    def claim(self, name: str) -> bool:
         self._done["write"] += 1
-        super().claim(name, text)
+        return super().claim(name)
+
+    def remove(self, *names: str) -> None:
+        self._done["write"] += 1
+        super().remove(*names)
 
 
 class PretendedJob:
@@ -325,7 +325,7 @@ class PretendedJob:
                 board = StatusBoard(SharedMemory(segments, rank, True))
                 self.groups.append(Group(guard, board, node, nodes, CountedFiles(path, self.done)))
                 self.groups[-1].ranks = range(nodes * local)
-                self.groups[-1]._wrote = self.groups[-1]._looked = self.now
+                self.groups[-1]._told_until = self.now
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:
@@ -344,8 +344,15 @@ class PretendedJob:
         self.now += later
         self.beat()
         for each in self.groups:
-            each.update_nodes(self.now)
+            each.look_at_nodes(self.now)
+            if each._looking is not None:
+                each._looking.join()
         return [each.is_excused(self.now, LIMIT) for each in self.groups[:-1]]
+
+    def hear(self) -> None:
+        """Let all ranks look until each node has heard what the others say."""
+        for _ in range(4):
+            self.tick(1)
 
     def raise_alarm(self, first: int) -> None:
         """Let all ranks find at the same time that a collective is late, and the first node of all end the job.
@@ -358,11 +365,12 @@ class PretendedJob:
             each.board.write_record(f"the stacks of {rank}\nline")
         for each in (speakers[first], *speakers):
             each.alarm()
-            each.take_back_expected()
+            each.end()
         for node, each in enumerate(speakers):
-            assert each.calls_the_roll() == (node == first)
+            assert each.board.is_caller() == (node == first)
             if node != first:
-                each.tell([Account(status, 0.0) for status in each.board.read()])
+                accounts = [account_of(status, self.now, "") for status in each.board.read()]
+                assert alarm._written(each, accounts, "", node * self.local)
                 assert not each.is_published()
         rank = first * self.local
         alarm._speak(speakers[first], time.monotonic(), {}, rank, f"[rank {rank}] ")

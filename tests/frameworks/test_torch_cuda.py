@@ -53,9 +53,9 @@ def gathered(mine: Any) -> Any:
 
 def gathered_unevenly(mine: Any) -> Any:
     flat = mine.reshape(-1)
-    found = [flat.new_empty(rank + 1) for rank in range(SIZE)]
-    dist.all_gather(found, flat[: RANK + 1])
-    return torch.cat(found)
+    found = [flat.new_empty(rank) for rank in range(SIZE)]  # nothing of rank 0
+    dist.all_gather(found, flat[:RANK])
+    return torch.cat([*found, flat[:1]])
 
 
 def gathered_by_one(mine: Any) -> Any:
@@ -91,7 +91,7 @@ def sent(mine: Any) -> Any:
 
 
 def coalesced(mine: Any) -> Any:
-    others = [mine, mine.reshape(-1)[:3].clone()]
+    others = [mine, mine.new_empty(0, 2), mine.reshape(-1)[:3].clone()]
     with dist.distributed_c10d._coalescing_manager():
         for each in others:
             dist.all_reduce(each)
@@ -165,6 +165,18 @@ def test_what_is_still_computed_is_waited_for(name: str, *, is_aside: bool) -> N
             mine.fill_(-2)
         stream.synchronize()
         assert torch.equal(found.cpu(), wanted)
+
+
+def test_nothing_and_numbers() -> None:
+    nothing, number = torch.empty(0, 3), torch.tensor(RANK + 1.0)
+    for call in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, LAST)):
+        call(nothing)
+        call(number)
+    assert number.item() == SIZE * (SIZE + 1) / 2
+    rows = torch.sparse_coo_tensor([[RANK] * RANK], torch.ones(RANK, 3), (SIZE, 3))  # rank 0 has none
+    dist.all_reduce(rows)
+    assert rows.is_cuda
+    assert rows.to_dense()[:, 0].tolist() == list(range(SIZE))
 
 
 def test_works_that_are_under_way_together() -> None:

@@ -519,6 +519,22 @@ def test_nothing_keeps_the_values_alive(strategy: ms.Strategy, way: Callable[...
             assert watched() is None, "the result is still referred to"
 
 
+@pytest.mark.mpi(min_size=2)
+def test_a_failed_call_keeps_neither_its_value_nor_its_out(strategy: ms.Strategy) -> None:
+    def reduce(size: int, seen: list[weakref.ref[Array]]) -> None:
+        for name in ("SUM", "SUM" if RANK else "MAX"):  # the second time the plan is there, and the ranks differ
+            value, out = np.ones(size), np.empty(size)
+            seen[:] = weakref.ref(value), weakref.ref(out)
+            quick(strategy, name, value, out=out)
+
+    for size in (3, 3000, 100_000, 2**21):
+        seen: list[weakref.ref[Array]] = []
+        with pytest.raises(errors.CollectiveMismatchError):
+            reduce(size, seen)
+        gc.collect()
+        assert [each() is None for each in seen] == [True, True]
+
+
 def test_the_error_of_what_has_no_plan_tells_of_no_other(strategy: ms.Strategy) -> None:
     endless: list[Any] = []
     endless.append(endless)

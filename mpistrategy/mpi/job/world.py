@@ -164,7 +164,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
 def _meeting(ranks: MPI.Intracomm, where: str) -> Iterator[None]:
     guard = Guard(None, ranks.rank, ranks.size)
     board = StatusBoard(private_memory(status_board.BYTES))
-    directory = RunDirectory(new_path, f"[rank {ranks.rank}] ")
+    directory = RunDirectory(new_path(), f"[rank {ranks.rank}] ")
     group = Group(guard, board, 0, 1, directory)
     _watch(ranks, group)
     try:

@@ -1,8 +1,8 @@
 """What the watchdog does when a collective is late: records, stacks, the roll call, and the end of the job.
 
 Every rank that hears of it shows its record to its node and answers in its status; the first rank of each node that
-has answered speaks for its node.  The speaker of the node that was first to raise the alarm prints the roll call; the
-others write a file for it, which also holds the records of their ranks.  Nothing here waits without a limit.
+has answered writes a file for its node, with the records of its ranks.  On the node that was first to raise the alarm
+it reads the files of the others first, and prints the roll call.  Nothing here waits without a limit.
 """
 
 from __future__ import annotations
@@ -10,24 +10,22 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from mpistrategy.mpi.contract.failures import Failure
 from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import Account, account_of, as_data, as_error, not_come, roll_call
+from mpistrategy.mpi.watchdog.roll_call import TIMEOUT, Account, account_of, as_data, as_error, not_come, roll_call
+from mpistrategy.mpi.watchdog.run_directory import FILE_SECONDS, ROLL_CALL, in_time, within
 from mpistrategy.mpi.watchdog.status_board import ALARMED, ANSWERED, CALLED, RankStatus
 
 #: The status of a job that a late collective has ended, as of `timeout`.
 STATUS = 124
 #: How long the watchdog waits for the ranks of its node, and for the other nodes.
 _NODE_SECONDS, _NODES_SECONDS = 3.0, 7.0
-#: How long writing a file may take.
-FILE_SECONDS = 2.0
 #: How long ending the job by MPI may take.
 _END_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
@@ -93,11 +91,11 @@ def contain(group: Group, status: Callable[[], RankStatus], rank: int, size: int
     try:
         _call_the_roll((group,), status, rank, size)
     finally:
-        lines, others = group.board.read(), group.others()
-        accounts = _on_this_node(lines, group.last_calls()) + others
+        lines = group.board.read()
+        accounts = _on_this_node(lines, group.last_calls()) + group.others
         # Only the rank that calls the roll hears of other nodes; what another one does not know is not missing.
-        asked = group.ranks if others or group.nodes == 1 else [each.rank for each in lines]
-        unknown = sorted({*asked} - {account.status.rank for account in accounts})
+        asked = group.ranks if group.others or group.nodes == 1 else [each.rank for each in lines]
+        unknown = sorted({*asked} - {account.rank for account in accounts})
         group.guard.stop_waiting(as_error(accounts, unknown))
 
 
@@ -114,8 +112,8 @@ def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], ra
     is_first = not any(group.is_alarmed() for group in groups)
     _set_state(groups, ALARMED)
     if is_first:
-        within(FILE_SECONDS, widest.alarm)
-    within(FILE_SECONDS, widest.take_back_expected)
+        widest.alarm()
+    widest.end()
     title = f"[rank {rank}/{size}] "
     guards = [group.guard for group in groups]
     record = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"
@@ -145,24 +143,23 @@ def _speak(widest: Group, began: float, last_calls: Mapping[int, str], rank: int
     lines = widest.board.read()
     accounts = _on_this_node(lines, last_calls)
     _ask_for_stacks(lines)
-    if not _of(widest.calls_the_roll, True):
-        if not _of(lambda: widest.tell(accounts), False):
+    if not widest.board.is_caller():
+        if not _written(widest, accounts, "", rank):
             _say_records(widest, title)
         end = began + _NODES_SECONDS + 2 * FILE_SECONDS + _NODE_SECONDS
-        _until(lambda: _of(widest.is_published, False), end, _LONGEST_LOOK_SECONDS)
+        _until(lambda: in_time(widest.is_published, otherwise=False), end, _LONGEST_LOOK_SECONDS)
         if time.monotonic() >= end:
             _say(title, f"a collective is late, and the roll was not called; what is known: {widest.directory.path}/")
         return
     if widest.nodes > 1:
         end = began + _NODES_SECONDS
-        within(_NODES_SECONDS, lambda: _until(widest.all_are_final, end, _LONGEST_LOOK_SECONDS))
-        accounts += widest.others()
-    _report(widest, accounts, rank, title)
+        within(_NODES_SECONDS, lambda: _until(widest.hear_others, end, _LONGEST_LOOK_SECONDS))
+    _report(widest, accounts + widest.others, rank, title)
 
 
 def _report(widest: Group, accounts: Sequence[Account], rank: int, title: str) -> None:
     """Print the roll call, and write it to the run directory with the records of this node."""
-    unknown = sorted({*widest.ranks} - {account.status.rank for account in accounts})
+    unknown = _unknown(widest, accounts)
     of_records = "Each rank's stacks and its last collectives"
 
     def text(where: str) -> str:
@@ -170,14 +167,24 @@ def _report(widest: Group, accounts: Sequence[Account], rank: int, title: str) -
         return roll_call(accounts, unknown, len(widest.ranks), where, contained=contained)
 
     told = text(f"{of_records}: {widest.directory.path}/*.json")
-    missing = sorted(not_come(accounts, unknown))
-    data = {"ranks": as_data(accounts), "unknown": unknown, "missing": missing, "records": widest.records()}
-    if not _of(lambda: widest.directory.write_error("timeout", told, rank, data), ""):
+    if not _written(widest, accounts, told, rank):
         _say_records(widest, title)
         told = text(f"{of_records} are above.")
     _say(title, told)
-    within(FILE_SECONDS, lambda: widest.publish(told))
+    within(FILE_SECONDS, lambda: widest.directory.write(ROLL_CALL, told))
     _forward()
+
+
+def _unknown(widest: Group, accounts: Sequence[Account]) -> list[int]:
+    return sorted({*widest.ranks} - {account.rank for account in accounts})
+
+
+def _written(widest: Group, accounts: Sequence[Account], text: str, rank: int) -> bool:
+    """Write what is known to the run directory, with the records of this node; return whether it is there."""
+    unknown = _unknown(widest, accounts)
+    missing = sorted(not_come(accounts, unknown))
+    data = {"ranks": as_data(accounts), "unknown": unknown, "missing": missing, "records": widest.records()}
+    return bool(in_time(lambda: widest.directory.write_error(TIMEOUT, text, rank, data), ""))
 
 
 def _say_records(widest: Group, title: str) -> None:
@@ -204,28 +211,6 @@ def _until(ready: Callable[[], bool], end: float, longest: float = _LOOK_SECONDS
     while not ready() and time.monotonic() < end:
         time.sleep(pause)
         pause = min(1.5 * pause, longest)
-
-
-_T = TypeVar("_T")
-
-
-def _of(work: Callable[[], _T], otherwise: _T) -> _T:
-    """Return what `work` returns, or `otherwise` where a file system does not answer in time."""
-    found: list[_T] = []
-    within(FILE_SECONDS, lambda: found.append(work()))
-    return found[0] if found else otherwise
-
-
-def within(seconds: float, work: Callable[[], object]) -> None:
-    """Do something that may never return; wait at most so many seconds."""
-
-    def quietly() -> None:
-        with contextlib.suppress(Exception):
-            work()
-
-    thread = threading.Thread(target=quietly, name="mpistrategy watchdog's file", daemon=True)
-    thread.start()
-    thread.join(seconds)
 
 
 def _say(title: str, text: str) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from mpistrategy.errors import CollectiveTimeoutError, RankCall
 from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, RankStatus, call_in
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, RankStatus
 from mpistrategy.objects.shown import ranks_in_words
 
 #: What `GpuProgress.in_words` says before the library's reason why the result will never come.
@@ -16,9 +18,11 @@ FAILED = ", which has failed: "
 
 _MOST_ROWS = 64
 _UNKNOWN = (
-    "no strategy connects it yet (where only some ranks make one: MirroredStrategy(communicator=...)), it is stopped "
-    "(ps on its node: state T), or its node is silent"
+    "its node does not answer, no strategy connects it yet (where only some ranks make one: "
+    "MirroredStrategy(communicator=...)), or it is stopped (ps on its node: state T)"
 )
+#: The class of a late collective in ``error-RANK.json``.
+TIMEOUT = "timeout"
 
 
 @dataclass(frozen=True)
@@ -26,36 +30,58 @@ class Account:
     """What is known about one rank.
 
     Attributes:
-        status: what it last said.
+        rank: its number in the job.
+        text: where it was when it last said that.
+        waited: how long it had waited in a collective by then, in seconds; 0 when it was in none.
+        limit: the timeout of that collective, in seconds.
         age: how long ago that was, in seconds.
         silent: why it does not answer; "" where it has answered.
     """
 
-    status: RankStatus
+    rank: int
+    text: str
+    waited: float
+    limit: float
     age: float
     silent: str = ""
 
 
 def as_data(accounts: Sequence[Account]) -> dict[int, dict[str, object]]:
-    """Return by rank: where it is, how long it has waited (0: not), how long it may, and why it is silent."""
+    """Return by rank: where it was how long ago, how long it had waited (0: not), how long it may, why it is silent."""
     return {
-        each.status.rank: {
-            "text": each.status.text,
-            "waited_seconds": round(each.status.waited, 3),
-            "timeout_seconds": each.status.limit if math.isfinite(each.status.limit) else None,
+        each.rank: {
+            "text": each.text,
+            "waited_seconds": round(each.waited, 3),
+            "timeout_seconds": each.limit if math.isfinite(each.limit) else None,
+            "said_seconds_ago": round(each.age, 3),
             "silent": each.silent,
         }
-        for each in sorted(accounts, key=lambda account: account.status.rank)
+        for each in sorted(accounts, key=lambda account: account.rank)
     }
+
+
+def accounts_in(data: Mapping[str, Any]) -> list[Account]:
+    """Return what `as_data` has told; ValueError, TypeError or KeyError for anything else."""
+    return [
+        Account(
+            int(rank),
+            str(told["text"]),
+            float(told["waited_seconds"]),
+            math.inf if told["timeout_seconds"] is None else float(told["timeout_seconds"]),
+            float(told["said_seconds_ago"]),
+            str(told["silent"]),
+        )
+        for rank, told in data.items()
+    ]
 
 
 def not_come(accounts: Sequence[Account], unknown: Sequence[int]) -> list[int]:
     """Return the ranks that do not wait, or of which nothing is known."""
-    return [each.status.rank for each in accounts if each.silent or not each.status.waited] + list(unknown)
+    return [each.rank for each in accounts if each.silent or not each.waited] + list(unknown)
 
 
 def _silent(accounts: Sequence[Account]) -> list[int]:
-    return [each.status.rank for each in accounts if each.silent]
+    return [each.rank for each in accounts if each.silent]
 
 
 def absent_in_words(missing: Sequence[int], silent: Sequence[int]) -> str:
@@ -72,21 +98,32 @@ def absent_in_words(missing: Sequence[int], silent: Sequence[int]) -> str:
 
 def as_error(accounts: Sequence[Account], unknown: Sequence[int]) -> CollectiveTimeoutError:
     """Return the error of ranks that wait, for a job that goes on."""
-    ordered = sorted(accounts, key=lambda account: account.status.rank)
+    ordered = sorted(accounts, key=lambda account: account.rank)
     missing = sorted(not_come(ordered, unknown))
     error = CollectiveTimeoutError(
         f"a collective is late, as the roll call says{absent_in_words(missing, _silent(ordered))}. {NO_MORE_CALLS}"
         if missing
         else f"a collective is late, as the roll call says. {NO_MORE_CALLS}"
     )
-    error.calls = {each.status.rank: _call_of(each) for each in ordered}
+    error.calls = {each.rank: _call_of(each) for each in ordered}
     error.missing = tuple(missing)
-    error.waited_seconds = {each.status.rank: round(each.status.waited, 3) for each in ordered}
+    error.waited_seconds = {each.rank: round(each.waited, 3) for each in ordered}
     return error
 
 
+def call_in(text: str) -> RankCall:
+    """Return the call of a status such as ``in #7 Strategy.reduce SUM float64[3] (24 B) for 2 s; at train.py:12``.
+
+    A text of no collective becomes `left`.
+    """
+    call = re.match(r"in #\d+ (\S+)(?: ([A-Z]+)\b)?", text)
+    if call is None:
+        return RankCall(left=text)
+    return RankCall(call=call[1], op=call[2] or "", site=text.rpartition(" at ")[2] if " at " in text else "")
+
+
 def _call_of(account: Account) -> RankCall:
-    call = call_in(account.status.text)
+    call = call_in(account.text)
     return replace(call, left=f"does not answer: {account.silent}") if account.silent else call
 
 
@@ -107,18 +144,18 @@ def roll_call(
         records: where the records and the stacks are, in words.
         contained: whether the job goes on, and the ranks that wait raise.
     """
-    accounts = sorted(accounts, key=lambda account: account.status.rank)
-    late = max(accounts, key=lambda account: account.status.waited - account.status.limit)
-    waiting = [each.status.rank for each in accounts if each.status.waited and not each.silent]
+    accounts = sorted(accounts, key=lambda account: account.rank)
+    late = max(accounts, key=lambda account: account.waited - account.limit)
+    waiting = [each.rank for each in accounts if each.waited and not each.silent]
     missing = not_come(accounts, unknown)
-    failed = [account.status.rank for account in accounts if FAILED in account.status.text]
+    failed = [account.rank for account in accounts if FAILED in account.text]
     told = (
         f"a collective has failed on a GPU: {ranks_in_words(failed)}"
         if failed
         else "a collective is late: no rank waits for another one, and a GPU does not come to it"
-        if not late.status.waited
-        else f"a collective is late: rank {late.status.rank} has waited for {late.status.waited:.1f} s "
-        f"(timeout_seconds={late.status.limit:g})"
+        if not late.waited
+        else f"a collective is late: rank {late.rank} has waited for {late.waited:.1f} s "
+        f"(timeout_seconds={late.limit:g})"
     )
     lines = [
         f"roll call: {told}",
@@ -146,16 +183,15 @@ def _most_telling(accounts: Sequence[Account]) -> Sequence[Account]:
     """Return those that did not come before those that wait, when they are too many to be told."""
     if len(accounts) <= _MOST_ROWS:
         return accounts
-    return sorted(accounts, key=lambda each: bool(each.status.waited) and not each.silent)[:_MOST_ROWS]
+    return sorted(accounts, key=lambda each: bool(each.waited) and not each.silent)[:_MOST_ROWS]
 
 
 def _row(account: Account) -> str:
-    status = account.status
     if account.silent:
         return (
-            f"  rank {status.rank}: does not answer: {account.silent}; {account.age:.1f} s ago it said: {status.text}"
+            f"  rank {account.rank}: does not answer: {account.silent}; {account.age:.1f} s ago it said: {account.text}"
         )
-    return f"  rank {status.rank}: {'waits' if status.waited else 'has not come, is'} {status.text}"
+    return f"  rank {account.rank}: {'waits' if account.waited else 'has not come, is'} {account.text}"
 
 
 def account_of(status: RankStatus, now: float, why_silent: str) -> Account:
@@ -166,4 +202,5 @@ def account_of(status: RankStatus, now: float, why_silent: str) -> Account:
         now: time.monotonic().
         why_silent: what keeps it from answering, if it has not.
     """
-    return Account(status, max(0.0, now - status.beat), "" if status.state >= ANSWERED else why_silent)
+    silent = "" if status.state >= ANSWERED else why_silent
+    return Account(status.rank, status.text, status.waited, status.limit, max(0.0, now - status.beat), silent)

@@ -5,7 +5,6 @@ A rank's watchdog writes it and never calls MPI: the peers can read it when that
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -13,7 +12,6 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.errors import RankCall
 from mpistrategy.mpi.contract.flight_recorder import LENGTH
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.text import decoded, encoded
@@ -42,10 +40,9 @@ ROW = np.dtype(
         ("strategy", _NUMBER),  # see `LastCalls`
         ("size", _NUMBER),
         ("calls", np.dtype([("number", _NUMBER), ("entered", _NUMBER)]), LENGTH),
-        ("asked", _SECONDS),
-        ("looked", _SECONDS),
-        ("excused", _SECONDS),
+        ("elsewhere", _SECONDS),  # until when another node is busy
         ("left", _NUMBER),  # whether some rank takes no more calls
+        ("caller", _NUMBER),  # whether this node calls the roll
         ("record", "S47000"),
     ],
     align=True,
@@ -98,17 +95,6 @@ class LastCalls:
     strategy: int = 0
     ranks: int = 0
     entered: Mapping[int, int] = field(default_factory=dict)
-
-
-def call_in(text: str) -> RankCall:
-    """Return the call of a status such as ``in #7 Strategy.reduce SUM float64[3] (24 B) for 2 s; at train.py:12``.
-
-    A text of no collective becomes `left`.
-    """
-    call = re.match(r"in #\d+ (\S+)(?: ([A-Z]+)\b)?", text)
-    if call is None:
-        return RankCall(left=text)
-    return RankCall(call=call[1], op=call[2] or "", site=text.rpartition(" at ")[2] if " at " in text else "")
 
 
 class StatusBoard:
@@ -177,6 +163,14 @@ class StatusBoard:
         """Return until when some rank of the node is busy; seconds of time.monotonic()."""
         return max(float(row["status"]["expected"]) for row in self._rows)
 
+    def expect_elsewhere(self, until: float) -> None:
+        """Say until when another node is busy."""
+        self._mine["elsewhere"] = until
+
+    def expected_elsewhere(self) -> float:
+        """Return until when another node is busy, as far as this one knows; seconds of time.monotonic()."""
+        return max(float(row["elsewhere"]) for row in self._rows)
+
     def note_left(self) -> None:
         """Say that some rank, of any node, takes no more calls, and that the others may wait for it."""
         self._mine["left"] = 1
@@ -185,30 +179,13 @@ class StatusBoard:
         """Return whether some rank of the node has said so."""
         return any(row["left"] for row in self._rows)
 
-    def ask(self, since: float) -> None:
-        """Ask whether another node is busy, as a rank that has been late since then; 0 takes the question back."""
-        self._mine["asked"] = since
+    def note_caller(self) -> None:
+        """Say that this node calls the roll."""
+        self._mine["caller"] = 1
 
-    def asked(self) -> bool:
-        """Return whether some rank of the node asks."""
-        return any(row["asked"] for row in self._rows)
-
-    def answer(self, looked: float, excused: float) -> None:
-        """Say when this rank has looked at what the other nodes say, and until when one of them is known to be busy."""
-        self._mine["excused"] = excused
-        self._order()
-        self._mine["looked"] = looked
-
-    def answered(self) -> tuple[float, float]:
-        """Return the latest of what the node's ranks have said by `answer`; seconds of time.monotonic()."""
-        looked = max(float(row["looked"]) for row in self._rows)
-        self._order()
-        return looked, max(float(row["excused"]) for row in self._rows)
-
-    def reader(self, oldest: float) -> int:
-        """Return the local rank that reads files for its node: the first whose watchdog has written since `oldest`."""
-        beats = (row["status"]["beat"] for row in self._rows)
-        return next((local for local, beat in enumerate(beats) if beat >= oldest), self.local_rank)
+    def is_caller(self) -> bool:
+        """Return whether some rank of the node has said so."""
+        return any(row["caller"] for row in self._rows)
 
     def write_record(self, text: str) -> None:
         """Show the node this rank's record; of a long one its beginning and its end."""
@@ -240,8 +217,8 @@ class StatusBoard:
 
 
 def _status(found: Any) -> RankStatus:
-    *numbers, text = found.item()
-    return RankStatus(*numbers, decoded(text))
+    told = dict(zip(STATUS.names or (), found.item(), strict=True))
+    return RankStatus(**{**told, "text": decoded(told["text"])})
 
 
 def shortened(data: bytes, most: int) -> bytes:

@@ -90,10 +90,10 @@ class Watchdog:
             group = self._groups.pop(guard, None)
             thread = None if self._groups else self._thread
             self._changed.set()
-        if group is not None:
-            group.directory.remove()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN_SECONDS)
+        if group is not None:
+            group.end()
 
     @contextlib.contextmanager
     def expect(self, seconds: float) -> Iterator[None]:
@@ -159,11 +159,12 @@ class Watchdog:
         status = self._status(now, groups)
         second = int(time.time())
         for group in groups:
-            group.look()
+            if group.guard.gpu_progress is not None:
+                group.guard.gpu_progress.look(now)
             group.board.write(status)
             if second != self._second:
                 group.note_calls()
-            group.update_nodes(now)
+            group.look_at_nodes(now)
             group.tell_of_end()
             if (failure := group.waits_in_vain(now)) is not None:
                 if group.guard.contains_errors and not group.guard.is_told_late:
@@ -184,13 +185,8 @@ class Watchdog:
         if any(group.has_failed for group in groups):
             return True
         late = [group for group in groups if group.is_late(now, self._resumed)]
-        if not late:
-            for group in groups:
-                group.end_wait()
-            return False
-        limit = min(group.limit for group in late)
-        excused = [group.is_excused(now, limit) for group in groups]  # each asks its own nodes
-        return not any(excused)
+        limit = min((group.limit for group in late), default=math.inf)
+        return bool(late) and not any(group.is_excused(now, limit) for group in groups)
 
     def _status(self, now: float, groups: list[Group]) -> RankStatus:
         longest = max(groups, key=lambda group: group.waited(now, self._resumed) / group.limit)

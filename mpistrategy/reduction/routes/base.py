@@ -47,10 +47,13 @@ class Route(Protocol):
 
     packs: tuple[Pack, ...]
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Do what must be done before the ranks agree on the call, such as taking memory: that may fail."""
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
+        """Do what must be done before the ranks agree on the call: that may fail.  Return the memory for the results.
 
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        They may be written to `targets`, which hold what they held until `run`.
+        """
+
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the combinations after the agreement, in the dtypes of the wire; floats divided, for MEAN."""
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:

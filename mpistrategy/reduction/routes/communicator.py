@@ -63,17 +63,14 @@ class CommunicatorRoute:
         self._count = sum(len(pack.members) for pack in packs)
         self._reduce_pairs = self._all_reduce if reduce_pair is None else partial(self._reduce_each, reduce_pair)
         self._lone = [m.index for p in packs if p.size > FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
-        #: Memory for each pack, between `bring` and `run`.
-        self._memory: list[Array] = []
 
-    # What is done here for each pack goes without the methods of `Pack`: a small call takes no longer than they do.
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Take memory for each pack: the target of a lone array, or new memory; fill the others."""
-        self._memory = [self._taken(pack, targets) for pack in self.packs]
-        for pack, taken in zip(self.packs, self._memory, strict=True):
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return memory for each pack: the target of a lone array, or new memory, which is filled for several."""
+        memory = [self._taken(pack, targets) for pack in self.packs]
+        for pack, taken in zip(self.packs, memory, strict=True):
             if len(pack.members) > 1:
-                chosen = arrays if len(pack.members) == len(arrays) else [arrays[m.index] for m in pack.members]
-                np.concatenate(chosen, axis=None, out=taken, casting="unsafe")
+                pack.fill(arrays, taken)
+        return memory
 
     def _taken(self, pack: Pack, targets: Targets) -> Array:
         first, dtype = pack.members[0], pack.dtype
@@ -87,14 +84,8 @@ class CommunicatorRoute:
         return np.empty(shape, dtype) if node is None else node.new(shape, dtype)
 
     @quietly
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: list[Array]) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
-        memory, self._memory = self._memory, []
-        if self._count == 1:
-            target = memory[0].reshape(-1)
-            if target.size:
-                self._reduce_pairs(((self._source(self.packs[0], arrays[0], target), target),))
-            return memory
         results: list[Any] = [None] * self._count
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
         for pack, taken in zip(self.packs, memory, strict=True):
@@ -103,8 +94,8 @@ class CommunicatorRoute:
                 index = pack.members[0].index
                 results[index], source = taken, self._source(pack, arrays[index], target)
             else:
-                for m in pack.members:
-                    results[m.index] = target[m.start : m.stop].reshape(m.shape)
+                for index, view in pack.views(target):
+                    results[index] = view
             if pack.size:
                 pairs.setdefault(pack.dtype, []).append((source, target))
         for those in pairs.values():

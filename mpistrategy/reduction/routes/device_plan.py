@@ -97,11 +97,11 @@ class DevicePlan(CallPlan):
                 targets[index] = targets[index] if is_of_cuda_malloc(leaves[index]) else None
         call.structure = self._leaves.text
         check_device(leaves, self._gpu, call.where)
-        self._route.bring(leaves, targets)
+        memory = self._route.bring(leaves, targets)
         if self._timeout is not None:
             call.timeout = self._timeout
         call.agree_on(self._signature, self._digest)
-        results = self._route.run(leaves)
+        results = self._route.run(leaves, memory)
         if out is None:
             return self._leaves.build(results)
         copied = [(result, each) for result, each in zip(results, leaves, strict=True) if result is not each]

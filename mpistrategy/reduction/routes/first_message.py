@@ -6,8 +6,9 @@ bits, so that sums are exact, and wrap around as NumPy's do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import math
+from collections.abc import Sequence
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -24,13 +25,14 @@ from mpistrategy.reduction.routes.base import Description, Targets, grouped
 _LOW, _HALF = 0xFFFFFFFF, 32
 
 
-def _numbers_of(dtype: np.dtype[Any]) -> int | None:
-    """Return how many float64 carry one element exactly; None for dtypes that do not travel so."""
-    if dtype.kind == "c":
-        return 2 if dtype.itemsize <= 16 else None
-    if dtype.kind == "f":
-        return 1 if dtype.itemsize <= 8 else None
-    return 2 if dtype.kind in "iu" else None
+#: How many float64 carry one element exactly, by the kind of its dtype; and the most bytes of such an element.
+_NUMBERS = {"f": (1, 8), "c": (2, 16), "i": (2, 8), "u": (2, 8)}
+
+
+def _numbers_of(dtype: np.dtype[Any]) -> float:
+    """Return how many float64 carry one element exactly; more than there are for dtypes that do not travel so."""
+    count, most_bytes = _NUMBERS.get(dtype.kind, (1, 0))
+    return count if dtype.itemsize <= most_bytes else math.inf
 
 
 def fits(communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp) -> bool:
@@ -38,14 +40,8 @@ def fits(communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp) 
     message = communicator.first_message
     if message is None or op._on_the_wire != "SUM" or communicator.guard.level != ALWAYS:
         return False
-    room = len(message.values)
-    for dtype, shape in layouts:
-        each, count = _numbers_of(dtype), 1
-        for length in shape:
-            count *= length
-        if each is None or (room := room - each * count) < 0:
-            return False
-    return True
+    counts = [_numbers_of(dtype) * prod(shape) for dtype, shape in layouts]
+    return sum(counts) <= len(message.values)
 
 
 class FirstMessageRoute:
@@ -62,56 +58,42 @@ class FirstMessageRoute:
         self, communicator: Communicator, message: FirstMessage, layouts: tuple[Layout, ...], op: ReduceOp
     ) -> None:
         self.packs: tuple[Pack, ...] = packing.plan(layouts, wire=host_wire_dtype)
-        self._writers: list[Callable[[Array], None]] = []
-        self._readers: list[Callable[[], Array]] = []
+        #: For each array its numbers in the message, their sums, its dtype on the wire, and how MEAN divides.
+        self._rows: list[tuple[Array, Array, np.dtype[Any], tuple[Any, Any] | None]] = []
         start = 0
         for dtype, shape in layouts:
-            stop = start + (_numbers_of(dtype) or 0) * int(np.prod(shape, dtype=np.int64))
-            mine, sums = message.values[start:stop], message.sums[start:stop]
-            start = stop
-            wire = host_wire_dtype(dtype)
-            if dtype.kind in "iu":
-                self._writers.append(partial(_write_halves, mine.reshape(2, *shape)))
-                self._readers.append(partial(_read_halves, sums.reshape(2, *shape), dtype))
-            else:
-                view: Any = mine.view(np.complex128) if dtype.kind == "c" else mine
-                total: Any = sums.view(np.complex128) if dtype.kind == "c" else sums
-                self._writers.append(partial(_write, view.reshape(shape)))
-                divisor = op._divisor(wire, communicator.size)
-                divide = None if divisor == 1 else division(divisor, total.dtype)
-                self._readers.append(partial(_read, total.reshape(shape), wire, divide))
+            stop = start + int(_numbers_of(dtype)) * prod(shape)
+            kind: Any = np.complex128 if dtype.kind == "c" else np.float64
+            full = (2, *shape) if dtype.kind in "iu" else shape
+            mine, sums = (each[start:stop].view(kind).reshape(full) for each in (message.values, message.sums))
+            wire, start = host_wire_dtype(dtype), stop
+            divisor = op._divisor(wire, communicator.size)
+            self._rows.append((mine, sums, wire, None if divisor == 1 else division(divisor, sums.dtype)))
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Write this rank's numbers into the message."""
-        for write, array in zip(self._writers, arrays, strict=True):
-            write(array)
+        for (mine, _, dtype, _), array in zip(self._rows, arrays, strict=True):
+            if dtype.kind in "iu":
+                number = np.asarray(array).astype(np.uint64)
+                mine[0], mine[1] = number & np.uint64(_LOW), number >> np.uint64(_HALF)
+            else:
+                mine[...] = array
 
     @quietly
-    def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
+    def run(self, arrays: Sequence[Any], memory: None) -> list[Array]:
         """Return the sums, each rounded once to its dtype, in new memory."""
-        return [read() for read in self._readers]
+        return [_read(sums, dtype, quotient) for _, sums, dtype, quotient in self._rows]
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way = "in the first message of the call, with its check"
         return [Description(alike, way, ()) for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)]
 
 
-def _write(place: Array, array: Any) -> None:
-    place[...] = array
-
-
-def _write_halves(place: Array, array: Any) -> None:
-    number = np.asarray(array).astype(np.uint64)
-    place[0], place[1] = number & np.uint64(_LOW), number >> np.uint64(_HALF)
-
-
-def _read(total: Array, dtype: np.dtype[Any], division: tuple[Any, Any] | None) -> Array:
-    if division is not None:
-        divide, operand = division
-        total = np.asarray(divide(total, operand))
-    return total.astype(dtype)
-
-
-def _read_halves(sums: Array, dtype: np.dtype[Any]) -> Array:
-    low, high = sums.astype(np.uint64)
-    return np.asarray(low + (high << np.uint64(_HALF))).astype(dtype)
+def _read(sums: Array, dtype: np.dtype[Any], quotient: tuple[Any, Any] | None) -> Array:
+    if dtype.kind in "iu":
+        low, high = sums.astype(np.uint64)
+        return np.asarray(low + (high << np.uint64(_HALF))).astype(dtype)
+    if quotient is not None:
+        divide, operand = quotient
+        sums = np.asarray(divide(sums, operand))
+    return sums.astype(dtype)

@@ -107,26 +107,25 @@ class GpuRoute:
         self._operation, self._targets = operation, targets
         self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
         self._most_bytes = max((pack.size * wire_dtype(pack.dtype).itemsize for pack in packs), default=0)
-        self._buckets: list[_Bucket] = []
 
-    def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> None:
+    def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
         """Pack: memory may be short, which all ranks hear of when they agree."""
         with arrays[0].device:
             self.make_room(self._ranks)
-            self.pack(arrays, targets)
+            return self.pack(arrays, targets)
 
     def make_room(self, ranks: Communicator, word: str = "") -> None:
         """Take the memory of the path of these ranks, if there is one."""
         if (known := device_paths(ranks).known.get(word or self._word)) is not None:
             known.make_room(self._most_bytes)
 
-    def pack(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> None:
-        """Put what travels together, on the current stream; `targets` take the place of those of the route."""
+    def pack(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
+        """Put together what travels together, on the current stream; `targets` take the place of the route's."""
         cupy = cupy_for("arrays in GPU memory")
         check_no_capture(cupy, "a reduction of arrays in GPU memory")
         given = self._targets if targets is None else targets
         with arrays[0].device:
-            self._buckets = [self._filled(cupy, pack, arrays, given) for pack in self.packs]
+            return [self._filled(cupy, pack, arrays, given) for pack in self.packs]
 
     def _filled(self, cupy: Any, pack: Pack, arrays: Sequence[DeviceArray], targets: Targets) -> _Bucket:
         take, first = partial(communication_memory, cupy, pack.size), pack.members[0].index
@@ -152,20 +151,20 @@ class GpuRoute:
             bucket.spare = take(rounded)
         return bucket
 
-    def run(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[DeviceArray]:
+    def run(self, arrays: Sequence[DeviceArray], memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results, on the current stream."""
         with arrays[0].device:
-            self.send(self._ranks, self.path(self._ranks))
-            return self.results()
+            self.send(self._ranks, self.path(self._ranks), memory)
+            return self.results(memory)
 
     def path(self, ranks: Communicator, word: str = "") -> DevicePath:
         """Return the path of these ranks for a word; the first time they choose it together."""
         return device_path(ranks, word or self._word, self._most_bytes)
 
-    def send(self, ranks: Communicator, path: DevicePath) -> None:
+    def send(self, ranks: Communicator, path: DevicePath, memory: list[_Bucket]) -> None:
         """Combine what has been packed, on the current stream of its device."""
         # All is sent before the results, which may need memory: a rank that has none left must not miss there.
-        for each in self._buckets:
+        for each in memory:
             each.spare = None  # CuPy's pool has it ready
             if each.waiting is not None:
                 each.memory[...] = each.waiting
@@ -178,11 +177,10 @@ class GpuRoute:
             if each.quotient is not None:
                 np.true_divide(each.memory, ranks.size, out=each.quotient)
 
-    def results(self) -> list[DeviceArray]:
+    def results(self, memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results of what has been sent, on the current stream of its device, pack after pack."""
-        buckets, self._buckets = self._buckets, []
         results: list[Any] = [None] * sum(len(pack.members) for pack in self.packs)
-        for each in buckets:
+        for each in memory:
             members = each.pack.members
             if each.outs is not None:
                 spread(each.pack, each.memory, each.outs)

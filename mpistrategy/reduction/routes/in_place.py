@@ -80,7 +80,9 @@ def is_seen_across(communicator: Any, replicas: Replicas, op: str, wire: Wire) -
     return (
         replicas.is_shared
         and len(replicas.arrays) > 1
+        and communicator.nodes > 1
         and communicator.has_links
+        and across_nodes(communicator).sees_node
         and host_wire_dtype(mine.dtype) == mine.dtype
         and (wire is not None or communicator.route(mine.nbytes, mine.dtype, op) == "lanes")
     )
@@ -110,8 +112,16 @@ class InPlaceRoute:
         self._wires = [between_nodes(communicator, wire, each.mine.dtype, op._on_the_wire) for each in buckets]
         self._communicator, self._buckets, self._op, self._into_result = communicator, buckets, op, into_result
         self.packs: tuple[Pack, ...] = tuple(map(self._pack, range(len(buckets)), buckets))
+        #: For each bucket whether it is combined where it is before it travels to other nodes.
+        self._are_seen = [
+            is_seen_across(communicator, each, op._on_the_wire, wire)
+            for each, wire in zip(buckets, self._wires, strict=True)
+        ]
         #: For each bucket what it takes where the ranks of a node do not see each other's arrays.
-        self._by_messages = [self._route(pack, each, wire) for pack, each in zip(self.packs, buckets, strict=True)]
+        self._by_messages = [
+            None if seen or is_in_place(communicator, each) else self._route(pack, each, wire)
+            for pack, each, seen in zip(self.packs, buckets, self._are_seen, strict=True)
+        ]
 
     def _pack(self, index: int, replicas: Replicas) -> Pack:
         mine, communicator = replicas.mine, self._communicator
@@ -120,44 +130,40 @@ class InPlaceRoute:
         converts = wide != mine.dtype and name != "none" and not is_in_place(communicator, replicas)
         return Pack(wide if converts else mine.dtype, mine.size, (member,), converts)
 
-    def _route(self, pack: Pack, replicas: Replicas, wire: str | None) -> Route | None:
+    def _route(self, pack: Pack, replicas: Replicas, wire: str | None) -> Route:
         ranks, op, mine = self._communicator, self._op, replicas.mine
-        if is_in_place(ranks, replicas):
-            return None
         alone = replace(pack, members=(Member(0, 0, mine.size, mine.shape),))
         return CommunicatorRoute(ranks, (alone,), op, names_of(ranks, (alone,), op, wire), wire=wire)
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> None:
-        """Take the memory that messages need besides the arrays, which are where they are combined."""
-        for replicas, route, wire in zip(self._buckets, self._by_messages, self._wires, strict=True):
-            if route is not None and not is_seen_across(self._communicator, replicas, self._op._on_the_wire, wire):
-                route.bring([replicas.mine], [self._target(replicas)])
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Any]:
+        """Return the memory that messages need besides the arrays, which are where they are combined."""
+        return [
+            None if route is None else route.bring([replicas.mine], [self._target(replicas)])
+            for replicas, route in zip(self._buckets, self._by_messages, strict=True)
+        ]
 
     @quietly
-    def run(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: list[Any]) -> list[Array]:
         """Combine the buckets on all nodes, and return where the combinations are."""
-        for replicas, route, wire in zip(self._buckets, self._by_messages, self._wires, strict=True):
-            if replicas.mine.size:  # else nodes may have different numbers of ranks
-                self._combine(replicas, route, wire)
+        for each in zip(self._buckets, self._by_messages, memory, self._are_seen, self._wires, strict=True):
+            if each[0].mine.size:  # else nodes may have different numbers of ranks
+                self._combine(*each)
         self._communicator.node_barrier()
         return [_result(replicas) if self._into_result else replicas.mine for replicas in self._buckets]
 
-    def _combine(self, replicas: Replicas, route: Route | None, wire: Wire) -> None:
-        op, dtype = self._op._on_the_wire, replicas.mine.dtype
-        divisor = self._op._divisor(dtype, self._communicator.size)
-        targets = (_result(replicas),) if self._into_result else replicas.arrays
+    def _combine(self, replicas: Replicas, route: Route | None, memory: Any, is_seen: bool, wire: Wire) -> None:
+        ranks, op = self._communicator, self._op._on_the_wire
         if route is None:
-            where_they_are(replicas.arrays, targets, op, divisor, replicas.local_rank)
+            divisor = self._op._divisor(replicas.mine.dtype, ranks.size)
+            targets = (_result(replicas),) if self._into_result else replicas.arrays
+            if is_seen:
+                across_nodes(ranks).in_place(replicas.arrays, targets, op, wire, partial(divide_by, divisor))
+            else:
+                where_they_are(replicas.arrays, targets, op, divisor, replicas.local_rank)
             return
-        is_seen = is_seen_across(self._communicator, replicas, op, wire)
-        if is_seen and _across(self._communicator, replicas, targets, op, divisor, wire):
-            return
-        target = self._target(replicas)
-        if is_seen:
-            route.bring([replicas.mine], [target])
         if self._into_result and replicas.is_shared:
-            self._communicator.node_barrier()  # until the peers are here they may read the result of the call before
-        [total] = route.run([replicas.mine])
+            ranks.node_barrier()  # until the peers are here they may read the result of the call before
+        target, [total] = self._target(replicas), route.run([replicas.mine], memory)
         if target is not None and total is not target:
             np.copyto(target, total, casting="unsafe")
 
@@ -168,13 +174,13 @@ class InPlaceRoute:
         return None if replicas.is_shared and replicas.local_rank else _result(replicas)
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return [self._described(ranks, *each) for each in zip(self.packs, self._buckets, self._wires, strict=True)]
+        rows = zip(self.packs, self._buckets, self._are_seen, self._wires, strict=True)
+        return [self._described(ranks, *each) for each in rows]
 
-    def _described(self, ranks: Communicator, pack: Pack, replicas: Replicas, wire: Wire) -> Description:
+    def _described(self, ranks: Communicator, pack: Pack, replicas: Replicas, seen: bool, wire: Wire) -> Description:
         local, into_result, op = len(replicas.arrays), self._into_result, self._op._on_the_wire
         if not is_in_place(ranks, replicas):
             copies: Copies = ((2, f"all into {pack.dtype.name} and the results back"),) if pack.converts else ()
-            seen = is_seen_across(ranks, replicas, op, wire)
             name = "lanes" if wire is not None else ranks.route(pack.nbytes, pack.dtype, op)
             return described(ranks, name, [pack], copies, in_place=not into_result, seen=seen, wire=wire)
         target = "the node's one result" if into_result else "every one"
@@ -192,20 +198,6 @@ def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
         communicator.bcast(replicas.mine, 0)
     elif replicas.local_rank != 0:
         replicas.mine[...] = replicas.arrays[0]
-
-
-def _across(
-    communicator: Communicator, replicas: Replicas, targets: Sequence[Array], op: str, divisor: int, wire: Wire
-) -> bool:
-    """Combine a node's arrays where they are, and the sums of all nodes into `targets`.
-
-    Return False where there was no memory for the counters, on any node.
-    """
-    ranks: Any = communicator
-    across = across_nodes(ranks)
-    if across.sees_node:
-        across.in_place(replicas.arrays, targets, op, wire, partial(divide_by, divisor))
-    return across.sees_node
 
 
 def _result(replicas: Replicas) -> Array:

@@ -88,8 +88,6 @@ class MailboxRoute:
         #: The same parts as the rows of one array, where `combine_rows` takes these; None on a node of few ranks.
         self._in_rows: list[list[Array | None]] = [[*self._rows(slot.rows)] for slot in mailboxes.slots]
         me = mailboxes.local_rank
-        #: Memory for the results of each pack, between `bring` and `run`.
-        self._totals: list[Array] = []
         self._places = [
             [place for pack, theirs in zip(self.packs, parts, strict=True) for place in pack.views(theirs[me])]
             for parts in self._seen
@@ -108,19 +106,18 @@ class MailboxRoute:
             yield rows[:, start : start + pack.nbytes].view(pack.dtype) if rows is not None and is_seen else None
             start += _room(pack)
 
-    def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
-        """Take memory for the results, and put this rank's arrays into its mailbox."""
-        self._totals = [np.empty(pack.size, pack.dtype) for pack in self.packs]
+    def bring(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
+        """Put this rank's arrays into its mailbox; return memory for the results of each pack."""
         for index, view in self._places[(self._mailboxes.sequence + 1) & 1]:
             view[...] = arrays[index]
+        return [np.empty(pack.size, pack.dtype) for pack in self.packs]
 
     @quietly
-    def run(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
+    def run(self, arrays: Sequence[Any], memory: list[Array]) -> list[Array]:
         """Return the combination of all ranks' arrays, in the memory that was taken."""
         results: list[Any] = [None] * self._count
         slot = self._mailboxes.sequence & 1
-        totals, self._totals = self._totals, []
-        for pack, theirs, rows, total in zip(self.packs, self._seen[slot], self._in_rows[slot], totals, strict=True):
+        for pack, theirs, rows, total in zip(self.packs, self._seen[slot], self._in_rows[slot], memory, strict=True):
             self._combine_into(total, theirs, rows)
             for index, view in pack.views(total):
                 results[index] = view.copy() if view.size == 1 else view  # a lone number must not keep a pack alive

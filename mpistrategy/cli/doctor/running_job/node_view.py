@@ -17,11 +17,10 @@ import numpy as np
 from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls, of_node
 from mpistrategy.cli.doctor.running_job.run_files import Seen
 from mpistrategy.mpi.shared_memory.segments import FOLDER, SharedMemory
-from mpistrategy.mpi.watchdog import local_process, run_directory
+from mpistrategy.mpi.watchdog import local_process
 from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, MARK, ROW, RankStatus, StatusBoard
 
 _MOST_RANKS = 1024
-_RUN_DIR = run_directory.VARIABLE.encode()
 _FILES = ("/memfd:mpistrategy", f"{FOLDER}/mpistrategy-")
 #: In which part of a second no watchdog writes: they all do at its beginning, for the same calls.
 _QUIET_FROM, _QUIET_UNTIL = 0.3, 0.9
@@ -52,16 +51,6 @@ def of_slurm_job(number: str) -> View:
 def of_process(process: int) -> View:
     """Return the ranks of the job of a process, as far as they are on its node."""
     return _view([process])
-
-
-def place_of_run_directories(process: int) -> str:
-    """Return the folder in which a process's watchdog makes its run directory; "" where the system does not show it."""
-    try:
-        with open(f"/proc/{process}/environ", "rb") as file:
-            variables = dict(each.partition(b"=")[::2] for each in file.read().split(b"\0"))
-        return os.path.join(os.readlink(f"/proc/{process}/cwd"), os.fsdecode(variables.get(_RUN_DIR, b"")))
-    except OSError:
-        return ""
 
 
 def _view(processes: list[int]) -> View:
@@ -153,7 +142,7 @@ def _seen(line: RankStatus, told_by: int) -> Seen:
     # The owner can write anything into that memory, such as the number of another user's process.
     shows_stacks = bool(line.signal) and _owner(line.process) == _owner(told_by) is not None
     host = local_process.node_name()
-    return Seen(line.rank, age, line.waited, line.limit, line.text, line.process, shows_stacks, 0, silent, host)
+    return Seen(line.rank, age, line.waited, line.limit, line.text, line.process, shows_stacks, silent, host)
 
 
 def _owner(process: int) -> int | None:
