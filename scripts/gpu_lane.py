@@ -89,7 +89,7 @@ def run_tests(
 
 
 def torch(lane: Lane, row: Row) -> None:
-    """torch's own training and collectives, in GPU memory."""
+    """Training and collectives of torch, in GPU memory."""
     asked = [lane.python, "-c", "import torch; print('CUDA', torch.cuda.is_available())"]
     if lane.is_measured and "CUDA True" in lane.job(row.name, asked, 30).output:
         run_tests(*TORCH, ranks=2)(lane, row)

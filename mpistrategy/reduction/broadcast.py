@@ -40,6 +40,8 @@ def broadcast(
     call: Call,
     destination: str = "",
     describe: Callable[[], str] | None = None,
+    *,
+    in_place: bool = False,
 ) -> list[Any]:
     """Return rank `root`'s value of each of `values`, of the kind that was given.  Arrays in GPU memory stay there.
 
@@ -51,6 +53,7 @@ def broadcast(
         call: the guard's call that all ranks make.
         destination: of the results, as the ranks compare it.
         describe: returns the structure of the values, for ranks that ask for it.
+        in_place: whether a result may be the value itself, on the host, where that is contiguous.
 
     Raises:
         LeafError, DTypeError: for what is not an array of a fixed size.
@@ -74,11 +77,11 @@ def broadcast(
         on_device.prepare(communicator, placed, call.where)
         memory, copies = on_device.packed(placed)
     words: dict[str, Any] = {"op": f"from rank {root}", "values": layouts, "destination": destination}
-    room = way.bring(on_host)
+    room = way.bring(on_host, own := on_host if in_place else None)
     if call.agree("broadcast", **words):
         _structure_of(communicator, describe, root)
         call.expect_more()
-        room = way.bring(on_host)
+        room = way.bring(on_host, own)
         call.agree("broadcast", **words)
     found = way.run(on_host, room)
     if placed:
@@ -110,9 +113,12 @@ class FromRoot(Transfer):
             self._in_mailboxes = MailboxArrays(boxes, layouts)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> tuple[list[Array], list[Array]]:
-        """Copy the root's arrays, before the ranks agree on the call; return what is sent, and the results in it."""
+        """Copy the root's arrays, before the ranks agree on the call; return what is sent, and the results in it.
+
+        If the arrays are their `targets`, the large ones are sent themselves.
+        """
         if self._in_mailboxes is None:
-            return _packed(arrays)
+            return _packed(arrays, in_place=targets is not None)
         if self._communicator.rank == self._root:
             self._in_mailboxes.put(arrays)
         return [], [np.empty(shape, dtype) for dtype, shape in self.layouts]
@@ -276,8 +282,11 @@ def checked_root(root: Any, size: int, where: str) -> int:
     return int(root)
 
 
-def _packed(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-    """Return buffers to send, the small arrays in one, with copies of the arrays; and the copies, in their order."""
+def _packed(arrays: Sequence[Array], *, in_place: bool) -> tuple[list[Array], list[Array]]:
+    """Return buffers to send, the small arrays in one, with copies of the arrays; and the copies, in their order.
+
+    With `in_place` large contiguous arrays are sent themselves.
+    """
     small = [array for array in arrays if array.nbytes < _SMALL_BYTES]
     together = np.empty(sum(aligned(array.nbytes) for array in small), np.uint8)
     messages, results, start = [], [], 0
@@ -287,7 +296,7 @@ def _packed(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
             start += aligned(array.nbytes)
             copy[...] = array
         else:
-            copy = np.array(array, order="C", copy=True)
+            copy = array if in_place and array.flags.c_contiguous else np.array(array, order="C", copy=True)
             messages.append(copy)
         results.append(copy)
     return [*messages, together] if start else messages, results

@@ -41,12 +41,19 @@ class Gathering(Transfer):
         layouts: dtype and shape of each of this rank's arrays.
         axes: along which axis each comes together.
         on_host: whether all of them are there.
+        into: see `gather`.
     """
 
     def __init__(
-        self, communicator: Communicator, layouts: tuple[Layout, ...], axes: Sequence[int], *, on_host: bool
+        self,
+        communicator: Communicator,
+        layouts: tuple[Layout, ...],
+        axes: Sequence[int],
+        *,
+        on_host: bool,
+        into: Targets = None,
     ) -> None:
-        self._communicator, self._axes = communicator, axes
+        self._communicator, self._axes, self._into = communicator, axes, into
         self.layouts: tuple[Layout, ...] = layouts
         self._lengths = [shape[axis] for (_, shape), axis in zip(layouts, axes, strict=True)]
         self._mine = np.array(self._lengths, np.int64)
@@ -87,7 +94,7 @@ class Gathering(Transfer):
                 return results
             lengths = np.array([theirs[0] for theirs in seen])
         moved = [_moved(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
-        gathered = gather_all(self._communicator, list(zip(moved, lengths.T.tolist(), strict=True)))
+        gathered = gather_all(self._communicator, list(zip(moved, lengths.T.tolist(), strict=True)), self._into)
         if not any(self._axes):
             return gathered
         both = list(zip(gathered, self._axes, strict=True))
@@ -99,7 +106,9 @@ def _compared(layouts: Sequence[tuple[str, tuple[int, ...]]], axes: Sequence[int
     return tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in zip(layouts, axes, strict=True))
 
 
-def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: Call) -> list[Array]:
+def gather(
+    communicator: Communicator, values: Sequence[Any], axis: Any, call: Call, into: Targets = None
+) -> list[Array]:
     """Return, for each of the values, all ranks' arrays concatenated along `axis`; arrays in GPU memory stay there.
 
     Args:
@@ -108,6 +117,7 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
             differ and may be 0.
         axis: an int; negative counts from the end.
         call: the guard's call that all ranks make.
+        into: memory for each result on the host, or None: used where that saves a copy, and if `axis` is 0.
 
     Raises:
         ShapeError: for scalars and for an axis out of range.
@@ -123,7 +133,7 @@ def gather(communicator: Communicator, values: Sequence[Any], axis: Any, call: C
         check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
         on_device.prepare(communicator, placed, call.where)
     compared = _compared([_layout(array) for array in arrays], axes)
-    way = Gathering(communicator, layouts_of(arrays), axes, on_host=not placed)
+    way = Gathering(communicator, layouts_of(arrays), axes, on_host=not placed, into=into)
     memory = way.bring(arrays)
     call.agree("gather", op=f"axis {axes}", values=compared, sparingly=not placed)
     gathered = way.run(arrays, memory)

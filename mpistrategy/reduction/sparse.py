@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import zip_longest
 from math import prod
 from typing import TYPE_CHECKING
 
@@ -19,6 +20,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import divide
+from mpistrategy.reduction.routes.base import Targets
 
 if TYPE_CHECKING:
     from mpistrategy.reduction.routes import on_device
@@ -73,18 +75,21 @@ def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp,
     return IndexedSlices(values, indices, slices.dense_shape)
 
 
-def gather_all(communicator: Communicator, blocks: Sequence[tuple[Array, list[int]]]) -> list[Array]:
+def gather_all(
+    communicator: Communicator, blocks: Sequence[tuple[Array, list[int]]], into: Targets = None
+) -> list[Array]:
     """Return, for each (block, rows), the blocks of all ranks along the first axis.  Collective.
 
-    ``rows[r]`` is the length of rank r's block.  If a rank has no memory for the result, all ranks raise.
+    ``rows[r]`` is the length of rank r's block.  Results on the host are in the memory of `into`, which may have the
+    blocks, where there is some of that size.  If a rank has no memory for the result, all ranks raise.
     """
 
     def memory() -> list[tuple[Array, Array]]:
         return [
             on_device.room_for_rows(communicator, block, rows)
             if is_on_device(block)
-            else (np.ascontiguousarray(block), np.empty((sum(rows), *block.shape[1:]), block.dtype))
-            for block, rows in blocks
+            else _room(block, (sum(rows), *block.shape[1:]), target)
+            for (block, rows), target in zip_longest(blocks, into or ())
         ]
 
     results = []
@@ -97,3 +102,10 @@ def gather_all(communicator: Communicator, blocks: Sequence[tuple[Array, list[in
             communicator.allgatherv(mine, counts, result)
         results.append(result)
     return results
+
+
+def _room(block: Array, shape: tuple[int, ...], target: Array | None) -> tuple[Array, Array]:
+    """Return a block, contiguous, and memory for the blocks of all ranks."""
+    fits = target is not None and (target.shape, target.dtype) == (shape, block.dtype)
+    memory: Array = target if target is not None and fits else np.empty(shape, block.dtype)
+    return block.copy() if np.may_share_memory(block, memory) else np.ascontiguousarray(block), memory

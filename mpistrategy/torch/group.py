@@ -7,7 +7,6 @@ line of the program is reported and not compared, since ranks of torch programs 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ import torch.distributed as dist
 from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import Site, call_site, outside, site_of
+from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
 from mpistrategy.mpi.over_mpi.background import Background, Submitted
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
@@ -31,10 +30,9 @@ from mpistrategy.reduction.broadcast import broadcast as that_of_root
 from mpistrategy.reduction.gather import gather as side_by_side
 from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plan import run_plan, usual_plan
+from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.torch import tensors as t
 
-#: How tensors in GPU memory are reduced.
-_ON_GPU = MpiAllReduce()
 #: Whether torch takes a Work that is written in Python: not before 2.7.
 _TAKES_WORKS = hasattr(dist.AllreduceOptions(), "asyncOp")
 
@@ -174,7 +172,9 @@ class Group:
         if device is not None:
             call.structure = " ".join([op, *map(str, words.values())])
             with t.on_stream(device):
-                results = _ON_GPU._all_reduce_values(call, self.communicator, by, elements, CommunicationOptions())
+                results = Reducer(self.communicator, MpiAllReduce(), CommunicationOptions()).all_reduce_leaves(
+                    call, by, elements, lambda: [""] * len(elements)
+                )
         else:
             arrays = [*map(t.in_numpy, elements)]
             ranks = self._background.ranks(call) if is_large else self.communicator
@@ -189,8 +189,7 @@ class Group:
         self._reductions, self._backward = self._reductions + 1 if backward == self._backward else 1, backward
         if backward < 0:
             return None
-        # backward of CUDA tensors runs in a thread of torch's: the program waits in its own
-        site = site_of(outside(sys._getframe()) or sys._current_frames()[threading.main_thread().ident or 0])
+        site = program_site()  # backward of CUDA tensors runs in a thread of torch's
         return Site(f"{site.text}, reduction {self._reductions} of this backward", site.place)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -250,27 +249,33 @@ class Group:
         with self._call("broadcast") as call:
             root = self._member(opts.rootRank, "root", call.where)
             targets = t.checked(tensors, call.where, is_written=True)
-            t.write(self._moved(call, that_of_root, root, targets, t.values_of(targets)), targets)
+            t.write(self._moved(call, that_of_root, root, targets, t.values_of(targets), in_place=True), targets)
         return done(list(tensors))
 
-    def _moved(self, call: Call, move: Callable[..., Any], to: int, tensors: Sequence[Any], alike: Any) -> list[Any]:
+    def _moved(
+        self, call: Call, move: Callable[..., Any], to: int, tensors: Sequence[Any], alike: Any, **options: Any
+    ) -> list[Any]:
         """Return what the library's broadcast from a rank, or gather along the first axis, makes of tensors, flat.
 
         Before data move the ranks compare what is `alike`.
         """
         device, call.structure = t.gpu_of(tensors), str(alike)
         with t.on_stream(device):
-            found = move(self.communicator, [t.in_bytes(each, device) for each in tensors], to, call)
+            found = move(self.communicator, [t.in_bytes(each, device) for each in tensors], to, call, **options)
             return [t.from_bytes(*both) for both in zip(found, tensors, strict=True)]
 
-    def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Write the tensor of rank r into the r-th tensor of a list; the tensors' sizes may differ."""
-        for given, written in zip(inputs, outputs, strict=True):
+    def allgather(self, outputs: Any, inputs: Any, opts: Any = None, wholes: Sequence[Any] = ()) -> Any:
+        """Write the tensor of rank r into the r-th tensor of a list; the tensors' sizes may differ.
+
+        The tensors of a list may be the parts of one of the `wholes`.
+        """
+        for given, written, whole in zip_longest(inputs, outputs, wholes):
             with self._call("all_gather") as call:
                 (mine,) = t.checked([given], call.where)
                 targets = t.checked(written, call.where, count=self._ranks, dtype=mine.dtype, is_written=True)
                 t.checked([targets[self._rank]], call.where, numel=mine.numel())
-                (found,) = self._moved(call, side_by_side, 0, [mine], t.values_of(targets))
+                into = [t.in_bytes(whole.detach())] if whole is not None and whole.is_cpu else None
+                (found,) = self._moved(call, side_by_side, 0, [mine], t.values_of(targets), into=into)
                 t.write(found.split([each.numel() for each in targets]), targets)
         return done(list(outputs))
 
@@ -280,11 +285,11 @@ class Group:
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Write the ranks' tensors, all of one size, one after the other into a tensor."""
-        return self.allgather([t.parts(output, self._ranks)], [input])
+        return self.all_gather_single_coalesced([output], [input])
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Do so with several tensors."""
-        return self.allgather([t.parts(each, self._ranks) for each in outputs], inputs)
+        return self.allgather([t.parts(each, self._ranks) for each in outputs], inputs, wholes=outputs)
 
     # ------------------------------------------------------------------------------------ parts for single ranks
 

@@ -173,7 +173,7 @@ def in_numpy(tensor: Any) -> Any:
 
 
 def in_bytes(tensor: Any, device: Any = None) -> Any:
-    """Return the elements of a tensor as bytes: an array on the host, or a tensor on a GPU; their memory if they can."""
+    """Return the elements of a tensor as bytes, an array on the host or a tensor on a GPU; their memory if it fits."""
     found = flat(tensor, None, device).view(torch.uint8)
     return in_numpy(found) if device is None else found
 

@@ -440,8 +440,9 @@ def test_a_status_board_is_found_in_a_copy_of_the_memory() -> None:
             block = np.zeros(ranks * pages * 4096, np.uint8)
             segments = tuple(block[rank * pages * 4096 :][:BYTES] for rank in range(ranks))
             for rank in range(ranks):
-                line = RankStatus(10 + rank, 100 + rank, 0, time.monotonic(), 0.0, 1.5, 600.0, 3, f"in #7 on {rank}")
-                StatusBoard(SharedMemory(segments, rank)).write(line)
+                mine = StatusBoard(SharedMemory(segments, rank))
+                mine.introduce(5, 7)
+                mine.write(RankStatus(10 + rank, 100 + rank, 3, time.monotonic(), 1.5, 600.0, f"in #7 on {rank}"))
             board = board_in(block.tobytes())
             assert board is not None
             assert [(each.rank, each.text) for each in board.read()] == [

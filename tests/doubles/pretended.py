@@ -28,7 +28,6 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 from mpistrategy.mpi.watchdog import alarm, group
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import account_of
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory
 from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES, WELL, RankStatus, StatusBoard
 
@@ -337,7 +336,9 @@ class PretendedJob:
     def beat(self, state: int = WELL) -> None:
         for rank, each in enumerate(self.groups):
             expected = self.busy_until if rank == len(self.groups) - 1 else 0.0
-            each.board.write(RankStatus(rank, 7000 + rank, state, self.now, expected, 9.0, LIMIT, 0, "in #7 barrier"))
+            each.board.put("state", state)
+            each.board.put("expected", expected)
+            each.board.write(RankStatus(rank, 7000 + rank, 0, self.now, 9.0, LIMIT, "in #7 barrier"))
 
     def tick(self, later: float = 0.0) -> list[bool]:
         """Let all ranks look, of which all but the last one are late; return which of these are excused."""
@@ -367,13 +368,12 @@ class PretendedJob:
             each.alarm()
             each.end()
         for node, each in enumerate(speakers):
-            assert each.board.is_caller() == (node == first)
+            assert each.board.most("caller") == (node == first)
             if node != first:
-                accounts = [account_of(status, self.now, "") for status in each.board.read()]
-                assert alarm._written(each, accounts, "", node * self.local)
+                assert alarm._written(each, each.board.read(), "")
                 assert not each.is_published()
-        rank = first * self.local
-        alarm._speak(speakers[first], time.monotonic(), {}, rank, f"[rank {rank}] ")
+        caller = speakers[first]
+        alarm._speak(caller, caller.board.read(), time.monotonic(), f"[rank {first * self.local}] ")
 
 
 # ------------------------------------------------------------------------------------- mailboxes

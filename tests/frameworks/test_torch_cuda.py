@@ -140,7 +140,11 @@ def test_as_on_the_host(name: str, dtype: Any) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int8, torch.bool], ids=str)
 def test_operations_as_on_the_host(op: str, dtype: Any) -> None:
     is_float = dtype.is_floating_point
-    if is_float if op.startswith("B") else (op == "PREMUL_SUM" and not is_float) or (op == "AVG" and dtype is torch.bool):
+    if (
+        is_float
+        if op.startswith("B")
+        else (op == "PREMUL_SUM" and not is_float) or (op == "AVG" and dtype is torch.bool)
+    ):
         pytest.skip("has no such operation")
     chosen = dist._make_nccl_premul_sum(0.5) if op == "PREMUL_SUM" else getattr(dist.ReduceOp, op)
     mine, other = values(dtype, "cuda"), values(dtype, "cpu")
@@ -192,7 +196,13 @@ def test_works_that_are_under_way_together() -> None:
 
 def network() -> Any:
     torch.manual_seed(0)
-    layers = torch.nn.Linear(6, 300), torch.nn.ReLU(), torch.nn.Linear(300, 300), torch.nn.Tanh(), torch.nn.Linear(300, 1)
+    layers = (
+        torch.nn.Linear(6, 300),
+        torch.nn.ReLU(),
+        torch.nn.Linear(300, 300),
+        torch.nn.Tanh(),
+        torch.nn.Linear(300, 1),
+    )
     return torch.nn.Sequential(*layers)
 
 

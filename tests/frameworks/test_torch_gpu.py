@@ -235,7 +235,9 @@ def later(value: Any) -> Any:
 
 
 @pytest.mark.usefixtures("group")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int8, torch.bool, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float64, torch.float16, torch.int8, torch.bool, torch.complex64]
+)
 def test_collectives_of_a_process_group_work_there(dtype: Any) -> None:
     """None goes by the host in torch's hands, and all wait for what the stream has still to write."""
     own = [(torch.arange(6) % 3 + rank).to(dtype).view(2, 3) for rank in range(SIZE)]

@@ -86,11 +86,11 @@ def test_many_ranks_are_cut_into_pieces() -> None:
     most, total = 2**30, int(sizes.sum())
     pieces = list(gathering._pieces(sizes, most))
     assert len(pieces) == -(-total // most)
-    assert (np.sum([piece.counts for piece in pieces], axis=0) == sizes).all()
-    for piece in pieces:
-        assert piece.counts.sum() == piece.stop - piece.start <= most
-        used = piece.counts > 0
-        assert (piece.starts[used] == (np.cumsum(piece.counts) - piece.counts)[used]).all()
+    assert (np.sum([parts for _, _, parts, _ in pieces], axis=0) == sizes).all()
+    for start, stop, parts, places in pieces:
+        assert parts.sum() == stop - start <= most
+        used = parts > 0
+        assert (places[used] == (np.cumsum(parts) - parts)[used]).all()
 
 
 @pytest.mark.parametrize("dtype", ["u1", "f8", "c8"])

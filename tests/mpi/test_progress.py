@@ -31,7 +31,7 @@ def test_it_naps_between_two_looks_only_while_the_program_computes(monkeypatch: 
     def work() -> None:
         engine.communicator.manner.pause(1)
         computing.set()
-        while not engine._waiting:
+        while not engine._is_awaited:
             time.sleep(1e-4)
         engine.communicator.manner.pause(2)
 

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from itertools import islice
+from threading import main_thread
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -133,6 +134,11 @@ def site_of(frame: FrameType | None) -> Site:
 def call_site() -> Site:
     """Return the call site of the call that this thread makes."""
     return site_of(sys._getframe(1))
+
+
+def program_site() -> Site:
+    """Return the call site of this thread; in one of another library, that of the main thread, which waits for it."""
+    return site_of(outside(sys._getframe(1)) or sys._current_frames()[main_thread().ident or 0])
 
 
 def without_columns(place: str) -> str:

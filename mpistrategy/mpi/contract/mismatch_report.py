@@ -99,11 +99,10 @@ def table(reports: Sequence[Report]) -> str:
     calls = [report.call for report in reports]
     different = _different(calls)
     left = [rank for rank, call in enumerate(calls) if LEFT in call]
-    head = "the ranks do not make the same call"
-    if left:
-        head += f"; {ranks_in_words(left)} left"
+    told = [f"{ranks_in_words(left)} left"] if left else []
     if different or not left:
-        head += f"; they differ in: {', '.join(different) or 'nothing'}"
+        told.append(f"they differ in: {', '.join(different) or 'nothing'}")
+    head = "; ".join(["the ranks do not make the same call", *told])
     lines = [head, *_rows(calls, different, [report.site for report in reports])]
     lines.extend(_ALIKE if different == ["place"] and not left else _DIFFERENT)
     lines.extend(_cures(calls, different))
@@ -157,12 +156,7 @@ def _first_difference(texts: Sequence[str]) -> int:
 
 
 def _cut(text: str, start: int) -> str:
-    """Return a long text cut to a part around its first difference; of a list, from that entry on."""
-    if len(text) <= _SHOWN:
-        return text
-    begin, before = max(0, start - _SHOWN // 4), text.rfind("; ", 0, start)
-    entry = 0 if before < 0 else before + len("; ")
-    if start - entry < 3 * _SHOWN // 4:
-        begin = entry
+    """Return a long text cut to a part around its first difference."""
+    begin = max(0, start - _SHOWN // 4) if len(text) > _SHOWN else 0
     end = begin + _SHOWN
     return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"

@@ -7,10 +7,9 @@ A plan counts the program's own calls from the first strategy on, over all strat
 collective do not count.  A fault happens before the guard hears of the call: to the other ranks it looks like the same
 mistake in the program or the machine.
 
-* `skip` returns this rank's own value in the form of a result, and the program goes on.  The guard finds that if the
-  calls that now meet differ in anything that it compares; equal calls in a row cannot be told apart.
-* `corrupt` changes the result on this rank, after everything has been compared and sent; at an `update`, this rank's
-  copy of the first variable.
+* `skip` returns this rank's own `value`, as plain arrays, and the program goes on; None where the call takes none.  The
+  guard finds that if the calls that now meet differ in anything that it compares; equal calls in a row cannot be told
+  apart.
 * `raise` raises in the program, before the call.  If the program does not catch it, the job ends.
 
 Simulated ranks (`mpistrategy.testing.run_replicas`) have no plan, since they share a process.
@@ -25,16 +24,16 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.values import IndexedSlices, Mirrored
+from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import InjectedFault
 from mpistrategy.mpi.contract.call_sites import call_site
-from mpistrategy.mpi.contract.public_calls import Given, PublicCall, hooks
+from mpistrategy.mpi.contract.public_calls import PublicCall, hooks, is_arena
 from mpistrategy.mpi.faults.plans import Fault, parse
 
 #: The environment variable that holds a plan.
@@ -75,39 +74,20 @@ class Armed:
             self._waiting = [fault for fault in self._waiting if fault not in due]
             return due
 
-    def call(self, public: PublicCall, args: tuple[Any, ...], kwargs: Given) -> Any:
+    def call(self, public: PublicCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call of the program's, or a call in such a call, which does not count."""
         if inside.depth:
             return public.function(*args, **kwargs)
         inside.depth += 1
         try:
             due = self.due(public.kind)
-            return self._with_faults(due, public, args, kwargs) if due else public.function(*args, **kwargs)
+            for fault in due:
+                self._begin(fault)
+            if "skip" in {fault.action for fault in due}:
+                return _own_value(public, args, kwargs)
+            return public.function(*args, **kwargs)
         finally:
             inside.depth -= 1
-
-    def _with_faults(self, due: Sequence[Fault], public: PublicCall, args: tuple[Any, ...], kwargs: Given) -> Any:
-        import inspect  # here, to keep `import mpistrategy` quick
-
-        bound = inspect.signature(public.function).bind(*args, **kwargs)
-        bound.apply_defaults()
-        for name, value in bound.arguments.items():  # an iterator of gradients can be read only once
-            if name != "self" and isinstance(value, Iterator):
-                bound.arguments[name] = list(value)
-        for fault in due:
-            self._begin(fault)
-        is_skipped = "skip" in {fault.action for fault in due}
-        result = public.own(bound.arguments) if is_skipped else public.function(*bound.args, **bound.kwargs)
-        for fault in due:
-            if fault.action == "corrupt":
-                changed = _flipped(
-                    result if public.memory is None else public.memory(bound.arguments), int(fault.amount)
-                )
-                if changed is None:
-                    self._say(f"nothing to corrupt: {fault.text}")
-                elif public.memory is None:
-                    result = changed
-        return result
 
     def tell_what_is_left(self) -> None:
         """Print which faults have not happened: a job that ends well without them has tested nothing."""
@@ -122,7 +102,7 @@ class Armed:
         elif fault.action == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif fault.action == "delay":
-            time.sleep(fault.amount)
+            time.sleep(fault.seconds)
         elif fault.action == "raise":
             raise InjectedFault(f"{fault.text}: raised on purpose, as {VARIABLE} says")
 
@@ -166,36 +146,17 @@ def disarm() -> None:
         hooks.clear()
 
 
-def _flipped(value: Any, bit: int) -> Any:
-    """Return a result with one bit of its first element flipped; None where there is no element.
+def _own_value(public: PublicCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return this rank's `value` of a call in the form of a result; None for a call without one."""
+    import inspect  # here, to keep `import mpistrategy` quick
 
-    An array that can be written is this rank's own, and is changed where it is.  The ranks of a node may share others.
-
-    Args:
-        value: arrays and NumPy numbers in a nest, in Mirrored or in IndexedSlices.
-        bit: which bit of the element, from the lowest on.
-    """
-    leaves, structure = nest.flatten(value)
-    for index, leaf in enumerate(leaves):
-        changed = _flipped_leaf(leaf, bit)
-        if changed is not None:
-            leaves[index] = changed
-            return structure.pack(leaves)
-    return None
+    value: Any = inspect.signature(public.function).bind(*args, **kwargs).arguments.get("value")
+    return value.values if is_arena(value) else nest.map_structure(_own, value)
 
 
-def _flipped_leaf(leaf: Any, bit: int) -> Any:
-    if isinstance(leaf, Mirrored):
-        values = _flipped(leaf.values, bit)
-        return None if values is None else Mirrored(values, leaf._lives_on)
-    if isinstance(leaf, IndexedSlices):
-        values = _flipped(leaf.values, bit)
-        return None if values is None else IndexedSlices(values, leaf.indices, leaf.dense_shape)
-    if not isinstance(leaf, (np.ndarray, np.generic)) or leaf.size == 0:
-        return None
-    array = leaf if isinstance(leaf, np.ndarray) and leaf.flags.writeable else np.array(leaf)
-    first, which = array[(slice(1),) * array.ndim or ...], bit % (8 * array.itemsize)
-    raw = bytearray(first.tobytes())
-    raw[which // 8 if sys.byteorder == "little" else -1 - which // 8] ^= 1 << which % 8
-    first[...] = np.frombuffer(raw, array.dtype).reshape(first.shape)
-    return array if isinstance(leaf, np.ndarray) else array[()]
+def _own(leaf: Any) -> Any:
+    """Return this rank's leaf of a value, as a leaf of a result."""
+    mine = contribution(leaf)
+    if isinstance(mine, IndexedSlices):
+        return mine
+    return np.array(mine) if isinstance(mine, np.ndarray) else np.asarray(mine)[()]

@@ -40,23 +40,15 @@ ACTIONS = {
     "kill": "the process ends by SIGKILL",
     "stop": "the process stops by SIGSTOP, until it gets SIGCONT",
     "raise": "InjectedFault is raised in place of the call",
-    "delay": "the call begins later: delay:0.5s",
-    "corrupt": "a bit of this rank's result is flipped after the call: corrupt:0 is the first element's lowest bit",
+    "delay:0.5s": "the call begins later by so many seconds",
     "skip": "the call is not made; this rank gets its own value back",
 }
-#: The kinds that an action is limited to; it then needs a kind.
-LIMITED = {
-    "skip": ("allreduce", "reduce", "gather", "broadcast", "barrier", "update"),
-    "corrupt": ("allreduce", "wait", "reduce", "gather", "reduce_scatter", "broadcast", "update"),
-}
+#: The kinds of calls that can be skipped.
+SKIPPED = ("allreduce", "reduce", "gather", "broadcast", "barrier", "update")
 
 _FIELDS = {"rank", "at", "do"}
 _EXAMPLE = "rank=2, at=allreduce#17, do=kill"
-#: What follows an action: how it is written, the most it can be, and both in words.
-_AMOUNTS = {
-    "delay": (r":([0-9]+(?:\.[0-9]*)?(?:e-?[0-9]+)?)s?", 86400.0, "delay:0.5s, at most a day"),
-    "corrupt": (r"(?::([0-9]{1,2}))?", 63.0, "corrupt, or corrupt:BIT with a bit from 0 to 63"),
-}
+_LONGEST_SECONDS = 86400.0
 
 
 @dataclass(frozen=True)
@@ -69,7 +61,7 @@ class Fault:
         kind: a key of `KINDS`; "" counts the calls of all kinds.
         number: the number of the call, from 1 on.
         action: a key of `ACTIONS`.
-        amount: how many seconds a delay is; which bit of the first element is flipped, from the lowest on.
+        seconds: how long a delay is.
     """
 
     text: str
@@ -77,7 +69,7 @@ class Fault:
     kind: str
     number: int
     action: str
-    amount: float = 0.0
+    seconds: float = 0.0
 
 
 def parse(text: str, where: str, size: int | None = None) -> tuple[Fault, ...]:
@@ -100,10 +92,10 @@ def _fault(text: str, where: str, size: int | None) -> Fault:
     if fields.keys() != _FIELDS or len(words) > len(fields):
         _refuse(where, repr(text), "rank=, at= and do=, once each, with ',' between them and ';' between faults")
     kind, number = _place(fields["at"], where)
-    action, amount = _action(fields["do"], where)
-    if action in LIMITED and kind not in LIMITED[action]:
-        _refuse(where, f"at={fields['at']} with do={action}", f"KIND#NUMBER with a kind of {_listed(LIMITED[action])}")
-    return Fault(text, _ranks(fields["rank"], where, size), kind, number, action, amount)
+    action, seconds = _action(fields["do"], where)
+    if action == "skip" and kind not in SKIPPED:
+        _refuse(where, f"at={fields['at']} with do=skip", f"KIND#NUMBER with a kind of {_listed(SKIPPED)}")
+    return Fault(text, _ranks(fields["rank"], where, size), kind, number, action, seconds)
 
 
 def _ranks(text: str, where: str, size: int | None) -> tuple[int, ...] | None:
@@ -124,14 +116,10 @@ def _place(text: str, where: str) -> tuple[str, int]:
 
 
 def _action(text: str, where: str) -> tuple[str, float]:
-    action, colon, amount = (word.strip() for word in text.partition(":"))
-    if action not in ACTIONS:
-        _refuse(where, f"do={text}", f"one of {_listed(ACTIONS)}")
-    written, most, expected = _AMOUNTS.get(action, ("()", 0.0, f"{action}, without a number"))
-    found = re.fullmatch(written, colon + amount, re.ASCII)
-    if found is None or float(found[1] or 0) > most:
-        _refuse(where, f"do={text}", expected)
-    return action, float(found[1] or 0)
+    delay = re.fullmatch(r"delay\s*:\s*([0-9]+(?:\.[0-9]*)?(?:e-?[0-9]+)?)s?", text, re.ASCII)
+    if (text not in ACTIONS and delay is None) or (delay and float(delay[1]) > _LONGEST_SECONDS):
+        _refuse(where, f"do={text}", f"one of {_listed(ACTIONS)}, the delay at most a day")
+    return (text, 0.0) if delay is None else ("delay", float(delay[1]))
 
 
 def _count(text: str) -> int:

@@ -7,22 +7,21 @@ Every method that moves data is collective over the communicator's ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.devices import Device
-from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by
+from mpistrategy.arrays.dtypes import Array, divide_by, quietly
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Once
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
+from mpistrategy.mpi.shared_memory.node_sum import NodeSum, in_rank_order
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName, Thresholds
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 
 
 class Communicator(ABC):
@@ -35,6 +34,7 @@ class Communicator(ABC):
         devices: the device that each rank drives, in rank order.
         node_of: the number of the node of each rank, from 0 on.
         nodes: how many nodes there are.
+        has_lanes: whether all nodes have equally many ranks, and several.
         local_rank: this rank's index among the ranks of its node.
         library: the MPI library and its version, in words; "" without one.
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
@@ -54,6 +54,7 @@ class Communicator(ABC):
     devices: tuple[Device, ...]
     node_of: tuple[int, ...]
     nodes: int
+    has_lanes: bool
     local_rank: int
     library: str = ""
     shares_memory: bool = False
@@ -79,6 +80,8 @@ class Communicator(ABC):
 
     def _place(self, node_of: Sequence[int]) -> None:
         """Note on which node each rank is."""
+        sizes = Counter(node_of).values()
+        self.has_lanes = min(sizes) == max(sizes) > 1
         self.node_of, self.nodes = tuple(node_of), max(node_of) + 1
         self.local_rank = self.node_of[: self.rank].count(self.node_of[self.rank])
 
@@ -248,14 +251,13 @@ class SingleCommunicator(InOneProcess):
         return "none"
 
 
+@quietly
 def _combined(arrays: Sequence[Array], op: str) -> Array:
     """Return the combination of arrays in their order; of a single one the array itself."""
     if len(arrays) == 1:
         return arrays[0]
-    total = arrays[0].copy()
-    with np.errstate(all="ignore"):  # as MPI, which does not warn either
-        for array in arrays[1:]:
-            COMBINE[op](total, array, out=total)
+    total = np.empty_like(arrays[0])
+    in_rank_order(arrays, (total,), op, 1)
     return total
 
 

@@ -129,8 +129,7 @@ class Collectives(Communicator):
             return "root"
         if self.manner is not None and not self.manner.blocks:
             return "lanes"
-        has_lanes = self.shares_memory and self.size >= 2 * self.nodes
-        return "lanes" if has_lanes and nbytes >= self.thresholds.lanes_bytes else "mpi"
+        return "lanes" if self.shares_memory and self.has_lanes and nbytes >= self.thresholds.lanes_bytes else "mpi"
 
     def progress(self) -> None:
         self._comm.Iprobe()
@@ -308,9 +307,9 @@ class Collectives(Communicator):
         if self.node_sum is not None:
             self.node_sum.barrier()
 
-    def links(self, counterparts: Sequence[Sequence[int]]) -> list[Collectives]:
-        """Return a communicator for each list of ranks, this one among them; all of a list make theirs alike."""
-        return [Collectives(self._comm_of(ranks), self.max_count) for ranks in counterparts]
+    def link(self, ranks: Sequence[int]) -> Collectives:
+        """Return a communicator of some ranks, this one among them.  Collective over them alone."""
+        return Collectives(self._comm_of(ranks), self.max_count)
 
     def _comm_of(self, ranks: Sequence[int]) -> MPI.Intracomm:
         """Return MPI's communicator of some of these ranks, in their order.  Collective over them alone."""

@@ -33,7 +33,6 @@ from mpistrategy.mpi.shared_memory.segments import (
     part,
     private_memory,
     share,
-    visible_memory,
 )
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
@@ -85,9 +84,8 @@ class MpiCommunicator(Collectives):
         self._peers = NodePeers(self._inside, self.allgather_text)
         self.local_size: int = self._peers.local_size
         leader = int(self._peers.text_of_leader(str(self.rank)))
-        ranks = self._introduce(
-            Introduction.of_this_rank(self.rank, self.size, leader, self.local_size, sorted(cores()))
-        )
+        me = Introduction.of_this_rank(self.rank, self.size, leader, self.local_size, sorted(cores()))
+        ranks = introductions(self.allgather_text(me.text()))
         numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
         self._place([numbers[each.leader] for each in ranks])
         self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
@@ -101,40 +99,17 @@ class MpiCommunicator(Collectives):
         self.shares_memory: bool = self.nodes < self.size  # where some node has several ranks, which can
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         if self._control is not None and usual is self._control:
-            self._try_sums(self._control)
+            self.has_equal_sums: bool = self._control.has_equal_sums(self._comm)
+            if self.has_equal_sums:
+                self.first_message: FirstMessage | None = self._control
+            elif self.rank == 0:
+                warn(_UNEQUAL.format(self.library), FallbackWarning)
         self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
         self._is_free = False
         world.close_at_finalize(self.guard)
         world.watch(self.guard, self.free)
         if self.size > 1:
-            self._watch_waiting(memory, ranks[0].directory)
-
-    def _try_sums(self, control: MpiControlChannel) -> None:
-        """Find out whether all ranks get the same bits of one sum, which MPI does not promise.  Collective."""
-        self.has_equal_sums: bool = control.has_equal_sums(self._comm)
-        if self.has_equal_sums:
-            self.first_message: FirstMessage | None = control
-        elif self.rank == 0:
-            warn(_UNEQUAL.format(self.library), FallbackWarning)
-
-    def _watch_waiting(self, memory: SharedMemory, path: str) -> None:
-        shown = None if self.mailboxes is None else self.mailboxes.shown
-        world.watch_waiting(self._comm, self.guard, memory, self.node_of, path, shown)
-
-    def _introduce(self, me: Introduction) -> list[Introduction]:
-        """Return the introductions of all ranks.
-
-        Raises:
-            LaunchError: on every rank, when they do not match; the communicator has been freed then.
-        """
-        try:
-            return introductions(self.allgather_text(me.text()))
-        except LaunchError:
-            if self._control is not None:
-                self._control.close()
-            self._inside.Free()
-            self._comm.Free()
-            raise
+            world.watch_waiting(self._comm, self.guard, memory, self.node_of, ranks[0].directory)
 
     def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | Mailboxes]:
         """Make the shared memory of this node.
@@ -143,7 +118,8 @@ class MpiCommunicator(Collectives):
         """
         assert self._control is not None
         if not self.shares_memory:
-            return visible_memory(status_board.BYTES), self._control
+            alone = self._shared_if_there_is_room(status_board.BYTES)  # `doctor` looks at it from outside
+            return alone or private_memory(status_board.BYTES), self._control
         before = status_board.BYTES + failures.BYTES
         shared = self.shared(before + setup.bytes_for(self.local_size, self.thresholds))
         lines, errors = part(shared, 0, status_board.BYTES), part(shared, status_board.BYTES, failures.BYTES)

@@ -6,7 +6,7 @@ One MPI collective for each piece of the result, and no memory besides it.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import TypeAlias
 
 import numpy as np
 from mpi4py import MPI
@@ -18,13 +18,8 @@ from mpistrategy.mpi.interface.buffers import as_bytes
 _TREE_BYTES = 2**20
 
 
-class _Piece(NamedTuple):
-    """A piece of the result: where it begins and ends, how much each rank has in it, and from where in it on."""
-
-    start: int
-    stop: int
-    counts: Array
-    starts: Array
+#: A piece of the result: where it begins and ends, how much each rank has in it, and from where in it on.
+_Piece: TypeAlias = tuple[int, int, Array, Array]
 
 
 def gather(
@@ -57,12 +52,11 @@ def gather(
     meet()
     if is_one_call:
         comm.Gather(mine if result is None else MPI.IN_PLACE, result, root)
-    for piece in pieces:
+    for start, stop, parts, places in pieces:
         if result is None:
-            comm.Gatherv(mine[max(0, piece.start - first) : max(0, piece.stop - first)], None, root)
+            comm.Gatherv(mine[max(0, start - first) : max(0, stop - first)], None, root)
         else:
-            target = result[piece.start : piece.stop]
-            comm.Gatherv(MPI.IN_PLACE, [target, piece.counts, piece.starts, MPI.BYTE], root)
+            comm.Gatherv(MPI.IN_PLACE, [result[start:stop], parts, places, MPI.BYTE], root)
 
 
 def allgather(
@@ -83,9 +77,8 @@ def allgather(
     meet()
     if is_one_call:
         comm.Allgather(MPI.IN_PLACE, result)
-    for piece in pieces:
-        target = result[piece.start : piece.stop]
-        comm.Allgatherv(MPI.IN_PLACE, [target, piece.counts, piece.starts, MPI.BYTE])
+    for start, stop, parts, places in pieces:
+        comm.Allgatherv(MPI.IN_PLACE, [result[start:stop], parts, places, MPI.BYTE])
 
 
 def _sizes(block: Array, counts: Sequence[int]) -> Array:
@@ -110,4 +103,4 @@ def _pieces(sizes: Array, most: int) -> Iterator[_Piece]:
     for start in range(0, max(total, 1), most):
         stop = min(start + most, total)
         first, last = np.clip(begins, start, stop), np.clip(ends, start, stop)
-        yield _Piece(start, stop, last - first, first - start)
+        yield start, stop, last - first, first - start

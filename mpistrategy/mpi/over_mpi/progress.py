@@ -14,14 +14,13 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.contract.channel import growing_pauses
+from mpistrategy.mpi.contract.channel import wait_patiently
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.interface.buffers import Freed
@@ -70,15 +69,13 @@ class Job:
         self.error: BaseException | None = None
         self.was_waited_for: bool = False
 
-    def run(self, caught: type[BaseException] = Exception) -> None:
+    def run(self) -> None:
         """Call the function in this thread; keep its error for `result`."""
         assert self._work is not None
         try:
             self._result = self._work()
         except BaseException as error:
             self.error = error
-            if not isinstance(error, caught):
-                raise
         finally:  # whoever waits must not do so for ever
             self._work = None  # it refers to the caller's arrays
             self._is_over = True
@@ -146,39 +143,6 @@ class AtOnce(Freed):
                 warn(text, RuntimeWarning)
 
 
-class AtWait(AtOnce):
-    """Runs jobs when somebody waits for them, in the calling thread; in the order in which they were submitted.
-
-    For what takes long on a GPU where MPI may not be called in a thread beside the program's.
-    """
-
-    submitted: int
-    is_at_once: bool = False
-
-    def __init__(self, communicator: Any) -> None:
-        super().__init__(communicator)
-        self._jobs: deque[Job] = deque()
-
-    def submit(self, job: Job) -> None:
-        """Keep `job` until it is waited for."""
-        self.submitted += 1
-        self._jobs.append(job)
-
-    def finish(self, job: Job) -> None:
-        """Run `job`, and those before it."""
-        while not job.is_over() and self._jobs:
-            next_one = self._jobs.popleft()
-            next_one.run()
-            self.keep_failed(next_one)
-
-    def free(self) -> None:
-        """Warn of jobs that nobody has waited for."""
-        if self._jobs:
-            warn(f"{len(self._jobs)} all_reduce_async were not done, since nobody waited for them", RuntimeWarning)
-        self._jobs.clear()
-        super().free()
-
-
 class Engine(AtOnce):
     """A thread and a communicator for jobs in the background.  Collective.
 
@@ -186,14 +150,12 @@ class Engine(AtOnce):
         communicator: the strategy's; all its ranks make an engine at the same time.
     """
 
-    submitted: int
     is_at_once: bool = False
 
     def __init__(self, communicator: Any) -> None:
         #: The jobs that have not begun; None ends the thread.
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._waiting = 0
-        self._lock = threading.Lock()
+        self._is_awaited = False
         self._program: Guard = communicator.guard
         super().__init__(communicator.duplicate())
         guard: Guard = self.communicator.guard
@@ -220,16 +182,14 @@ class Engine(AtOnce):
 
     def finish(self, job: Job) -> None:
         """Wait for `job`; meanwhile the thread has the core of this one."""
-        with self._lock:
-            self._waiting += 1
+        self._is_awaited = True
         try:
             job.wait()
         finally:
-            with self._lock:
-                self._waiting -= 1
+            self._is_awaited = False
 
     def _pause(self, looks: int) -> None:
-        (promptly if self._waiting else patiently)(looks)
+        (promptly if self._is_awaited else patiently)(looks)
 
     def free(self) -> None:
         """Finish the jobs that all ranks have started, then end the engine.  Collective.
@@ -240,52 +200,41 @@ class Engine(AtOnce):
         self._thread.join()
         guard = self.communicator.guard
         guard.start_leaving()
-        pauses = growing_pauses()
-        while not (left := guard.peers_have_left()):
-            if left is False:
-                guard.tell_peers("it starts no further all_reduce_async")
-            time.sleep(next(pauses))
+        while not wait_patiently(guard.peers_have_left):
+            guard.tell_peers("it starts no further all_reduce_async")
         self.communicator.free()
         super().free()
 
     def _run(self) -> None:
         injection.inside.depth = 1  # these calls were counted when they were started
         while (job := self._jobs.get()) is not None:
-            job.run(BaseException)
+            job.run()
             self.keep_failed(job)
             del job  # its result is the program's
 
 
-def engine_of(communicator: Any, agree: Callable[[], AbstractContextManager[None]]) -> AtOnce:
+def engine_of(
+    communicator: Any, agree: Callable[[], AbstractContextManager[None]], *, waits_for_gpu: bool = False
+) -> AtOnce:
     """Return what runs the jobs of a communicator; the first call is collective.
 
-    It is an `Engine` on several nodes where the MPI of all ranks allows several threads.  Else jobs run at once: the
-    ranks of a single node have no core to spare, and simulated ranks have no progress thread.
+    It is an `Engine` where the MPI of all ranks allows several threads: on several nodes, and on one node for jobs that
+    wait for a GPU.  Else jobs run at once: the ranks of a single node have no core to spare, and simulated ranks have
+    no progress thread.
 
     Args:
         communicator: a strategy's.
         agree: compares the first call between the ranks; the engine is made in that call.
+        waits_for_gpu: whether the jobs do.
     """
+    has_nodes = communicator.nodes > 1
 
     def make() -> AtOnce:
-        return _engine(communicator, agree, AtOnce) if communicator.nodes > 1 else AtOnce(communicator)
+        if not has_nodes and not (waits_for_gpu and communicator.size > 1):
+            return AtOnce(communicator)
+        with agree():
+            threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
+            return Engine(communicator) if threads else AtOnce(communicator)
 
-    made: AtOnce = communicator.once(AtOnce, make)
+    made: AtOnce = communicator.once(AtOnce if has_nodes or not waits_for_gpu else Engine, make)
     return made
-
-
-def engine_of_gpus(communicator: Any, agree: Callable[[], AbstractContextManager[None]]) -> AtOnce:
-    """Return what runs jobs that wait for a GPU: as `engine_of`, on one node too; `AtWait` in place of `AtOnce`."""
-
-    def make() -> AtOnce:
-        return _engine(communicator, agree, AtWait) if communicator.size > 1 else AtWait(communicator)
-
-    made: AtOnce = communicator.once(AtWait, make)
-    return made
-
-
-def _engine(communicator: Any, agree: Callable[[], AbstractContextManager[None]], otherwise: type[AtOnce]) -> AtOnce:
-    """Return an `Engine` where the MPI of all ranks allows several threads.  Collective, where there is an MPI."""
-    with agree():
-        threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
-        return Engine(communicator) if threads else otherwise(communicator)

@@ -135,13 +135,6 @@ class Mailboxes(ControlChannel):
         assert self._control is not None
         return self._control.allgather_text(text, look, interruptions)
 
-    def shown(self) -> list[int]:
-        """Return the number of each rank's last exchange, by local rank; for the watchdog."""
-        first, second = (slot.peers for slot in self.slots)
-        numbers = [max(int(one[0]), int(other[0])) for one, other in zip(first, second, strict=True)]
-        numbers.insert(self.local_rank, self.sequence)
-        return numbers
-
 
 def _rows(segments: Sequence[Array], start: int, nbytes: int) -> Array | None:
     """Return so many bytes of each rank's segment as the rows of one array; None for few ranks, or uneven distances."""

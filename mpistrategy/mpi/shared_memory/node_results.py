@@ -22,8 +22,6 @@ LEAST_BYTES = 2 * 2**20
 #: How large each rank's blocks may be together, and how many of a size there may be.
 _MOST_BYTES = 2**30
 _MOST_BLOCKS = 16
-#: Where there is no room for one more, so many calls go without a block before the blocks of all sizes are given up.
-_KEPT_FOR = 256
 #: In place of a block's number.
 NO_BLOCK = -1
 
@@ -40,7 +38,6 @@ class NodeResults:
         self._share, self._rank = share, local_rank
         self._bytes = 0
         self._may_grow = True
-        self._refused = 0
         #: By size: of each block the segments of all ranks, and the numbers of those that are free on this rank.
         self._blocks: dict[int, list[tuple[Array, ...]]] = {}
         self._free: dict[int, list[int]] = {}
@@ -83,14 +80,8 @@ class NodeResults:
         if blocks is None:
             self._blocks[nbytes], self._free[nbytes] = [], []
             return
-        if not self._may_grow or len(blocks) == _MOST_BLOCKS or nbytes > _MOST_BYTES:
+        if not self._may_grow or len(blocks) == _MOST_BLOCKS or self._bytes + nbytes > _MOST_BYTES:
             return
-        if self._bytes + nbytes > _MOST_BYTES:  # of sizes that are not asked for any more, perhaps
-            self._refused += 1
-            if self._refused < _KEPT_FOR:
-                return
-            self._refused = 0
-            self._bytes, self._blocks, self._free, self._numbers = 0, {nbytes: []}, {nbytes: []}, {}
         memory = self._share(nbytes)
         self._may_grow = memory is not None
         if memory is not None:

@@ -81,24 +81,6 @@ def private_memory(nbytes: int) -> SharedMemory:
     return SharedMemory((block[start : start + nbytes],))
 
 
-def visible_memory(nbytes: int) -> SharedMemory:
-    """Return memory of this rank alone that its user can look at from outside, as at memory that ranks share.
-
-    Where that is not possible, it is `private_memory`.
-    """
-    try:
-        handle, _ = _new_file(named=False)
-    except (OSError, AttributeError):
-        return private_memory(nbytes)
-    try:
-        os.posix_fallocate(handle, 0, nbytes)
-        block = _mapped(handle, nbytes)
-    except (OSError, MemoryError):
-        os.close(handle)
-        return private_memory(nbytes)
-    return SharedMemory((np.frombuffer(block, np.uint8),))
-
-
 class NodePeers:
     """The ranks of this node, as they find each other to share memory.
 

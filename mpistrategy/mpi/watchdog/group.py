@@ -12,13 +12,13 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure
 from mpistrategy.mpi.contract.flight_recorder import in_words
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog.local_process import inside_of
-from mpistrategy.mpi.watchdog.roll_call import TIMEOUT, Account, accounts_in
+from mpistrategy.mpi.watchdog.roll_call import TIMEOUT, statuses_in
 from mpistrategy.mpi.watchdog.run_directory import (
     BUSY,
     ERROR,
@@ -27,14 +27,15 @@ from mpistrategy.mpi.watchdog.run_directory import (
     MOST_BYTES,
     ROLL_CALL,
     RunDirectory,
+    begin,
     in_time,
     within,
 )
-from mpistrategy.mpi.watchdog.status_board import ALARMED, LastCalls, StatusBoard
+from mpistrategy.mpi.watchdog.status_board import ALARMED, RankStatus, StatusBoard
 
 #: A rank may wait so many times the limit for its own GPU: its peers wait for it, unless all GPUs have stopped.
 _OWN_GPU = 2
-#: How long a rank may take to leave a wait that is in vain, after `PATIENCE_SECONDS`; it cannot leave a call of MPI.
+#: How long a rank may take to leave a wait by itself, after `PATIENCE_SECONDS`; it cannot leave a call of MPI.
 _LEAVING_SECONDS = 1.5
 _LONGEST_SECONDS_BETWEEN_LOOKS = 2.5
 
@@ -48,7 +49,6 @@ class Group:
         node: the number of this node.
         nodes: how many there are.
         directory: for the other nodes, and for reports.
-        shown: returns the numbers of the exchanges that the ranks of this node have come to; None where none can.
         identity: a number that only this communicator has, the same on all its ranks; 0 where there is none.
 
     Attributes:
@@ -63,19 +63,17 @@ class Group:
         node: int,
         nodes: int,
         directory: RunDirectory,
-        shown: Callable[[], list[int]] | None = None,
         identity: int = 0,
     ) -> None:
         self.identity = identity
+        guard.record.show_in(board.newest, board.times)
         self.guard = guard
         self.board = board
         self.ranks: Sequence[int] = ()
         self.node = node
         self.nodes = nodes
         self.directory = directory
-        self.others: list[Account] = []
-        self._shown = shown
-        self._noted = 0
+        self.others: list[RankStatus] = []
         self._next_look = 0.0
         self._looking: threading.Thread | None = None
         self._is_alarmed = False
@@ -85,8 +83,8 @@ class Group:
         self._busy_elsewhere = 0.0
         self._told_left = False
         self._read: set[str] = set()
-        #: Since when a rank is known to take no more calls, and since when this rank has been told to stop waiting.
-        self._left_since = self._told_since = math.inf
+        #: Since when a rank is known to take no more calls.
+        self._left_since = math.inf
 
     @property
     def limit(self) -> float:
@@ -97,14 +95,6 @@ class Group:
         if current is None and flight is not None:
             return float(flight.limit(self.guard.timeout))
         return self.guard.timeout
-
-    def note_calls(self) -> None:
-        """Show when this rank entered its last collectives, to whoever looks from outside at who came last."""
-        entries = list(self.guard.record.entries)  # copies without letting the program's threads run, which write more
-        if entries and entries[-1].number != self._noted:
-            self._noted = entries[-1].number
-            entered = {entry.number: int(entry.entered * 1e9) for entry in entries}
-            self.board.write_calls(LastCalls(self.identity, len(self.ranks), entered))
 
     # ------------------------------------------------------------------------------------------- is a collective late?
 
@@ -138,21 +128,23 @@ class Group:
 
     def is_excused(self, now: float, limit: float) -> bool:
         """Return whether some rank said that it would be busy, and that time and the limit are not over."""
-        return max(self.board.expected(), self.board.expected_elsewhere()) + limit > now
+        return max(self.board.most("expected"), self.board.most("elsewhere")) + limit > now
 
     def last_calls(self) -> dict[int, str]:
-        """Return where the ranks of this node are, for those that cannot say it; {} while this rank is in no call.
-
-        All ranks make the same calls: a rank that has not come to this one was in the one before.
-        """
-        here, before = inside_of(self.guard), self.guard.record.last(1)
-        if self._shown is None or here is None:
+        """Return where the ranks of this node are, for those that cannot say it; {} while this rank is in no call."""
+        here = inside_of(self.guard)
+        if here is None:
             return {}
-        shown = self._shown()
-        mine = shown[self.board.local_rank]
-        last = "it has made no collective yet" if before is None else f"its last was {in_words(before)}"
-        words = [f"; it has come to #{here.number}" if theirs >= mine else f"; {last}" for theirs in shown]
-        return {status.rank: text for status, text in zip(self.board.read(), words, strict=True)}
+        words, told = self._words(), {}
+        for status, calls in zip(self.board.read(), self.board.calls(), strict=True):
+            last = max(calls.entered, default=0)
+            before = f"its last was {words.get(last, f'#{last}')}" if last else "it has made no collective yet"
+            told[status.rank] = f"; it has come to #{last}" if last >= here.number else f"; {before}"
+        return told
+
+    def _words(self) -> dict[int, str]:
+        """Return the last collectives in words, by their numbers; other ranks have made the same."""
+        return {entry.number: in_words(entry) for entry in list(self.guard.record.entries)}
 
     # ------------------------------------------------------------------------------------------- ranks that have failed
 
@@ -163,34 +155,29 @@ class Group:
             self._told_left = True
             text = json.dumps([broken.error, broken.rank, broken.where])
             within(FILE_SECONDS, lambda: LEFT in self.directory.names() or self.directory.write(LEFT, text))
-            self.board.note_left()
+            self.board.put("left", True)
 
-    def waits_in_vain(self, now: float) -> Failure | None:
-        """Return why this rank waits in vain: for one that takes no more calls; None where it does not.
+    def seconds_in_vain(self, now: float) -> float:
+        """Return since how many seconds this rank should have left a call, as some rank takes no more calls; 0 or less.
 
-        A rank that finds that out where it waits is given the time to leave.
+        A rank that finds that out where it waits does so by itself.
         """
         failures, patience = self.guard.failures, PATIENCE_SECONDS
         if failures is None:
-            has_left = self.board.has_left()
+            has_left = bool(self.board.most("left"))
         else:
             has_left, patience = failures.left_by() is not None, patience + _LEAVING_SECONDS
         self._left_since = min(self._left_since, now) if has_left else math.inf
-        if min(now - self._left_since, self.host_waited(now)) < patience:
-            return None
+        return min(now - self._left_since, self.host_waited(now)) - patience
+
+    def failure(self) -> Failure:
+        """Return which rank takes no more calls, and why."""
+        failures = self.guard.failures
         if failures is not None and (left := failures.left_by()) is not None:
             return failures.failure_of(left)
         with contextlib.suppress(ValueError, TypeError):
             return Failure(*json.loads(in_time(lambda: self.directory.read(LEFT), "")))
         return Failure("another rank takes no more calls")
-
-    def cannot_leave(self, now: float) -> bool:
-        """Return whether this rank was told to stop waiting, and is in a call of MPI, which it cannot leave."""
-        if not self.guard.is_told_late or not self.host_waited(now):
-            self._told_since = math.inf
-            return False
-        self._told_since = min(self._told_since, now)
-        return now - self._told_since > PATIENCE_SECONDS
 
     # ------------------------------------------------------------------------------------------- the other nodes
 
@@ -201,29 +188,28 @@ class Group:
             return
         if now >= self._next_look or self._must_tell():
             self._next_look = now + min(self.limit / 10, _LONGEST_SECONDS_BETWEEN_LOOKS)
-            self._looking = threading.Thread(target=self.hear_and_tell, args=(now,), daemon=True)
-            self._looking.start()
+            self._looking = begin(lambda: self.hear_and_tell(now))
 
     def hear_and_tell(self, now: float) -> None:
         """Do `look_at_nodes` at once."""
         names = self.directory.names()
         self._is_alarmed |= ROLL_CALL in names
         if LEFT in names:
-            self.board.note_left()
+            self.board.put("left", True)
         busy = filter(None, map(BUSY.fullmatch, names))
         until = max((int(name[2]) for name in busy if int(name[1]) != self.node), default=0)
         # One that says so no more was busy until now.
         self._busy_elsewhere = now + until - time.time() if until else min(self._busy_elsewhere, now)
-        self.board.expect_elsewhere(self._busy_elsewhere)
+        self.board.put("elsewhere", self._busy_elsewhere)
         self._tell_busy(now)
 
     def _must_tell(self) -> bool:
         """Return whether this node is busy for far longer than the other ones know."""
-        return self.board.expected() > self._told_until + self.guard.timeout / 10
+        return self.board.most("expected") > self._told_until + self.guard.timeout / 10
 
     def _tell_busy(self, now: float) -> None:
         """Write until when this node is busy, if the others must know; remove what is over."""
-        old, expected = self._busy, self.board.expected()
+        old, expected = self._busy, self.board.most("expected")
         if self._must_tell():
             self._busy = f"busy-{self.node}-{math.ceil(time.time() + expected - now)}"
             self._told_until = expected
@@ -243,17 +229,26 @@ class Group:
 
     def is_alarmed(self) -> bool:
         """Return whether this rank knows of a rank that has found a collective late."""
-        return self._is_alarmed or self.board.state() >= ALARMED
+        return self._is_alarmed or self.board.most("state") >= ALARMED
 
     def alarm(self) -> None:
         """Tell the other nodes that a collective is late.  The first one that does so calls the roll."""
         if self.nodes == 1 or in_time(lambda: self.directory.claim(ROLL_CALL), otherwise=True):
-            self.board.note_caller()
+            self.board.put("caller", True)
 
     def records(self) -> dict[int, list[str]]:
-        """Return the lines of the records of this node's ranks, which fit into one file together."""
+        """Return the lines of the records of this node's ranks, which fit into one file together.
+
+        Of a rank that has written none there are its last collectives, in the words of this rank.
+        """
         longest = MOST_BYTES // 2 // self.board.count  # as JSON, text takes more
-        return {rank: text.splitlines() for rank, text in self.board.records(longest).items()}
+        told = {rank: text.splitlines() for rank, text in self.board.records(longest).items()}
+        now, words = time.monotonic(), self._words()
+        for status, calls in zip(self.board.read(), self.board.calls(), strict=True):
+            if status.rank not in told:
+                lines = [f"{at - now:12.6f} s  {words.get(each, f'#{each}')}" for each, at in calls.entered.items()]
+                told[status.rank] = ["when it entered its last collectives, as the other ranks call them:", *lines]
+        return told
 
     def hear_others(self) -> bool:
         """Read what other nodes have written since the alarm; return whether all ranks are known."""
@@ -261,7 +256,7 @@ class Group:
             self._read.add(name)
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 told = json.loads(self.directory.read(name))
-                self.others += accounts_in(told["ranks"]) if told["class"] == TIMEOUT else []
+                self.others += statuses_in(told["ranks"]) if told["class"] == TIMEOUT else []
         return self.board.count + len(self.others) >= len(self.ranks)
 
     def is_published(self) -> bool:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from mpistrategy.errors import CollectiveTimeoutError, RankCall
 from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, RankStatus
+from mpistrategy.mpi.watchdog.status_board import RankStatus
 from mpistrategy.objects.shown import ranks_in_words
 
 #: What `GpuProgress.in_words` says before the library's reason why the result will never come.
@@ -25,63 +26,48 @@ _UNKNOWN = (
 TIMEOUT = "timeout"
 
 
-@dataclass(frozen=True)
-class Account:
-    """What is known about one rank.
-
-    Attributes:
-        rank: its number in the job.
-        text: where it was when it last said that.
-        waited: how long it had waited in a collective by then, in seconds; 0 when it was in none.
-        limit: the timeout of that collective, in seconds.
-        age: how long ago that was, in seconds.
-        silent: why it does not answer; "" where it has answered.
-    """
-
-    rank: int
-    text: str
-    waited: float
-    limit: float
-    age: float
-    silent: str = ""
-
-
-def as_data(accounts: Sequence[Account]) -> dict[int, dict[str, object]]:
+def as_data(statuses: Sequence[RankStatus]) -> dict[int, dict[str, object]]:
     """Return by rank: where it was how long ago, how long it had waited (0: not), how long it may, why it is silent."""
     return {
         each.rank: {
             "text": each.text,
             "waited_seconds": round(each.waited, 3),
             "timeout_seconds": each.limit if math.isfinite(each.limit) else None,
-            "said_seconds_ago": round(each.age, 3),
+            "said_seconds_ago": round(_age(each), 3),
             "silent": each.silent,
         }
-        for each in sorted(accounts, key=lambda account: account.rank)
+        for each in sorted(statuses, key=lambda status: status.rank)
     }
 
 
-def accounts_in(data: Mapping[str, Any]) -> list[Account]:
-    """Return what `as_data` has told; ValueError, TypeError or KeyError for anything else."""
+def statuses_in(data: Mapping[str, Any]) -> list[RankStatus]:
+    """Return what `as_data` has told, on another node; ValueError, TypeError or KeyError for anything else."""
     return [
-        Account(
+        RankStatus(
             int(rank),
-            str(told["text"]),
-            float(told["waited_seconds"]),
-            math.inf if told["timeout_seconds"] is None else float(told["timeout_seconds"]),
-            float(told["said_seconds_ago"]),
-            str(told["silent"]),
+            process=0,
+            signal=0,
+            beat=time.monotonic() - float(told["said_seconds_ago"]),
+            waited=float(told["waited_seconds"]),
+            limit=math.inf if told["timeout_seconds"] is None else float(told["timeout_seconds"]),
+            text=str(told["text"]),
+            silent=str(told["silent"]),
         )
         for rank, told in data.items()
     ]
 
 
-def not_come(accounts: Sequence[Account], unknown: Sequence[int]) -> list[int]:
+def _age(status: RankStatus) -> float:
+    return max(0.0, time.monotonic() - status.beat)
+
+
+def not_come(statuses: Sequence[RankStatus], unknown: Sequence[int]) -> list[int]:
     """Return the ranks that do not wait, or of which nothing is known."""
-    return [each.rank for each in accounts if each.silent or not each.waited] + list(unknown)
+    return [each.rank for each in statuses if each.silent or not each.waited] + list(unknown)
 
 
-def _silent(accounts: Sequence[Account]) -> list[int]:
-    return [each.rank for each in accounts if each.silent]
+def _silent(statuses: Sequence[RankStatus]) -> list[int]:
+    return [each.rank for each in statuses if each.silent]
 
 
 def absent_in_words(missing: Sequence[int], silent: Sequence[int]) -> str:
@@ -96,9 +82,9 @@ def absent_in_words(missing: Sequence[int], silent: Sequence[int]) -> str:
     return "".join(f"; {what}: {ranks_in_words(ranks)}" for what, ranks in parts.items() if ranks)
 
 
-def as_error(accounts: Sequence[Account], unknown: Sequence[int]) -> CollectiveTimeoutError:
+def as_error(statuses: Sequence[RankStatus], unknown: Sequence[int]) -> CollectiveTimeoutError:
     """Return the error of ranks that wait, for a job that goes on."""
-    ordered = sorted(accounts, key=lambda account: account.rank)
+    ordered = sorted(statuses, key=lambda status: status.rank)
     missing = sorted(not_come(ordered, unknown))
     error = CollectiveTimeoutError(
         f"a collective is late, as the roll call says{absent_in_words(missing, _silent(ordered))}. {NO_MORE_CALLS}"
@@ -122,13 +108,13 @@ def call_in(text: str) -> RankCall:
     return RankCall(call=call[1], op=call[2] or "", site=text.rpartition(" at ")[2] if " at " in text else "")
 
 
-def _call_of(account: Account) -> RankCall:
-    call = call_in(account.text)
-    return replace(call, left=f"does not answer: {account.silent}") if account.silent else call
+def _call_of(status: RankStatus) -> RankCall:
+    call = call_in(status.text)
+    return replace(call, left=f"does not answer: {status.silent}") if status.silent else call
 
 
 def roll_call(
-    accounts: Sequence[Account],
+    statuses: Sequence[RankStatus],
     unknown: Sequence[int],
     size: int,
     records: str,
@@ -138,17 +124,17 @@ def roll_call(
     """Return the roll call as text.
 
     Args:
-        accounts: of the ranks that are known, in any order.
+        statuses: of the ranks that are known, in any order.
         unknown: the ranks about which nothing is known.
         size: how many ranks the job has.
         records: where the records and the stacks are, in words.
         contained: whether the job goes on, and the ranks that wait raise.
     """
-    accounts = sorted(accounts, key=lambda account: account.rank)
-    late = max(accounts, key=lambda account: account.waited - account.limit)
-    waiting = [each.rank for each in accounts if each.waited and not each.silent]
-    missing = not_come(accounts, unknown)
-    failed = [account.rank for account in accounts if FAILED in account.text]
+    statuses = sorted(statuses, key=lambda status: status.rank)
+    late = max(statuses, key=lambda status: status.waited - status.limit)
+    waiting = [each.rank for each in statuses if each.waited and not each.silent]
+    missing = not_come(statuses, unknown)
+    failed = [status.rank for status in statuses if FAILED in status.text]
     told = (
         f"a collective has failed on a GPU: {ranks_in_words(failed)}"
         if failed
@@ -159,14 +145,14 @@ def roll_call(
     )
     lines = [
         f"roll call: {told}",
-        *(_row(each) for each in _most_telling(accounts)),
+        *(_row(each) for each in _most_telling(statuses)),
     ]
-    if len(accounts) > _MOST_ROWS:
-        lines.append(f"  and {len(accounts) - _MOST_ROWS} more ranks that wait")
+    if len(statuses) > _MOST_ROWS:
+        lines.append(f"  and {len(statuses) - _MOST_ROWS} more ranks that wait")
     if unknown:
         lines.append(f"  nothing is known of {ranks_in_words(unknown)}: {_UNKNOWN}")
     if missing:
-        lines.append(f"{len(waiting)} of {size} ranks wait{absent_in_words(missing, _silent(accounts))}.")
+        lines.append(f"{len(waiting)} of {size} ranks wait{absent_in_words(missing, _silent(statuses))}.")
     else:
         why = "in different strategies, in calls that do not fit together, or for a network that has stopped"
         lines.append(f"All {size} ranks wait: {why}.")
@@ -179,28 +165,16 @@ def roll_call(
     return "\n".join(lines)
 
 
-def _most_telling(accounts: Sequence[Account]) -> Sequence[Account]:
+def _most_telling(statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:
     """Return those that did not come before those that wait, when they are too many to be told."""
-    if len(accounts) <= _MOST_ROWS:
-        return accounts
-    return sorted(accounts, key=lambda each: bool(each.waited) and not each.silent)[:_MOST_ROWS]
+    if len(statuses) <= _MOST_ROWS:
+        return statuses
+    return sorted(statuses, key=lambda each: bool(each.waited) and not each.silent)[:_MOST_ROWS]
 
 
-def _row(account: Account) -> str:
-    if account.silent:
+def _row(status: RankStatus) -> str:
+    if status.silent:
         return (
-            f"  rank {account.rank}: does not answer: {account.silent}; {account.age:.1f} s ago it said: {account.text}"
+            f"  rank {status.rank}: does not answer: {status.silent}; {_age(status):.1f} s ago it said: {status.text}"
         )
-    return f"  rank {account.rank}: {'waits' if account.waited else 'has not come, is'} {account.text}"
-
-
-def account_of(status: RankStatus, now: float, why_silent: str) -> Account:
-    """Return the account of a rank of this node.
-
-    Args:
-        status: what it last said.
-        now: time.monotonic().
-        why_silent: what keeps it from answering, if it has not.
-    """
-    silent = "" if status.state >= ANSWERED else why_silent
-    return Account(status.rank, status.text, status.waited, status.limit, max(0.0, now - status.beat), silent)
+    return f"  rank {status.rank}: {'waits' if status.waited else 'has not come, is'} {status.text}"

@@ -41,11 +41,6 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 T = TypeVar("T")
 
 
-def place() -> str:
-    """Return the folder in which run directories are made; OSError when it is gone."""
-    return os.path.abspath(os.environ.get(VARIABLE) or os.getcwd())
-
-
 def new_path() -> str:
     """Return the path of a new run directory, which is not made yet; all ranks use rank 0's.
 
@@ -53,7 +48,7 @@ def new_path() -> str:
     often it had gone back into the queue (not before the first time), and 20 hexadecimal digits that no other run has.
     """
     try:
-        folder = place()
+        folder = os.path.abspath(os.environ.get(VARIABLE) or os.getcwd())
     except OSError:  # the current folder is gone
         return ""
     job, step, restart = (_number(f"SLURM_{name}") for name in ("JOB_ID", "STEP_ID", "RESTART_COUNT"))
@@ -67,8 +62,8 @@ def _number(variable: str) -> str:
     return text if re.fullmatch(r"[0-9]{1,18}", text) else ""
 
 
-def within(seconds: float, work: Callable[[], object]) -> None:
-    """Do something that may never return; wait at most so many seconds."""
+def begin(work: Callable[[], object]) -> threading.Thread:
+    """Do something that may never return, in a thread of its own; return that."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
@@ -76,7 +71,12 @@ def within(seconds: float, work: Callable[[], object]) -> None:
 
     thread = threading.Thread(target=quietly, name="mpistrategy watchdog's file", daemon=True)
     thread.start()
-    thread.join(seconds)
+    return thread
+
+
+def within(seconds: float, work: Callable[[], object]) -> None:
+    """Do something that may never return; wait at most so many seconds."""
+    begin(work).join(seconds)
 
 
 def in_time(work: Callable[[], T], otherwise: T) -> T:
@@ -98,14 +98,15 @@ class RunDirectory:
         self.path = path
         self._title = title
         self._works = bool(path)
-        #: The owner of the directory, where the file system shows this user under another number.
-        self._owner = -1
 
     def write(self, name: str, text: str) -> bool:
         """Write a file as a whole, or warn once; return whether it is there."""
+        temporary = f"{name}.{os.getpid()}.new"
         try:
             if self._works:
-                self._put(name, encoded(text))
+                own_files.make_folders(self.path)
+                with self._opened() as folder, own_files.replacing(name, folder, temporary, folder) as file:
+                    file.write(encoded(text))
         except OSError as error:
             self._works = False
             if self._title:
@@ -122,40 +123,25 @@ class RunDirectory:
         told = {"class": kind, "text": text, "written_by": rank, **data}
         return os.path.join(self.path, name) if self.write(name, json.dumps(told, indent=1)) else ""
 
-    def _put(self, name: str, data: bytes) -> None:
-        own_files.make_folders(self.path)
-        temporary = f"{name}.{os.getpid()}.new"
-        with self._opened() as folder, own_files.replacing(name, folder, temporary, folder) as file:
-            self._owner = os.fstat(file.fileno()).st_uid  # root's files may belong to nobody
-            self._check_is_own(os.fstat(folder))
-            file.write(data)
-
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
-        """Open the directory; OSError when it cannot be, or others can write to it."""
+        """Open the directory; OSError when it cannot be, belongs to another user, or others can write to it."""
         folder = os.open(self.path, _FOLDER)
         try:
-            if own_files.others_can_write(os.fstat(folder)):
+            state = os.fstat(folder)
+            if own_files.others_can_write(state):
                 raise PermissionError(errno.EACCES, "others can write to it")
+            if not own_files.is_own(state, os.stat(os.path.dirname(self.path))):
+                raise PermissionError(errno.EACCES, f"it belongs to {own_files.user_in_words(state.st_uid)}")
             yield folder
         finally:
             os.close(folder)
-
-    def _check_is_own(self, state: os.stat_result) -> None:
-        if not own_files.is_own(state) and state.st_uid != self._owner:
-            raise PermissionError(errno.EACCES, f"it belongs to {own_files.user_in_words(state.st_uid)}")
 
     def read(self, name: str) -> str:
         """Return the text of a file; "" where there is none."""
         try:
             with self._opened() as folder:
-                self._check_is_own(os.fstat(folder))
-                descriptor = own_files.open_file(name, folder)
-                try:
-                    self._check_is_own(os.fstat(descriptor))
-                    return decoded(own_files.read_all(descriptor, MOST_BYTES))
-                finally:
-                    os.close(descriptor)
+                return decoded(own_files.read(name, MOST_BYTES, folder))
         except OSError:
             return ""
 
@@ -163,7 +149,6 @@ class RunDirectory:
         """Return the names of all files; [] where the directory cannot be read."""
         try:
             with self._opened() as folder:
-                self._check_is_own(os.fstat(folder))
                 return os.listdir(folder)
         except OSError:
             return []
@@ -173,15 +158,7 @@ class RunDirectory:
         try:
             own_files.make_folders(self.path)
             with self._opened() as folder:
-                state = os.fstat(folder)
-                file = os.open(name, own_files.NEW, own_files.file_mode(state), dir_fd=folder)
-                try:
-                    self._owner = os.fstat(file).st_uid
-                    self._check_is_own(state)
-                except OSError:
-                    os.unlink(name, dir_fd=folder)
-                finally:
-                    os.close(file)
+                os.close(os.open(name, own_files.NEW, own_files.file_mode(os.fstat(folder)), dir_fd=folder))
         except OSError:
             return name not in self.names()
         return True

@@ -224,7 +224,7 @@ def _finished_by(ranks: Any, path_name: str) -> str:
         return ""
     if ranks.may_use_threads:
         return "; a thread of this rank does what the host must do"
-    return "; wait() does what the host must do: MPI has no MPI_THREAD_MULTIPLE"
+    return "; the start does what the host must do: MPI has no MPI_THREAD_MULTIPLE"
 
 
 def _views(members: Sequence[Member], sums: DeviceArray, quotients: DeviceArray | None) -> list[DeviceArray]:

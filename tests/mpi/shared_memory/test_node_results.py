@@ -95,7 +95,7 @@ def test_more_results_than_there_will_be_blocks(strategy: ms.MirroredStrategy, m
     assert len({float(result[0]) for result in kept}) == len(kept)
 
 
-def test_sizes_make_room_for_each_other(strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_bytes_than_there_will_be(strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_results, "_MOST_BYTES", 5 * 8 * COUNT)
     kept = [reduced(strategy, number, COUNT + 8 * (number // 4 % 3)) for number in range(24)]
     assert [float(result[5]) for result in kept] == [SIZE * number + sum(RANKS) for number in range(24)]

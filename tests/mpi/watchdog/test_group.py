@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,8 +13,7 @@ from pretended import LIMIT, PretendedJob
 
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.flight_recorder import LENGTH
-from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.watchdog import alarm
+from mpistrategy.mpi.watchdog import alarm, run_directory
 from mpistrategy.mpi.watchdog.status_board import BYTES
 
 pytestmark = pytest.mark.one_rank
@@ -79,6 +79,30 @@ def test_a_rank_that_nobody_excuses_is_late(job: Callable[[int, int], PretendedJ
     assert not any(ranks.tick(1))
 
 
+def test_a_file_system_that_hangs_keeps_nobody(
+    job: Callable[[int, int], PretendedJob], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, _ = job(2, 1).groups
+    over, asked = threading.Event(), []
+
+    def hang(name: str) -> None:
+        asked.append(name)
+        over.wait(60)
+
+    for name in ("names", "claim", "read", "write"):
+        monkeypatch.setattr(first.directory, name, lambda *given, name=name: hang(name))
+    monkeypatch.setattr(run_directory, "FILE_SECONDS", 0.1)
+    try:
+        for now in range(1_000, 1_010):
+            first.look_at_nodes(now)
+        first.alarm()
+        assert asked == ["names", "claim"], "nobody waits for it, and nobody asks it again"
+        assert first.board.most("caller"), "a node that can read no other's files calls the roll"
+        assert not alarm._written(first, [], ""), "the records go to stderr"
+    finally:
+        over.set()
+
+
 @pytest.mark.parametrize("nodes", [4, 64])
 def test_the_first_node_that_raises_the_alarm_calls_the_roll_and_reads_each_file_once(
     job: Callable[[int, int], PretendedJob], nodes: int
@@ -117,30 +141,31 @@ def test_the_records_of_many_ranks_fit_into_the_file_that_others_read(job: Calla
     for each in ranks.groups:
         each.board.write_record(f"first\n{'x' * BYTES}\nlast")
     first = ranks.groups[0]
-    assert alarm._written(first, [], "", 0)
+    assert alarm._written(first, [], "")
     records = json.loads(first.directory.read("error-0.json"))["records"]
     assert len(records) == 400
     assert all((record[0], record[-1]) == ("first", "last") for record in records.values())
 
 
-def recorded(guard: Guard, number: int, entered: float) -> Call:
-    call = Call(guard, "a call")
-    call.number, call.entered = number, entered
-    return call
-
-
 def test_the_last_calls_of_a_rank_are_shown_to_whoever_looks(job: Callable[[int, int], PretendedJob]) -> None:
     ranks = job(1, 2)
+    ranks.beat()
     first, second = ranks.groups
-    record = first.guard.record
-    for number in range(LENGTH + 44):
-        record.entries.append(recorded(first.guard, number + 1, 10.0 + number))
-    first.note_calls()
+    first.board.introduce(5, 2)
+
+    def make_calls(count: int) -> None:
+        for _ in range(count):
+            with Call(first.guard, "a call", anywhere=True):
+                pass
+
+    make_calls(LENGTH + 44)
     shown, nothing = second.board.calls()
-    assert [*shown.entered] == [*range(45, LENGTH + 45)]
-    assert shown.entered[LENGTH + 44] == int((10.0 + LENGTH + 43) * 1e9)
-    assert (shown.strategy, shown.ranks) == (first.identity, 2)
-    assert nothing.entered == {}
-    record.entries.append(recorded(first.guard, LENGTH + 45, 999.0))
-    first.note_calls()
-    assert [*second.board.calls()[0].entered] == [*range(46, LENGTH + 46)]
+    assert [*shown.entered] == [*range(49, LENGTH + 45)]
+    assert [*shown.entered.values()] == [entry.entered for entry in first.guard.record.entries][4:]
+    assert (shown.strategy, shown.ranks, nothing.entered) == (5, 2, {})
+    make_calls(1)
+    assert [*second.board.calls()[0].entered] == [*range(50, LENGTH + 46)]
+    second.board.write_record("the stacks of 1")
+    told = second.records()
+    assert told[1] == ["the stacks of 1"]
+    assert told[0][-1].endswith(f" #{LENGTH + 45}"), "of a rank that has written nothing"

@@ -22,8 +22,6 @@ from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, MARK, ROW, R
 
 _MOST_RANKS = 1024
 _FILES = ("/memfd:mpistrategy", f"{FOLDER}/mpistrategy-")
-#: In which part of a second no watchdog writes: they all do at its beginning, for the same calls.
-_QUIET_FROM, _QUIET_UNTIL = 0.3, 0.9
 
 
 @dataclass(frozen=True)
@@ -58,7 +56,7 @@ def _view(processes: list[int]) -> View:
     seen: dict[int, Seen] = {}
     calls: list[NodeCalls] = []
     done: set[tuple[int, int]] = set()
-    _wait_for_the_quiet()
+    time.sleep(1 - time.time() % 1)  # at the same time on all nodes: who came last is seen in calls that they all show
     for process in processes:
         try:
             files = _shared_files(process)
@@ -81,7 +79,7 @@ def _view(processes: list[int]) -> View:
             for each in (_seen(line, process) for line in lines):
                 if each.rank not in seen or each.age < seen[each.rank].age:  # an older one is of a closed strategy
                     seen[each.rank] = each
-            offset = time.time_ns() - time.monotonic_ns()
+            offset = time.time() - time.monotonic()
             calls += of_node([line.rank for line in lines], board.calls(), offset, -identity[1])
     if seen:
         return View(tuple(seen[rank] for rank in sorted(seen)), tuple(processes), "", tuple(calls))
@@ -90,12 +88,6 @@ def _view(processes: list[int]) -> View:
     elif not users:
         trouble = trouble or "its processes here have no strategy of several ranks (yet)"
     return View((), tuple(processes), trouble or "its watchdogs have said nothing yet")
-
-
-def _wait_for_the_quiet() -> None:
-    part = time.time() % 1
-    if not _QUIET_FROM <= part <= _QUIET_UNTIL:
-        time.sleep((_QUIET_FROM - part) % 1)
 
 
 def _board_in(path: str) -> StatusBoard | None:
