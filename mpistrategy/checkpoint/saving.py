@@ -41,7 +41,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.observers import Interval
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.job.abort import before_abort
-from mpistrategy.mpi.job.launcher import version
+from mpistrategy.mpi.job.introductions import version
 from mpistrategy.objects.copies import NotPickled
 
 #: Names of the folder of checkpoint {}, while it is written and while it is replaced.

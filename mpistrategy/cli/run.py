@@ -24,9 +24,10 @@ from mpistrategy.cli.endings import Unfinished
 from mpistrategy.errors import LaunchError, MpiStrategyError, OptionError
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.faults import plans
-from mpistrategy.mpi.job import abort, before_mpi
+from mpistrategy.mpi.job import abort
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, status_of
 from mpistrategy.mpi.job.launcher import no_mpi
+from mpistrategy.mpi.job.start import start
 from mpistrategy.mpi.watchdog import watchdog
 from mpistrategy.telemetry import _start_from_environment
 from mpistrategy.telemetry.tracing import switch
@@ -172,7 +173,7 @@ def _status_of(error: BaseException) -> int:
 def _start_mpi() -> int:
     """Start MPI, and return this rank's number among all ranks."""
     try:
-        before_mpi.start(_WHERE)
+        start(_WHERE)
         from mpistrategy.mpi.job import world
     except MpiStrategyError:  # some are RuntimeErrors, too
         raise

@@ -14,6 +14,7 @@ from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError, Optio
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.job.launcher import no_mpi
+from mpistrategy.mpi.job.start import start
 from mpistrategy.objects.later import later, load_all
 from mpistrategy.objects.nearest import did_you_mean, refuses
 from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
@@ -37,7 +38,6 @@ else:
 
 #: What is imported where it is used, in calls, in errors and in alarms.
 _USED_LATER = (
-    "mpistrategy.mpi.job.absent_ranks",
     "mpistrategy.objects.other_names",
     *("difflib", "fcntl", "hashlib", "json", "numpy.ma", "numpy.random", "pwd", "termios"),
 )
@@ -59,7 +59,8 @@ class MirroredStrategy(Strategy):
     """One replica on every MPI rank.  Creation is collective over the communicator, and starts MPI.
 
     Make it early: some MPIs (MPICH's under ``srun --mpi=pmi2``) fail to start after large packages were imported.
-    Started without a launcher (plain ``python``), it has one replica.  Errors are raised on every rank.
+    Started without a launcher (plain ``python``), it has one replica.  Errors are raised on every rank.  While MPI
+    starts, Python's one timer of faulthandler ends a rank that waits too long; it is the program's afterwards.
 
     Args:
         devices: what the ranks drive.  "cpu", None or []: CPUs.  "gpu": each rank gets a GPU of its own, the one
@@ -177,9 +178,7 @@ def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCom
     if replicas is not None and comm is None:
         return replicas.duplicate()
     try:
-        from mpistrategy.mpi.job import before_mpi
-
-        before_mpi.start("MirroredStrategy")
+        start("MirroredStrategy")
         from mpistrategy.mpi.job import world
         from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
     except MpiStrategyError:  # some are RuntimeErrors, too

@@ -230,7 +230,7 @@ def test_no_room_in_dev_shm_is_named_with_its_cure() -> None:
     fault = (
         Fault("", "shared memory", "bad", "wants 16 MiB for each rank", "--shm-size")
         if IS_OPEN_MPI
-        else Fault("", "shared memory", "bad", "it would end in a Bus error", "--shm-size")
+        else Fault("", "shared memory", "bad", "it ends in a Bus error", "--shm-size")
     )
     judge(done.stdout, [fault])
     # One node has no network, and what is slow there is not slow because of one.

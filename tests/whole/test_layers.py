@@ -56,9 +56,10 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.collectives",
     "mpistrategy.mpi.over_mpi.gathering",
     "mpistrategy.mpi.job.world",
-    "mpistrategy.mpi.job.before_mpi",
+    "mpistrategy.mpi.job.start",
     "mpistrategy.mpi.gpu.loaded_mpi",
     "mpistrategy.cli.bench.measuring.raw",
+    "mpistrategy.cli.doctor.facts.mpi_child",
     "mpistrategy.cli.doctor.facts.ranks",
 )
 #: What is made of public names alone.

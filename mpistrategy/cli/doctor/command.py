@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING
 
-from mpistrategy.cli.doctor.checks import catalog
+from mpistrategy.cli.doctor.checks import catalog, mpich_start
 from mpistrategy.cli.doctor.checks.finding import BAD, Finding, worst
 from mpistrategy.cli.doctor.checks.gpu import parts_of
 from mpistrategy.cli.doctor.deadline import STATUS, Deadline
@@ -23,7 +23,7 @@ from mpistrategy.cli.doctor.facts.facts import Clock, Facts, Job, Speed, Trial
 from mpistrategy.cli.doctor.report import report
 from mpistrategy.cli.doctor.report.privacy import covered, veil
 from mpistrategy.errors import FallbackWarning, LaunchError, MpiStrategyError
-from mpistrategy.mpi.job import before_mpi
+from mpistrategy.mpi.job.start import start
 
 if TYPE_CHECKING:
     from mpistrategy.cli.doctor.facts.ranks import Ranks
@@ -81,17 +81,17 @@ def run(options: argparse.Namespace) -> int:
 def _examine(options: argparse.Namespace, deadline: Deadline, start_seconds: float) -> int:
     cover = veil(os.environ)
     facts = gather.of_this_process(os.environ, start_seconds)
+    refused = mpich_start.refusal(facts, os.environ)
+    if refused is not None:
+        return _alone(options, facts, refused, cover)
     began = time.monotonic()
     try:
-        before_mpi.start("mpistrategy doctor", options.timeout, STATUS, "--timeout SECONDS gives them longer")
+        start("mpistrategy doctor", options.timeout)
         from mpistrategy.cli.doctor.facts.ranks import Ranks
 
         ranks = Ranks()
     except LaunchError as error:
-        found, fix = parts_of(error)
-        return _alone(
-            options, facts, Finding("shared memory" if "/dev/shm" in found else "pmi", BAD, found, fix), cover
-        )
+        return _alone(options, facts, Finding("pmi", BAD, *parts_of(error)), cover)
     except (ImportError, RuntimeError) as error:
         return _without_mpi(options, facts, error, cover)
     facts = gather.with_mpi(facts, ranks, time.monotonic() - began)

@@ -13,28 +13,20 @@ import atexit
 import math
 import os
 import sys
-import threading
 import time
 import traceback
 from collections.abc import Callable
-from types import FrameType, TracebackType
-from typing import TYPE_CHECKING, Any, NoReturn
+from types import TracebackType
+from typing import Any, NoReturn
 
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import child_exit
-from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks, status_of
-from mpistrategy.mpi.watchdog import watchdog
-from mpistrategy.objects.later import later
+from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks, ProgramEnd, status_of
+from mpistrategy.mpi.watchdog import error_files, reports, watchdog
 from mpistrategy.options import is_on
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.watchdog import error_files, reports
-else:
-    later(globals(), "mpistrategy.mpi.watchdog.error_files")
-    later(globals(), "mpistrategy.mpi.watchdog.reports")
 
 _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
 _FORWARDING_SECONDS = 0.2
@@ -58,20 +50,13 @@ class _Watch:
         self.is_of_program = False
         #: Whether all ranks had agreed to end when a strategy of all of them was closed.
         self.all_leave = False
-        self.exit_status = 0
-        self.known_status: int | None = None
-        self.last_words = ""
+        self.program = ProgramEnd()
         self.pid = os.getpid()
-        self.hooks = ExitHooks(self)
-        self._bottom = _bottom_frame()
+        self.hooks: ExitHooks | None = None
 
-    def status(self) -> int:
-        """Return the status with which the program ends, as far as Python lets us know."""
-        if self.known_status is not None:
-            return self.known_status
-        if getattr(sys, "last_value", None) is not None:  # set before any excepthook runs
-            return 1
-        return self.exit_status if child_exit.was_unwound(self._bottom) else 0
+    def install_hooks(self) -> None:
+        """Have uncaught exceptions and `sys.exit` reported, unless they are."""
+        self.hooks = self.hooks or ExitHooks(self)
 
     def ends_the_job(self) -> bool:
         """Return whether an error of this rank is one of the whole job."""
@@ -98,7 +83,7 @@ class _Watch:
         os._exit(status)
 
     def end_with(self, status: int, others: str = " while other ranks go on") -> NoReturn:
-        self.say(self.last_words)
+        self.say(self.program.last_words)
         self.say(f"ended with status {status}{others}: {_ENDS}")
         self.abort(status)
 
@@ -165,7 +150,7 @@ def watch(
     state = _watch_of_this_process(rank, size, abort, mpi_is_over)
     state.open[guard] = free
     if not guard.contains_errors:
-        state.hooks.install()
+        state.install_hooks()
         guard.give_up = state.end_untold
 
 
@@ -173,7 +158,7 @@ def watch_program(rank: int, size: int, abort: Callable[[int], Any], mpi_is_over
     """Watch over this process to its end: what is not caught ends the job, with and without strategies."""
     state = _watch_of_this_process(rank, size, abort, mpi_is_over)
     state.is_of_program = True
-    state.hooks.install()
+    state.install_hooks()
 
 
 def _watch_of_this_process(
@@ -190,8 +175,8 @@ def note_end(status: int, last_words: str = "") -> None:
     """Set the status with which the program ends; `mpistrategy run` knows it."""
     child_exit.note(status)
     if _watch is not None:
-        _watch.known_status = status
-        _watch.last_words = last_words
+        _watch.program.known_status = status
+        _watch.program.last_words = last_words
 
 
 def forget(guard: Guard) -> None:
@@ -200,26 +185,19 @@ def forget(guard: Guard) -> None:
     if _watch is None or os.getpid() != _watch.pid or _watch.open.pop(guard, None) is None:
         return
     _watch.all_leave |= guard.all_leave and guard.size == _watch.size
-    if not _watch.ends_the_job():
+    if _watch.hooks is not None and not _watch.ends_the_job():
         _watch.hooks.remove()
+        _watch.hooks = None
     if not _watch.open and not _watch.is_of_program:
         atexit.unregister(_say_goodbye)
         _watch = None
-
-
-def _bottom_frame() -> FrameType | None:
-    """Return the outermost frame of the main thread: the program itself."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame is not None and frame.f_back is not None:
-        frame = frame.f_back
-    return frame
 
 
 def _say_goodbye(state: _Watch) -> None:
     if os.getpid() != state.pid or state.mpi_is_over():
         return
     _leave_contained(state)
-    status = state.status() if state.ends_the_job() else 0
+    status = (state.program.status() or 0) if state.ends_the_job() else 0
     all_leave = state.all_leave or any(guard.all_leave for guard in state.open)
     end = time.monotonic() + (PATIENCE_SECONDS if status and not all_leave else math.inf)
     # The engine of a strategy says its own goodbye when that is freed, and none after a failure.

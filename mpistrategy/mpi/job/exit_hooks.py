@@ -14,6 +14,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, NoReturn, Protocol
 
+#: Where Python's functions that raise SystemExit are; `python -S` has only the first.
+EXITS: tuple[tuple[Any, str], ...] = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
 #: The exit status of a program that Ctrl-C has ended, as in a shell.
 INTERRUPTED = 130
 
@@ -24,14 +26,12 @@ class Ending(Protocol):
     Attributes:
         pid: this process; a forked child is another one.
         mpi_is_over: returns whether MPI has been finalized.
-        exit_status: what `sys.exit` was called with.
-        last_words: where that was.
+        program: how the program ends.
     """
 
     pid: int
     mpi_is_over: Callable[[], bool]
-    exit_status: int
-    last_words: str
+    program: ProgramEnd
 
     def end_job(
         self,
@@ -51,25 +51,64 @@ def status_of(code: Any) -> int:
     return code & 0xFF if isinstance(code, int) else 1
 
 
-def exit_that_notes(note: Callable[[Any], None], previous: Callable[[Any], object] | None = None) -> Callable[..., Any]:
-    """Return a `sys.exit` that first calls `note` with the status, in the main thread: Python tells nobody.
+class ProgramEnd:
+    """With which status the program of this process ends, as far as Python lets it be known in an atexit handler.
 
-    `previous`, if given, is called after that; it may raise SystemExit itself.
+    Attributes:
+        known_status: what `mpistrategy run` says, which knows it.
+        exit_status: what `sys.exit` was called with; None for no call.
+        last_words: where that was.
     """
+
+    def __init__(self) -> None:
+        self.known_status: int | None = None
+        self.exit_status: int | None = None
+        self.last_words = ""
+        self._last_value = getattr(sys, "last_value", None)
+        self._bottom = sys._current_frames().get(threading.main_thread().ident or 0)
+        while self._bottom is not None and self._bottom.f_back is not None:
+            self._bottom = self._bottom.f_back
+
+    def note_exit(self, status: Any) -> None:
+        """Note a call of `sys.exit`; the program may still catch the exception."""
+        stack = "".join(traceback.format_stack(sys._getframe(2)))
+        self.last_words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}".rstrip()
+        self.exit_status = status_of(status)
+
+    def status(self) -> int | None:
+        """Return the status; None where it is that of a SystemExit that `sys.exit` has not raised."""
+        if self.known_status is not None:
+            return self.known_status
+        error = getattr(sys, "last_value", None)  # set before any excepthook runs
+        if error is not None and error is not self._last_value:
+            return INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1
+        return self.exit_status if self._was_unwound() else 0
+
+    def _was_unwound(self) -> bool:
+        """Return whether the program was left by an exception: its last instruction was no return."""
+        import opcode  # here: only a program's end needs it
+
+        frame = self._bottom
+        if frame is None or frame.f_lasti < 0:
+            return True
+        return not opcode.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")
+
+
+def exit_that_notes(note: Callable[[Any], None], previous: Callable[[Any], object]) -> Callable[..., Any]:
+    """Return a `sys.exit` that first calls `note` with the status, in the main thread: Python tells nobody."""
 
     def leave(status: Any = None, /) -> NoReturn:
         """Exit the interpreter by raising SystemExit(status)."""
         if threading.current_thread() is threading.main_thread():
             note(status)
-        if previous is not None:
-            previous(status)
+        previous(status)
         raise SystemExit(status)
 
     return leave
 
 
 class ExitHooks:
-    """Reports uncaught exceptions, in any thread, and `sys.exit` to the code that ends the job.
+    """Reports uncaught exceptions, in any thread, and `sys.exit` to the code that ends the job, from now on.
 
     Args:
         ending: it.
@@ -77,78 +116,55 @@ class ExitHooks:
 
     def __init__(self, ending: Ending) -> None:
         self._ending = ending
-        self._before: list[tuple[Any, str, Any, Any]] = []
-        self._is_on = False
-
-    def install(self) -> None:
-        """Install the hooks, unless they are installed."""
-        if self._is_on:
-            return
         self._is_on = True
-        self._replace(sys, "excepthook", self._uncaught(sys.excepthook))
-        self._replace(threading, "excepthook", self._uncaught_in_thread(threading.excepthook))
-        self._replace(sys, "unraisablehook", self._ignored(sys.unraisablehook))
-        leave = exit_that_notes(self._note_exit)
-        self._replace(sys, "exit", leave)
-        for name in ("exit", "quit"):
-            if hasattr(builtins, name):
-                self._replace(builtins, name, leave)
+        self._uncaught_before = sys.excepthook
+        self._in_thread_before = threading.excepthook
+        self._ignored_before = sys.unraisablehook
+        leave = exit_that_notes(ending.program.note_exit, sys.exit)
+        ours: list[tuple[Any, str, Callable[..., Any]]] = [
+            (sys, "excepthook", self._uncaught),
+            (threading, "excepthook", self._uncaught_in_thread),
+            (sys, "unraisablehook", self._ignored),
+            *((place, name, leave) for place, name in EXITS if hasattr(place, name)),
+        ]
+        self._replaced = [(place, name, getattr(place, name), hook) for place, name, hook in ours]
+        for place, name, hook in ours:
+            setattr(place, name, hook)
 
     def remove(self) -> None:
         """Restore the hooks that were there before."""
         self._is_on = False
-        for place, name, before, ours in reversed(self._before):
-            if getattr(place, name, None) is ours:
+        for place, name, before, ours in self._replaced:
+            if getattr(place, name, None) == ours:
                 setattr(place, name, before)
-        self._before.clear()
-
-    def _replace(self, place: Any, name: str, ours: Any) -> None:
-        self._before.append((place, name, getattr(place, name), ours))
-        setattr(place, name, ours)
 
     def _is_ours(self) -> bool:
         return self._is_on and os.getpid() == self._ending.pid
 
-    def _uncaught(self, previous: Callable[..., Any]) -> Callable[..., Any]:
-        def uncaught(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            alone = hasattr(sys, "ps1") or not self._is_ours()
-            if alone or previous is not sys.__excepthook__:
-                previous(kind, error, trace)
-            if not alone:
-                self._ending.end_job(error, kind, trace, "")
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        alone = hasattr(sys, "ps1") or not self._is_ours()
+        if alone or self._uncaught_before is not sys.__excepthook__:
+            self._uncaught_before(kind, error, trace)
+        if not alone:
+            self._ending.end_job(error, kind, trace, "")
 
-        return uncaught
+    def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        if issubclass(args.exc_type, SystemExit):
+            return  # it ends only the thread, as always in Python
+        if args.exc_value is None or not self._is_ours():
+            self._in_thread_before(args)
+        else:
+            name = args.thread.name if args.thread is not None else "?"
+            self._ending.end_job(args.exc_value, args.exc_type, args.exc_traceback, f" in thread {name!r}")
 
-    def _uncaught_in_thread(self, previous: Callable[..., Any]) -> Callable[..., Any]:
-        def uncaught_in_thread(args: threading.ExceptHookArgs) -> None:
-            if issubclass(args.exc_type, SystemExit):
-                return  # it ends only the thread, as always in Python
-            if args.exc_value is None or not self._is_ours():
-                previous(args)
-            else:
-                name = args.thread.name if args.thread is not None else "?"
-                self._ending.end_job(args.exc_value, args.exc_type, args.exc_traceback, f" in thread {name!r}")
-
-        return uncaught_in_thread
-
-    def _ignored(self, previous: Callable[..., Any]) -> Callable[..., Any]:
+    def _ignored(self, args: sys.UnraisableHookArgs) -> None:
         """Make an exception in an atexit callback end the job: Python merely prints it, and ends with status 0."""
-
-        def ignored(args: sys.UnraisableHookArgs) -> None:
-            error, kind = args.exc_value, args.exc_type
-            code = status_of(error.code) if isinstance(error, SystemExit) else 1
-            at_the_end = "atexit callback" in (args.err_msg or "")
-            if not at_the_end or error is None or not code or not self._is_ours() or self._ending.mpi_is_over():
-                previous(args)
-                return
-            if previous is not sys.__unraisablehook__:
-                previous(args)
-            self._ending.end_job(error, kind, args.exc_traceback, " in an atexit callback", code)
-
-        return ignored
-
-    def _note_exit(self, status: Any) -> None:
-        if self._is_on:
-            stack = "".join(traceback.format_stack(sys._getframe(2)))
-            self._ending.last_words = f"sys.exit({status!r}) was called here (most recent call last):\n{stack}".rstrip()
-            self._ending.exit_status = status_of(status)
+        error, kind = args.exc_value, args.exc_type
+        code = status_of(error.code) if isinstance(error, SystemExit) else 1
+        is_at_the_end = "atexit callback" in (args.err_msg or "") and self._is_ours() and not self._ending.mpi_is_over()
+        if not is_at_the_end or error is None or not code:
+            self._ignored_before(args)
+            return
+        if self._ignored_before is not sys.__unraisablehook__:
+            self._ignored_before(args)
+        self._ending.end_job(error, kind, args.exc_traceback, " in an atexit callback", code)

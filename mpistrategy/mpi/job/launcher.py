@@ -1,7 +1,7 @@
 """Compares what the launcher says about this process with what MPI says; without a match, refuses to start.
 
 A launcher and an MPI that do not know each other start N programs of one rank each, which train N models and end with
-status 0.  Here each of them refuses to start.  Ranks that found each other compare their versions and their layout.
+status 0.  Here each of them refuses to start.
 
 Evidence is only what a launcher said to *this* process: a batch shell's SLURM_NTASKS speaks of tasks that are not
 started yet, and a child of a rank has the environment of its parent.
@@ -9,28 +9,15 @@ started yet, and a child of a rank has the environment of its parent.
 
 from __future__ import annotations
 
-import functools
 import os
 import re
 import sys
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 from mpistrategy.errors import LaunchError
-from mpistrategy.objects.later import later
 from mpistrategy.objects.text import encoded
 from mpistrategy.options import is_on
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.watchdog import run_directory
-    from mpistrategy.mpi.watchdog.local_process import stat_of
-    from mpistrategy.objects.shown import ranks_in_words
-else:
-    later(globals(), "mpistrategy.mpi.watchdog.run_directory")
-    later(globals(), "mpistrategy.mpi.watchdog.local_process", "stat_of")
-    later(globals(), "mpistrategy.objects.shown", "ranks_in_words")
 
 #: Set to 1 to start several programs of one rank each on purpose.
 ALONE = "MPISTRATEGY_ALONE"
@@ -74,30 +61,8 @@ class Claim:
     variables: tuple[str, ...]
 
 
-@dataclass(frozen=True)
-class Process:
-    """What is known about this process besides its environment.
-
-    Attributes:
-        world_size: how many ranks MPI says there are.
-        library: the MPI library; `mpistrategy.mpi.tuning.files.library_name`.
-        slurm_step: what Slurm's own process says that this one belongs to: ``"17.0"``, ``"17.batch"``; "" when unknown.
-        is_child_of_rank: given what a launcher said, whether it was said to a parent of this process that uses MPI.
-    """
-
-    world_size: int
-    library: str = ""
-    slurm_step: str = ""
-    is_child_of_rank: Callable[[Claim], bool] = lambda claim: False
-
-
-def claim_in(environment: Mapping[str, str], slurm_step: str = "") -> Claim | None:
-    """Return what the innermost launcher said; None where there was none, or it is not to be trusted.
-
-    Args:
-        environment: the variables of the process.
-        slurm_step: as in `Process`.
-    """
+def claim_in(environment: Mapping[str, str]) -> Claim | None:
+    """Return what the innermost launcher said; None where there was none, or it is not to be trusted."""
     said = [claim for place in _PLACES if (claim := _place(environment, *place)) is not None]
     job = _job_of_pmi(environment)
     if job:  # of `srun --mpi=pmi2`; sbatch hands on the variables of the step that it was called in
@@ -112,7 +77,7 @@ def claim_in(environment: Mapping[str, str], slurm_step: str = "") -> Claim | No
         ]
     if said:
         return min(said, key=lambda claim: claim.tasks)  # one inside the other: who says 1 may be the inner one
-    return batch or _place(environment, *_PLACE_ON_NODE) or _claim_of_srun(environment, slurm_step)
+    return batch or _place(environment, *_PLACE_ON_NODE) or _claim_of_srun(environment)
 
 
 def _place(environment: Mapping[str, str], launcher: str, size: str, rank: str) -> Claim | None:
@@ -120,12 +85,10 @@ def _place(environment: Mapping[str, str], launcher: str, size: str, rank: str) 
     return None if tasks is None or mine is None else Claim(launcher, tasks, mine, (size, rank))
 
 
-def _claim_of_srun(environment: Mapping[str, str], slurm_step: str) -> Claim | None:
+def _claim_of_srun(environment: Mapping[str, str]) -> Claim | None:
     step = _number(environment, "SLURM_STEP_ID")
     if step is None or step >= _FIRST_SPECIAL_STEP:
         return None
-    if slurm_step and not slurm_step.rpartition(".")[2].isdigit():
-        return None  # a batch script that was submitted from inside a step, whose variables it still has
     if "SLURM_PTY_PORT" in environment:
         return None  # an interactive shell, in which somebody types `python program.py`
     return _place(environment, _SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
@@ -142,26 +105,27 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     return int(text) if text.isascii() and text.isdigit() else None
 
 
-def refusal(environment: Mapping[str, str], process: Process, where: str = "MirroredStrategy") -> LaunchError | None:
+def refusal(
+    environment: Mapping[str, str], world_size: int, library: str = "", where: str = "MirroredStrategy"
+) -> LaunchError | None:
     """Return why this process must not go on; None when all is well.
 
     Args:
         environment: the variables of the process.
-        process: what else is known of it.
+        world_size: how many ranks MPI says there are.
+        library: the MPI library; `mpistrategy.mpi.tuning.files.library_name`.
         where: the public name that the error speaks of.
     """
-    if process.world_size > 1 or is_on(environment.get(ALONE, "")):
-        return None
-    claim = claim_in(environment, process.slurm_step)
-    if claim is None or claim.tasks <= 1 or process.is_child_of_rank(claim):
+    claim = claim_in(environment)
+    if world_size > 1 or is_on(environment.get(ALONE, "")) or claim is None or claim.tasks <= 1:
         return None
     said = ", ".join(f"{name}={environment[name]}" for name in claim.variables)
     return LaunchError.at(
         where,
-        found=f"an MPI ({process.library or 'unknown'}) that takes this process for the only one, while "
+        found=f"an MPI ({library or 'unknown'}) that takes this process for the only one, while "
         f"{claim.launcher} started it as rank {claim.rank} of {claim.tasks} ({said})",
         expected=f"an MPI with {claim.tasks} ranks",
-        fix=f"{cure(claim.launcher, process.library)} If {claim.tasks} separate programs of one rank each are meant, "
+        fix=f"{cure(claim.launcher, library)} If {claim.tasks} separate programs of one rank each are meant, "
         f"set {ALONE}=1.",
     )
 
@@ -206,10 +170,7 @@ def check_world(world_size: int, library: str, where: str = "MirroredStrategy") 
         library: the MPI library.
         where: the public name that the error speaks of.
     """
-    if world_size > 1:
-        return
-    process = Process(world_size, library, _slurm_step(os.environ), _is_child_of_rank)
-    error = refusal(os.environ, process, where)
+    error = refusal(os.environ, world_size, library, where)
     if error is not None:
         raise error
 
@@ -280,23 +241,10 @@ def _what_is_missing(error: BaseException) -> str:
     return f"no MPI library ({' '.join(' '.join(tried or [str(error)]).split())[:300]})"
 
 
-# ------------------------------------------------------------------------------------- who started this process
-
-
 def _read(process: int, what: str) -> bytes:
     """Return what the system shows of a process."""
     with open(f"/proc/{process}/{what}", "rb") as file:
         return file.read()
-
-
-def _parents(process: int) -> Iterator[int]:
-    """Yield the parent, its parent and so on, as far as they can be seen."""
-    while process > 1:
-        try:
-            process = int(stat_of(process)[1])
-        except OSError:
-            return
-        yield process
 
 
 def _is_child_of_rank(claim: Claim) -> bool:
@@ -306,130 +254,17 @@ def _is_child_of_rank(claim: Claim) -> bool:
     launcher that a rank has started may tell its ranks what that one was told.
     """
     told = {encoded(f"{name}={os.environ[name]}") for name in claim.variables}
-    for parent in _parents(os.getpid()):
-        try:
-            if not told <= set(_read(parent, "environ").split(b"\0")):
+    process = os.getpid()
+    try:
+        while (process := int(_read(process, "stat").rpartition(b")")[2].split()[1])) > 1:
+            if not told <= set(_read(process, "environ").split(b"\0")):
                 return False  # the launcher: what is above it does not matter
-            if _IS_LAUNCHER.match(_read(parent, "comm").decode(errors="replace")):
+            if _IS_LAUNCHER.match(_read(process, "comm").decode(errors="replace")):
                 return False
-            maps = _read(parent, "maps").decode(errors="replace")
-            is_python = "python" in os.readlink(f"/proc/{parent}/exe") or "libpython" in maps
-        except OSError:
-            return False
-        if is_python and re.search(r"/libmpi(ch)?(_[a-z]+)?\.so", maps):
-            return True
+            maps = _read(process, "maps").decode(errors="replace")
+            is_python = "python" in os.readlink(f"/proc/{process}/exe") or "libpython" in maps
+            if is_python and re.search(r"/libmpi(ch)?(_[a-z]+)?\.so", maps):
+                return True
+    except OSError:  # of another user, or none is shown here
+        pass
     return False
-
-
-def _slurm_step(environment: Mapping[str, str]) -> str:
-    """Return the step of the nearest slurmstepd above this process: ``"17.0"``, ``"17.batch"``; "" where none is."""
-    if "SLURM_STEP_ID" not in environment:
-        return ""
-    for parent in _parents(os.getpid()):
-        try:
-            line = _read(parent, "cmdline").decode(errors="replace")
-        except OSError:
-            return ""
-        found = re.match(r"slurmstepd: \[([\w.+]+)\]", line)
-        if found:
-            return found[1]
-    return ""
-
-
-# ------------------------------------------------------------------------------------- do the ranks fit together
-
-
-@dataclass(frozen=True)
-class Introduction:
-    """What a rank says when it meets the others.
-
-    Attributes:
-        mpistrategy: the version of this package.
-        python: the version of Python: major and minor.
-        size: how many ranks there are, as far as this one knows.
-        leader: the first rank on its node.
-        local_size: how many ranks its node has.
-        cores: the cores that it may use.
-        directory: where the job's records would go, if this rank is the first.
-    """
-
-    mpistrategy: str
-    python: str
-    size: int
-    leader: int
-    local_size: int
-    cores: tuple[int, ...]
-    directory: str = ""
-
-    @classmethod
-    def of_this_rank(cls, rank: int, size: int, leader: int, local_size: int, cores: Sequence[int]) -> Introduction:
-        """Return what this rank says."""
-        directory = run_directory.new_path() if rank == 0 else ""
-        return cls(version(), python_version(), size, leader, local_size, tuple(cores), directory)
-
-    def text(self) -> str:
-        """Return it as a text for the others."""
-        import json  # here, for the quick import
-
-        return json.dumps(asdict(self))
-
-
-@functools.cache
-def version() -> str:
-    """Return the version of this package."""
-    return str(sys.modules[__name__.partition(".")[0]].__version__)
-
-
-def python_version() -> str:
-    """Return the version of Python: major and minor."""
-    return f"{sys.version_info.major}.{sys.version_info.minor}"
-
-
-def introductions(texts: Sequence[str], where: str = "MirroredStrategy") -> list[Introduction]:
-    """Return what all ranks said.
-
-    Args:
-        texts: `Introduction.text` of every rank, in rank order.
-        where: the public name that the error speaks of.
-
-    Raises:
-        LaunchError: when the ranks run different versions, or do not agree on who is where.  On every rank alike.
-    """
-    import json  # here, for the quick import
-
-    told = [json.loads(text) for text in texts]
-    for key, what, fix in _MUST_BE_EQUAL:
-        _compare([str(each.get(key, "?")) for each in told], what, fix, where)
-    ranks = [Introduction(**{**each, "cores": tuple(each["cores"])}) for each in told]
-    _compare([str(each.size) for each in ranks], "numbers of ranks", _ANOTHER_START, where)
-    leaders = [each.leader for each in ranks]
-    sizes = Counter(leaders)
-    for rank, each in enumerate(ranks):
-        on_node = sizes[each.leader]
-        is_led = each.leader <= rank and leaders[each.leader] == each.leader
-        if each.size != len(ranks) or each.local_size != on_node or not is_led:
-            raise LaunchError.at(
-                where,
-                found=f"rank {rank} counting {each.local_size} ranks on the node of rank {each.leader} and {each.size} "
-                f"in all, where {on_node} and {len(ranks)} say so",
-                expected="ranks that agree on who is on which node",
-                fix=_ANOTHER_START,
-            )
-    return ranks
-
-
-_ANOTHER_START = "Start the job anew, all ranks with one launcher and one MPI."
-_MUST_BE_EQUAL = (
-    ("mpistrategy", "versions of mpistrategy", "Give all nodes one environment: the same venv, container or module."),
-    ("python", "versions of Python", "Give all nodes one environment: the same venv, container or module."),
-)
-
-
-def _compare(values: Sequence[str], what: str, fix: str, where: str) -> None:
-    if len(set(values)) <= 1:
-        return
-    ranks: dict[str, list[int]] = {}
-    for rank, value in enumerate(values):
-        ranks.setdefault(value, []).append(rank)
-    shown = "; ".join(f"{value} on {ranks_in_words(members)}" for value, members in ranks.items())
-    raise LaunchError.at(where, found=f"different {what}: {shown}", expected="the same on all ranks", fix=fix)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 import zlib
 from collections.abc import Iterator, Sequence
@@ -118,20 +117,10 @@ def watch_waiting(
     _watch(comm, Group(guard, StatusBoard(memory), node_of[comm.rank], nodes, directory, _identity(path)))
 
 
-def _seen_here(ranks: Sequence[int]) -> str:
-    """Return what Linux shows of some ranks of this node, as after `kill -STOP`, in words; "" for nothing."""
-    from mpistrategy.mpi.job import absent_ranks  # here, since only an alarm needs it
-
-    claim = launcher.claim_in(os.environ)
-    found = {} if claim is None else absent_ranks.ranks_beside(os.getpid(), *claim.variables)
-    return absent_ranks.in_words({rank: found[rank] for rank in ranks if rank in found})
-
-
 def _watch(comm: MPI.Intracomm, group: Group) -> None:
     world = MPI.COMM_WORLD
     group.guard.timeout = timeouts.expected()
     group.ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
-    group.seen_here = _seen_here
     # Hydra, MPICH's and Intel MPI's launcher, takes the status of any rank that it has to kill for that of the job.
     by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
     watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(group)

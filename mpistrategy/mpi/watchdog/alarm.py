@@ -146,11 +146,10 @@ def _report(widest: Group, statuses: Sequence[RankStatus], title: str) -> None:
     """Print the roll call, and write it to the run directory with the records of this node."""
     unknown = _unknown(widest, statuses)
     of_records = "Each rank's stacks and its last collectives"
-    seen = in_time(lambda: widest.seen_here(unknown), "") if unknown else ""
 
     def text(where: str) -> str:
         contained = widest.guard.contains_errors
-        return roll_call(statuses, unknown, len(widest.ranks), where, contained=contained, seen=seen)
+        return roll_call(statuses, unknown, len(widest.ranks), where, contained=contained)
 
     told = text(f"{of_records}: {widest.directory.path}/*.json")
     if not _written(widest, statuses, told):

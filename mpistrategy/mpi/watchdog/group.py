@@ -12,7 +12,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, in_words
@@ -55,7 +55,6 @@ class Group:
 
     Attributes:
         ranks: the numbers in the job of all ranks, in the order of the communicator.
-        seen_here: returns what this node shows of ranks that no strategy connects yet, in words; "" for nothing.
         others: what other nodes have said of their ranks after an alarm.
     """
 
@@ -73,7 +72,6 @@ class Group:
         self.guard = guard
         self.board = board
         self.ranks: Sequence[int] = ()
-        self.seen_here: Callable[[Sequence[int]], str] = lambda ranks: ""
         self.node = node
         self.nodes = nodes
         self.directory = directory

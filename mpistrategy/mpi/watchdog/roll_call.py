@@ -19,8 +19,8 @@ FAILED = ", which has failed: "
 
 _MOST_ROWS = 64
 _UNKNOWN = (
-    "its node does not answer, or no strategy connects it yet (where only some ranks make one: "
-    "MirroredStrategy(communicator=...))"
+    "its node does not answer, no strategy connects it yet (where only some ranks make one: "
+    "MirroredStrategy(communicator=...)), or it is stopped (ps on its node: state T)"
 )
 #: The class of a late collective in ``error-RANK.json``.
 TIMEOUT = "timeout"
@@ -120,7 +120,6 @@ def roll_call(
     records: str,
     *,
     contained: bool = False,
-    seen: str = "",
 ) -> str:
     """Return the roll call as text.
 
@@ -130,7 +129,6 @@ def roll_call(
         size: how many ranks the job has.
         records: where the records and the stacks are, in words.
         contained: whether the job goes on, and the ranks that wait raise.
-        seen: what this node shows of the unknown ranks, in words; "" for nothing.
     """
     statuses = sorted(statuses, key=lambda status: status.rank)
     late = max(statuses, key=lambda status: status.waited - status.limit)
@@ -152,8 +150,7 @@ def roll_call(
     if len(statuses) > _MOST_ROWS:
         lines.append(f"  and {len(statuses) - _MOST_ROWS} more ranks that wait")
     if unknown:
-        reason = f"on this node {seen}" if seen else _UNKNOWN
-        lines.append(f"  nothing is known of {ranks_in_words(unknown)}: {reason}")
+        lines.append(f"  nothing is known of {ranks_in_words(unknown)}: {_UNKNOWN}")
     if missing:
         lines.append(f"{len(waiting)} of {size} ranks wait{absent_in_words(missing, _silent(statuses))}.")
     else:

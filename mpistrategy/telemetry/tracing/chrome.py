@@ -10,7 +10,7 @@ from typing import IO, Any
 
 from mpistrategy import own_files
 from mpistrategy.errors import TraceError
-from mpistrategy.mpi.job.launcher import version
+from mpistrategy.mpi.job.introductions import version
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.telemetry.tracing.recordings import Interval
 from mpistrategy.telemetry.tracing.timeline import Timeline

@@ -20,8 +20,9 @@ from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.job import launcher as launches
-from mpistrategy.mpi.job.launcher import Introduction, Process, introductions, refusal
+from mpistrategy.mpi.job import introductions as meeting
+from mpistrategy.mpi.job.introductions import Introduction, introductions
+from mpistrategy.mpi.job.launcher import ALONE, refusal
 
 Launch = Callable[..., launching.Finished]
 
@@ -121,51 +122,42 @@ BROKEN = {
     ),
 }
 INTERACTIVE, BATCH_STEP = str(0xFFFFFFFA), str(0xFFFFFFFB)  # what Slurm calls them
-ONE = Process(1, MPICH)
-CHILD = Process(1, MPICH, is_child_of_rank=lambda claim: True)
+#: The environment, and how many ranks MPI says there are.
 VALID = {
-    "python on a laptop": ({}, ONE),
-    "python in an sbatch script": (BATCH, ONE),
-    "python in an sbatch script, numbered": (BATCH | {"SLURM_STEP_ID": BATCH_STEP, "SLURM_STEP_NUM_TASKS": "4"}, ONE),
-    "python in a shell of salloc": ({"SLURM_JOB_ID": "6", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4"}, ONE),
-    "python in a shell of salloc on a node": (STEP | {"SLURM_STEP_ID": INTERACTIVE}, ONE),
-    "python in a shell of srun --pty": (STEP | {"SLURM_PTY_PORT": "44449", "SLURM_PROCID": "0"}, ONE),
-    "a job array's task": (BATCH | {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "9"}, ONE),
-    "sbatch from inside a step": (STEP, Process(1, MPICH, slurm_step="6.batch")),
-    "sbatch from inside a step with PMI": (
-        STEP | {"PMI_JOBID": "5.0", "PMI_RANK": "0", "PMI_SIZE": "4"},
-        Process(1, MPICH, slurm_step="6.batch"),
-    ),
+    "python on a laptop": ({}, 1),
+    "python in an sbatch script": (BATCH, 1),
+    "python in an sbatch script, numbered": (BATCH | {"SLURM_STEP_ID": BATCH_STEP, "SLURM_STEP_NUM_TASKS": "4"}, 1),
+    "python in a shell of salloc": ({"SLURM_JOB_ID": "6", "SLURM_NTASKS": "4", "SLURM_NPROCS": "4"}, 1),
+    "python in a shell of salloc on a node": (STEP | {"SLURM_STEP_ID": INTERACTIVE}, 1),
+    "python in a shell of srun --pty": (STEP | {"SLURM_PTY_PORT": "44449", "SLURM_PROCID": "0"}, 1),
+    "a job array's task": (BATCH | {"SLURM_ARRAY_TASK_ID": "7", "SLURM_ARRAY_TASK_COUNT": "9"}, 1),
+    "sbatch from inside a step with PMI": (BATCH | {"PMI_JOBID": "5.0", "PMI_RANK": "0", "PMI_SIZE": "4"}, 1),
     "mpirun -n 2 inside a larger allocation": (
         STEP | {"PMI_RANK": "1", "PMI_SIZE": "2", "SLURM_STEP_NUM_TASKS": "1"},
-        Process(2, MPICH),
+        2,
     ),
     "mpirun -n 1 whose daemons srun started": (
         STEP | {"OMPI_COMM_WORLD_SIZE": "1", "OMPI_COMM_WORLD_RANK": "0", "PMIX_RANK": "0"},
-        Process(1, OPEN_MPI),
+        1,
     ),
-    "mpiexec -n 1": ({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}, ONE),
-    "mpiexec -n 1 in a rank": (OMPI | {"PMI_RANK": "0", "PMI_SIZE": "1"}, ONE),
-    "srun -n 1": (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, ONE),
-    "srun -n 4": (STEP | {"PMI_RANK": "2", "PMI_SIZE": "4"}, Process(4, MPICH)),
-    "jsrun -n 1": (JSRUN | {"JSM_NAMESPACE_SIZE": "1", "JSM_NAMESPACE_RANK": "0"}, ONE),
-    "python in a batch script of LSF": ({"LSB_JOBID": "9", "LSB_DJOB_NUMPROC": "4", "LSB_MCPU_HOSTS": "a 2 b 2"}, ONE),
-    "flux run -n 4": (FLUX, Process(4, MPICH)),
-    "python in a shell of flux alloc": ({"FLUX_URI": "local:///tmp/flux/local-0", "FLUX_ENCLOSING_ID": "f23"}, ONE),
-    "mpiexec -n 1 in a rank of flux run": (FLUX | {"PMI_SIZE": "1", "PMI_RANK": "0"}, ONE),
-    "a child of a rank of flux run": (FLUX, CHILD),
-    "a child of a rank of Hydra's": (HYDRA, CHILD),
-    "a child of a rank of mpirun's": (OMPI, replace(CHILD, library=OPEN_MPI)),
-    "a child of a rank of srun's": (STEP, CHILD),
-    "single programs on purpose": (STEP | {"MPISTRATEGY_ALONE": "1"}, ONE),
-    "numbers that are none": ({"PMI_SIZE": "many", "PMI_RANK": "0", "SLURM_STEP_ID": "batch"}, ONE),
+    "mpiexec -n 1": ({"PMI_RANK": "0", "PMI_SIZE": "1", "MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}, 1),
+    "mpiexec -n 1 in a rank": (OMPI | {"PMI_RANK": "0", "PMI_SIZE": "1"}, 1),
+    "srun -n 1": (STEP | {"SLURM_STEP_NUM_TASKS": "1", "SLURM_PROCID": "0"}, 1),
+    "srun -n 4": (STEP | {"PMI_RANK": "2", "PMI_SIZE": "4"}, 4),
+    "jsrun -n 1": (JSRUN | {"JSM_NAMESPACE_SIZE": "1", "JSM_NAMESPACE_RANK": "0"}, 1),
+    "python in a batch script of LSF": ({"LSB_JOBID": "9", "LSB_DJOB_NUMPROC": "4", "LSB_MCPU_HOSTS": "a 2 b 2"}, 1),
+    "flux run -n 4": (FLUX, 4),
+    "python in a shell of flux alloc": ({"FLUX_URI": "local:///tmp/flux/local-0", "FLUX_ENCLOSING_ID": "f23"}, 1),
+    "mpiexec -n 1 in a rank of flux run": (FLUX | {"PMI_SIZE": "1", "PMI_RANK": "0"}, 1),
+    "single programs on purpose": (STEP | {ALONE: "1"}, 1),
+    "numbers that are none": ({"PMI_SIZE": "many", "PMI_RANK": "0", "SLURM_STEP_ID": "batch"}, 1),
 }
 
 
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_launch_is_refused(name: str) -> None:
     environment, library, rank, launcher, cure = BROKEN[name]
-    error = refusal(environment, Process(1, library))
+    error = refusal(environment, 1, library)
     assert isinstance(error, LaunchError)
     text = str(error)
     tasks = 2 if "only of its node" in name else 4
@@ -173,14 +165,14 @@ def test_a_broken_launch_is_refused(name: str) -> None:
     assert launcher in text
     assert cure in text
     assert "MPISTRATEGY_ALONE=1" in text
-    assert refusal(environment | {"MPISTRATEGY_ALONE": "1"}, Process(1, library)) is None
-    assert refusal(environment, Process(4, library)) is None, "MPI sees them all"
+    assert refusal(environment | {ALONE: "1"}, 1, library) is None
+    assert refusal(environment, 4, library) is None, "MPI sees them all"
 
 
 @pytest.mark.parametrize("name", VALID)
 def test_a_valid_launch_is_not_refused(name: str) -> None:
-    environment, process = VALID[name]
-    assert refusal(environment, process) is None
+    environment, size = VALID[name]
+    assert refusal(environment, size, MPICH) is None
 
 
 # ------------------------------------------------------------------------------------- real launches
@@ -225,30 +217,9 @@ def test_what_srun_starts_without_pmi_does_not_run(launch: Launch, tmp_path: Pat
 
 
 @pytest.mark.each_mpi
-@pytest.mark.parametrize("told", [BATCH, STEP | {"SLURM_PTY_PORT": "1"}, STEP | {launches.ALONE: "1"}])
+@pytest.mark.parametrize("told", [BATCH, STEP | {"SLURM_PTY_PORT": "1"}, STEP | {ALONE: "1"}])
 def test_what_runs_alone_in_an_allocation_runs(launch: Launch, tmp_path: Path, told: dict[str, str]) -> None:
     assert alone(tmp_path, told=told).check().stdout == "replicas: 1\n"
-
-
-#: A rank starts a program of one rank of its own, for which it takes away what leads to the launcher.
-PARENT = """
-import os, subprocess, sys
-from mpi4py import MPI
-if MPI.COMM_WORLD.rank == 1:
-    ways = ("PMI_FD", "HYDI_CONTROL_FD", "PMIX_NAMESPACE", "PMIX_SERVER_")
-    told = {k: v for k, v in os.environ.items() if not k.startswith(ways)}
-    assert {"PMI_SIZE", "OMPI_COMM_WORLD_SIZE"} & set(told)
-    command = [sys.executable, "-W", "ignore", os.environ["CHILD"]]
-    print(subprocess.run(command, env=told, timeout=20, capture_output=True, text=True), flush=True)
-MPI.COMM_WORLD.Barrier()
-"""
-
-
-@pytest.mark.each_mpi
-def test_a_child_of_a_rank_runs_alone(launch: Launch, tmp_path: Path) -> None:
-    child = launching.program(PROGRAM, tmp_path)
-    job = launch(2, PARENT, env={"CHILD": str(child)}, timeout=30).check()
-    assert "returncode=0, stdout='replicas: 1\\n'" in job.stdout, job
 
 
 def _mpiexec_of_another_mpi() -> str | None:
@@ -339,9 +310,9 @@ def test_different_versions_are_refused_on_every_rank(
 ) -> None:
     if RANK == SIZE - 1:
         if what == "mpistrategy":
-            monkeypatch.setattr(launches, "version", lambda: "9.9")
+            monkeypatch.setattr(meeting, "version", lambda: "9.9")
         else:
-            monkeypatch.setattr(launches, "python_version", lambda: "9.9")
+            monkeypatch.setattr(meeting, "python_version", lambda: "9.9")
     for outcome in outcomes(ms.MirroredStrategy):
         assert outcome.error is LaunchError, outcome
         assert f"different versions of {what}: " in outcome.text

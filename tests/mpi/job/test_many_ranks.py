@@ -12,7 +12,7 @@ from pretended import creation_seconds
 from mpistrategy import context
 from mpistrategy.mpi.gpu import binding
 from mpistrategy.mpi.gpu.inventory import Sight
-from mpistrategy.mpi.job.launcher import Introduction, introductions
+from mpistrategy.mpi.job.introductions import Introduction, introductions
 from mpistrategy.mpi.tuning.files import Machine
 
 pytestmark = pytest.mark.one_rank

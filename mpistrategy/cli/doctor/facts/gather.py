@@ -20,7 +20,7 @@ from mpistrategy.cli.doctor.facts.c_libraries import blas_threads, kind_of, pair
 from mpistrategy.cli.doctor.facts.facts import Facts
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import loaded_mpi
-from mpistrategy.mpi.job import launcher
+from mpistrategy.mpi.job import introductions, launcher
 from mpistrategy.mpi.shared_memory.memory_limits import file_system
 from mpistrategy.mpi.shared_memory.segments import room
 from mpistrategy.mpi.shared_memory.spin_wait import cores
@@ -70,7 +70,7 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
     return Facts(
         host=os.uname().nodename,
         python=".".join(map(str, sys.version_info[:3])),
-        mpistrategy=launcher.version(),
+        mpistrategy=introductions.version(),
         numpy=numpy.__version__,
         launcher=claim.launcher if claim else "",
         tasks=claim.tasks if claim else 0,
