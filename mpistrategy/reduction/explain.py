@@ -65,8 +65,6 @@ def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOpt
         total = f"{sum(amount for amount, _ in each.copies):.3g}"
         copied = f"{total} {'copy' if total == '1' else 'copies'}: {', '.join(text for _, text in each.copies)}"
         yield f"    {copied if each.copies else 'no copies'}"
-        if each.note:
-            yield f"    {each.note}"
     yield from (f"  {line}" for line in others)
     yield f"  thresholds: {ranks.thresholds.source}"
 

@@ -68,14 +68,12 @@ class Description:
         packs: the packs.
         way: how they travel, and where they are combined.
         copies: what is copied on this rank.
-        note: what else there is to say.
         in_arena: how many arrays of an arena are in them, each of which is a bucket; 0 for other packs.
     """
 
     packs: Sequence[Pack]
     way: str
     copies: Copies
-    note: str = ""
     in_arena: int = 0
 
 

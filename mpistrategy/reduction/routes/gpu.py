@@ -19,13 +19,13 @@ from mpistrategy.arrays.dtypes import divide_by, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for, is_cupy, is_of_cuda_malloc
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, communication_memory, device_paths
+from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
-from mpistrategy.reduction.routes.gpu_copy import fill, spread
+from mpistrategy.reduction.routes.gpu_copy import fill
 from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation
 
 _PATHS = {
@@ -63,7 +63,6 @@ class _Bucket:
         memory: of the pack's dtype: new and flat, or the result that the caller has given.
         is_given: whether it is the latter.
         waiting: the array that is copied there when it is sent: until then it holds the result before.
-        outs: contiguous arrays that the results of a pack of several are copied to; None for views of `memory`.
         wide: what travels in its place, in another dtype; None where it travels itself.
         quotient: memory for a mean of integers; None for what is divided where it is.
         spare: memory that a path may need beside: taken before the ranks agree, and given back when they do.
@@ -73,7 +72,6 @@ class _Bucket:
     memory: DeviceArray
     is_given: bool
     waiting: DeviceArray | None
-    outs: list[DeviceArray] | None = None
     wide: DeviceArray | None = None
     quotient: DeviceArray | None = None
     spare: DeviceArray | None = None
@@ -89,8 +87,8 @@ class GpuRoute:
         word: which path is asked for; see `mpistrategy.options.path_word`.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
         operation: who combines them, and who gets the results.
-        targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own,
-            for arrays that travel one by one, and contiguous memory for arrays that are packed.
+        targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own.
+            Only arrays that travel one by one have one.
     """
 
     def __init__(
@@ -137,9 +135,6 @@ class GpuRoute:
         if given is None:
             fill(pack, arrays, memory)
             bucket.waiting = None
-        if lone is None and targets is not None:
-            outs = [out for each in pack.members if (out := targets[each.index]) is not None]
-            bucket.outs = outs if len(outs) == len(pack.members) else None
         if dtype != pack.dtype:
             bucket.wide, bucket.waiting = take(dtype), None
             source: DeviceArray = memory if given is None else lone
@@ -182,11 +177,7 @@ class GpuRoute:
         results: list[Any] = [None] * sum(len(pack.members) for pack in self.packs)
         for each in memory:
             members = each.pack.members
-            if each.outs is not None:
-                spread(each.pack, each.memory, each.outs)
-                views = each.outs
-            else:
-                views = [each.memory] if each.is_given else _views(members, each.memory, each.quotient)
+            views = [each.memory] if each.is_given else _views(members, each.memory, each.quotient)
             for member, view in zip(members, views, strict=True):
                 results[member.index] = view
         return results
@@ -203,9 +194,7 @@ class GpuRoute:
             elif target is not None:
                 copies = () if target is arrays[first] else ((1, "all into the result"),)
             groups.setdefault((pack.dtype, copies), []).append(pack)
-        path = device_paths(ranks).known.get(self._word)
-        later = "" if path is None else f"all_reduce_async: on a stream of its own{_finished_by(ranks, path.name)}"
-        return [Description(packs, self._way(ranks, dtype), copies, later) for (dtype, copies), packs in groups.items()]
+        return [Description(packs, self._way(ranks, dtype), copies) for (dtype, copies), packs in groups.items()]
 
     def _way(self, ranks: Communicator, dtype: np.dtype[Any]) -> str:
         paths, path = device_paths(ranks), device_paths(ranks).known.get(self._word)
@@ -216,15 +205,6 @@ class GpuRoute:
         if why and path.name != "staged":
             how = f"{_PATHS['staged']}, since {why}"
         return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"
-
-
-def _finished_by(ranks: Any, path_name: str) -> str:
-    """Return who does the host's part of an all-reduce that goes on while the program computes."""
-    if path_name in ON_THE_STREAM:
-        return ""
-    if ranks.may_use_threads:
-        return "; a thread of this rank does what the host must do"
-    return "; wait() does what the host must do: MPI has no MPI_THREAD_MULTIPLE"
 
 
 def _views(members: Sequence[Member], sums: DeviceArray, quotients: DeviceArray | None) -> list[DeviceArray]:

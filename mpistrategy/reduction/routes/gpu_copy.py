@@ -45,15 +45,6 @@ def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None
             bucket[each] = array.ravel()
 
 
-def spread(pack: Pack, bucket: DeviceArray, targets: Sequence[DeviceArray]) -> None:
-    """Copy a bucket into as many contiguous arrays as are packed in it; see `fill`."""
-    places = pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)
-    to_where = np.array([each.data.ptr for each in targets], np.uint64)
-    if not _launched(places, to_where, [each.nbytes for each in targets]):
-        for each, target in zip(pack.slices, targets, strict=True):
-            target[...] = bucket[each].reshape(target.shape)
-
-
 def _copied(sources: Sequence[DeviceArray], places: Array) -> bool:
     """Copy each source to a contiguous place, on the current stream of the current device.
 
@@ -74,17 +65,12 @@ def _copied(sources: Sequence[DeviceArray], places: Array) -> bool:
             stream = cupy.cuda.get_current_stream()
             cupy.cuda.runtime.memcpyAsync(int(places[0]), source.data.ptr, source.nbytes, _ON_DEVICE, stream.ptr)
         return True
-    from_where = np.array([each.data.ptr for each in sources], np.uint64)
-    return _launched(from_where, places, [each.nbytes for each in sources])
-
-
-def _launched(sources: Array, targets: Array, sizes: Sequence[int]) -> bool:
-    """Copy so many bytes from each address to another; return False, without doing it, where there is no kernel."""
-    function = kernel(cupy_for("arrays in GPU memory")) if sizes else None
+    function = kernel(cupy) if sources else None
     if function is None:
-        return not sizes
-    for launch in launches(tuple(sizes)):
-        argument = launch.argument(sources, targets)
+        return not sources
+    from_where = np.array([each.data.ptr for each in sources], np.uint64)
+    for launch in launches(tuple([each.nbytes for each in sources])):
+        argument = launch.argument(from_where, places)
         function((launch.blocks,), (THREADS,), (argument, np.int32(launch.count)))
     return True
 
