@@ -20,7 +20,6 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_given, is_plain_array
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Transfer
@@ -28,9 +27,6 @@ from mpistrategy.reduction.plans import NestPlan
 from mpistrategy.reduction.reducer import General
 from mpistrategy.reduction.routes.base import CallPlan, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxArrays
-
-#: Arrays that are smaller share a message.
-_SMALL_BYTES = 64 * 2**10
 
 
 def broadcast(
@@ -73,18 +69,10 @@ def broadcast(
         check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
         on_device.prepare(communicator, placed, call.where)
         memory, copies = on_device.packed(placed)
-    words: dict[str, Any] = {"op": f"from rank {root}", "values": layouts, "destination": destination}
-    room = way.bring(on_host)
-    if call.agree("broadcast", **words):
-        _structure_of(communicator, describe, root)
-        call.expect_more()
-        room = way.bring(on_host)
-        call.agree("broadcast", **words)
-    found = way.run(on_host, room)
+    found = way.sent(call, on_host, signature_of(call, root, layouts, destination), describe)
     if placed:
         read = event_of_reads(given)
         on_device.bcast(communicator, memory, root)
-    if placed:
         communicator.guard.wait_for_gpu(read)
     results = [copies.pop(0) if is_on_device(array) else found.pop(0) for array in arrays]
     return [like_given(result, value) for result, value in zip(results, given, strict=True)]
@@ -109,24 +97,49 @@ class FromRoot(Transfer):
         if boxes is not None and MailboxArrays.has_room(boxes, layouts, 2):
             self._in_mailboxes = MailboxArrays(boxes, layouts)
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> tuple[list[Array], list[Array]]:
-        """Copy the root's arrays, before the ranks agree on the call; return what is sent, and the results in it."""
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Copy the root's arrays, before the ranks agree on the call; return memory for the results."""
         if self._in_mailboxes is None:
-            return _packed(arrays)
+            return [np.array(array, order="C", copy=True) for array in arrays]
         if self._communicator.rank == self._root:
             self._in_mailboxes.put(arrays)
-        return [], [np.empty(shape, dtype) for dtype, shape in self.layouts]
+        return [np.empty(shape, dtype) for dtype, shape in self.layouts]
 
-    def run(self, arrays: Sequence[Array], memory: tuple[list[Array], list[Array]]) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: list[Array]) -> list[Array]:
         """Return the root's arrays, after that."""
-        messages, results = memory
         if self._in_mailboxes is None:
-            for message in messages:
-                self._communicator.bcast(message, self._root)
+            for result in memory:
+                self._communicator.bcast(result, self._root)
         else:
-            for result, array in zip(results, self._in_mailboxes.seen()[self._root], strict=True):
+            for result, array in zip(memory, self._in_mailboxes.seen()[self._root], strict=True):
                 result[...] = array
-        return results
+        return memory
+
+    def sent(
+        self,
+        call: Call,
+        arrays: Sequence[Array],
+        signature: Signature,
+        describe: Callable[[], str] | None,
+        digest: int | None = None,
+    ) -> list[Array]:
+        """Return the root's arrays, once all ranks make the same call; `describe` is that of `broadcast`."""
+        memory = self.bring(arrays)
+        if call.agree_on(signature, digest):
+            _structure_of(self._communicator, describe, self._root)
+            call.expect_more()
+            memory = self.bring(arrays)
+            call.agree_on(signature, digest)
+        return self.run(arrays, memory)
+
+
+def signature_of(
+    call: Call, root: int, layouts: tuple[tuple[str, tuple[int, ...]], ...], destination: str = ""
+) -> Signature:
+    """Return what the ranks compare before a broadcast."""
+    return Signature(
+        "broadcast", f"from rank {root}", call.structure, layouts, destination, "", call.name, call.where, call.place
+    )
 
 
 class Broadcast(General):
@@ -158,10 +171,8 @@ class Broadcast(General):
         ranks, layouts, kinds = self.reducer.communicator, layouts_of(arrays), {*map(type, leaves)}
         root = checked_root(self.argument, ranks.size, call.where)
         values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-        signature = Signature(
-            *("broadcast", f"from rank {root}", where.text, values, "", "", call.name, call.where, call.place)
-        )
-        transfer = FromRoot(ranks, layouts, root)
+        call.structure = where.text
+        signature, transfer = signature_of(call, root, values), FromRoot(ranks, layouts, root)
         made = _BroadcastPlan(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=None)
         made.description = description(value, call.where)
         return made
@@ -170,20 +181,13 @@ class Broadcast(General):
 class _BroadcastPlan(NestPlan):
     """The plan of broadcasts, which may have to tell ranks that give None what the others have."""
 
-    otherwise: Broadcast
+    _transfer: FromRoot
     #: What these ranks are told.
     description: str = ""
 
     def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
         call.structure = self._signature.structure
-        memory = self._transfer.bring(arrays)
-        if call.agree_on(self._signature, self._digest):
-            reducer, root = self.otherwise.reducer, self.otherwise.argument
-            _structure_of(reducer.communicator, lambda: self.description, root)
-            call.expect_more()
-            memory = self._transfer.bring(arrays)
-            call.agree_on(self._signature, self._digest)
-        return self._transfer.run(arrays, memory)
+        return self._transfer.sent(call, arrays, self._signature, lambda: self.description, self._digest)
 
 
 def asked_of(root: int, communicator: Communicator, call: Call) -> Any:
@@ -274,20 +278,3 @@ def checked_root(root: Any, size: int, where: str) -> int:
     if not 0 <= root < size:
         raise OptionError.at(where, found=f"root={root}", expected=expected)
     return int(root)
-
-
-def _packed(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-    """Return buffers to send, the small arrays in one, with copies of the arrays; and the copies, in their order."""
-    small = [array for array in arrays if array.nbytes < _SMALL_BYTES]
-    together = np.empty(sum(aligned(array.nbytes) for array in small), np.uint8)
-    messages, results, start = [], [], 0
-    for array in arrays:
-        if array.nbytes < _SMALL_BYTES and len(small) > 1:
-            copy: Array = np.ndarray(array.shape, array.dtype, together.data, start)
-            start += aligned(array.nbytes)
-            copy[...] = array
-        else:
-            copy = np.array(array, order="C", copy=True)
-            messages.append(copy)
-        results.append(copy)
-    return [*messages, together] if start else messages, results

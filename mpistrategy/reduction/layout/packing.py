@@ -75,11 +75,6 @@ class Pack:
         return filled
 
     @cached_property
-    def slices(self) -> list[slice]:
-        """Where the arrays are."""
-        return [slice(m.start, m.stop) for m in self.members]
-
-    @cached_property
     def starts(self) -> Array:
         """Where the arrays begin; as addresses are, uint64."""
         return np.array([m.start for m in self.members], np.uint64)
