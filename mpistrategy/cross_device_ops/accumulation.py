@@ -14,7 +14,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped
+from mpistrategy.reduction.routes.base import Description, Targets, copies_of
 from mpistrategy.reduction.routes.communicator import described
 
 
@@ -79,7 +79,7 @@ class AccumulationRoute:
         return results
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return [described(ranks, *group) for group in grouped(self.packs, ["root"] * len(self.packs), arrays)]
+        return [described(ranks, "root", pack, copies_of(pack, arrays)) for pack in self.packs if pack.size]
 
     def _accumulate(self, copies: Sequence[Array], dtype: np.dtype[Any], target: Array, where: str) -> None:
         """Write what the function makes of all ranks' copies, which it gets in `dtype`, into `target`."""

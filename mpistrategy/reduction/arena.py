@@ -335,7 +335,7 @@ class Arena(ArenaBase, Generic[T]):
         """Return what `all_reduce` would do, for `Strategy.explain`."""
         route = self._route(op, self._path(reducer, options), options.wire, self._in_place)
         return [
-            replace(each, in_arena=sum(len(self._packs[pack.members[0].index].members) for pack in each.packs))
+            replace(each, in_arena=len(self._packs[each.pack.members[0].index].members))
             for each in route.describe(self._communicator, self._mine)
         ]
 

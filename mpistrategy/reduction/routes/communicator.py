@@ -17,7 +17,7 @@ from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped
+from mpistrategy.reduction.routes.base import Copies, Description, Targets, copies_of
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
@@ -131,8 +131,9 @@ class CommunicatorRoute:
             for name, pack in zip(self._names, self.packs, strict=True)
         ]
         return [
-            described(ranks, *group, wire=self._dtype_between_nodes(group[1][0].dtype))
-            for group in grouped(self.packs, names, arrays)
+            described(ranks, name, pack, copies_of(pack, arrays), wire=self._dtype_between_nodes(pack.dtype))
+            for name, pack in zip(names, self.packs, strict=True)
+            if pack.size
         ]
 
     def _dtype_between_nodes(self, dtype: np.dtype[Any]) -> Wire:
@@ -167,19 +168,19 @@ def names_of(
 def described(
     ranks: Communicator,
     name: str,
-    packs: Sequence[Pack],
+    pack: Pack,
     copies: Copies,
     *,
     in_place: bool = False,
     seen: bool = False,
     wire: Wire = None,
 ) -> Description:
-    """Return what becomes of packs on a way of the communicator, or of an algorithm.
+    """Return what becomes of a pack on a way of the communicator, or of an algorithm.
 
     Args:
         ranks: the ranks.
         name: the name of the way.
-        packs: the packs, of one dtype.
+        pack: the pack.
         copies: what is copied before and after.
         in_place: whether the results are written over them.
         seen: whether the ranks of a node combine them where they are, before they travel to other nodes.
@@ -187,7 +188,7 @@ def described(
     """
     local = ranks.node_of.count(ranks.node_of[ranks.rank])
     by_node, part = f"through memory of the node, each rank 1/{local} of them", (local - 1) / local
-    between, dtype = ("by MPI's Allreduce", packs[0].dtype) if wire is None else ("from rank to rank", wire)
+    between, dtype = ("by MPI's Allreduce", pack.dtype) if wire is None else ("from rank to rank", wire)
     result: Copies = () if copies or in_place else ((1, "all into the result"),)
     within: Copies = ((part, f"{local - 1}/{local} into the node's memory"),)
     out: Copies = ((1, "the result out of it"),)
@@ -204,4 +205,4 @@ def described(
         "root": ("by MPI's Reduce to one rank, and from there by Bcast", result),
         "threads": ("between the threads of this process", ()),
     }.get(name, ("stays here, the only replica", result))
-    return Description(packs, way, copies + more)
+    return Description(pack, way, copies + more)

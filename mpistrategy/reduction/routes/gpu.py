@@ -183,7 +183,7 @@ class GpuRoute:
         return results
 
     def describe(self, ranks: Communicator, arrays: Sequence[DeviceArray]) -> list[Description]:
-        groups: dict[tuple[Any, Copies], list[Pack]] = {}
+        found = []
         for pack in self.packs:
             first = pack.members[0].index
             target = None if self._targets is None or len(pack.members) > 1 else self._targets[first]
@@ -193,8 +193,8 @@ class GpuRoute:
                 copies = (*(copies if target is None else ()), (2, f"into {dtype.name} and back"))
             elif target is not None:
                 copies = () if target is arrays[first] else ((1, "all into the result"),)
-            groups.setdefault((pack.dtype, copies), []).append(pack)
-        return [Description(packs, self._way(ranks, dtype), copies) for (dtype, copies), packs in groups.items()]
+            found.append(Description(pack, self._way(ranks, pack.dtype), copies))
+        return found
 
     def _way(self, ranks: Communicator, dtype: np.dtype[Any]) -> str:
         paths, path = device_paths(ranks), device_paths(ranks).known.get(self._word)

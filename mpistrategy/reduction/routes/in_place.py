@@ -182,9 +182,9 @@ class InPlaceRoute:
         if not is_in_place(ranks, replicas):
             copies: Copies = ((2, f"all into {pack.dtype.name} and the results back"),) if pack.converts else ()
             name = "lanes" if wire is not None else ranks.route(pack.nbytes, pack.dtype, op)
-            return described(ranks, name, [pack], copies, in_place=not into_result, seen=seen, wire=wire)
+            return described(ranks, name, pack, copies, in_place=not into_result, seen=seen, wire=wire)
         target = "the node's one result" if into_result else "every one"
-        return Description([pack], f"where the arrays are, each rank 1/{local} of them, into {target}", ())
+        return Description(pack, f"where the arrays are, each rank 1/{local} of them, into {target}", ())
 
 
 def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:

@@ -19,7 +19,7 @@ from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped
+from mpistrategy.reduction.routes.base import Description, Targets
 
 
 def fits(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
@@ -132,7 +132,7 @@ class MailboxRoute:
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
-        return [Description(alike, way, copies) for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)]
+        return [Description(pack, way, copies) for pack in self.packs if pack.size]
 
 
 def combine_rows(combine: Any, rows: Array, total: Array) -> None:
