@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from mpistrategy.errors import ContextError, OptionTypeError
-from mpistrategy.mpi.contract import call_sites
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
@@ -65,13 +64,11 @@ class Frame:
         strategy: the strategy that the context belongs to.
         mode: which of the three contexts.
         replica_context: the ReplicaContext; None in the other two contexts.
-        step: the `call_sites.code_of` the step function; None without one.
     """
 
     strategy: Strategy
     mode: Mode
     replica_context: Any = None
-    step: Any = None
 
     def __enter__(self) -> Frame:
         current.entered.communicators.append(self.strategy.extended.communicator)
@@ -109,15 +106,6 @@ class _Stack(threading.local):
 entered: _Stack = _Stack()
 
 
-def _current_step() -> Any:
-    """Return the code of the innermost step function that this thread is in; None outside."""
-    for frame in reversed(entered.frames):
-        if frame.step is not None:
-            return frame.step
-    return None
-
-
-call_sites.ask_for_step(_current_step)
 _default: list[Callable[[], Strategy]] = []
 
 

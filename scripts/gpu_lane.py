@@ -38,6 +38,8 @@ def doctor(lane: Lane, row: Row) -> None:
     lines = [line for line in ended.output.splitlines() if line[6:].startswith("cuda-aware ")]
     row.result = RIGHT if lines else WRONG
     row.text = " ".join(lines[0][6:].split()) if lines else ended.why
+    if "cuda-aware yes" in row.text:  # tried in the rows also where the host is quicker, where strategies leave it
+        lane.environment["MPISTRATEGY_CUDA_AWARE"] = "1"
 
 
 def counts(lane: Lane, row: Row) -> None:
@@ -84,6 +86,15 @@ def run_tests(
             row.text += f" (paths: {','.join(known)})"
 
     return run
+
+
+def torch(lane: Lane, row: Row) -> None:
+    """Training and collectives of torch, in GPU memory."""
+    asked = [lane.python, "-c", "import torch; print('CUDA', torch.cuda.is_available())"]
+    if lane.is_measured and "CUDA True" in lane.job(row.name, asked, 30).output:
+        run_tests(*TORCH, ranks=2)(lane, row)
+    else:
+        row.result, row.text = ELSEWHERE, "needs a torch with CUDA in this Python, and a GPU"
 
 
 def digits(lane: Lane, row: Row) -> None:
@@ -145,17 +156,18 @@ STAYS = (
     "reduction/test_gpu_stays_there.py",
     "reduction/test_gpu_memory.py",
 )
+TORCH = tuple(f"frameworks/test_torch_{each}.py" for each in ("cuda", "group", "optimizer", "starts", "checkpoint"))
 OVERLAP = ("reduction/test_gpu_overlap.py", "reduction/test_gpu_foreign_memory.py")
 #: The rows in order: name, what it is, its step, and the seconds that it may take; all together take less than `LIMIT`.
 STEPS: list[tuple[str, str, Callable[[Lane, Row], None], int]] = [
     ("gpu", "GPU", gpu, 1),
-    ("doctor", "what mpistrategy doctor says", doctor, 20),
-    ("limits", "limits", limits, 15),
-    ("packing", "packing on the device", packing, 15),
-    ("check", "packing kernel against NumPy", check, 15),
-    ("staged", "all-reduce, staged through the host, 2 ranks on one GPU", path, 15),
-    ("mpi", "all-reduce, CUDA-aware MPI, 2 ranks on one GPU", path, 15),
-    ("nccl1", "NCCL on one rank", nccl1, 15),
+    ("doctor", "what mpistrategy doctor says", doctor, 15),
+    ("limits", "limits", limits, 8),
+    ("packing", "packing on the device", packing, 8),
+    ("check", "packing kernel against NumPy", check, 8),
+    ("staged", "all-reduce, staged through the host, 2 ranks on one GPU", path, 8),
+    ("mpi", "all-reduce, CUDA-aware MPI, 2 ranks on one GPU", path, 8),
+    ("nccl1", "NCCL on one rank", nccl1, 8),
     ("nccl", "all-reduce, NCCL", path, 15),
     ("hidden", "all-reduce beside computation, a GPU for each rank", hidden, 15),
     ("nodes", "all-reduce between nodes, with wire, beside computation", nodes, 1),
@@ -182,6 +194,7 @@ STEPS: list[tuple[str, str, Callable[[Lane, Row], None], int]] = [
     ("properties2", "property tests, 2 ranks", run_tests("reduction/test_gpu_reductions.py", ranks=2), 20),
     ("values1", "variables, optimizers, tensors, 1 rank", run_tests(*VALUES, ranks=1), 15),
     ("values2", "variables, optimizers, tensors, 2 ranks", run_tests(*VALUES, ranks=2), 15),
+    ("torch", "torch's DDP, FSDP and collectives, 2 ranks", torch, 60),
     ("digits", "training of the digits", digits, 15),
     ("conformance1", "recorded cases, 1 rank", run_tests("whole/test_conformance_gpus.py", ranks=1), 10),
     ("conformance2", "recorded cases, 2 ranks", run_tests("whole/test_conformance_gpus.py", ranks=2), 15),

@@ -132,7 +132,7 @@ class Lane:
 
     @property
     def patience(self) -> int:
-        """How many times as long as alone on a GPU a row may take: beside others, or where a processor does its work."""
+        """How many times a row's own time it may take: beside others, or where a processor does a GPU's work."""
         return 3 if self.is_measured else 10
 
     @property
@@ -275,9 +275,13 @@ def _unpack(lane: Lane, archive: Path) -> str:
         if name and name != MARK:
             lane.environment[name] = value
     if (found[0].parent / "bin" / "ompi_info").exists() or "ompi" in found[0].parent.name:
-        # CUDA's own inter-process memory between ranks of a node; pml ucx would want a network to start.
-        lane.environment |= {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "self,vader,smcuda"}
-        lane.environment["OMPI_MCA_opal_warn_on_missing_libcuda"] = "0"
+        # A file, which the jobs of tests read, too. CUDA's own inter-process memory between ranks of a node, since pml
+        # ucx would want a network to start; and no ssh, which machines without other ones do not have.
+        settings = ("pml = ob1", "btl = self,vader,smcuda", "opal_warn_on_missing_libcuda = 0", "plm_rsh_agent = true")
+        folder = found[0].parent / "etc"
+        folder.mkdir(exist_ok=True)
+        with (folder / "openmpi-mca-params.conf").open("a") as file:
+            file.writelines(f"{setting}\n" for setting in settings)
     lane.facts["mpi from"] = archive.name
     return ""
 

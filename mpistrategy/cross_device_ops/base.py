@@ -15,7 +15,7 @@ from mpistrategy.errors import (
     UnsupportedError,
 )
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
+from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.shown import in_words
@@ -52,7 +52,7 @@ class CrossDeviceOps(Algorithm):
             )
         return communicator, Call(communicator.guard, where, called=name)
 
-    @collective("reduce", own=own_mirrored("per_replica_value"))
+    @collective("reduce")
     def reduce(
         self,
         reduce_op: Op,
@@ -86,7 +86,7 @@ class CrossDeviceOps(Algorithm):
             placing.resolve(destinations, communicator, call.where)
             return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call))
 
-    @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
+    @collective("reduce")
     def batch_reduce(
         self,
         reduce_op: Op,
@@ -150,7 +150,7 @@ class CrossDeviceOps(Algorithm):
             return [local_component(self.reduce(op, wrapped[0], wrapped[0], options))]
         return [local_component(r) for r in self.batch_reduce(op, [(value, value) for value in wrapped], options)]
 
-    @collective("broadcast", own=own_mirrored("tensor"))
+    @collective("broadcast")
     def broadcast(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
         """Send rank 0's value to the destinations.
 

@@ -17,6 +17,7 @@ import numpy as np
 from mpistrategy.arrays.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import site_of
+from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.communicator import InOneProcess
 from mpistrategy.mpi.tuning.thresholds import RouteName
@@ -124,7 +125,7 @@ class Meeting:
         return [theirs for _, theirs in self._taken]
 
 
-class SimulatedCommunicator(InOneProcess):
+class SimulatedCommunicator(InOneProcess, ControlChannel):
     """A `mpistrategy.mpi.interface.communicator.Communicator` among threads of this process.
 
     Args:
@@ -181,9 +182,6 @@ class SimulatedCommunicator(InOneProcess):
     def finished(self) -> bool | None:
         """Return True: a thread may end at any time."""
         return True
-
-    def leave(self) -> None:
-        """Do nothing: no comparison is under way without its thread."""
 
 
 def _copied(value: Any) -> Any:

@@ -2,7 +2,7 @@
 
 What is packed is packed on the program's stream, and the results are made of it there, when somebody waits for them.
 Between the two the reduction goes on a stream of its own.  Only NCCL needs nothing else.  On the other paths the host
-takes part: a thread of ours, or `AllReduceHandle.wait` where MPI may not be called in several threads.
+takes part: a thread of ours, or the call that starts the reduction where MPI may not be called in several threads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from mpistrategy.arrays.values import event_of_reads
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
-from mpistrategy.mpi.over_mpi.progress import AtOnce, engine_of_gpus
+from mpistrategy.mpi.over_mpi.progress import AtOnce, engine_of
 from mpistrategy.options import CommunicationOptions, path_word
 from mpistrategy.reduction.algorithm import OnDevice
 from mpistrategy.reduction.reducer import Reducer
@@ -89,7 +89,7 @@ def engine(
     """Return what runs the work of these all-reduces on a path: the caller's thread, where that waits for nothing."""
     if path is None or path.name in ON_THE_STREAM:
         return AtOnce(communicator)
-    return engine_of_gpus(communicator, agree)
+    return engine_of(communicator, agree, waits_for_gpu=True)
 
 
 def known_path(reducer: Reducer, options: CommunicationOptions | None) -> DevicePath | None:

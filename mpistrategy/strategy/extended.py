@@ -23,7 +23,7 @@ from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.errors import DeviceError, OptionTypeError
 from mpistrategy.mpi.contract import call_sites, observers
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.public_calls import collective, own_mirrored
+from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
@@ -145,7 +145,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
 
     # ------------------------------------------------------------------------------------------- reductions
 
-    @collective("reduce", own=own_mirrored("value"))
+    @collective("reduce")
     def reduce_to(
         self,
         reduce_op: Op,
@@ -179,7 +179,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
             "StrategyExtended.reduce_to", _ReduceTo, reduce_op, value, options, name=name, out=destinations
         )
 
-    @collective("reduce", own=own_mirrored("value_destination_pairs", "pairs"))
+    @collective("reduce")
     def batch_reduce_to(
         self,
         reduce_op: Op,
@@ -194,7 +194,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         results: list[Any] = self._reducer.run(where, _BatchReduceTo, reduce_op, pairs, options, name=name)
         return results
 
-    @collective("broadcast", own=own_mirrored("tensor"))
+    @collective("broadcast")
     def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
         """Send replica 0's value to `destinations`.  Collective; cross-replica context.
 
@@ -336,7 +336,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         plain_args, plain_kwargs = unwrapped(args, kwargs)
         on_gpu = self.communicator.guard.on_gpu
         replica_context = ReplicaContext(self._container_strategy, self.communicator.rank)
-        frame = Frame(self._container_strategy, Mode.REPLICA, replica_context, call_sites.code_of(fn))
+        frame = Frame(self._container_strategy, Mode.REPLICA, replica_context)
         if on_gpu is None:
             return context.call_in(frame, fn, plain_args, plain_kwargs)
         with on_gpu():  # whatever thread this is
@@ -355,7 +355,7 @@ class StrategyExtended(Placement, NotPickled, Settable):
         return context.cross_replica(self._container_strategy)
 
 
-call_sites.calls_steps(context.call_in)
+call_sites.calls_steps(StrategyExtended._call)
 
 
 def _is_array(leaf: Any) -> bool:

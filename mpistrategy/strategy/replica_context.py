@@ -21,7 +21,7 @@ from mpistrategy.context import (
     require_same_strategy,
 )
 from mpistrategy.errors import ContextError, OptionError
-from mpistrategy.mpi.contract.public_calls import collective, own_value
+from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.later import later
@@ -159,7 +159,7 @@ class ReplicaContext(ReduceScatter, NotPickled):
     def all_reduce(self, reduce_op: Op, value: Arena[T], options: Hints = None, **more: Unpack[OutAndWeight]) -> T: ...
     @overload
     def all_reduce(self, reduce_op: Op, value: T, options: Hints = None, **more: Unpack[OutAndWeight]) -> T: ...
-    @collective("allreduce", own=own_value("value"))
+    @collective("allreduce")
     def all_reduce(
         self,
         reduce_op: Any,
@@ -289,7 +289,7 @@ class ReplicaContext(ReduceScatter, NotPickled):
     def all_gather(self, value: Variable, axis: int, options: Hints = None, **more: Unpack[Named]) -> NDArray[Any]: ...
     @overload
     def all_gather(self, value: T, axis: int, options: Hints = None, **more: Unpack[Named]) -> T: ...
-    @collective("gather", own=own_value("value"))
+    @collective("gather")
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None, *, name: str | None = None
     ) -> Any:

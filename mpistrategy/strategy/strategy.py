@@ -16,7 +16,7 @@ from mpistrategy.context import Scope
 from mpistrategy.errors import OptionError, OptionTypeError, RemoteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
-from mpistrategy.mpi.contract.public_calls import collective, own_value
+from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.later import later
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Fixed, cannot_be_set
@@ -152,7 +152,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
     def reduce(self, reduce_op: Op, value: Arena[T], axis: Axis = None, **more: Unpack[WithWeight]) -> T: ...
     @overload
     def reduce(self, reduce_op: Op, value: T, axis: Axis = None, **more: Unpack[WithWeight]) -> T: ...
-    @collective("reduce", own=own_value("value"))
+    @collective("reduce")
     def reduce(
         self, reduce_op: Any, value: Any, axis: Any = None, *, weight: Any = None, name: str | None = None
     ) -> Any:
@@ -200,7 +200,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
     def gather(self, value: Variable, axis: int, **more: Unpack[Named]) -> NDArray[Any]: ...
     @overload
     def gather(self, value: T, axis: int, **more: Unpack[Named]) -> T: ...
-    @collective("gather", own=own_value("value"))
+    @collective("gather")
     def gather(self, value: Any, axis: int, *, name: str | None = None) -> Any:
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective; cross-replica context.
 
@@ -233,7 +233,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
     def broadcast(self, value: Variable, root: int = 0, **more: Unpack[Named]) -> NDArray[Any]: ...
     @overload
     def broadcast(self, value: T | None, root: int = 0, **more: Unpack[Named]) -> T: ...
-    @collective("broadcast", own=own_value("value"))
+    @collective("broadcast")
     def broadcast(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
         """Give every rank the value that rank `root` has.  Collective; in any context.
 

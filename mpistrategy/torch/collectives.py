@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.over_mpi.exchange import exchange
@@ -21,17 +19,6 @@ from mpistrategy.torch import tensors as t
 
 #: A collective in a context: of a nest, or of the gradients of its results and with a name for the call.
 Collective = Callable[..., Any]
-
-
-@contextlib.contextmanager
-def replica_context(strategy: Strategy, device: Any = None) -> Iterator[ReplicaContext]:
-    """Enter the replica context of a strategy; on a GPU, in the order of torch's current stream."""
-    with contextlib.ExitStack() as entered:
-        if device is not None and device.type == "cuda":
-            cupy = cupy_for("mpistrategy.torch")
-            entered.enter_context(cupy.cuda.Device(device.index))
-            entered.enter_context(cupy.cuda.ExternalStream(torch.cuda.current_stream(device).cuda_stream))
-        yield entered.enter_context(ReplicaContext(strategy, strategy.rank))
 
 
 class _Through(torch.autograd.Function):  # type: ignore[misc]
@@ -48,12 +35,12 @@ class _Through(torch.autograd.Function):  # type: ignore[misc]
         *leaves: Any,
     ) -> Any:
         ctx.strategy, ctx.of_gradients, ctx.name = strategy, backward, name
-        with replica_context(strategy) as context:
+        with t.on_stream(t.gpu_of(leaves)), ReplicaContext(strategy, strategy.rank) as context:
             return tuple(nest.flatten(collective(context, structure.pack([each.detach() for each in leaves])))[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
-        with replica_context(ctx.strategy) as context:
+        with t.on_stream(t.gpu_of(gradients)), ReplicaContext(ctx.strategy, ctx.strategy.rank) as context:
             return *5 * (None,), *ctx.of_gradients(context, [each.contiguous() for each in gradients], ctx.name)
 
 
@@ -81,7 +68,7 @@ def _carried(
     leaves, structure = nest.flatten(value)
     tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
     if not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors):
-        with replica_context(strategy) as context:
+        with t.on_stream(t.gpu_of(tensors)), ReplicaContext(strategy, strategy.rank) as context:
             return collective(context, value)
     if not carries or len(tensors) < len(leaves):
         raise UnsupportedError.at(
@@ -238,5 +225,5 @@ def _exchanged(
         rows = t.lengths(given, splits or (), communicator.size, call.where)
         call.structure = f"rows of {given.dtype}{list(given.shape[1:])}"
         width = given.shape[1:].numel() * given.element_size()
-        received, taken = exchange(communicator, call, t.in_bytes(t.flat(given)), rows, width)
-        return t.from_bytes(received, given.dtype).view(sum(taken), *given.shape[1:]).to(given.device), taken
+        received, taken = exchange(communicator, call, t.in_bytes(given), rows, width)
+        return t.from_bytes(received, given).view(sum(taken), *given.shape[1:]).to(given.device), taken

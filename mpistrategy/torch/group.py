@@ -7,24 +7,30 @@ line of the program is reported and not compared, since ranks of torch programs 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from itertools import zip_longest
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import UNKNOWN, Site, call_site, site_of
+from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
 from mpistrategy.mpi.over_mpi.background import Background, Submitted
 from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.over_mpi.exchange import exchange
+from mpistrategy.options import CommunicationOptions
+from mpistrategy.reduction.broadcast import broadcast as that_of_root
+from mpistrategy.reduction.gather import gather as side_by_side
+from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plan import run_plan, usual_plan
+from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.torch import tensors as t
 
 #: Whether torch takes a Work that is written in Python: not before 2.7.
@@ -32,8 +38,9 @@ _TAKES_WORKS = hasattr(dist.AllreduceOptions(), "asyncOp")
 
 
 def done(result: Any) -> Any:
-    """Return the work of a call that is over, whose future holds the result."""
-    future: Any = torch.futures.Future()
+    """Return the work of a call that is over, or on the current streams; its future holds the result."""
+    tensors = [each for given in result for each in (given if isinstance(given, list) else [given])]
+    future: Any = torch.futures.Future(devices=list({each.device for each in tensors if each.is_cuda}))
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)
 
@@ -157,17 +164,22 @@ class Group:
         """
         (op, factor), travels = t.operation(opts, call.where), "among those in the background" if is_large else ""
         dtype, by, bits, truncates = t.reduction(op, tensors[0].dtype, call.where)
-        elements = [t.on_host(each, dtype, factor) for each in tensors]
-        alike = {"op": op, "values": t.values_of(tensors), "options": travels, **words}
-        agree = functools.partial(call.agree, call.where, patiently=self._background.is_here, **alike)
+        device, alike = t.gpu_of(tensors), {"op": op, "values": t.values_of(tensors), "options": travels, **words}
+        elements = [t.scaled(each, dtype, factor, device) for each in tensors]
         if bits is not None:
-            agree()
-            return [functools.reduce(bits, self._gathered(t.flat(each)).chunk(self._ranks)) for each in elements]
-        arrays = [*map(t.in_numpy, elements)]
-        layouts, ranks = tuple([(each.dtype, each.shape) for each in arrays]), self.communicator
-        plan = usual_plan(self._background.ranks(call) if is_large else ranks, layouts, by)
-        totals = run_plan(plan, arrays, agree, in_place=in_place)
-        results = elements if in_place else [torch.from_numpy(each) for each in totals]
+            found = self._moved(call, side_by_side, 0, elements, (op, t.values_of(tensors)))
+            return [functools.reduce(bits, each.chunk(self._ranks)) for each in found]
+        if device is not None:
+            call.structure = " ".join([op, *map(str, words.values())])
+            reducer = Reducer(self.communicator, MpiAllReduce(), CommunicationOptions())
+            with t.on_stream(device):
+                results = reducer.all_reduce_leaves(call, by, elements, lambda: [""] * len(elements))
+        else:
+            arrays = [*map(t.in_numpy, elements)]
+            ranks = self._background.ranks(call) if is_large else self.communicator
+            agree = functools.partial(call.agree, call.where, patiently=self._background.is_here, **alike)
+            totals = run_plan(usual_plan(ranks, layouts_of(arrays), by), arrays, agree, in_place=in_place)
+            results = elements if in_place else [torch.from_numpy(each) for each in totals]
         return [each.div_(self._ranks, rounding_mode="trunc") for each in results] if truncates else results
 
     def _site(self) -> Site | None:
@@ -176,9 +188,7 @@ class Group:
         self._reductions, self._backward = self._reductions + 1 if backward == self._backward else 1, backward
         if backward < 0:
             return None
-        site = call_site()
-        if site is UNKNOWN:  # backward of CUDA tensors runs in a thread of torch's: the program waits in its own
-            site = site_of(sys._current_frames()[threading.main_thread().ident or 0])
+        site = program_site()  # backward of CUDA tensors runs in a thread of torch's
         return Site(f"{site.text}, reduction {self._reductions} of this backward", site.place)
 
     @torch.no_grad()  # type: ignore[untyped-decorator]
@@ -192,16 +202,12 @@ class Group:
             )
         given = [each.coalesce() for each in targets]
         shapes = ", ".join(f"{each.dtype}{list(each.shape)} sparse in {each.sparse_dim()}" for each in given)
-        call.agree(call.where, op=f"{op} of sparse tensors {shapes}")
-        for target, mine in zip(targets, given, strict=True):
-            depth, tail = mine.sparse_dim(), mine.values().shape[1:]
-            counts = self._gathered(torch.tensor([mine._nnz()], device="cpu"))
-            indices = self._gathered(t.flat(mine.indices().t()), (counts * depth).tolist()).view(-1, depth).t()
-            values = self._gathered(t.flat(mine.values()), (counts * tail.numel()).tolist()).view(-1, *tail)
-            total = torch.sparse_coo_tensor(
-                indices, values, mine.shape, device="cpu", check_invariants=False
-            ).coalesce()
-            target.copy_(total / self._ranks if op == "AVG" else total)
+        rows = [part for each in given for part in (each.indices().t(), each.values())]
+        found = iter(self._moved(call, side_by_side, 0, rows, f"{op} of sparse tensors {shapes}"))
+        for target, mine, indices, values in zip(targets, given, found, found, strict=True):
+            places, rows = indices.view(-1, mine.sparse_dim()).t(), values.view(-1, *mine.values().shape[1:])
+            total = torch.sparse_coo_tensor(places, rows, mine.shape, device=rows.device, check_invariants=False)
+            target.copy_((total / self._ranks if op == "AVG" else total).coalesce())
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
         """Replace the root's tensor by the reduction over the ranks; the others keep theirs."""
@@ -212,24 +218,28 @@ class Group:
             t.write(totals, targets if self._rank == root else totals)
         return done(list(tensors))
 
-    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Reduce the r-th tensors of the ranks' lists into the output of rank r; their sizes may differ."""
-        for output, parts in zip(outputs, inputs, strict=True):
+    def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, wholes: Sequence[Any] = ()) -> Any:
+        """Reduce the r-th tensors of the ranks' lists into the output of rank r; their sizes may differ.
+
+        The parts of a list may be those of one of the `wholes`.
+        """
+        for output, parts, whole in zip_longest(outputs, inputs, wholes):
             with self._call("reduce_scatter", self._site()) as call:
                 targets = t.checked([output], call.where, is_written=True)
                 given = t.checked(parts, call.where, count=self._ranks, dtype=output.dtype)
                 t.checked([given[self._rank]], call.where, numel=output.numel())
-                (total,) = self._reduced(call, [t.together(given)], opts, values=t.values_of(given))
+                elements = t.together(given) if whole is None else whole.detach().reshape(-1)
+                (total,) = self._reduced(call, [elements], opts, values=t.values_of(given))
                 t.write([total.split([each.numel() for each in given])[self._rank]], targets)
         return done(list(outputs))
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Reduce a tensor, and write the r-th part of its elements into the output of rank r."""
-        return self.reduce_scatter([output], [t.parts(input, self._ranks)], opts)
+        return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Do so with several tensors."""
-        return self.reduce_scatter(outputs, [t.parts(each, self._ranks) for each in inputs], opts)
+        return self.reduce_scatter(outputs, [t.parts(each, self._ranks) for each in inputs], opts, inputs)
 
     # -------------------------------------------------------------------------------------------------- gathers
 
@@ -238,20 +248,18 @@ class Group:
         with self._call("broadcast") as call:
             root = self._member(opts.rootRank, "root", call.where)
             targets = t.checked(tensors, call.where, is_written=True)
-            elements = [t.flat(each) for each in targets]
-            call.agree(call.where, values=t.values_of(targets), destination=f"rank {root}")
-            for each in elements:
-                self.communicator.bcast(t.in_bytes(each), root)
-            t.write(elements, targets)
+            t.write(self._moved(call, that_of_root, root, targets, t.values_of(targets)), targets)
         return done(list(tensors))
 
-    def _gathered(self, elements: Any, counts: Sequence[int] | None = None, into: Any = None) -> Any:
-        """Return the ranks' elements one after the other; `counts` says how many there are, None: equally many."""
-        sizes = [elements.numel()] * self._ranks if counts is None else counts
-        together = elements.new_empty(sum(sizes)) if into is None else into
-        nbytes = [size * elements.element_size() for size in sizes]
-        self.communicator.allgatherv(t.in_bytes(elements), nbytes, t.in_bytes(together))
-        return together
+    def _moved(self, call: Call, move: Callable[..., Any], to: int, tensors: Sequence[Any], alike: Any) -> list[Any]:
+        """Return what the library's broadcast from a rank, or gather along the first axis, makes of tensors, flat.
+
+        Before data move the ranks compare what is `alike`.
+        """
+        device, call.structure = t.gpu_of(tensors), str(alike)
+        with t.on_stream(device):
+            found = move(self.communicator, [t.in_bytes(each, device) for each in tensors], to, call)
+            return [t.from_bytes(*both) for both in zip(found, tensors, strict=True)]
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Write the tensor of rank r into the r-th tensor of a list; the tensors' sizes may differ."""
@@ -260,11 +268,8 @@ class Group:
                 (mine,) = t.checked([given], call.where)
                 targets = t.checked(written, call.where, count=self._ranks, dtype=mine.dtype, is_written=True)
                 t.checked([targets[self._rank]], call.where, numel=mine.numel())
-                elements, counts, into = t.flat(mine), [each.numel() for each in targets], t.joined(targets)
-                if into is not None and elements.untyped_storage().data_ptr() == into.untyped_storage().data_ptr():
-                    elements = elements.clone()
-                call.agree(call.where, values=t.values_of(targets))
-                t.write(self._gathered(elements, counts, into).split(counts), targets)
+                (found,) = self._moved(call, side_by_side, 0, [mine], t.values_of(targets))
+                t.write(found.split([each.numel() for each in targets]), targets)
         return done(list(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
@@ -294,11 +299,11 @@ class Group:
         The ranks compare the numbers of elements of the tensors that are `alike` on all of them, and the destination.
         """
         t.checked([*targets, *given], call.where, dtype=given[0].dtype)
-        sent = t.together(given)
+        sent = t.flat(t.together(given))
         counts, taken = ([each.numel() for each in tensors] for tensors in (given, targets))
         words = {"values": t.values_of(alike or [sent[:0]]), "destination": destination}
         received, _ = exchange(self.communicator, call, t.in_bytes(sent), counts, sent.element_size(), taken, **words)
-        t.write(t.from_bytes(received, sent.dtype).split(taken), targets)
+        t.write(t.from_bytes(received, sent).split(taken), targets)
 
     def _only(self, rank: int, tensor: Any) -> list[Any]:
         """Return a tensor for one rank, none for -1, and empty ones for the others."""

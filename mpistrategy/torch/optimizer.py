@@ -14,12 +14,13 @@ import torch
 from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
+from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plan import run_plan
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
-from mpistrategy.torch.collectives import all_reduce, replica_context
+from mpistrategy.torch.collectives import all_reduce
 from mpistrategy.torch.starts import broadcast
 
 _WHERE = "DistributedOptimizer"
@@ -134,7 +135,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         parameters = self._parameters()
         guard, reducer = self._strategy.extended.communicator.guard, self._strategy.extended._reducer
         with (
-            replica_context(self._strategy, parameters[0][1].device if parameters else None) as context,
+            t.on_stream(t.gpu_of([each for _, each in parameters])),
+            ReplicaContext(self._strategy, self._strategy.rank) as context,
             torch.no_grad(),
             Call(guard, f"{_WHERE}.synchronize", anywhere=True) as call,
         ):
@@ -163,8 +165,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             return
         wide = [_wide(each) for each in gradients]
         arrays = [t.in_numpy(each) for each in wide if each.is_cpu and self._options.wire is None]
-        layouts = tuple([(each.dtype, each.shape) for each in arrays])
-        plan = None if len(arrays) < len(wide) else reducer.plan_of_arrays(self._op, layouts)
+        plan = None if len(arrays) < len(wide) else reducer.plan_of_arrays(self._op, layouts_of(arrays))
         if plan is None:
             context.all_reduce(self._op, wide, self._options, out=wide)
         else:
@@ -245,16 +246,10 @@ def _wide(tensor: Any) -> Any:
 
 def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any:
     """Return a sparse gradient: the rows of all ranks."""
-    grad = parameter.grad  # made without checks of the indices, and saying so: else torch warns of them
-    if grad is None:
-        nowhere = parameter.new_empty(1, 0, dtype=torch.int64)
-        no_rows = parameter.new_empty(0, *parameter.shape[1:])
-        grad = torch.sparse_coo_tensor(
-            nowhere, no_rows, parameter.shape, device=parameter.device, check_invariants=False
-        )
+    grad = parameter.detach()[:0].to_sparse(1) if parameter.grad is None else parameter.grad
     mine = grad.coalesce()
     places, values = context.all_gather([mine.indices().t().contiguous(), _wide(mine.values())], 0)
-    total = torch.sparse_coo_tensor(
-        places.t(), values, grad.shape, device=values.device, check_invariants=False
+    total = torch.sparse_coo_tensor(  # without checks of the indices, and saying so: else torch warns of them
+        places.t(), values, parameter.shape, device=values.device, check_invariants=False
     ).coalesce()
     return (total / context.num_replicas_in_sync if op is ReduceOp.MEAN else total).to(grad.dtype)

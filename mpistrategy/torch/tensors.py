@@ -1,16 +1,18 @@
-"""Tensors as the host buffers that ranks exchange: flat, contiguous, of a dtype that NumPy has."""
+"""Tensors as the buffers that ranks exchange: flat, contiguous, of a dtype that NumPy has; on the host or on a GPU."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
-from itertools import accumulate
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import torch
 
+from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import DeviceError, DTypeError, OptionError, ReduceOpError, ShapeError
 from mpistrategy.options import ReduceOp
 
@@ -113,22 +115,47 @@ def checked(
     return [each.detach() if each.requires_grad else each for each in tensors]
 
 
-def flat(tensor: Any, dtype: Any = None) -> Any:
-    """Return the elements of a tensor on the host, contiguous: the tensor's own memory where that is such already."""
+def gpu_of(tensors: Sequence[Any]) -> Any:
+    """Return the GPU in whose memory all tensors are; None for others, for none, and without CuPy."""
+    places = {each.device if each.is_cuda and find_spec("cupy") else None for each in tensors}
+    return places.pop() if len(places) == 1 else None
+
+
+def on_stream(device: Any) -> AbstractContextManager[Any]:
+    """Let the library work on a GPU in the order of torch's current stream; None: on the host."""
+    return nullcontext() if device is None else _on_stream(cupy_for("mpistrategy.torch"), device)
+
+
+@contextmanager
+def _on_stream(cupy: Any, device: Any) -> Iterator[None]:
+    with cupy.cuda.Device(device.index), _stream(cupy, device.index, torch.cuda.current_stream(device).cuda_stream):
+        yield
+
+
+@cache  # for ever: some versions of CuPy end the stream with their own object of it
+def _stream(cupy: Any, index: int, pointer: int) -> Any:
+    """Return a stream of torch as CuPy's; with the GPU of this index current."""
+    is_old = int(cupy.__version__.partition(".")[0]) < 14
+    told = SimpleNamespace(__cuda_stream__=lambda: (0, pointer))
+    return cupy.cuda.ExternalStream(pointer) if is_old else cupy.cuda.Stream.from_external(told)
+
+
+def flat(tensor: Any, dtype: Any = None, device: Any = None) -> Any:
+    """Return the elements of a tensor, contiguous, on a GPU or the host: its own memory where they are so already."""
     # of a single element a view may have another stride than 1
     return (
         tensor.resolve_conj()
         .resolve_neg()
-        .to("cpu", dtype or tensor.dtype)
+        .to(device or "cpu", dtype or tensor.dtype)
         .contiguous()
         .as_strided((tensor.numel(),), (1,))
     )
 
 
-def on_host(tensor: Any, dtype: Any, factor: Any = 1) -> Any:
+def scaled(tensor: Any, dtype: Any, factor: Any, device: Any) -> Any:
     """Return a tensor times a factor, in a dtype that NumPy has: itself where it is that, else its elements, flat."""
-    is_lazy = tensor.is_conj() or tensor.is_neg()
-    found = tensor if tensor.is_cpu and tensor.dtype is dtype and not is_lazy else flat(tensor, dtype)
+    is_plain = tensor.is_cpu and tensor.dtype is dtype and not tensor.is_conj() and not tensor.is_neg()
+    found = tensor if is_plain else flat(tensor, dtype, device)
     return found if factor == 1 else found * factor
 
 
@@ -145,14 +172,17 @@ def in_numpy(tensor: Any) -> Any:
     return np.asarray(SimpleNamespace(__array_interface__=layout | {"version": 3}, tensor=tensor))
 
 
-def in_bytes(elements: Any) -> Any:
-    """Return the memory of a flat tensor as an array of bytes."""
-    return in_numpy(elements.view(torch.uint8))
+def in_bytes(tensor: Any, device: Any = None) -> Any:
+    """Return the elements of a tensor as bytes, an array on the host or a tensor on a GPU; their memory if it fits."""
+    found = flat(tensor, None, device).view(torch.uint8)
+    return in_numpy(found) if device is None else found
 
 
-def from_bytes(memory: Any, dtype: Any) -> Any:
-    """Return an array of bytes as a flat tensor."""
-    return torch.from_numpy(memory).view(dtype) if memory.size else torch.empty(0, dtype=dtype, device="cpu")
+def from_bytes(found: Any, like: Any) -> Any:
+    """Return bytes, an array or a tensor, as a flat tensor of the dtype of another."""
+    if not len(found):
+        return like.new_empty(0)
+    return (torch.from_numpy(found) if isinstance(found, np.ndarray) else found).view(like.dtype)
 
 
 def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
@@ -173,23 +203,9 @@ def parts(whole: Any, count: int) -> list[Any]:
     return [whole] if whole.shape[0] % count else list(whole.tensor_split(count))
 
 
-def joined(tensors: Sequence[Any]) -> Any:
-    """Return tensors as one flat tensor where they lie one after the other on the host, else None."""
-    first, counts = tensors[0], [each.numel() for each in tensors]
-    begins = accumulate(counts, lambda begin, count: begin + count * first.element_size(), initial=first.data_ptr())
-    lie_so = [
-        (each.is_cpu, each.dtype, each.data_ptr(), each.is_contiguous() and not each.is_conj())
-        == (True, first.dtype, begin, True)
-        for each, begin in zip(tensors, begins, strict=False)
-    ]
-    is_one_memory = first.untyped_storage().data_ptr() == tensors[-1].untyped_storage().data_ptr()
-    return first.as_strided((sum(counts),), (1,)) if is_one_memory and all(lie_so) else None
-
-
 def together(tensors: Sequence[Any]) -> Any:
-    """Return the elements of tensors of one dtype one after the other."""
-    found, dtype = joined(tensors), tensors[0].dtype
-    return torch.cat([flat(each).view(torch.uint8) for each in tensors]).view(dtype) if found is None else found
+    """Return the elements of tensors of one dtype, on the host or on one GPU, one after the other."""
+    return torch.cat([flat(each, device=each.device).view(torch.uint8) for each in tensors]).view(tensors[0].dtype)
 
 
 def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[int]:

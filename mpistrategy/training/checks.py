@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from mpistrategy.arrays.convert import as_device_array, host_array, is_on_device, may_share_memory
@@ -42,13 +42,6 @@ def weights_of_rows(weights: Array, shape: tuple[int, ...], where: str, name: st
             expected=f"a number, one weight for each row (shape {tuple(shape[:1])}), or shape {tuple(shape)}",
         )
     return weights.reshape((*weights.shape, *[1] * (len(shape) - weights.ndim)))
-
-
-def first_storage(given: Mapping[str, Any]) -> Array:
-    """Return the memory of this rank's copy of the first variable of a step."""
-    variables = [var for _, var in given["grads_and_vars"]]
-    storage: Array = variables[0]._storage
-    return storage
 
 
 def check_variable(var: Any, strategy: Strategy, where: str) -> None:

@@ -30,7 +30,7 @@ from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training import hyperparameters as setting
-from mpistrategy.training.checks import check_variable, first_storage, required_context
+from mpistrategy.training.checks import check_variable, required_context
 from mpistrategy.training.gpu.updates import room_for
 from mpistrategy.training.gradient_buckets import GradientArenas, GradientBuckets
 from mpistrategy.training.gradients import as_dense
@@ -174,7 +174,7 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
         """
         raise UnsupportedError.at(type(self).__name__, found="no change()", expected="one in your subclass")
 
-    @collective("update", memory=first_storage)
+    @collective("update")
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Variable]] | GradientBuckets, *, name: str | None = None
     ) -> None:

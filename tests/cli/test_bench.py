@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import os
 import re
-import signal
 import subprocess
 import sys
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -267,10 +266,11 @@ def test_a_case_in_which_raw_mpi_is_far_above_its_least_time_is_marked() -> None
 
 def test_rows_are_printed_when_they_are_there_and_stay_after_a_kill(tmp_path: Path) -> None:
     arguments = ["--quick", "--only", "all_reduce", "--sizes", "4,8,64MiB,256MiB", "--seconds", "2"]
+    mark = uuid.uuid4().hex
     with subprocess.Popen(
         [*launching._mpiexec(), "-n", "2", sys.executable, *BENCH, *arguments],
         cwd=tmp_path,
-        env=launching.environment(),
+        env={**launching.environment(), launching.JOB_MARK: mark},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -283,7 +283,7 @@ def test_rows_are_printed_when_they_are_there_and_stay_after_a_kill(tmp_path: Pa
             seen = next(line for line in job.stdout if line.startswith("| 8 B | mpi4py | "))
             assert job.poll() is None, "the row comes before the end"
         finally:
-            os.killpg(job.pid, signal.SIGKILL)
+            launching._kill(job, mark)
     assert seen.endswith("| 1 |\n")
 
 

@@ -103,7 +103,7 @@ def calls_of(ranks: Sequence[int], entered: Sequence[Sequence[int]], of: int = 4
 
 
 def test_a_strategy_without_a_number_gets_the_one_that_is_its_own() -> None:
-    noted = [LastCalls(0, 2, {7: 10, 8: 30}), LastCalls(0, 2, {7: 20, 8: 40})]
+    noted = [LastCalls(0, 2, {7: 1.0, 8: 3.0}), LastCalls(0, 2, {7: 2.0, 8: 4.0})]
     [found] = last_calls.of_node([0, 1], noted, 0, -5)
     assert (found.strategy, found.newest, found.arrivals[8].last) == (-5, 8, 1)
 

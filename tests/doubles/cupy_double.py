@@ -8,6 +8,7 @@ spoils what was to be read: a missing order makes wrong numbers.  Like CuPy it d
 from __future__ import annotations
 
 import contextlib
+import importlib.machinery
 import sys
 import threading
 import time
@@ -129,6 +130,12 @@ class Stream:
 
     def __exit__(self, *error: object) -> None:
         _local.before.pop().use()
+
+    @staticmethod
+    def from_external(external: Any) -> Stream:
+        """Return the stream of which another library tells the pointer."""
+        _, pointer = external.__cuda_stream__()
+        return next(each for each in _streams() if each.ptr == pointer)
 
     @property
     def done(self) -> bool:
@@ -654,7 +661,7 @@ def _made() -> types.ModuleType:
         setattr(cupy, name, lambda *args, _name=name, **kwargs: asarray(getattr(np, _name)(*args, **kwargs)))
     cupy.empty_like = lambda like, dtype=None: ndarray(like.shape, dtype or like.dtype)
     cupy.__getattr__ = _numpys
-    cupy.__version__ = "14.0 (a double)"
+    cupy.__version__, cupy.__spec__ = "14.0 (a double)", importlib.machinery.ModuleSpec("cupy", None)
     cuda = types.ModuleType("cupy.cuda")
     cuda.Stream, cuda.Event, cuda.Device = Stream, Event, _Device
     cupy.RawModule = RawModule

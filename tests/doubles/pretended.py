@@ -28,7 +28,6 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 from mpistrategy.mpi.watchdog import alarm, group
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import Account
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory
 from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES, WELL, RankStatus, StatusBoard
 
@@ -291,10 +290,6 @@ class CountedFiles(RunDirectory):
         self._done["read"] += 1
         return super().read(name)
 
-    def has(self, name: str) -> bool:
-        self._done["has"] += 1
-        return super().has(name)
-
     def names(self) -> list[str]:
         self._done["names"] += 1
         return super().names()
@@ -303,9 +298,13 @@ class CountedFiles(RunDirectory):
         self._done["write"] += 1
         return super().write(name, text)
 
-    def claim(self, name: str, text: str) -> None:
+    def claim(self, name: str) -> bool:
         self._done["write"] += 1
-        super().claim(name, text)
+        return super().claim(name)
+
+    def remove(self, *names: str) -> None:
+        self._done["write"] += 1
+        super().remove(*names)
 
 
 class PretendedJob:
@@ -325,7 +324,7 @@ class PretendedJob:
                 board = StatusBoard(SharedMemory(segments, rank, True))
                 self.groups.append(Group(guard, board, node, nodes, CountedFiles(path, self.done)))
                 self.groups[-1].ranks = range(nodes * local)
-                self.groups[-1]._wrote = self.groups[-1]._looked = self.now
+                self.groups[-1]._told_until = self.now
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:
@@ -337,15 +336,24 @@ class PretendedJob:
     def beat(self, state: int = WELL) -> None:
         for rank, each in enumerate(self.groups):
             expected = self.busy_until if rank == len(self.groups) - 1 else 0.0
-            each.board.write(RankStatus(rank, 7000 + rank, state, self.now, expected, 9.0, LIMIT, 0, "in #7 barrier"))
+            each.board.put("state", state)
+            each.board.put("expected", expected)
+            each.board.write(RankStatus(rank, 7000 + rank, 0, self.now, 9.0, LIMIT, "in #7 barrier"))
 
     def tick(self, later: float = 0.0) -> list[bool]:
         """Let all ranks look, of which all but the last one are late; return which of these are excused."""
         self.now += later
         self.beat()
         for each in self.groups:
-            each.update_nodes(self.now)
+            each.look_at_nodes(self.now)
+            if each._looking is not None:
+                each._looking.join()
         return [each.is_excused(self.now, LIMIT) for each in self.groups[:-1]]
+
+    def hear(self) -> None:
+        """Let all ranks look until each node has heard what the others say."""
+        for _ in range(4):
+            self.tick(1)
 
     def raise_alarm(self, first: int) -> None:
         """Let all ranks find at the same time that a collective is late, and the first node of all end the job.
@@ -358,14 +366,14 @@ class PretendedJob:
             each.board.write_record(f"the stacks of {rank}\nline")
         for each in (speakers[first], *speakers):
             each.alarm()
-            each.take_back_expected()
+            each.end()
         for node, each in enumerate(speakers):
-            assert each.calls_the_roll() == (node == first)
+            assert each.board.most("caller") == (node == first)
             if node != first:
-                each.tell([Account(status, 0.0) for status in each.board.read()])
+                assert alarm._written(each, each.board.read(), "")
                 assert not each.is_published()
-        rank = first * self.local
-        alarm._speak(speakers[first], time.monotonic(), {}, rank, f"[rank {rank}] ")
+        caller = speakers[first]
+        alarm._speak(caller, caller.board.read(), time.monotonic(), f"[rank {first * self.local}] ")
 
 
 # ------------------------------------------------------------------------------------- mailboxes

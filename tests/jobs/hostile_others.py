@@ -49,21 +49,11 @@ def read_thresholds(folder: Path, count: int, dice: random.Random) -> Figures:
 def run_folder(folder: Path) -> None:
     """Write a run directory."""
     folder.mkdir(mode=0o700, exist_ok=True)
-    line = {
-        "rank": 0,
-        "process": 5,
-        "state": 0,
-        "beat": -1.0,
-        "expected": 0.0,
-        "waited": 20.0,
-        "limit": 60.0,
-        "signal": 3,
-    }
-    lines = [line | {"rank": rank, "process": 50 + rank, "text": f"in #7 at train.py:{rank}"} for rank in range(3)]
-    told = {"wall": time.time() - 4, "final": False, "lines": lines, "silent": {"1": "its process 51 is stopped"}}
-    (folder / "node-0.json").write_text(json.dumps(told))
-    late = {"text": "in #7 barrier for 60.1 s; at x.py:3 in step", "waited_seconds": 60.1, "timeout_seconds": None}
-    (folder / "error-4.json").write_text(json.dumps({"ranks": {"4": {**late, "silent": ""}}}))
+    waits = {"waited_seconds": 20.0, "timeout_seconds": None, "said_seconds_ago": 1.0, "silent": ""}
+    ranks = {str(rank): waits | {"text": f"in #7 barrier for 20.0 s; at train.py:{rank}"} for rank in (0, 1, 2, 4)}
+    ranks["1"]["silent"] = "its process 51 is stopped"
+    (folder / "error-0.json").write_text(json.dumps({"class": "timeout", "ranks": {"0": ranks["0"], "1": ranks["1"]}}))
+    (folder / "error-2.json").write_text(json.dumps({"class": "timeout", "ranks": {"2": ranks["2"], "4": ranks["4"]}}))
     (folder / "roll-call.txt").write_text("roll call: rank 1 is late\n")
 
 

@@ -128,7 +128,7 @@ ROUTES = {
     "one node, hierarchical": Route((ON_NODE, "in the ranks' mailboxes"), by(ms.HierarchicalCopyAllReduce)),
     "in place": Route("where the arrays are", kind="arena"),
     "two nodes": Route(LANES, on(TWO), ALL_LANES),
-    "two nodes, uneven": Route(LANES, on([min(rank, 1) for rank in RANKS]), ALL_LANES),
+    "two nodes, uneven": Route(("by MPI's Allreduce", FIRST), on([min(rank, 1) for rank in RANKS]), ALL_LANES),
     "two nodes, hierarchical": Route("by MPI's Allreduce between the 2 nodes", on(TWO, ms.HierarchicalCopyAllReduce)),
     "two nodes, in place": Route(LANES, on(TWO), ALL_LANES, kind="arena"),
     "MPI": Route("by MPI's Allreduce", thresholds=BY_MPI),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import io
 import os
 import subprocess
 import sys
@@ -173,22 +172,22 @@ def test_the_package_is_not_rewritten(request: pytest.FixtureRequest) -> None:
     assert "pytest_timeout" in marked
 
 
-def test_a_forked_child_reports_to_its_own_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_forked_child_reports_to_its_own_stderr(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     told = pytest_mpistrategy.Reports()
     monkeypatch.setattr(pytest_mpistrategy, "reports", told)
     read, write = os.pipe()
     os.dup2(write, told.stderr)
-    reports.write("one\n")
+    reports.write_at_once("one\n")
     reports.write_at_once("")
     monkeypatch.setattr(os, "getpid", lambda: -1)
     assert reports.failed_tests() == ""
-    stream = io.StringIO()
-    monkeypatch.setattr(sys, "stderr", stream)
-    reports.write("two\n")
+    reports.write_at_once("two\n")
     os.close(write)
     os.close(told.stderr)
     with open(read, "rb") as found:
-        assert (found.read(), stream.getvalue()) == (b"\none\n", "two\n")
+        assert (found.read(), capfd.readouterr().err) == (b"\none\n", "two\n")
 
 
 def test_of_many_failures_the_first_are_kept_and_shown_once() -> None:

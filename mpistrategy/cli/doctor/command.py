@@ -55,7 +55,9 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--job", metavar="ID", help="a Slurm job: what each rank is doing, who has not come, who comes late"
     )
     hung.add_argument("--pid", type=_positive, metavar="PID", help="the same of the job of a process of this node")
-    hung.add_argument("--run-dir", metavar="FOLDER", help="the same from the files of a run directory")
+    hung.add_argument(
+        "--run-dir", metavar="FOLDER", help="what a job whose collective was late has left in this folder"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -14,7 +14,7 @@ from typing import Any
 from mpistrategy import errors
 from mpistrategy.mpi.contract import observers, timeouts
 from mpistrategy.mpi.contract.call_sites import Signature, site_of
-from mpistrategy.mpi.contract.flight_recorder import CurrentCall
+from mpistrategy.mpi.contract.flight_recorder import LENGTH, CurrentCall
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects import jax_traces
 
@@ -118,6 +118,8 @@ class Call:
             record.number += 1
             self.number, self.entered = record.number, monotonic()
             record.entries.append(self)
+            record.times[self.number % LENGTH] = self.entered
+            record.newest[0] = self.number
 
     def _join(self, guard: Guard, outer: CurrentCall) -> None:
         """Take over what the call around this one has."""

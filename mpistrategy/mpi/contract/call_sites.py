@@ -10,11 +10,13 @@ calls of a helper are told apart by the lines that called the helper.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
+from functools import lru_cache
 from itertools import islice
+from threading import main_thread
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -44,16 +46,6 @@ class Site(NamedTuple):
 
 
 UNKNOWN = Site("?", "?")
-#: The code of a step function that is not written in Python.
-NO_CODE = object()
-
-
-def _no_step() -> Any:
-    return None
-
-
-#: Returns `code_of` of the step function that this thread is in; None outside steps.
-_current_step: Callable[[], Any] = _no_step
 #: The code of the function of this package that calls step functions: callers of it do not count.
 _step_caller: CodeType | None = None
 #: Whether a file belongs to this package, for the files seen so far.
@@ -62,26 +54,10 @@ _ours: dict[str, bool] = {}
 _passed_over: list[str] = [_FOLDER]
 
 
-def ask_for_step(current_step: Callable[[], Any]) -> None:
-    """Set what returns `code_of` of the step function that the calling thread is in."""
-    global _current_step
-    _current_step = current_step
-
-
 def calls_steps(function: Callable[..., Any]) -> None:
     """Set the function of this package that calls step functions."""
     global _step_caller
     _step_caller = function.__code__
-
-
-def code_of(function: Any) -> Any:
-    """Return the code of a step function, by which its frame is known; NO_CODE if it is not written in Python."""
-    code = getattr(function, "__code__", None)
-    if code is not None:
-        return code
-    if isinstance(function, partial):
-        return code_of(function.func)
-    return getattr(type(function).__call__, "__code__", NO_CODE)
 
 
 def pass_over(folder: str) -> None:
@@ -130,7 +106,6 @@ _sites: dict[tuple[int, ...], tuple[Site, list[CodeType]]] = {}
 
 def site_of(frame: FrameType | None) -> Site:
     """Return the call site of a call in `frame`, or in the first frame outside this package from there."""
-    step = _current_step()
     frames: list[FrameType] = []
     key: list[int] = []
     while frame is not None:
@@ -142,9 +117,9 @@ def site_of(frame: FrameType | None) -> Site:
             frames.append(frame)
             key += (id(code), frame.f_lasti)
             # The caller of a module's own code is Python itself, and may differ between ranks started differently.
-            if len(frames) > _CALLERS or code is step or code.co_name == _MODULE:
+            if len(frames) > _CALLERS or code.co_name == _MODULE:
                 break
-        elif code is _step_caller and step is NO_CODE and frames:
+        elif code is _step_caller and frames:
             break
         frame = frame.f_back
     found = tuple(key)
@@ -161,14 +136,14 @@ def call_site() -> Site:
     return site_of(sys._getframe(1))
 
 
+def program_site() -> Site:
+    """Return the call site of this thread; in one of another library, that of the main thread, which waits for it."""
+    return site_of(outside(sys._getframe(1)) or sys._current_frames()[main_thread().ident or 0])
+
+
 def without_columns(place: str) -> str:
     """Return ``loss.py:3 from train.py:12`` of ``loss.py:3:8 from train.py:12:4``."""
-    return _FROM.join(_without_column(each) for each in place.split(_FROM))
-
-
-def _without_column(place: str) -> str:
-    file, _, rest = place.partition(":")
-    return f"{file}:{rest.partition(':')[0]}" if rest else file
+    return re.sub(r"(:\d+):\d+(?= from |$)", r"\1", place)
 
 
 def warn(text: str, category: type[Warning]) -> None:

@@ -3,34 +3,45 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.errors import MpiStrategyError
 
 _SHORTEST_PAUSE, _LONGEST_PAUSE = 1e-5, 2e-3
 _LOOKS = 8
 
 
-class ControlChannel(Protocol):
-    """Tiny collectives on a communicator that never carries data."""
+class ControlChannel(ABC):
+    """Tiny collectives on a communicator that never carries data.
+
+    Attributes:
+        is_free: whether the comparison travels with the data, so that to leave it out would save nothing.
+    """
+
+    is_free: bool = True
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal.
 
         With `look`, no core is kept busy where ranks wait for one another, and it is called now and then; it may raise.
         """
+        self.start(digest)
+        return wait_patiently(self.finished, look)
 
+    @abstractmethod
     def start(self, digest: int) -> None:
         """Begin `all_equal` without waiting."""
 
+    @abstractmethod
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""
 
-    def leave(self) -> None:
+    def leave(self) -> None:  # noqa: B027  # most need nothing
         """Note that this rank has left a comparison, which may be under way: the next `start` goes on with it."""
 
+    @abstractmethod
     def allgather_text(
         self,
         text: str,
@@ -59,35 +70,16 @@ class FirstMessage(Protocol):
     sums: Array
 
 
-def all_equal_patiently(channel: ControlChannel, digest: int, look: Callable[[], object] | None) -> bool:
-    """Do `ControlChannel.all_equal` with `look` by `start` and `finished`."""
-    channel.start(digest)
-    return wait_patiently(channel.finished, look or (lambda: None))
-
-
-def wait_patiently(
-    finished: Callable[[], bool | None],
-    look: Callable[[], object],
-    interruptions: list[BaseException] | None = None,
-) -> bool:
-    """Return what `finished` returns once it is not None, without keeping a core busy; `look` may raise.
-
-    For `interruptions` see `ControlChannel.allgather_text`.
-    """
+def wait_patiently(finished: Callable[[], bool | None], look: Callable[[], object] | None = None) -> bool:
+    """Return what `finished` returns once it is not None, without keeping a core busy; `look` may raise."""
     pauses = growing_pauses()
     while True:
-        try:
+        if look is not None:
             look()
-            for _ in range(_LOOKS):  # an MPI may need several to make progress
-                if (answer := finished()) is not None:
-                    return answer
-            time.sleep(next(pauses))
-        except MpiStrategyError:
-            raise
-        except BaseException as error:
-            if interruptions is None:
-                raise
-            interruptions.append(error)
+        for _ in range(_LOOKS):  # an MPI may need several to make progress
+            if (answer := finished()) is not None:
+                return answer
+        time.sleep(next(pauses))
 
 
 def growing_pauses() -> Iterator[float]:

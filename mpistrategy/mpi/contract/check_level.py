@@ -7,15 +7,10 @@ each call, with the data where they are a few sums.  "off" leaves this message o
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrategy.errors import OptionError
-from mpistrategy.objects.later import later
-
-if TYPE_CHECKING:
-    from mpistrategy.objects.nearest import did_you_mean
-else:
-    later(globals(), "mpistrategy.objects.nearest", "did_you_mean")
+from mpistrategy.objects.nearest import did_you_mean
 
 #: The environment variable that chooses the level.
 VARIABLE = "MPISTRATEGY_CHECK"

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import RemoteError
@@ -53,29 +52,19 @@ class Failure:
         return error
 
 
-class _Memory(Protocol):
-    """The part of `mpistrategy.mpi.shared_memory.segments.SharedMemory` that is used here."""
-
-    @property
-    def local_rank(self) -> int: ...
-    @property
-    def fence(self) -> Callable[[], object] | None: ...
-    @property
-    def segments(self) -> Sequence[Array]: ...
-
-
 class Failures:
     """The failures on the ranks of one node.
 
     Args:
-        memory: `BYTES` for each rank, zeroed.
+        segments: `BYTES` of each rank, zeroed.
+        local_rank: this rank.
+        fence: keeps writes in order; None where the processor does that itself.
     """
 
-    def __init__(self, memory: _Memory) -> None:
-        self._rank = memory.local_rank
-        self._fence = memory.fence
-        self._numbers = [segment[:_TEXT_FROM].data.cast("B").cast("q") for segment in memory.segments]
-        self._texts = [segment[_TEXT_FROM:BYTES].data.cast("B") for segment in memory.segments]
+    def __init__(self, segments: Sequence[Array], local_rank: int, fence: Callable[[], object] | None) -> None:
+        self._rank, self._fence = local_rank, fence
+        self._numbers = [segment[:_TEXT_FROM].data.cast("B").cast("q") for segment in segments]
+        self._texts = [segment[_TEXT_FROM:BYTES].data.cast("B") for segment in segments]
 
     def show(self, failure: Failure) -> None:
         """Tell the other ranks that this rank takes no more calls."""

@@ -1,7 +1,8 @@
 """The flight record: which collectives this rank entered last, and when it left them.
 
 It is always on, so an entry costs a fraction of a microsecond: it refers to objects, which are put into words only when
-somebody asks.
+somebody asks.  The numbers and times of the entries lie in memory that the other ranks of the node see: a rank that is
+stopped cannot be asked.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from typing import Protocol
 
 import numpy as np
 
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.call_sites import Signature, without_columns
 
 #: How many collectives are remembered.
@@ -47,13 +49,24 @@ class FlightRecord:
     Attributes:
         entries: oldest first.
         number: that of the last one; 0 before the first.
+        newest: the same, for other processes.
+        times: for other processes: when an entry was entered, at the place that is its number modulo `LENGTH`.
     """
 
-    __slots__ = ("entries", "number")
+    __slots__ = ("entries", "newest", "number", "times")
 
     def __init__(self) -> None:
         self.entries: deque[CurrentCall] = deque(maxlen=LENGTH)
         self.number: int = 0
+        self.show_in(np.zeros(1, np.int64), np.zeros(LENGTH))
+
+    def show_in(self, newest: Array, times: Array) -> None:
+        """Keep `newest` and `times` in this memory from now on."""
+        self.newest: memoryview = newest.data
+        self.times: memoryview[float] = times.data.cast("B").cast("d")
+        for entry in self.entries:
+            self.times[entry.number % LENGTH] = entry.entered
+        self.newest[0] = self.number
 
     def last(self, back: int = 0) -> CurrentCall | None:
         """Return the last entry, or the one `back` before it; for any thread."""

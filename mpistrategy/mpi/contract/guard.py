@@ -22,23 +22,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from mpistrategy import errors
 from mpistrategy.errors import DeviceError, MpiStrategyError, RemoteError
-from mpistrategy.mpi.contract import failures, forks
+from mpistrategy.mpi.contract import failures, forks, mismatch_report
 from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
 from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, Failures, in_words
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
 from mpistrategy.mpi.contract.timeouts import DEFAULT_SECONDS
-from mpistrategy.objects.later import later
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.contract import mismatch_report
-else:
-    later(globals(), "mpistrategy.mpi.contract.mismatch_report")
 
 _FLAG = 1 << 62  # digests are smaller
 
@@ -59,7 +53,6 @@ class Guard:
         channel: how to reach the other ranks; None when there are none.
         rank: this rank's number.
         size: how many ranks there are.
-        is_free: whether the comparison travels with the data, so that to leave it out would save nothing.
         failures: where ranks show each other that they take no more calls; None where they cannot.
         contains_errors: whether an error that ends this rank's program ends only this communicator, not the job.
     """
@@ -70,7 +63,6 @@ class Guard:
         rank: int = 0,
         size: int = 1,
         *,
-        is_free: bool = True,
         failures: Failures | None = None,
         contains_errors: bool = False,
     ) -> None:
@@ -92,8 +84,7 @@ class Guard:
         #: Whether a thread of this library makes the calls, for jobs that the program has started.
         self.is_in_background = False
         #: Whether a comparison through MPI must be one that this rank can leave.
-        self._is_patient = contains_errors and failures is None
-        self._is_free = is_free
+        self.is_patient: bool = contains_errors and failures is None
         self._rank = rank
         self.size = size
         self.thread = 0
@@ -203,12 +194,7 @@ class Guard:
         All ranks set the level at the same time.
         """
         self.level = level
-        self.skips = level == OFF and not self._is_free
-
-    def compare_digest(self, digest: int, signature: Signature) -> None:
-        """Do `compare` with a known digest, outside every `Call`."""
-        if self._channel is not None and not self._agrees(digest, due=True):
-            self._resolve(signature)
+        self.skips = level == OFF and self._channel is not None and not self._channel.is_free
 
     def on_all(self, work: Callable[[], T]) -> T:
         """Return what `work` returns, on ranks that have agreed on a call, before its messages.  Collective.
@@ -222,7 +208,8 @@ class Guard:
         except Exception as error:
             self._send(self._where(), error)
             raise self.mark_told(error) from None
-        self.compare_digest(self.digest(_READY), _READY)
+        if not self._agrees(digest_of(_READY), due=True):
+            self._resolve(_READY)
         return made
 
     def compare(
@@ -262,7 +249,7 @@ class Guard:
         flag, channel = self._flag, self._channel
         assert channel is not None
         try:
-            equal = channel.all_equal(digest | flag, self.look if patiently or self._is_patient else None)
+            equal = channel.all_equal(digest | flag, self.look if patiently or self.is_patient else None)
         except errors.CollectiveMismatchError:  # an answer, too, of replicas in threads
             self.agreed = False
             raise
@@ -287,7 +274,7 @@ class Guard:
         self.leaving = self.has_begun_to_leave = True
         self.since = time.monotonic()
         if self._channel is not None:
-            self._channel.start(self.digest(_LEAVING if self.broken is None else _LEAVING_BROKEN))
+            self._channel.start(digest_of(_LEAVING if self.broken is None else _LEAVING_BROKEN))
 
     def peers_have_left(self) -> bool | None:
         """Return True when all ranks have ended, False when one calls a collective, None while ranks are missing."""
@@ -516,7 +503,7 @@ class Guard:
 
         Return whether it was ranks that ask.
         """
-        mine = mismatch_report.Report(signature.describe(), self.here().text, digest=self.digest(signature))
+        mine = mismatch_report.Report(signature.describe(), self.here().text, digest=digest_of(signature))
         reports = self._gather_reports(mine)
         if all(report.digest == mine.digest for report in reports):
             self._see_flags()

@@ -12,8 +12,8 @@ anything, sizes included, meet in it, and all of them find out.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -21,7 +21,7 @@ from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import MpiStrategyError
-from mpistrategy.mpi.contract.channel import all_equal_patiently, wait_patiently
+from mpistrategy.mpi.contract.channel import ControlChannel, wait_patiently
 from mpistrategy.objects.text import decoded, encoded
 
 _DIGITS = 4
@@ -29,6 +29,8 @@ _HEADER = _DIGITS + 1
 _BITS = 16
 _REMEMBERED = 4096
 _MOST_INTERRUPTIONS = 9
+#: Of the sums that are tried by MPI: a few elements, and so many that every MPI takes its algorithm for large messages.
+_TRIED = (5, 2**15)
 #: Stands where the totals of the header will be, until they are there: a request that was never started leaves it.
 UNKNOWN = np.full(_HEADER, np.nan).tobytes()
 
@@ -42,13 +44,22 @@ def elements_for(size: int, library: str) -> int:
     return 31 if library == "Open MPI" else max(_HEADER + 2, min(31, (1 << (size.bit_length() - 1)) - 1))
 
 
-def header_of(digest: int) -> list[float]:
-    """Return the five numbers of a digest, of less than 2**63 in magnitude."""
-    numbers = [float((digest >> (_BITS * place) & 0xFFFF) - 0x8000) for place in range(_DIGITS)]
-    return [*numbers, sum(number * number for number in numbers)]
+@lru_cache(_REMEMBERED)
+def header_of(digest: int, size: int) -> tuple[bytes, bytes]:
+    """Return the five numbers of a digest, of less than 2**63 in magnitude, and the totals where all ranks have it."""
+    digits = [float((digest >> (_BITS * place) & 0xFFFF) - 0x8000) for place in range(_DIGITS)]
+    numbers = np.array([*digits, sum(digit * digit for digit in digits)])
+    return numbers.tobytes(), (size * numbers).tobytes()
 
 
-class MpiControlChannel:
+def digest_of(sums: Iterable[Array]) -> int:
+    """Return a digest of arrays."""
+    import hashlib  # here, since it loads OpenSSL
+
+    return int.from_bytes(hashlib.blake2b(b"".join(each.data for each in sums), digest_size=7).digest(), "little")
+
+
+class MpiControlChannel(ControlChannel):
     """The guard's channel: one persistent Allreduce, and text for the reports.
 
     A persistent collective matches only itself, so a rank that leaves can start it without waiting.
@@ -58,6 +69,8 @@ class MpiControlChannel:
         sums: the sums over the ranks after it.
     """
 
+    is_free = False
+
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm: MPI.Intracomm = comm.Dup()
         elements = elements_for(self._comm.size, MPI.get_vendor()[0])
@@ -65,13 +78,11 @@ class MpiControlChannel:
         self.values: Array = self._mine[_HEADER:]
         self.sums: Array = self._totals[_HEADER:]
         self._header, self._told = (array[:_HEADER].data.cast("B") for array in (self._mine, self._totals))
-        #: The numbers of a digest, and their totals where all ranks have the same.
-        self._known: dict[int, tuple[bytes, bytes]] = {}
         self._expected: bytes = b""
         self._request: Any = MPI.REQUEST_NULL
         self._persistent = True
-        #: The request for texts that this rank may have left: MPI could still write into its buffers.
-        self._texts: Any = None
+        #: The exchange of texts that this rank may have left: MPI could still write into its buffers.
+        self._texts: _Exchange | None = None
         #: Whether this rank was interrupted in a comparison: its messages are under way, or unread.
         self._is_interrupted = False
         #: The digest that comes after that comparison, if all ranks agree there.
@@ -80,15 +91,6 @@ class MpiControlChannel:
             self._request = self._comm.Allreduce_init(self._mine, self._totals, MPI.SUM)
         except NotImplementedError:  # an MPI before 4.0
             self._persistent = False
-
-    def _numbers_of(self, digest: int) -> tuple[bytes, bytes]:
-        known = self._known.get(digest)
-        if known is None:
-            if len(self._known) >= _REMEMBERED:
-                self._known.clear()
-            numbers = np.array(header_of(digest))
-            known = self._known[digest] = (numbers.tobytes(), (self._comm.size * numbers).tobytes())
-        return known
 
     def start(self, digest: int) -> None:
         """Begin `all_equal` without waiting.
@@ -108,7 +110,7 @@ class MpiControlChannel:
 
     def _start(self, digest: int) -> None:
         self._told[:] = UNKNOWN
-        self._header[:], self._expected = self._numbers_of(digest)
+        self._header[:], self._expected = header_of(digest, self._comm.size)
         if self._persistent:
             self._request.Start()
         else:
@@ -128,7 +130,7 @@ class MpiControlChannel:
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal; see `ControlChannel.all_equal`."""
         if look is not None or self._is_interrupted:
-            return all_equal_patiently(self, digest, look)
+            return super().all_equal(digest, look)
         self._start(digest)
         self._request.Wait()
         return self._told == self._expected
@@ -139,9 +141,10 @@ class MpiControlChannel:
         Args:
             comm: another communicator of the same ranks, whose sums are tried besides those of the first message.
         """
-        from mpistrategy.mpi.contract.sums_by_mpi import COUNTS, digest_of, values_to_try  # here: one node needs none
-
-        self.values[...], *others = values_to_try(self._comm.rank, (self.values.size, *COUNTS), np.float64)
+        random = np.random.default_rng(self._comm.rank)  # sums that depend on the order of the additions
+        sizes = (self.values.size, *_TRIED)
+        few, *others = (random.standard_normal(n) * np.exp2(random.integers(-20, 20, n)) for n in sizes)
+        self.values[...] = few
         self.all_equal(0)
         for values in others:
             comm.Allreduce(MPI.IN_PLACE, values)
@@ -158,30 +161,19 @@ class MpiControlChannel:
         interruptions: list[BaseException] | None = None,
     ) -> list[str]:
         """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
-        exchange = _Exchange(self._comm, text)
-        wait = partial(self._gather, look=look, interruptions=interruptions)
+        exchange = self._texts = _Exchange(self._comm, text)
         while True:
             try:
-                return exchange.run(wait)
+                return exchange.run(look)
             except MpiStrategyError:  # of `look`
                 raise
-            except BaseException as interruption:  # a signal's, between the waits: the other ranks are in the exchange
+            except BaseException as interruption:  # a signal's: the other ranks are in the exchange
                 if interruptions is None or len(interruptions) >= _MOST_INTERRUPTIONS:
                     raise
                 interruptions.append(interruption)
 
     def leave(self) -> None:
-        """Note that this rank has left a comparison; see `ControlChannel.leave`."""
         self._is_interrupted = True
-
-    def _gather(
-        self, request: Any, *, look: Callable[[], object] | None, interruptions: list[BaseException] | None
-    ) -> None:
-        if look is None:
-            request.Wait()
-            return
-        self._texts = request
-        wait_patiently(lambda: request.Test() or None, look, interruptions)
 
     def close(self) -> None:
         """Free the requests and the communicator."""
@@ -200,15 +192,21 @@ class _Exchange:
         self._together = np.zeros(0, np.uint8)
         self._requests: list[Any] = []
 
-    def run(self, wait: Callable[[Any], None]) -> list[str]:
-        """Return every rank's text; `wait` waits for a request."""
+    def run(self, look: Callable[[], object] | None) -> list[str]:
+        """Return every rank's text; see `ControlChannel.allgather_text`."""
         if not self._requests:
             # By `map`, since no signal is handled between the start of a request and its place in the list.
             self._requests.extend(map(self._comm.Iallgather, [self._length], [self._counts]))
-        wait(self._requests[0])
+        self._wait(look)
         if len(self._requests) == 1:
             self._together = np.empty(int(self._counts.sum()), np.uint8)
             self._requests.extend(map(self._comm.Iallgatherv, [self._mine], [[self._together, self._counts]]))
-        wait(self._requests[1])
+        self._wait(look)
         texts, ends = self._together.tobytes(), np.cumsum(self._counts).tolist()
         return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
+
+    def _wait(self, look: Callable[[], object] | None) -> None:
+        if look is None:
+            self._requests[-1].Wait()
+        else:
+            wait_patiently(lambda: self._requests[-1].Test() or None, look)

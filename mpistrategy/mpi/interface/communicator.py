@@ -7,6 +7,7 @@ Every method that moves data is collective over the communicator's ranks.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ class Communicator(ABC):
         devices: the device that each rank drives, in rank order.
         node_of: the number of the node of each rank, from 0 on.
         nodes: how many nodes there are.
+        has_lanes: whether all nodes have equally many ranks, and several.
         local_rank: this rank's index among the ranks of its node.
         library: the MPI library and its version, in words; "" without one.
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
@@ -54,6 +56,7 @@ class Communicator(ABC):
     devices: tuple[Device, ...]
     node_of: tuple[int, ...]
     nodes: int
+    has_lanes: bool
     local_rank: int
     library: str = ""
     shares_memory: bool = False
@@ -79,6 +82,8 @@ class Communicator(ABC):
 
     def _place(self, node_of: Sequence[int]) -> None:
         """Note on which node each rank is."""
+        sizes = Counter(node_of).values()
+        self.has_lanes = min(sizes) == max(sizes) > 1
         self.node_of, self.nodes = tuple(node_of), max(node_of) + 1
         self.local_rank = self.node_of[: self.rank].count(self.node_of[self.rank])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import ref
@@ -101,7 +101,6 @@ def watch_waiting(
     memory: SharedMemory,
     node_of: Sequence[int],
     path: str,
-    shown: Callable[[], list[int]] | None = None,
 ) -> None:
     """Let a late collective of `comm` end the job.
 
@@ -111,13 +110,12 @@ def watch_waiting(
         memory: for the status board; ranks that share none count as nodes of their own.
         node_of: the node of each rank.
         path: of the run directory; the first rank warns if it cannot be written.
-        shown: see `Group`.
     """
     if not memory.is_shared:
         node_of = range(comm.size)
     directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] " if comm.rank == 0 else "")
     nodes = max(node_of) + 1
-    _watch(comm, Group(guard, StatusBoard(memory), node_of[comm.rank], nodes, directory, shown, _identity(path)))
+    _watch(comm, Group(guard, StatusBoard(memory), node_of[comm.rank], nodes, directory, _identity(path)))
 
 
 def _seen_here(ranks: Sequence[int]) -> str:
@@ -175,7 +173,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
 def _meeting(ranks: MPI.Intracomm, where: str) -> Iterator[None]:
     guard = Guard(None, ranks.rank, ranks.size)
     board = StatusBoard(private_memory(status_board.BYTES))
-    directory = RunDirectory(new_path, f"[rank {ranks.rank}] ")
+    directory = RunDirectory(new_path(), f"[rank {ranks.rank}] ")
     group = Group(guard, board, 0, 1, directory)
     _watch(ranks, group)
     try:

@@ -8,7 +8,7 @@ agreement and it.
 Two pieces are under way at a time: while one is on the network, the node adds up the next.  Who adds what depends only
 on the placement of the ranks: equal runs give equal bits.
 
-Ranks that share no memory count as nodes of their own.
+Ranks that share no memory, and ranks of nodes with different numbers of them, count as nodes of their own.
 """
 
 from __future__ import annotations
@@ -26,9 +26,8 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node.lanes import Lanes, every_rank
 from mpistrategy.mpi.multi_node.rounded_exchange import Rounded, Wire
-from mpistrategy.mpi.shared_memory.node_sum import Exchange, NodeSum, in_rank_order, segment_bytes
+from mpistrategy.mpi.shared_memory.node_sum import Exchange, NodeSum, in_rank_order, segment_bytes, share
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
@@ -168,40 +167,41 @@ class Flight:
 class AcrossNodes(Freed):
     """The state of the two-level all-reduce; made once for a communicator.  Collective.
 
+    Each rank of a node has a part of the data, which it exchanges with its counterparts: the ranks that have this part
+    on the other nodes.  Where nodes have different numbers of ranks, each rank counts as a node.
+
     Attributes:
         piece_bytes: how much of a buffer is one piece.
-        node_sum: adds up ordinary arrays of this node; None on a node of one rank, and where ranks share no memory.
+        node_sum: adds up ordinary arrays of this node; None where each rank counts as a node.
         sees_node: whether arrays that all ranks of the node see can be combined by `in_place`.
-        lanes: who owns which slice.
-        links: the communicator of each slice of this rank.
-        rounded: how slices of this rank are exchanged where they are rounded, for each piece under way.
+        link: the communicator of the counterparts; None on a single node.
+        rounded: how parts are exchanged where they are rounded, for each piece under way.
         flights: the exchanges with other nodes that are under way.
     """
 
     def __init__(self, communicator: Any) -> None:
-        memory = None
-        node_of: Sequence[int] = range(communicator.size)
-        if communicator.size > communicator.nodes:
-            memory = communicator.shared(shared_bytes(communicator.node_of))
+        node_of, memory = communicator.node_of, None
+        if communicator.has_lanes:
+            memory = communicator.shared(shared_bytes(node_of))
         self.sees_node: bool = memory is not None and memory.is_shared
-        if self.sees_node:
-            node_of = communicator.node_of
-        self.lanes: Lanes = every_rank(node_of, communicator.rank)
-        self.piece_bytes: int = piece_bytes_for(node_of)
+        self.piece_bytes: int = piece_bytes_for(node_of if self.sees_node else [0])
         self.node_sum: NodeSum | None = None
-        self.links: list[Any] = []
-        self.rounded: list[list[Rounded]] = []
+        self.link: Any = None
+        self.rounded: list[Rounded] = []
         usual = CROWDED if communicator.is_crowded else EAGER
         self._manner: Manner = communicator.manner or usual
         self.flights: list[Flight] = []
         self._progress: Callable[[], object] = communicator.progress
         self._on_all = communicator.guard.on_all
-        self._new_links: Callable[[], list[Any]] = partial(communicator.links, self.lanes.counterparts)
-        if memory is not None and self.sees_node and len(memory.segments) > 1:
-            waiting = _AmongMessages(self.wait)
-            self.node_sum = NodeSum(memory, self.piece_bytes, waiting, part_of=self.lanes.part_of)
-        if max(node_of) > 0:
-            self.links = self._new_links()
+        self._part, self._parts, counterparts = 0, 1, [*range(communicator.size)]
+        if memory is not None and self.sees_node:
+            self._part, self._parts = memory.local_rank, len(memory.segments)
+            by_node = np.argsort(node_of, kind="stable").reshape(-1, self._parts)
+            counterparts = by_node[:, self._part].tolist()
+            self.node_sum = NodeSum(memory, self.piece_bytes, _AmongMessages(self.wait))
+        self._new_link: Callable[[], Any] = partial(communicator.link, counterparts)
+        if len(counterparts) > 1:
+            self.link = self._new_link()
 
     def allreduce(self, source: Array, target: Array, op: str, wire: Wire) -> None:
         """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same.
@@ -238,38 +238,35 @@ class AcrossNodes(Freed):
         elements, under_way = self.piece_bytes // itemsize, deque[tuple[Flight, slice]]()
         for start in range(0, arrays[0].size, elements):
             count = min(elements, arrays[0].size - start)
-            begin, end = self.lanes.part_of(count, self.lanes.local_rank, len(arrays), itemsize)
+            begin, end = share(count, self._part, self._parts, itemsize)
             own = slice(start + begin, start + end)
             total = targets[0][own]
             if total.size:
                 in_rank_order([array[own] for array in arrays], (total,), op, 1)
-            under_way.append((exchange.begin(total, count), own))
+            under_way.append((exchange.begin(total), own))
             if len(under_way) == BUFFERS:
                 _write(exchange, *under_way.popleft(), targets, finish)
         while under_way:
             _write(exchange, *under_way.popleft(), targets, finish)
 
     def _exchange(self, target: Array, op: str, wire: Wire) -> _Pieces:
-        if wire is not None and not self.rounded:
+        if wire is not None and self.link is not None and not self.rounded:
             self.rounded = self._new_rounded(wire)
         return _Pieces(self, op, wire, blocks=self._manner.blocks and target.nbytes <= self.piece_bytes)
 
-    def _new_rounded(self, wire: np.dtype[Any]) -> list[list[Rounded]]:
-        """Return how the slices of this rank are exchanged, for each piece under way.  Collective."""
-        itemsize = np.dtype(np.float32).itemsize
-        most = self.lanes.longest_slice(self.piece_bytes // itemsize, itemsize)
-        links = [self._new_links() for _ in range(BUFFERS)]  # ranks may start two pieces' messages in any order
-
-        def made() -> list[list[Rounded]]:
-            return [[Rounded(link, most, wire) for link in those] for those in links]
-
-        rounded: list[list[Rounded]] = self._on_all(made)
+    def _new_rounded(self, wire: np.dtype[Any]) -> list[Rounded]:
+        """Return how this rank's part is exchanged, for each piece under way.  Collective."""
+        step = ALIGNMENT // np.dtype(np.float32).itemsize
+        most = -(-self.piece_bytes // ALIGNMENT // self._parts) * step  # the longest part of a piece
+        links = [self._new_link() for _ in range(BUFFERS)]  # ranks may start two pieces' messages in any order
+        rounded: list[Rounded] = self._on_all(lambda: [Rounded(link, most, wire) for link in links])
         return rounded
 
     def free(self) -> None:
         """Free the communicators of the counterparts, where all ranks are known to do so."""
-        for link in (*self.links, *(each.link for those in self.rounded for each in those)):
-            link.free()
+        for link in (self.link, *(each.link for each in self.rounded)):
+            if link is not None:
+                link.free()
 
     def _advance(self) -> bool:
         moved = False
@@ -303,26 +300,23 @@ class _Pieces(Exchange):
         self._across, self._op, self._wire, self._blocks = across, op, wire, blocks
         self._count = 0
 
-    def begin(self, total: Array, count: int) -> Flight:
+    def begin(self, total: Array) -> Flight:
         """Begin to combine this rank's part of a piece with those of its counterparts."""
-        across = self._across
         self._count += 1
-        slices = across.lanes.slices_of(count, total.itemsize) if across.links else []
-        flight = Flight(self._messages([(n, total[part]) for n, part in enumerate(slices) if part.stop > part.start]))
-        across.flights.append(flight)
+        flight = Flight(self._messages(total))
+        self._across.flights.append(flight)
         return flight
 
-    def _messages(self, parts: Sequence[tuple[int, Array]]) -> Iterator[list[Any]]:
-        links, op = self._across.links, self._op
+    def _messages(self, total: Array) -> Iterator[list[Any]]:
+        link, op = self._across.link, self._op
+        if link is None or total.size == 0:
+            return
         if self._wire is not None:
-            rounded = self._across.rounded[self._count % BUFFERS]
-            for lane, values in parts:
-                yield from rounded[lane].exchange(values)
+            yield from self._across.rounded[self._count % BUFFERS].exchange(total)
         elif self._blocks:  # nothing can fail on one rank between the agreement and this
-            for lane, values in parts:
-                links[lane].reduce_by_mpi(values, op)
+            link.reduce_by_mpi(total, op)
         else:
-            yield [links[lane].begin_to_reduce_by_mpi(values, op) for lane, values in parts]
+            yield [link.begin_to_reduce_by_mpi(total, op)]
 
     def end(self, begun: Flight) -> None:
         """Wait until it has been combined."""
@@ -363,6 +357,7 @@ def _rounded_in_one_process(communicator: Communicator, source: Array, target: A
     """Do `allreduce_across` with ranks that are threads: round what each node has, and the sum."""
     together = np.empty((communicator.size, source.size), source.dtype)
     communicator.allgatherv(source, [source.size] * communicator.size, together)
-    sums = [together[np.equal(communicator.node_of, node)].sum(axis=0) for node in range(communicator.nodes)]
+    node_of = communicator.node_of if communicator.has_lanes else range(communicator.size)
+    sums = [together[np.equal(node_of, node)].sum(axis=0) for node in sorted(set(node_of))]
     rounded = np.add.reduce([each.astype(wire).astype(source.dtype) for each in sums])
     target[...] = rounded.astype(wire)

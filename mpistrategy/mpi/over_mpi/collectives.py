@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
-from itertools import accumulate, repeat
+from itertools import repeat
 from typing import Any
 
 import numpy as np
@@ -129,8 +129,7 @@ class Collectives(Communicator):
             return "root"
         if self.manner is not None and not self.manner.blocks:
             return "lanes"
-        has_lanes = self.shares_memory and self.size >= 2 * self.nodes
-        return "lanes" if has_lanes and nbytes >= self.thresholds.lanes_bytes else "mpi"
+        return "lanes" if self.shares_memory and self.has_lanes and nbytes >= self.thresholds.lanes_bytes else "mpi"
 
     def progress(self) -> None:
         self._comm.Iprobe()
@@ -187,30 +186,6 @@ class Collectives(Communicator):
         for piece in buffers.pieces(buffer, self.max_count):
             self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
 
-    def reduce_device_memory(self, buffer: Any, root: int, op: str) -> None:
-        """Do `reduce` with such an array."""
-        for piece in buffers.pieces(buffer, self.max_count):
-            if self.rank == root:
-                self._comm.Reduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype), root)
-            else:
-                self._comm.Reduce(piece, None, operation(op, buffer.dtype), root)
-
-    def bcast_device_memory(self, buffer: Any, root: int) -> None:
-        """Do `bcast` with such an array, of any dtype."""
-        for piece in buffers.pieces(buffers.as_bytes(buffer), self.max_count):
-            self._comm.Bcast(piece, root)
-
-    def allgather_device_memory(self, counts: Sequence[int], together: Any) -> None:
-        """Do `allgatherv` with such an array, of any dtype, in which the own block is in its place."""
-        sizes = [count * together.itemsize for count in counts]
-        begins = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
-        whole = buffers.as_bytes(together)
-        for start in range(0, whole.size, self.max_count):
-            stop = min(start + self.max_count, whole.size)
-            first = np.clip(begins, start, stop)
-            parts = np.clip(np.add(begins, sizes), start, stop) - first
-            self._comm.Allgatherv(MPI.IN_PLACE, [whole[start:stop], parts, first - start, MPI.BYTE])
-
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
         pieces, by_mpi = [*buffers.pieces(buffer, self._count(buffer))], operation(op, buffer.dtype)
@@ -221,8 +196,10 @@ class Collectives(Communicator):
             else:
                 self._comm.Reduce(piece, None, by_mpi, root)
 
-    def _count(self, buffer: Array) -> int:
-        """Return how many elements one MPI call combines: MPI may allocate as much memory again."""
+    def _count(self, buffer: Any) -> int:
+        """Return how many elements one MPI call combines: MPI may allocate as much memory again, on the host."""
+        if not isinstance(buffer, np.ndarray):
+            return self.max_count
         return min(self.max_count, max(1, self.thresholds.mpi_piece_bytes(self.nodes) // buffer.itemsize))
 
     def reduce_by_mpi(self, buffer: Array, op: str) -> None:
@@ -251,34 +228,33 @@ class Collectives(Communicator):
     def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
         self._meet()
-        if self.rank != root:
-            for piece in buffers.pieces(buffers.as_bytes(block), self.max_count):
-                self._comm.Send(piece, root)
-            return
-        assert blocks is not None
-        for rank, target in enumerate(blocks):
-            if rank == root:
-                target[...] = block
-                continue
-            for piece in buffers.pieces(buffers.as_bytes(target), self.max_count):
-                self._comm.Recv(piece, rank)
+        if blocks is None:
+            self._exchange([(root, block)], [])
+        else:
+            blocks[root][...] = block
+            self._exchange([], [(rank, each) for rank, each in enumerate(blocks) if rank != root])
 
     def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
         """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
         self._meet()
-        if self.rank != root:
-            for piece in buffers.pieces(buffers.as_bytes(block), self.max_count):
-                self._comm.Recv(piece, root)
-            return
-        assert blocks is not None
-        for rank, source in enumerate(blocks):
-            if rank == root:
-                block[...] = source
-                continue
-            for piece in buffers.pieces(buffers.as_bytes(source), self.max_count):
-                self._comm.Send(piece, rank)
+        if blocks is None:
+            self._exchange([], [(root, block)])
+        else:
+            block[...] = blocks[root]
+            self._exchange([(rank, each) for rank, each in enumerate(blocks) if rank != root], [])
 
-    def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
+    def _exchange(self, sent: Sequence[tuple[int, Array]], received: Sequence[tuple[int, Array]]) -> None:
+        """Send blocks, of any dtype, to some ranks, and receive blocks from others; empty ones are no messages."""
+        most, comm = max(1, self.max_count // self.size), self._comm
+        requests = [
+            start([piece, MPI.BYTE], rank, _EXCHANGE)
+            for start, blocks in ((comm.Irecv, received), (comm.Isend, sent))
+            for rank, block in blocks
+            for piece in buffers.pieces(buffers.as_bytes(block), most)
+        ]
+        MPI.Request.Waitall(requests)
+
+    def allgatherv(self, block: Array | None, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
         gathering.allgather(self._comm, block, counts, together, self.max_count, self._meet)
 
@@ -306,20 +282,9 @@ class Collectives(Communicator):
         Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
         """
         self._meet()
-        ours, theirs = buffers.as_bytes(sent), buffers.as_bytes(received)
-        sizes = np.multiply(counts, sent.itemsize), np.multiply(taken, received.itemsize)
-        starts = tuple(np.concatenate([[0], np.cumsum(each)[:-1]]) for each in sizes)
-        most = max(1, self.max_count // self.size)
-        requests = [
-            self._comm.Irecv([theirs[start:stop], MPI.BYTE], rank, _EXCHANGE)
-            for rank in range(self.size)
-            for start, stop in _spans(starts[1][rank], sizes[1][rank], most)
-        ] + [
-            self._comm.Isend([ours[start:stop], MPI.BYTE], rank, _EXCHANGE)
-            for rank in (*range(self.rank, self.size), *range(self.rank))  # not all to rank 0 first
-            for start, stop in _spans(starts[0][rank], sizes[0][rank], most)
-        ]
-        MPI.Request.Waitall(requests)
+        ours, theirs = (np.split(array, np.cumsum(each)[:-1]) for array, each in ((sent, counts), (received, taken)))
+        ranks = (*range(self.rank, self.size), *range(self.rank))  # not all to rank 0 first
+        self._exchange([(rank, ours[rank]) for rank in ranks], [*enumerate(theirs)])
 
     def begin_to_send(self, block: Array, rank: int, tag: int) -> Message:
         """Begin to send `block`, of any dtype, to one rank, which receives as many bytes with this tag."""
@@ -342,9 +307,9 @@ class Collectives(Communicator):
         if self.node_sum is not None:
             self.node_sum.barrier()
 
-    def links(self, counterparts: Sequence[Sequence[int]]) -> list[Collectives]:
-        """Return a communicator for each list of ranks, this one among them; all of a list make theirs alike."""
-        return [Collectives(self._comm_of(ranks), self.max_count) for ranks in counterparts]
+    def link(self, ranks: Sequence[int]) -> Collectives:
+        """Return a communicator of some ranks, this one among them.  Collective over them alone."""
+        return Collectives(self._comm_of(ranks), self.max_count)
 
     def _comm_of(self, ranks: Sequence[int]) -> MPI.Intracomm:
         """Return MPI's communicator of some of these ranks, in their order.  Collective over them alone."""

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache, partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from mpistrategy.arrays.devices import Device, parse
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.contract.channel import ControlChannel, FirstMessage
+from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
@@ -53,7 +53,6 @@ class MpiCommunicator(Collectives):
         comm: the communicator to duplicate; None means COMM_WORLD.
         node_key: ranks with an equal number are one node; None asks MPI's shared-memory split.  For tests, and for
             machines where the split is not what is wanted.
-        channel: makes the guard's channel from the usual one.
         contains_errors: as of `Guard`.
 
     Raises:
@@ -64,7 +63,6 @@ class MpiCommunicator(Collectives):
         self,
         comm: Any = None,
         node_key: int | None = None,
-        channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual,
         *,
         contains_errors: bool = False,
     ) -> None:
@@ -102,20 +100,9 @@ class MpiCommunicator(Collectives):
         self._has_warned = False
         self.shares_memory: bool = self.nodes < self.size  # where some node has several ranks, which can
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
-        is_free = usual is None or usual is not self._control
-        used = None if usual is None else channel(usual)
         if self._control is not None and usual is self._control:
             self._try_sums(self._control)
-            if used is self._control and self.has_equal_sums:
-                self.first_message: FirstMessage | None = self._control
-        self.guard: Guard = Guard(
-            used,
-            self.rank,
-            self.size,
-            is_free=is_free,
-            failures=self.failures,
-            contains_errors=contains_errors,
-        )
+        self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
         self._is_free = False
         world.close_at_finalize(self.guard)
         world.watch(self.guard, self.free)
@@ -125,12 +112,13 @@ class MpiCommunicator(Collectives):
     def _try_sums(self, control: MpiControlChannel) -> None:
         """Find out whether all ranks get the same bits of one sum, which MPI does not promise.  Collective."""
         self.has_equal_sums: bool = control.has_equal_sums(self._comm)
-        if not self.has_equal_sums and self.rank == 0:
+        if self.has_equal_sums:
+            self.first_message: FirstMessage | None = control
+        elif self.rank == 0:
             warn(_UNEQUAL.format(self.library), FallbackWarning)
 
     def _watch_waiting(self, memory: SharedMemory, path: str) -> None:
-        shown = None if self.mailboxes is None else self.mailboxes.shown
-        world.watch_waiting(self._comm, self.guard, memory, self.node_of, path, shown)
+        world.watch_waiting(self._comm, self.guard, memory, self.node_of, path)
 
     def _introduce(self, me: Introduction) -> list[Introduction]:
         """Return the introductions of all ranks.
@@ -168,11 +156,10 @@ class MpiCommunicator(Collectives):
         if self.local_size < self.size:
             self.node_sum: NodeSum | None = add_up(wait())
             return lines, control
-        self.failures: Failures | None = Failures(errors)
-        mailboxes = Mailboxes(shared, cell_bytes, wait(self._look))
+        self.failures: Failures | None = Failures(errors.segments, errors.local_rank, errors.fence)
+        mailboxes = Mailboxes(shared, cell_bytes, wait(self._look), control)
         self.mailboxes: Mailboxes | None = mailboxes
         self.node_sum = add_up(wait(self._look), self._shared_if_there_is_room)
-        mailboxes.allgather_text = control.allgather_text
         return lines, mailboxes
 
     def _look(self) -> None:
@@ -216,10 +203,9 @@ class MpiCommunicator(Collectives):
             self._inside.Barrier()
         super().node_barrier()
 
-    def duplicate(self, channel: Callable[[ControlChannel], ControlChannel] = lambda usual: usual) -> MpiCommunicator:
+    def duplicate(self) -> MpiCommunicator:
         """Return a communicator of the same ranks and nodes with messages of its own.  Collective."""
-        contains = self.guard.contains_errors
-        made = MpiCommunicator(self._comm, self.node_of[self.rank], channel, contains_errors=contains)
+        made = MpiCommunicator(self._comm, self.node_of[self.rank], contains_errors=self.guard.contains_errors)
         made.guard.timeout = self.guard.timeout
         made.guard.check_as(self.guard.level)
         made.devices = self.devices

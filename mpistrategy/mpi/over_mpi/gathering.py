@@ -67,15 +67,16 @@ def gather(
 
 def allgather(
     comm: MPI.Intracomm,
-    block: Array,
+    block: Array | None,
     counts: Sequence[int],
     together: Array,
     most: int,
     meet: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write the ranks' blocks into `together` on every rank; see `gather`."""
-    sizes, mine, result = _sizes(block, counts), as_bytes(block), as_bytes(together)
-    _put(mine, result[int(sizes[: comm.rank].sum()) :][: mine.size])
+    """Write the ranks' blocks into `together` on every rank; see `gather`.  None: this rank's is in its place."""
+    sizes, result = _sizes(together, counts), as_bytes(together)
+    if block is not None:
+        _put(as_bytes(block), result[int(sizes[: comm.rank].sum()) :][: block.nbytes])
     # For megabytes on a node MPICH's Allgatherv takes two to three times as long.
     is_one_call = result.size <= most and _are_equal(sizes)
     pieces = [] if is_one_call else [*_pieces(sizes, most)]

@@ -14,14 +14,13 @@ import os
 import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.contract.channel import ControlChannel, all_equal_patiently, growing_pauses
+from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.interface.buffers import Freed
@@ -146,39 +145,6 @@ class AtOnce(Freed):
                 warn(text, RuntimeWarning)
 
 
-class AtWait(AtOnce):
-    """Runs jobs when somebody waits for them, in the calling thread; in the order in which they were submitted.
-
-    For what takes long on a GPU where MPI may not be called in a thread beside the program's.
-    """
-
-    submitted: int
-    is_at_once: bool = False
-
-    def __init__(self, communicator: Any) -> None:
-        super().__init__(communicator)
-        self._jobs: deque[Job] = deque()
-
-    def submit(self, job: Job) -> None:
-        """Keep `job` until it is waited for."""
-        self.submitted += 1
-        self._jobs.append(job)
-
-    def finish(self, job: Job) -> None:
-        """Run `job`, and those before it."""
-        while not job.is_over() and self._jobs:
-            next_one = self._jobs.popleft()
-            next_one.run()
-            self.keep_failed(next_one)
-
-    def free(self) -> None:
-        """Warn of jobs that nobody has waited for."""
-        if self._jobs:
-            warn(f"{len(self._jobs)} all_reduce_async were not done, since nobody waited for them", RuntimeWarning)
-        self._jobs.clear()
-        super().free()
-
-
 class Engine(AtOnce):
     """A thread and a communicator for jobs in the background.  Collective.
 
@@ -186,18 +152,17 @@ class Engine(AtOnce):
         communicator: the strategy's; all its ranks make an engine at the same time.
     """
 
-    submitted: int
     is_at_once: bool = False
 
     def __init__(self, communicator: Any) -> None:
-        #: The jobs that are not over, the one under way included; None ends the thread.
-        self._jobs: deque[Job | None] = deque()
-        self._news: queue.SimpleQueue[None] = queue.SimpleQueue()
+        #: The jobs that have not begun; None ends the thread.
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._waiting = 0
         self._lock = threading.Lock()
         self._program: Guard = communicator.guard
-        super().__init__(communicator.duplicate(self._patient))
-        self.communicator.guard.is_in_background = True
+        super().__init__(communicator.duplicate())
+        guard: Guard = self.communicator.guard
+        guard.is_in_background = guard.is_patient = True
         # Over TCP each call moves only a part of MPICH's messages; with long sleeps many must be under way.  And the
         # engine could not sleep inside one blocking MPI call.
         self.communicator.manner = Manner(self._pause, nudges=8, blocks=False)
@@ -211,8 +176,7 @@ class Engine(AtOnce):
         the strategy takes no more calls.
         """
         try:
-            self._jobs.append(job)
-            self._news.put(None)
+            self._jobs.put(job)
             self.submitted += 1
         except BaseException as error:
             for guard in (self.communicator.guard, self._program):
@@ -237,10 +201,8 @@ class Engine(AtOnce):
 
         A job that some rank has not started ends with an error on the others.
         """
-        last = Job(lambda: None)
-        self._jobs.append(last)
-        self._news.put(None)
-        last.wait()
+        self._jobs.put(None)
+        self._thread.join()
         guard = self.communicator.guard
         guard.start_leaving()
         pauses = growing_pauses()
@@ -248,90 +210,39 @@ class Engine(AtOnce):
             if left is False:
                 guard.tell_peers("it starts no further all_reduce_async")
             time.sleep(next(pauses))
-        self._jobs.append(None)
-        self._news.put(None)
-        self._thread.join()
         self.communicator.free()
         super().free()
 
-    def _patient(self, usual: ControlChannel) -> ControlChannel:
-        self._channel = _Channel(usual, self._jobs, self._news)
-        return self._channel
-
     def _run(self) -> None:
-        self._channel.owner = self.communicator.guard.thread = threading.get_ident()
         injection.inside.depth = 1  # these calls were counted when they were started
-        while True:
-            self._news.get()
-            while self._jobs:
-                job = self._jobs[0]
-                if job is None:
-                    return
-                job.run(BaseException)
-                self.keep_failed(job)
-                del job
-                self._jobs.popleft()
+        while (job := self._jobs.get()) is not None:
+            job.run(BaseException)
+            self.keep_failed(job)
+            del job  # its result is the program's
 
 
-class _Channel:
-    """The guard's channel: without a busy core for the engine's thread, and for the goodbye in another thread."""
-
-    def __init__(self, usual: ControlChannel, jobs: deque[Job | None], news: queue.SimpleQueue[None]) -> None:
-        self._usual = usual
-        self._jobs, self._news = jobs, news
-        self._put_off: int | None = None
-        self.owner = 0
-        self.allgather_text, self.leave = usual.allgather_text, usual.leave
-
-    def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
-        return all_equal_patiently(self._usual, digest, look)
-
-    def start(self, digest: int) -> None:
-        if not self._jobs or threading.get_ident() == self.owner:
-            self._usual.start(digest)
-        else:
-            self._put_off = digest
-            self._news.put(None)  # `Engine.submit` may have been interrupted before it
-
-    def finished(self) -> bool | None:
-        if self._put_off is None or threading.get_ident() == self.owner:
-            return self._usual.finished()
-        if not self._jobs:
-            self._usual.start(self._put_off)
-            self._put_off = None
-        return None
-
-
-def engine_of(communicator: Any, agree: Callable[[], AbstractContextManager[None]]) -> AtOnce:
+def engine_of(
+    communicator: Any, agree: Callable[[], AbstractContextManager[None]], *, waits_for_gpu: bool = False
+) -> AtOnce:
     """Return what runs the jobs of a communicator; the first call is collective.
 
-    It is an `Engine` on several nodes where the MPI of all ranks allows several threads.  Else jobs run at once: the
-    ranks of a single node have no core to spare, and simulated ranks have no progress thread.
+    It is an `Engine` where the MPI of all ranks allows several threads: on several nodes, and on one node for jobs that
+    wait for a GPU.  Else jobs run at once: the ranks of a single node have no core to spare, and simulated ranks have
+    no progress thread.
 
     Args:
         communicator: a strategy's.
         agree: compares the first call between the ranks; the engine is made in that call.
+        waits_for_gpu: whether the jobs do.
     """
+    has_nodes = communicator.nodes > 1
 
     def make() -> AtOnce:
-        return _engine(communicator, agree, AtOnce) if communicator.nodes > 1 else AtOnce(communicator)
+        if not has_nodes and not (waits_for_gpu and communicator.size > 1):
+            return AtOnce(communicator)
+        with agree():
+            threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
+            return Engine(communicator) if threads else AtOnce(communicator)
 
-    made: AtOnce = communicator.once(AtOnce, make)
+    made: AtOnce = communicator.once(AtOnce if has_nodes or not waits_for_gpu else Engine, make)
     return made
-
-
-def engine_of_gpus(communicator: Any, agree: Callable[[], AbstractContextManager[None]]) -> AtOnce:
-    """Return what runs jobs that wait for a GPU: as `engine_of`, on one node too; `AtWait` in place of `AtOnce`."""
-
-    def make() -> AtOnce:
-        return _engine(communicator, agree, AtWait) if communicator.size > 1 else AtWait(communicator)
-
-    made: AtOnce = communicator.once(AtWait, make)
-    return made
-
-
-def _engine(communicator: Any, agree: Callable[[], AbstractContextManager[None]], otherwise: type[AtOnce]) -> AtOnce:
-    """Return an `Engine` where the MPI of all ranks allows several threads.  Collective, where there is an MPI."""
-    with agree():
-        threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
-        return Engine(communicator) if threads else otherwise(communicator)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.contract.channel import all_equal_patiently
+from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, aligned
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 
@@ -49,24 +49,24 @@ class MailboxSlot(NamedTuple):
     rows: Array | None
 
 
-class Mailboxes:
-    """The mailboxes of all ranks of one node; with `allgather_text` set, the channel of the guard.
+class Mailboxes(ControlChannel):
+    """The mailboxes of all ranks of one node: the channel of the guard.
 
     Args:
         memory: `segment_bytes(payload_bytes)` for each rank, zeroed.
         payload_bytes: how much data a mailbox can hold.
         waiting: how to wait for a peer.
+        control: carries texts.
 
     Attributes:
         fence: keeps reads and writes in order; None where the processor does that itself.
         sequence: the number of exchanges so far; the same on every rank whenever none is under way.
         slots: an exchange uses the slot of its sequence number modulo 2.
-        allgather_text: see `mpistrategy.mpi.contract.channel.ControlChannel`.
     """
 
-    allgather_text: Callable[..., list[str]]
-
-    def __init__(self, memory: SharedMemory, payload_bytes: int, waiting: Waiting) -> None:
+    def __init__(
+        self, memory: SharedMemory, payload_bytes: int, waiting: Waiting, control: ControlChannel | None = None
+    ) -> None:
         self.payload_bytes = payload_bytes
         self.sequence: int = 0
         self.fence: Callable[[], object] | None = memory.fence
@@ -76,7 +76,7 @@ class Mailboxes:
         self.slots: tuple[MailboxSlot, ...] = tuple(
             self._slot(memory, index * aligned(_NUMBERS + payload_bytes)) for index in (0, 1)
         )
-        self._digest = 0
+        self._digest, self._control = 0, control
 
     def _slot(self, memory: SharedMemory, start: int) -> MailboxSlot:
         numbers = [segment[start : start + _NUMBERS].data.cast("B").cast("q") for segment in memory.segments]
@@ -91,7 +91,7 @@ class Mailboxes:
         Where it returns False, perhaps not all peers are there.
         """
         if look is not None:
-            return all_equal_patiently(self, digest, look)
+            return super().all_equal(digest, look)
         sequence, fence = self._show(digest), self.fence
         for peer in self.slots[sequence & 1].peers:
             if peer[0] != sequence:
@@ -126,15 +126,14 @@ class Mailboxes:
             self.fence()
         return all(peer[1] == self._digest for peer in peers)
 
-    def leave(self) -> None:
-        """Do nothing: the other ranks of the node read in its memory that this rank takes no more calls."""
-
-    def shown(self) -> list[int]:
-        """Return the number of each rank's last exchange, by local rank; for the watchdog."""
-        first, second = (slot.peers for slot in self.slots)
-        numbers = [max(int(one[0]), int(other[0])) for one, other in zip(first, second, strict=True)]
-        numbers.insert(self.local_rank, self.sequence)
-        return numbers
+    def allgather_text(
+        self,
+        text: str,
+        look: Callable[[], object] | None = None,
+        interruptions: list[BaseException] | None = None,
+    ) -> list[str]:
+        assert self._control is not None
+        return self._control.allgather_text(text, look, interruptions)
 
 
 def _rows(segments: Sequence[Array], start: int, nbytes: int) -> Array | None:

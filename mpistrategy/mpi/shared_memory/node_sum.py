@@ -128,8 +128,8 @@ class Exchange(ABC):
     """What becomes of this rank's share of each chunk after its sum on the node."""
 
     @abstractmethod
-    def begin(self, total: Array, count: int) -> Any:
-        """Begin to combine the share of a chunk of `count` elements, where it is; return what `end` is given."""
+    def begin(self, total: Array) -> Any:
+        """Begin to combine the share of a chunk, where it is; return what `end` is given."""
 
     @abstractmethod
     def end(self, begun: Any) -> None:
@@ -163,7 +163,6 @@ class NodeSum:
         waiting: how to wait for a peer.
         more: returns so many bytes more for each rank, None where they cannot be shared; collective.  Without it large
             arrays go in chunks, too.
-        part_of: returns which part of a chunk a rank combines; that of `share`.
     """
 
     def __init__(
@@ -172,12 +171,11 @@ class NodeSum:
         chunk_bytes: int,
         waiting: Waiting,
         more: Callable[[int], SharedMemory | None] | None = None,
-        part_of: Callable[[int, int, int, int], tuple[int, int]] = share,
     ) -> None:
         self.local_rank: int = memory.local_rank
         self.size: int = len(memory.segments)
         self.chunk_bytes: int = chunk_bytes
-        self._waiting, self._part_of = waiting, part_of
+        self._waiting = waiting
         self._sent, self._added, self._arrived, self._chosen = (Counter(memory, line) for line in range(_COUNTERS))
         self._results = None if more is None else NodeResults(more, self.local_rank)
         begins = [counter_bytes(_COUNTERS) + part * chunk_bytes for part in range(2 * _BUFFERS)]
@@ -229,7 +227,7 @@ class NodeSum:
                 mine, result = source[start : start + elements], target[start : start + elements]
                 count, number = mine.size, self._chunks + 1
                 sent, results = typed[number & 1], typed[_BUFFERS + (number & 1)]
-                borders = [self._part_of(count, rank, self.size, dtype.itemsize) for rank in range(self.size)]
+                borders = [share(count, rank, self.size, dtype.itemsize) for rank in range(self.size)]
                 begin, end = borders[me]
                 if begin:
                     sent[me][:begin] = mine[:begin]
@@ -249,7 +247,7 @@ class NodeSum:
                     self._show(number, result[begin:end], total)
                     sums = _Sums(number, result, borders, results, None)
                 else:
-                    latest = _Sums(number, result, borders, results, exchange.begin(total, count))
+                    latest = _Sums(number, result, borders, results, exchange.begin(total))
                     if sums is not None:
                         self._end(exchange, sums)
                     sums = latest

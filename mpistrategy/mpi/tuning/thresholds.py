@@ -24,7 +24,7 @@ class Thresholds:
         chunk_bytes: what each rank has under way in it at a time.
         pack_bytes: arrays below this are packed with others of their dtype.
         piece_bytes: on one node MPI is given larger buffers in pieces of this.
-        lanes_bytes: on several nodes of several ranks a buffer is reduced by lanes from here on.  Below it the
+        lanes_bytes: on several nodes of equally many ranks a buffer is reduced by lanes from here on.  Below it the
             waits for all ranks of the node cost more than they save (4 nodes of 4 ranks, MPICH, CPU over that of a bare
             Allreduce, by lanes and by one Allreduce: 256 KiB 1.9 and 1.4, 1 MiB 1.2 and 1.3).
         source: where the thresholds come from, in words.

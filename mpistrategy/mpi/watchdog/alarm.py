@@ -1,8 +1,8 @@
 """What the watchdog does when a collective is late: records, stacks, the roll call, and the end of the job.
 
 Every rank that hears of it shows its record to its node and answers in its status; the first rank of each node that
-has answered speaks for its node.  The speaker of the node that was first to raise the alarm prints the roll call; the
-others write a file for it, which also holds the records of their ranks.  Nothing here waits without a limit.
+has answered writes a file for its node, with the records of its ranks.  On the node that was first to raise the alarm
+it reads the files of the others first, and prints the roll call.  Nothing here waits without a limit.
 """
 
 from __future__ import annotations
@@ -10,68 +10,57 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from mpistrategy.mpi.contract.failures import Failure
 from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import Account, account_of, as_data, as_error, not_come, roll_call
+from mpistrategy.mpi.watchdog.roll_call import TIMEOUT, as_data, as_error, not_come, roll_call
+from mpistrategy.mpi.watchdog.run_directory import FILE_SECONDS, ROLL_CALL, in_time, within
 from mpistrategy.mpi.watchdog.status_board import ALARMED, ANSWERED, CALLED, RankStatus
 
 #: The status of a job that a late collective has ended, as of `timeout`.
 STATUS = 124
 #: How long the watchdog waits for the ranks of its node, and for the other nodes.
 _NODE_SECONDS, _NODES_SECONDS = 3.0, 7.0
-#: How long writing a file may take.
-FILE_SECONDS = 2.0
 #: How long ending the job by MPI may take.
 _END_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
 #: The longest pause between two looks at files of other nodes.
 _LONGEST_LOOK_SECONDS = 0.5
-_FORWARDING_SECONDS = 0.3
+_FORWARDING_SECONDS, _FLUSH_SECONDS = 0.3, 0.5
 
 
-def answer(
-    groups: Sequence[Group],
-    status: Callable[[], RankStatus],
-    rank: int,
-    size: int,
-    end: Callable[[int], object] | None,
-) -> NoReturn:
+def answer(groups: Sequence[Group], title: str, end: Callable[[int], object] | None) -> NoReturn:
     """Answer the alarm of this rank or of another one, and end this process.
 
     Args:
-        groups: the groups that this process watches.
-        status: returns the status of this rank.
-        rank: its number in the job.
-        size: how many there are.
+        groups: the groups that this process watches; their boards have its status of this moment.
+        title: the beginning of each line that this rank prints.
         end: ends the job with a status, where the launcher would report another one otherwise; may hang.
     """
     try:
-        _call_the_roll(groups, status, rank, size)
+        _call_the_roll(groups, title)
     except Exception as error:  # an error in here must not keep the job from ending
-        _say(f"[rank {rank}/{size}] ", f"a collective is late, and mpistrategy could not say where: {error!r}")
+        _say(title, f"a collective is late, and mpistrategy could not say where: {error!r}")
     finally:
         _end_job(STATUS, end)
 
 
-def end_for(group: Group, failure: Failure, rank: int, size: int, end: Callable[[int], object] | None) -> NoReturn:
+def end_for(group: Group, failure: Failure, title: str, end: Callable[[int], object] | None) -> NoReturn:
     """End the job, since this rank waits for one that takes no more calls.
 
     Args:
         group: in whose call it waits.
         failure: which rank takes no more calls, and why.
-        rank, size, end: as for `answer`.
+        title, end: as for `answer`.
     """
     try:
         where = local_process.now_doing([group.guard])
-        _say(f"[rank {rank}/{size}] ", f"{where}\nwaits in vain: {failure}. The whole job ends here.")
-        _flush_output()
+        _say(title, f"{where}\nwaits in vain: {failure}. The whole job ends here.")
         _forward()
     finally:
         _end_job(1, end)
@@ -83,120 +72,124 @@ def _end_job(status: int, end: Callable[[int], object] | None) -> NoReturn:
     os._exit(status)
 
 
-def contain(group: Group, status: Callable[[], RankStatus], rank: int, size: int) -> None:
+def contain(group: Group, title: str) -> None:
     """Answer the alarm of ranks whose errors are contained: the job goes on, and the ranks that wait raise.
 
     Args:
         group: the ranks.
-        status, rank, size: as for `answer`.
+        title: as for `answer`.
     """
     try:
-        _call_the_roll((group,), status, rank, size)
+        _call_the_roll((group,), title)
     finally:
-        lines, others = group.board.read(), group.others()
-        accounts = _on_this_node(lines, group.last_calls()) + others
+        here = _on_this_node(group, [group])
         # Only the rank that calls the roll hears of other nodes; what another one does not know is not missing.
-        asked = group.ranks if others or group.nodes == 1 else [each.rank for each in lines]
-        unknown = sorted({*asked} - {account.status.rank for account in accounts})
-        group.guard.stop_waiting(as_error(accounts, unknown))
+        knows_all = bool(group.others) or group.nodes == 1
+        unknown = _unknown(group, here + group.others) if knows_all else []
+        group.guard.stop_waiting(as_error(here + group.others, unknown))
 
 
-def _on_this_node(lines: Sequence[RankStatus], last_calls: Mapping[int, str]) -> list[Account]:
+def _on_this_node(widest: Group, groups: Sequence[Group]) -> list[RankStatus]:
     """Return what is known of the ranks of this node."""
-    silent = [f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}" for each in lines]
-    now = time.monotonic()
-    return [account_of(each, now, why) for each, why in zip(lines, silent, strict=True) if each.process]
+    last_calls = {rank: text for group in groups for rank, text in group.last_calls().items()}
+    return [
+        each
+        if each.state >= ANSWERED
+        else replace(each, silent=f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}")
+        for each in widest.board.read()
+        if each.process
+    ]
 
 
-def _call_the_roll(groups: Sequence[Group], status: Callable[[], RankStatus], rank: int, size: int) -> None:
+def _call_the_roll(groups: Sequence[Group], title: str) -> None:
     began = time.monotonic()
     widest = max(groups, key=lambda group: len(group.ranks))
     is_first = not any(group.is_alarmed() for group in groups)
-    _set_state(groups, ALARMED)
+    _put_state(groups, ALARMED)
     if is_first:
-        within(FILE_SECONDS, widest.alarm)
-    within(FILE_SECONDS, widest.take_back_expected)
-    title = f"[rank {rank}/{size}] "
+        widest.alarm()
+    widest.end()
     guards = [group.guard for group in groups]
     record = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"
-    mine = replace(status(), state=ANSWERED)
     for group in groups:
         group.board.write_record(record)
-        group.board.write(mine)
+    _put_state(groups, ANSWERED)
     _until(lambda: all(each.state >= ANSWERED for each in widest.board.read()), began + _NODE_SECONDS)
-    if widest.board.state() < CALLED and _speaks(widest, rank):
-        last_calls = {each: text for group in groups for each, text in group.last_calls().items()}
-        _speak(widest, began, last_calls, rank, title)
-        _set_state(groups, CALLED)
+    answered = [local for local, each in enumerate(widest.board.read()) if each.state >= ANSWERED]
+    if widest.board.most("state") < CALLED and answered[0] == widest.board.local_rank:
+        _speak(widest, _on_this_node(widest, groups), began, title)
+        _put_state(groups, CALLED)
     else:
-        _until(lambda: widest.board.state() >= CALLED, began + _NODES_SECONDS + 2 * FILE_SECONDS)
+        _until(lambda: widest.board.most("state") >= CALLED, began + _NODES_SECONDS + 2 * FILE_SECONDS)
     _say(title, reports.failed_tests())
-    _flush_output()
     _forward()
 
 
-def _speaks(widest: Group, rank: int) -> bool:
-    answered = [status.rank for status in widest.board.read() if status.state >= ANSWERED]
-    return rank == min(answered, default=rank)
-
-
-def _speak(widest: Group, began: float, last_calls: Mapping[int, str], rank: int, title: str) -> None:
+def _speak(widest: Group, here: list[RankStatus], began: float, title: str) -> None:
     """Print the roll call, or tell the node that prints it about this one."""
-    lines = widest.board.read()
-    accounts = _on_this_node(lines, last_calls)
-    _ask_for_stacks(lines)
-    if not _of(widest.calls_the_roll, True):
-        if not _of(lambda: widest.tell(accounts), False):
+    _ask_for_stacks(here)
+    if not widest.board.most("caller"):
+        if not _written(widest, here, ""):
             _say_records(widest, title)
         end = began + _NODES_SECONDS + 2 * FILE_SECONDS + _NODE_SECONDS
-        _until(lambda: _of(widest.is_published, False), end, _LONGEST_LOOK_SECONDS)
+        _until(lambda: in_time(widest.is_published, otherwise=False), end, _LONGEST_LOOK_SECONDS)
         if time.monotonic() >= end:
             _say(title, f"a collective is late, and the roll was not called; what is known: {widest.directory.path}/")
         return
     if widest.nodes > 1:
         end = began + _NODES_SECONDS
-        within(_NODES_SECONDS, lambda: _until(widest.all_are_final, end, _LONGEST_LOOK_SECONDS))
-        accounts += widest.others()
-    _report(widest, accounts, rank, title)
+        within(_NODES_SECONDS, lambda: _until(widest.hear_others, end, _LONGEST_LOOK_SECONDS))
+    _report(widest, here + widest.others, title)
 
 
-def _report(widest: Group, accounts: Sequence[Account], rank: int, title: str) -> None:
+def _report(widest: Group, statuses: Sequence[RankStatus], title: str) -> None:
     """Print the roll call, and write it to the run directory with the records of this node."""
-    unknown = sorted({*widest.ranks} - {account.status.rank for account in accounts})
+    unknown = _unknown(widest, statuses)
     of_records = "Each rank's stacks and its last collectives"
-    seen = _of(lambda: widest.seen_here(unknown), "") if unknown else ""
+    seen = in_time(lambda: widest.seen_here(unknown), "") if unknown else ""
 
     def text(where: str) -> str:
         contained = widest.guard.contains_errors
-        return roll_call(accounts, unknown, len(widest.ranks), where, contained=contained, seen=seen)
+        return roll_call(statuses, unknown, len(widest.ranks), where, contained=contained, seen=seen)
 
     told = text(f"{of_records}: {widest.directory.path}/*.json")
-    missing = sorted(not_come(accounts, unknown))
-    data = {"ranks": as_data(accounts), "unknown": unknown, "missing": missing, "records": widest.records()}
-    if not _of(lambda: widest.directory.write_error("timeout", told, rank, data), ""):
+    if not _written(widest, statuses, told):
         _say_records(widest, title)
         told = text(f"{of_records} are above.")
     _say(title, told)
-    within(FILE_SECONDS, lambda: widest.publish(told))
+    within(FILE_SECONDS, lambda: widest.directory.write(ROLL_CALL, told))
     _forward()
 
 
+def _unknown(widest: Group, statuses: Sequence[RankStatus]) -> list[int]:
+    return sorted({*widest.ranks} - {status.rank for status in statuses})
+
+
+def _written(widest: Group, statuses: Sequence[RankStatus], text: str) -> bool:
+    """Write what is known to the run directory, with the records of this node; return whether it is there."""
+    unknown = _unknown(widest, statuses)
+    missing = sorted(not_come(statuses, unknown))
+    data = {"ranks": as_data(statuses), "unknown": unknown, "missing": missing, "records": widest.records()}
+    rank = widest.board.read()[widest.board.local_rank].rank
+    return bool(in_time(lambda: widest.directory.write_error(TIMEOUT, text, rank, data), ""))
+
+
 def _say_records(widest: Group, title: str) -> None:
-    for number, record in widest.board.records().items():
-        _say(f"{title}record of rank {number}: ", record)
+    for number, lines in widest.records().items():
+        _say(f"{title}record of rank {number}: ", "\n".join(lines))
 
 
-def _ask_for_stacks(lines: Sequence[RankStatus]) -> None:
+def _ask_for_stacks(here: Sequence[RankStatus]) -> None:
     """Make silent processes that run print their stacks, where they can; this needs no Python in them."""
-    for status in lines:
-        if status.state < ANSWERED and status.signal and not local_process.is_stopped(status.process):
+    for status in here:
+        if status.silent and status.signal and not local_process.is_stopped(status.process):
             with contextlib.suppress(OSError):
                 os.kill(status.process, status.signal)
 
 
-def _set_state(groups: Sequence[Group], state: int) -> None:
+def _put_state(groups: Sequence[Group], state: int) -> None:
     for group in groups:
-        group.board.set_state(state)
+        group.board.put("state", state)
 
 
 def _until(ready: Callable[[], bool], end: float, longest: float = _LOOK_SECONDS) -> None:
@@ -207,40 +200,14 @@ def _until(ready: Callable[[], bool], end: float, longest: float = _LOOK_SECONDS
         pause = min(1.5 * pause, longest)
 
 
-_T = TypeVar("_T")
-
-
-def _of(work: Callable[[], _T], otherwise: _T) -> _T:
-    """Return what `work` returns, or `otherwise` where a file system does not answer in time."""
-    found: list[_T] = []
-    within(FILE_SECONDS, lambda: found.append(work()))
-    return found[0] if found else otherwise
-
-
-def within(seconds: float, work: Callable[[], object]) -> None:
-    """Do something that may never return; wait at most so many seconds."""
-
-    def quietly() -> None:
-        with contextlib.suppress(Exception):
-            work()
-
-    thread = threading.Thread(target=quietly, name="mpistrategy watchdog's file", daemon=True)
-    thread.start()
-    thread.join(seconds)
-
-
 def _say(title: str, text: str) -> None:
     reports.write_at_once("".join(f"{title}{line}\n" for line in text.splitlines()))
 
 
 def _forward() -> None:
-    """Give the launcher time to read what was written, before anything ends."""
-    reports.wait_until_read(FILE_SECONDS)
-    time.sleep(_FORWARDING_SECONDS)
-
-
-def _flush_output() -> None:
-    """Flush what the program has printed."""
+    """Flush what the program has printed, and give the launcher time to read it before anything ends."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            within(0.5, stream.flush)
+            within(_FLUSH_SECONDS, stream.flush)
+    reports.wait_until_read(FILE_SECONDS)
+    time.sleep(_FORWARDING_SECONDS)

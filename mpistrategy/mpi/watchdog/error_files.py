@@ -7,7 +7,7 @@ from typing import Any
 
 from mpistrategy.errors import CollectiveMismatchError, CollectiveTimeoutError, RemoteError, ReplicasDivergedError
 from mpistrategy.mpi.watchdog import watchdog
-from mpistrategy.mpi.watchdog.alarm import FILE_SECONDS, within
+from mpistrategy.mpi.watchdog.run_directory import in_time
 
 _KINDS = (CollectiveMismatchError, ReplicasDivergedError, RemoteError)
 
@@ -30,11 +30,10 @@ def write(error: BaseException, rank: int) -> str:
     writers = {min((status.rank for status in widest.board.read() if status.process), default=rank)}
     if isinstance(error, CollectiveMismatchError):
         writers |= {*[number for number, call in error.calls.items() if not call.left][:1]}
-    paths: list[str] = []
-    if rank in writers:
-        kind = type(error).__name__
-        within(FILE_SECONDS, lambda: paths.append(widest.directory.write_error(kind, str(error), rank, _data(error))))
-    return next(iter(paths), "")
+    if rank not in writers:
+        return ""
+    kind = type(error).__name__
+    return in_time(lambda: widest.directory.write_error(kind, str(error), rank, _data(error)), "")
 
 
 def _data(error: BaseException) -> dict[str, Any]:

@@ -17,16 +17,6 @@ from mpistrategy.objects.text import encoded
 _LOOK_SECONDS = 0.01
 
 
-def write(text: str) -> None:
-    """Write a report as the program writes to stderr."""
-    if _captured() is None:
-        with suppress(UnicodeError):  # a stream of the program's own may take less than Python's
-            sys.stderr.write(text)
-            sys.stderr.flush()
-            return
-    write_at_once(text)
-
-
 def write_at_once(text: str) -> None:
     """Write a report to stderr itself: the program may hold the lock of sys.stderr, or have replaced it."""
     pytest, data = _captured(), encoded(text)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+import re
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from mpistrategy.errors import CollectiveTimeoutError, RankCall
 from mpistrategy.mpi.contract.failures import NO_MORE_CALLS
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, RankStatus, call_in
+from mpistrategy.mpi.watchdog.status_board import RankStatus
 from mpistrategy.objects.shown import ranks_in_words
 
 #: What `GpuProgress.in_words` says before the library's reason why the result will never come.
@@ -16,46 +19,55 @@ FAILED = ", which has failed: "
 
 _MOST_ROWS = 64
 _UNKNOWN = (
-    "no strategy connects it yet (where only some ranks make one: MirroredStrategy(communicator=...)), or its node is "
-    "silent"
+    "its node does not answer, or no strategy connects it yet (where only some ranks make one: "
+    "MirroredStrategy(communicator=...))"
 )
+#: The class of a late collective in ``error-RANK.json``.
+TIMEOUT = "timeout"
 
 
-@dataclass(frozen=True)
-class Account:
-    """What is known about one rank.
-
-    Attributes:
-        status: what it last said.
-        age: how long ago that was, in seconds.
-        silent: why it does not answer; "" where it has answered.
-    """
-
-    status: RankStatus
-    age: float
-    silent: str = ""
-
-
-def as_data(accounts: Sequence[Account]) -> dict[int, dict[str, object]]:
-    """Return by rank: where it is, how long it has waited (0: not), how long it may, and why it is silent."""
+def as_data(statuses: Sequence[RankStatus]) -> dict[int, dict[str, object]]:
+    """Return by rank: where it was how long ago, how long it had waited (0: not), how long it may, why it is silent."""
     return {
-        each.status.rank: {
-            "text": each.status.text,
-            "waited_seconds": round(each.status.waited, 3),
-            "timeout_seconds": each.status.limit if math.isfinite(each.status.limit) else None,
+        each.rank: {
+            "text": each.text,
+            "waited_seconds": round(each.waited, 3),
+            "timeout_seconds": each.limit if math.isfinite(each.limit) else None,
+            "said_seconds_ago": round(_age(each), 3),
             "silent": each.silent,
         }
-        for each in sorted(accounts, key=lambda account: account.status.rank)
+        for each in sorted(statuses, key=lambda status: status.rank)
     }
 
 
-def not_come(accounts: Sequence[Account], unknown: Sequence[int]) -> list[int]:
+def statuses_in(data: Mapping[str, Any]) -> list[RankStatus]:
+    """Return what `as_data` has told, on another node; ValueError, TypeError or KeyError for anything else."""
+    return [
+        RankStatus(
+            int(rank),
+            process=0,
+            signal=0,
+            beat=time.monotonic() - float(told["said_seconds_ago"]),
+            waited=float(told["waited_seconds"]),
+            limit=math.inf if told["timeout_seconds"] is None else float(told["timeout_seconds"]),
+            text=str(told["text"]),
+            silent=str(told["silent"]),
+        )
+        for rank, told in data.items()
+    ]
+
+
+def _age(status: RankStatus) -> float:
+    return max(0.0, time.monotonic() - status.beat)
+
+
+def not_come(statuses: Sequence[RankStatus], unknown: Sequence[int]) -> list[int]:
     """Return the ranks that do not wait, or of which nothing is known."""
-    return [each.status.rank for each in accounts if each.silent or not each.status.waited] + list(unknown)
+    return [each.rank for each in statuses if each.silent or not each.waited] + list(unknown)
 
 
-def _silent(accounts: Sequence[Account]) -> list[int]:
-    return [each.status.rank for each in accounts if each.silent]
+def _silent(statuses: Sequence[RankStatus]) -> list[int]:
+    return [each.rank for each in statuses if each.silent]
 
 
 def absent_in_words(missing: Sequence[int], silent: Sequence[int]) -> str:
@@ -70,28 +82,39 @@ def absent_in_words(missing: Sequence[int], silent: Sequence[int]) -> str:
     return "".join(f"; {what}: {ranks_in_words(ranks)}" for what, ranks in parts.items() if ranks)
 
 
-def as_error(accounts: Sequence[Account], unknown: Sequence[int]) -> CollectiveTimeoutError:
+def as_error(statuses: Sequence[RankStatus], unknown: Sequence[int]) -> CollectiveTimeoutError:
     """Return the error of ranks that wait, for a job that goes on."""
-    ordered = sorted(accounts, key=lambda account: account.status.rank)
+    ordered = sorted(statuses, key=lambda status: status.rank)
     missing = sorted(not_come(ordered, unknown))
     error = CollectiveTimeoutError(
         f"a collective is late, as the roll call says{absent_in_words(missing, _silent(ordered))}. {NO_MORE_CALLS}"
         if missing
         else f"a collective is late, as the roll call says. {NO_MORE_CALLS}"
     )
-    error.calls = {each.status.rank: _call_of(each) for each in ordered}
+    error.calls = {each.rank: _call_of(each) for each in ordered}
     error.missing = tuple(missing)
-    error.waited_seconds = {each.status.rank: round(each.status.waited, 3) for each in ordered}
+    error.waited_seconds = {each.rank: round(each.waited, 3) for each in ordered}
     return error
 
 
-def _call_of(account: Account) -> RankCall:
-    call = call_in(account.status.text)
-    return replace(call, left=f"does not answer: {account.silent}") if account.silent else call
+def call_in(text: str) -> RankCall:
+    """Return the call of a status such as ``in #7 Strategy.reduce SUM float64[3] (24 B) for 2 s; at train.py:12``.
+
+    A text of no collective becomes `left`.
+    """
+    call = re.match(r"in #\d+ (\S+)(?: ([A-Z]+)\b)?", text)
+    if call is None:
+        return RankCall(left=text)
+    return RankCall(call=call[1], op=call[2] or "", site=text.rpartition(" at ")[2] if " at " in text else "")
+
+
+def _call_of(status: RankStatus) -> RankCall:
+    call = call_in(status.text)
+    return replace(call, left=f"does not answer: {status.silent}") if status.silent else call
 
 
 def roll_call(
-    accounts: Sequence[Account],
+    statuses: Sequence[RankStatus],
     unknown: Sequence[int],
     size: int,
     records: str,
@@ -102,37 +125,37 @@ def roll_call(
     """Return the roll call as text.
 
     Args:
-        accounts: of the ranks that are known, in any order.
+        statuses: of the ranks that are known, in any order.
         unknown: the ranks about which nothing is known.
         size: how many ranks the job has.
         records: where the records and the stacks are, in words.
         contained: whether the job goes on, and the ranks that wait raise.
         seen: what this node shows of the unknown ranks, in words; "" for nothing.
     """
-    accounts = sorted(accounts, key=lambda account: account.status.rank)
-    late = max(accounts, key=lambda account: account.status.waited - account.status.limit)
-    waiting = [each.status.rank for each in accounts if each.status.waited and not each.silent]
-    missing = not_come(accounts, unknown)
-    failed = [account.status.rank for account in accounts if FAILED in account.status.text]
+    statuses = sorted(statuses, key=lambda status: status.rank)
+    late = max(statuses, key=lambda status: status.waited - status.limit)
+    waiting = [each.rank for each in statuses if each.waited and not each.silent]
+    missing = not_come(statuses, unknown)
+    failed = [status.rank for status in statuses if FAILED in status.text]
     told = (
         f"a collective has failed on a GPU: {ranks_in_words(failed)}"
         if failed
         else "a collective is late: no rank waits for another one, and a GPU does not come to it"
-        if not late.status.waited
-        else f"a collective is late: rank {late.status.rank} has waited for {late.status.waited:.1f} s "
-        f"(timeout_seconds={late.status.limit:g})"
+        if not late.waited
+        else f"a collective is late: rank {late.rank} has waited for {late.waited:.1f} s "
+        f"(timeout_seconds={late.limit:g})"
     )
     lines = [
         f"roll call: {told}",
-        *(_row(each) for each in _most_telling(accounts)),
+        *(_row(each) for each in _most_telling(statuses)),
     ]
-    if len(accounts) > _MOST_ROWS:
-        lines.append(f"  and {len(accounts) - _MOST_ROWS} more ranks that wait")
+    if len(statuses) > _MOST_ROWS:
+        lines.append(f"  and {len(statuses) - _MOST_ROWS} more ranks that wait")
     if unknown:
         reason = f"on this node {seen}" if seen else _UNKNOWN
         lines.append(f"  nothing is known of {ranks_in_words(unknown)}: {reason}")
     if missing:
-        lines.append(f"{len(waiting)} of {size} ranks wait{absent_in_words(missing, _silent(accounts))}.")
+        lines.append(f"{len(waiting)} of {size} ranks wait{absent_in_words(missing, _silent(statuses))}.")
     else:
         why = "in different strategies, in calls that do not fit together, or for a network that has stopped"
         lines.append(f"All {size} ranks wait: {why}.")
@@ -145,28 +168,16 @@ def roll_call(
     return "\n".join(lines)
 
 
-def _most_telling(accounts: Sequence[Account]) -> Sequence[Account]:
+def _most_telling(statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:
     """Return those that did not come before those that wait, when they are too many to be told."""
-    if len(accounts) <= _MOST_ROWS:
-        return accounts
-    return sorted(accounts, key=lambda each: bool(each.status.waited) and not each.silent)[:_MOST_ROWS]
+    if len(statuses) <= _MOST_ROWS:
+        return statuses
+    return sorted(statuses, key=lambda each: bool(each.waited) and not each.silent)[:_MOST_ROWS]
 
 
-def _row(account: Account) -> str:
-    status = account.status
-    if account.silent:
+def _row(status: RankStatus) -> str:
+    if status.silent:
         return (
-            f"  rank {status.rank}: does not answer: {account.silent}; {account.age:.1f} s ago it said: {status.text}"
+            f"  rank {status.rank}: does not answer: {status.silent}; {_age(status):.1f} s ago it said: {status.text}"
         )
     return f"  rank {status.rank}: {'waits' if status.waited else 'has not come, is'} {status.text}"
-
-
-def account_of(status: RankStatus, now: float, why_silent: str) -> Account:
-    """Return the account of a rank of this node.
-
-    Args:
-        status: what it last said.
-        now: time.monotonic().
-        why_silent: what keeps it from answering, if it has not.
-    """
-    return Account(status, max(0.0, now - status.beat), "" if status.state >= ANSWERED else why_silent)

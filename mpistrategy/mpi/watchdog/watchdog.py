@@ -16,20 +16,14 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mpistrategy.errors import OptionError
+from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.watchdog import reports
+from mpistrategy.mpi.watchdog import alarm, local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.status_board import WELL, RankStatus
-from mpistrategy.objects.later import later
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.watchdog import alarm, local_process
-else:
-    for _name in ("alarm", "local_process"):
-        later(globals(), f"mpistrategy.mpi.watchdog.{_name}")
+from mpistrategy.mpi.watchdog.status_board import RankStatus
 
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
 _STOOD_STILL_SECONDS = 1.0
@@ -51,14 +45,13 @@ class Watchdog:
         self._end = end
         self.rank = rank
         self.size = size
+        self.title = f"[rank {rank}/{size}] "
         self.pid: int = os.getpid()
         self._groups: dict[Guard, Group] = {}
         self._expected = 0.0
         #: Until when, for each `expect` that lasts.
         self._busy: list[float] = []
         self._resumed = 0.0
-        #: When this rank has last noted its calls, as a whole second of time.time().
-        self._second = 0
         self._reminded = self._failed = False
         self._changed = threading.Event()
         self._lock = threading.Lock()
@@ -67,7 +60,9 @@ class Watchdog:
     def add(self, group: Group) -> None:
         """Watch over one more communicator."""
         now, limit = time.monotonic(), group.limit
-        begun = RankStatus(self.rank, self.pid, WELL, now, self._expected, 0.0, limit, stack_signal, "has just begun")
+        begun = RankStatus(self.rank, self.pid, stack_signal, now, 0.0, limit, "has just begun")
+        group.board.introduce(group.identity, len(group.ranks))
+        group.board.put("expected", self._expected)
         group.board.write(begun)  # a rank that is stopped before the thread looks is known as well
         with self._lock:
             self._groups[group.guard] = group
@@ -90,10 +85,10 @@ class Watchdog:
             group = self._groups.pop(guard, None)
             thread = None if self._groups else self._thread
             self._changed.set()
-        if group is not None:
-            group.directory.remove()
         if thread is not None and thread is not threading.current_thread():
             thread.join(_JOIN_SECONDS)
+        if group is not None:
+            group.end()
 
     @contextlib.contextmanager
     def expect(self, seconds: float) -> Iterator[None]:
@@ -119,14 +114,13 @@ class Watchdog:
             return  # a forked child sees the board, too, but must not write there
         self._expected = until
         for group in self.groups():
-            group.board.expect(until)
+            group.board.put("expected", until)
 
     def _run(self) -> None:
         last = time.monotonic()
         while not self._is_over():
             tick = self._tick()
-            # At the same times on all ranks: what they then note of their last calls is about the same calls.
-            self._changed.wait(tick - time.time() % tick)
+            self._changed.wait(tick)
             self._changed.clear()
             now = time.monotonic()
             if now - last > tick + _STOOD_STILL_SECONDS:
@@ -136,7 +130,7 @@ class Watchdog:
                 self._look(now)
             except Exception as error:  # an error in here must neither end the job nor hide a hang
                 if not self._failed:
-                    reports.write(f"[rank {self.rank}/{self.size}] mpistrategy's watchdog has failed: {error!r}\n")
+                    reports.write_at_once(f"{self.title}mpistrategy's watchdog has failed: {error!r}\n")
                 self._failed = True
 
     def _is_over(self) -> bool:
@@ -146,57 +140,47 @@ class Watchdog:
                 self._thread = None
             return not self._groups
 
-    def _limit(self) -> float:
-        return min((group.limit for group in self.groups()), default=math.inf)
-
     def _tick(self) -> float:
-        return min(max(self._limit() / 10, _SHORTEST_TICK), _LONGEST_TICK)
+        limit = min((group.limit for group in self.groups()), default=math.inf)
+        return min(max(limit / 10, _SHORTEST_TICK), _LONGEST_TICK)
 
     def _look(self, now: float) -> None:
         groups = self.groups()
         if not groups:
             return
         status = self._status(now, groups)
-        second = int(time.time())
         for group in groups:
-            group.look()
+            if group.guard.gpu_progress is not None:
+                group.guard.gpu_progress.look(now)
             group.board.write(status)
-            if second != self._second:
-                group.note_calls()
-            group.update_nodes(now)
+            group.look_at_nodes(now)
             group.tell_of_end()
-            if (failure := group.waits_in_vain(now)) is not None:
-                if group.guard.contains_errors and not group.guard.is_told_late:
-                    group.guard.stop_waiting(failure.as_error())
-                elif not group.guard.contains_errors or group.cannot_leave(now):
-                    alarm.end_for(group, failure, self.rank, self.size, self._end)
-        self._second = second
+            in_vain = group.seconds_in_vain(now)
+            if in_vain > 0 and group.guard.contains_errors and not group.guard.is_told_late:
+                group.guard.stop_waiting(group.failure().as_error())
+            elif in_vain > (PATIENCE_SECONDS if group.guard.contains_errors else 0):
+                alarm.end_for(group, group.failure(), self.title, self._end)
         contained = [group for group in groups if group.guard.contains_errors]
         for group in contained:
             if not group.guard.is_told_late and (group.is_alarmed() or self._is_late(now, [group])):
-                alarm.contain(group, lambda: self._status(time.monotonic(), groups), self.rank, self.size)
+                alarm.contain(group, self.title)
         ending = [group for group in groups if not group.guard.contains_errors]
         if any(group.is_alarmed() for group in ending) or self._is_late(now, ending):
-            alarm.answer(ending, lambda: self._status(time.monotonic(), groups), self.rank, self.size, self._end)
+            alarm.answer(ending, self.title, self._end)
         self._remind(now, groups)
 
     def _is_late(self, now: float, groups: list[Group]) -> bool:
         if any(group.has_failed for group in groups):
             return True
         late = [group for group in groups if group.is_late(now, self._resumed)]
-        if not late:
-            for group in groups:
-                group.end_wait()
-            return False
-        limit = min(group.limit for group in late)
-        excused = [group.is_excused(now, limit) for group in groups]  # each asks its own nodes
-        return not any(excused)
+        limit = min((group.limit for group in late), default=math.inf)
+        return bool(late) and not any(group.is_excused(now, limit) for group in groups)
 
     def _status(self, now: float, groups: list[Group]) -> RankStatus:
         longest = max(groups, key=lambda group: group.waited(now, self._resumed) / group.limit)
         text = local_process.now_doing(group.guard for group in groups)
         waited, limit = longest.waited(now, self._resumed), longest.limit
-        return RankStatus(self.rank, self.pid, WELL, now, self._expected, waited, limit, stack_signal, text)
+        return RankStatus(self.rank, self.pid, stack_signal, now, waited, limit, text)
 
     def _remind(self, now: float, groups: list[Group]) -> None:
         """Say once that this rank has ended and waits for the others, which may still be at work."""
@@ -209,7 +193,7 @@ class Watchdog:
             status for status in widest.board.read() if status.rank != self.rank and "at its end" not in status.text
         ]
         told = "".join(f"\n  rank {status.rank}: {status.text}" for status in others)
-        reports.write(f"[rank {self.rank}/{self.size}] has ended its program and waits for the other ranks.{told}\n")
+        reports.write_at_once(f"{self.title}has ended its program and waits for the other ranks.{told}\n")
 
 
 #: The watchdog of this process, or of the one that has forked it; None where there is none.

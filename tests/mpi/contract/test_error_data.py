@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -93,19 +92,10 @@ def test_a_failure_after_the_agreement(failure: Failure, text: str) -> None:
     assert (nobodys.rank, nobodys.error) == (None, "")
 
 
-@dataclass
-class Memory:
-    """The memory of a node, as one rank sees it."""
-
-    local_rank: int
-    segments: Sequence[Any]
-    fence: None = None
-
-
 @pytest.mark.one_rank
 def test_what_travels_through_memory_is_the_failure() -> None:
     segments = [np.zeros(BYTES, np.uint8) for _ in range(3)]
-    first, second, third = (Failures(Memory(rank, segments)) for rank in range(3))
+    first, second, third = (Failures(segments, rank, None) for rank in range(3))
     shown = Failure("RuntimeError: two\nlines: here", 1, "reduce: of mine")
     assert third.left_by() is None
     second.show(shown)

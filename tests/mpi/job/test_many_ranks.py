@@ -13,7 +13,6 @@ from mpistrategy import context
 from mpistrategy.mpi.gpu import binding
 from mpistrategy.mpi.gpu.inventory import Sight
 from mpistrategy.mpi.job.launcher import Introduction, introductions
-from mpistrategy.mpi.multi_node.lanes import every_rank
 from mpistrategy.mpi.tuning.files import Machine
 
 pytestmark = pytest.mark.one_rank
@@ -38,7 +37,6 @@ STEPS: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
     "introductions": (texts_of, introductions),
     "GPUs where there are none": (blind, lambda sights: binding.bind_if_possible(sights, nodes(len(sights)))),
     "the machine of the thresholds": (nodes, lambda node_of: Machine.of("MPICH Version: 5.0.2", node_of)),
-    "lanes": (nodes, lambda node_of: every_rank(node_of, 0)),
 }
 
 

@@ -19,8 +19,8 @@ from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, OnNodes, context, 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi.contract import sums_by_mpi
-from mpistrategy.mpi.multi_node import lanes, two_level
+from mpistrategy.mpi.contract import mpi_channel
+from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes, allreduce_across
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.shared_memory.node_sum import segment_bytes
@@ -192,29 +192,6 @@ def test_on_nodes_that_the_mpi_tells_apart(launch: Callable[..., launching.Finis
     assert finished.returncode == 0, finished
 
 
-@pytest.mark.parametrize("place", PLACEMENTS)
-def test_every_slice_has_one_owner_on_each_node(place: str) -> None:
-    node_of = [*map(PLACEMENTS[place].index, PLACEMENTS[place])]
-    numbers = {node: number for number, node in enumerate(dict.fromkeys(node_of))}
-    node_of = [numbers[node] for node in node_of]
-    for made in (lanes.every_rank,):
-        all_of_them = [made(node_of, rank) for rank in RANKS]
-        owned = sorted(group for one in all_of_them for group in {*one.counterparts})
-        assert all([node_of[rank] for rank in group] == list(range(len(numbers))) for group in owned)
-        for rank, one in enumerate(all_of_them):
-            assert all(rank in group for group in one.counterparts)
-            for count in (0, 1, 7, 10_000):
-                parts = [slice(*one.part_of(count, other, len(one.borders), 8)) for other in range(len(one.borders))]
-                filled = np.zeros(count, int)
-                for part in parts:
-                    filled[part] += 1
-                assert (filled == 1).all()
-                mine = parts[one.local_rank]
-                assert sum(part.stop - part.start for part in one.slices_of(count, 8)) == mine.stop - mine.start
-    sizes = [*map(node_of.count, set(node_of))]
-    assert lanes.every_rank(node_of, RANK).slices == max(sizes)
-
-
 def test_all_buffers_of_a_node_together_are_bounded() -> None:
     for ranks_per_node in (1, 2, 8, 64, 128, 256):
         for nodes in (2, 32, 1024):
@@ -224,8 +201,8 @@ def test_all_buffers_of_a_node_together_are_bounded() -> None:
 
 @pytest.mark.mpi(min_size=2)
 def test_sums_of_an_mpi_whose_bits_differ_go_by_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest_of = sums_by_mpi.digest_of
-    monkeypatch.setattr(sums_by_mpi, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
+    digest_of = mpi_channel.digest_of
+    monkeypatch.setattr(mpi_channel, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
     with pytest.warns(FallbackWarning, match="different bits") if RANK == 0 else nullcontext():
         made = on_nodes(RANK % 2)
     for size in (2, 9000, 300_000):
@@ -241,17 +218,8 @@ def test_sums_of_an_mpi_whose_bits_differ_go_by_one_rank(monkeypatch: pytest.Mon
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.filterwarnings("ignore:MPI's Allreduce gives")
 def test_nor_by_an_algorithm_that_has_lanes_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
-    digest_of = sums_by_mpi.digest_of
-    monkeypatch.setattr(sums_by_mpi, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
+    digest_of = mpi_channel.digest_of
+    monkeypatch.setattr(mpi_channel, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
     monkeypatch.setattr(MpiCommunicator, "reduce_by_mpi", None)
     with OnNodes([rank % 2 for rank in RANKS], ms.HierarchicalCopyAllReduce()) as strategy:
         assert strategy.run(lambda: context().all_reduce("SUM", np.ones(9000)))[0] == SIZE
-
-
-@pytest.mark.parametrize("ranks", [6, 9, 48])
-def test_a_shorter_piece_may_have_a_longer_slice(ranks: int) -> None:
-    full = 2**16
-    for rank in range(ranks):
-        mine = lanes.every_rank([0] * ranks + [1] * ranks, rank)
-        longest = [max(part.stop - part.start for part in mine.slices_of(full - 16 * n, 4)) for n in range(ranks)]
-        assert max(longest) <= mine.longest_slice(full, 4)

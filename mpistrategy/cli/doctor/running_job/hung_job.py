@@ -15,11 +15,10 @@ from mpistrategy.cli.doctor.checks.finding import count
 from mpistrategy.cli.doctor.report.privacy import covered, veil
 from mpistrategy.cli.doctor.running_job import all_nodes, last_calls, node_view, run_files, slurm_job
 from mpistrategy.cli.doctor.running_job.last_calls import Lateness, NodeCalls
-from mpistrategy.cli.doctor.running_job.run_files import SILENT_SECONDS, Seen
+from mpistrategy.cli.doctor.running_job.run_files import Seen
 from mpistrategy.mpi.watchdog import run_directory
 from mpistrategy.mpi.watchdog.local_process import node_name
 from mpistrategy.mpi.watchdog.roll_call import absent_in_words
-from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.objects.text import printable
 
 #: Waits of so many seconds, or of a tenth of the timeout, are reported.
@@ -77,7 +76,6 @@ def run(options: argparse.Namespace) -> int:
         view = node_view.of_process(options.pid)
         title = f"the job of process {options.pid}"
         told = Told(title, _MEMORY, view.seen, view.calls, trouble=view.trouble, one_node=True)
-        _add_other_nodes(told, node_view.place_of_run_directories(options.pid))
     else:
         if not slurm_job.is_id(options.job):
             return _fail(f"{options.job!r} is not the number of a job; expected 17, 17.0 or 17_2")
@@ -117,10 +115,8 @@ def _of(job: slurm_job.SlurmJob) -> Told:
         live = all_nodes.look(job.number, job.count)
         left_out += live.troubles
         if live.seen:
-            known = {each.rank for each in live.seen}
-            older = [each for each in written.seen if each.rank not in known] if written else []
-            seen = sorted((*live.seen, *older), key=lambda each: each.rank)
-            return Told("", f"{_MEMORY} on {count(job.count, 'node')}", seen, live.calls, "", "", left_out, job.number)
+            nodes = f"{_MEMORY} on {count(job.count, 'node')}"
+            return Told("", nodes, live.seen, live.calls, "", "", left_out, job.number)
     if written is not None:
         return Told("", written.folder, written.seen, (), written.roll_call, "", left_out, job.number)
     view = node_view.of_slurm_job(job.number)
@@ -131,21 +127,9 @@ def _of(job: slurm_job.SlurmJob) -> Told:
     return Told("", "", trouble=f"{job.trouble}; {trouble}" if job.trouble else trouble, left_out=left_out)
 
 
-def _add_other_nodes(told: Told, place: str) -> None:
-    """Add what the other nodes have written for each other, where this node can see it."""
-    if not (place and told.seen):
-        return
-    files = run_files.of_other_nodes(place, told.seen, time.time())
-    told.left_out = [*told.left_out, *files.left_out]
-    if files.seen:
-        told.seen = sorted((*told.seen, *files.seen), key=lambda each: each.rank)
-        told.source += f", and of other nodes in {files.folder}"
-        told.one_node = False
-
-
 def hangs(seen: Sequence[Seen]) -> bool:
     """Return whether a rank waits for long, or no longer answers."""
-    return any(_waits(each) > _long(each) or each.silent or each.age > SILENT_SECONDS for each in seen)
+    return any(_waits(each) > _long(each) or each.silent for each in seen)
 
 
 def _long(each: Seen) -> float:
@@ -178,22 +162,17 @@ def lines(told: Told, late: Sequence[Lateness] = ()) -> list[str]:
     if not hangs(seen):
         return [*shown, "No rank has waited for long: nothing hangs."]
     longest = max(seen, key=_waits)
-    # A rank of another node that was heard of before this wait may have come since.
-    unclear = [each for each in missing if not each.silent and each.age > _waits(longest) > 0]
-    missing = [each for each in missing if each not in unclear]
     waiting = [each for each in seen if each.waited and not each.silent]
     here = " of this node" if told.one_node and (told.unheard or not told.calls) else ""
     if missing:
         absent = absent_in_words([each.rank for each in missing], [each.rank for each in missing if each.silent])
         shown.append(f"{len(waiting)} of {len(seen)} ranks{here} wait{absent}.")
-    elif here or told.unheard or unclear:
+    elif here or told.unheard:
         shown.append(f"{len(waiting)} of {len(seen)} ranks{here} wait: for ranks that are not known to have come.")
     else:
         shown.append(
             f"All {len(seen)} ranks wait: in calls that do not fit together, or for a network that has stopped."
         )
-    if unclear:
-        shown.append(f"Not heard of since this wait began: {ranks_in_words([each.rank for each in unclear])}.")
     if told.unheard or here:
         others = count(told.unheard, "rank") if told.unheard else "ranks"
         shown.append(f"Nothing is known of {others} on other nodes: call `mpistrategy doctor --pid` there.")
@@ -228,16 +207,14 @@ def line_for_stacks(rank: Seen, job: str) -> str:
     signal = ["kill", "-QUIT", str(rank.process)]
     if job and rank.host:
         return shlex.join([*all_nodes.step(job), "--nodes=1", "--ntasks=1", "-w", rank.host, *signal])
-    if rank.host in ("", node_name()):
-        return shlex.join(signal) + ("" if rank.host else f"   # on node {rank.node} of the job")
+    if rank.host == node_name():
+        return shlex.join(signal)
     return shlex.join(["ssh", rank.host, *signal])
 
 
 def _state(each: Seen) -> str:
     if each.silent:
         return "does not answer"
-    if each.age > SILENT_SECONDS:
-        return f"silent {each.age:.0f} s"
     if each.waited:
         return f"waits {_waits(each):.0f} s" if each.waited + each.age > _SHORT_SECONDS else "in a collective"
     return "at its end" if each.text.startswith("at its end") else "elsewhere"

@@ -1,7 +1,7 @@
 """Which rank came last to the last collectives of a job, how often, and how long the others waited for it.
 
-Every rank notes when it entered its last collectives; that costs nothing more, since the watchdog needs these times
-anyway.  Of each node only a few numbers a call travel: when its first and its last rank came, and which one that was.
+Every rank notes when it entered its last collectives, for its watchdog.  Of each node only a few numbers a call travel:
+when its first and its last rank came, and which one that was.
 
 Nodes have clocks of their own.  No rank can enter a call before all ranks have entered the one before, so the notes
 themselves bound how far two clocks are apart; a difference that is not possible is corrected.
@@ -116,13 +116,13 @@ class Lateness:
         return sum(waits) >= _SLOW_TIME * self.seconds
 
 
-def of_node(ranks: Sequence[int], calls: Sequence[LastCalls], offset: int, own: int) -> list[NodeCalls]:
+def of_node(ranks: Sequence[int], calls: Sequence[LastCalls], offset: float, own: int) -> list[NodeCalls]:
     """Return the last collectives of the ranks of one board; none where they have noted nothing.
 
     Args:
         ranks: their numbers in the job.
         calls: what they have noted, in the same order.
-        offset: what turns their times into those of time.time(), in nanoseconds.
+        offset: what turns their times into those of time.time(), in seconds.
         own: the number of the strategy where it has not told one.
     """
     if not all(each.entered for each in calls):
@@ -130,7 +130,7 @@ def of_node(ranks: Sequence[int], calls: Sequence[LastCalls], offset: int, own: 
     common = set.intersection(*(set(each.entered) for each in calls))
     arrivals = {}
     for number in sorted(common):
-        times = [each.entered[number] + offset for each in calls]
+        times = [round((each.entered[number] + offset) * 1e9) for each in calls]
         last = max(times)
         arrivals[number] = Arrival(ranks[times.index(last)], last, min(times), sum(last - each for each in times))
     newest = max(max(each.entered) for each in calls)

@@ -1,4 +1,4 @@
-"""Reads the files of a run directory: the last reports of a job's watchdogs, and its roll call.
+"""Reads the files of a run directory: what the nodes of a job have said after an alarm, and its roll call.
 
 Other users may write where run directories are searched for.  Files of other users and large files are left out, and
 named in the result.
@@ -9,8 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -20,12 +19,8 @@ from mpistrategy.mpi.watchdog import run_directory
 from mpistrategy.objects.text import printable
 
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
-_MOST_RANK, _MOST_PROCESS = 2**24, 2**22
+_MOST_RANK = 2**24
 _MOST_FOLDERS = 64
-#: What a shell takes as one word.
-_HOST = re.compile(r"[A-Za-z0-9][\w.-]*", re.ASCII)
-#: Node 0's first rank writes its file about every minute; silence for longer means that it is gone or stopped.
-SILENT_SECONDS = 150.0
 
 
 @dataclass(frozen=True)
@@ -40,7 +35,6 @@ class Seen:
         text: where it was.
         process: its number on its node; 0 if unknown.
         shows_stacks: whether SIGQUIT makes it show its stacks.
-        node: the number of its node, from 0 on.
         silent: why it cannot say anything any more; "" when it can.
         host: the name of its node; "" if unknown.
 
@@ -54,7 +48,6 @@ class Seen:
     text: str
     process: int = 0
     shows_stacks: bool = False
-    node: int = 0
     silent: str = ""
     host: str = ""
 
@@ -77,37 +70,17 @@ class RunFiles:
 
 
 def folders_of(number: str, places: Iterable[str]) -> list[str]:
-    """Return the run directories of a Slurm job in these places: first the user's own, the newest first.
-
-    Without a number: those of all jobs.
-    """
+    """Return the run directories of a Slurm job in these places: first the user's own, the newest first."""
     found: dict[str, tuple[bool, float]] = {}
     for place in dict.fromkeys(os.path.realpath(place) for place in places if place):
         try:
             with os.scandir(place) as entries:
                 for entry in entries:
-                    if entry.name.startswith(f"{run_directory.PREFIX}{number}-" if number else run_directory.PREFIX):
+                    if entry.name.startswith(f"{run_directory.PREFIX}{number}-"):
                         found[entry.path] = _newest(entry)
         except OSError:
             continue
     return sorted(found, key=lambda path: found[path], reverse=True)[:_MOST_FOLDERS]
-
-
-def of_other_nodes(place: str, seen: Collection[Seen], now: float) -> RunFiles:
-    """Return the ranks of other nodes of a job, from its run directory; nothing where it has none.
-
-    Args:
-        place: the folder of run directories.
-        seen: the ranks of this node.
-        now: time.time().
-    """
-    processes, here = {(each.rank, each.process) for each in seen}, {each.rank for each in seen}
-    for folder in folders_of("", [place]):
-        files = read(folder, now)
-        if any((each.rank, each.process) in processes for each in files.seen):
-            others = tuple(each for each in files.seen if each.rank not in here)
-            return RunFiles(folder, others, files.roll_call, files.left_out)
-    return RunFiles("", (), "")
 
 
 def _newest(entry: os.DirEntry[str]) -> tuple[bool, float]:
@@ -174,22 +147,14 @@ def _seen_in(folder: int, now: float, left_out: list[str]) -> tuple[dict[int, Se
             left_out.append(f"{name!r}: {error.strerror}")
             return "", None
 
-    # Where others can write, even a file of the user's may be another one than its name says.
-    names, is_open = sorted(os.listdir(folder)), own_files.others_can_write(os.fstat(folder))
+    names = sorted(os.listdir(folder))
     seen: dict[int, Seen] = {}
-    for name in names:
-        number = run_directory.NODE_FILE.fullmatch(name)
-        told, state = text(name) if number else ("", None)
-        if number and state is not None:
-            for each in _node(told, int(number[1]), now, trusted=not is_open):
-                seen[each.rank] = each
-    for name in names:
-        told, state = text(name) if run_directory.ERROR.fullmatch(name) else ("", None)
+    for name in filter(run_directory.ERROR.fullmatch, names):
+        told, state = text(name)
         if state is not None:
             for each in _called(told, max(0.0, now - state.st_mtime)):
                 seen.setdefault(each.rank, each)
-    roll_call = text(run_directory.ROLL_CALL)[0] if run_directory.ROLL_CALL in names else ""
-    return seen, "" if run_directory.CLAIM.fullmatch(roll_call) else roll_call
+    return seen, text(run_directory.ROLL_CALL)[0] if run_directory.ROLL_CALL in names else ""
 
 
 def _called(text: str, age: float) -> list[Seen]:
@@ -210,35 +175,6 @@ def _called(text: str, age: float) -> list[Seen]:
         ]
     except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         return []
-
-
-def _node(text: str, node: int, now: float, *, trusted: bool) -> list[Seen]:
-    try:
-        told = json.loads(text)
-        passed = max(0.0, now - _finite(told["wall"]))
-        silent, host = told["silent"], str(told.get("host", ""))
-        where = node, host if _HOST.fullmatch(host) else ""
-        return [_rank(line, silent, passed, where, trusted) for line in told["lines"] if line["process"]]
-    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
-        return []
-
-
-def _rank(line: Any, silent: Any, passed: float, where: tuple[int, str], trusted: bool) -> Seen:
-    rank, process = int(line["rank"]), int(line["process"])
-    if not (0 <= rank < _MOST_RANK and 1 < process < _MOST_PROCESS):
-        raise ValueError(f"rank {rank}, process {process}")
-    return Seen(
-        rank,
-        passed - min(0.0, _finite(line["beat"])),
-        _finite(line["waited"]),
-        _finite(line["limit"]) if line["limit"] != math.inf else 0.0,
-        printable(str(line["text"]), ""),
-        process,
-        trusted and bool(line["signal"]),
-        where[0],
-        printable(str(silent.get(str(rank), "")), ""),
-        where[1],
-    )
 
 
 def _finite(number: Any) -> float:

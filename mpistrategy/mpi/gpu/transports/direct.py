@@ -45,12 +45,12 @@ class DirectPath(DevicePath):
         if self.by_host(ranks, buffer.dtype, op):
             self._staged.reduce(ranks, buffer, root, op)
         else:
-            self._combine(ranks, buffer, op, partial(ranks.reduce_device_memory, root=root, op=op))
+            self._combine(ranks, buffer, op, partial(ranks.reduce, root=root, op=op))
 
     def bcast(self, ranks: Any, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by that of `root`."""
         self._wait(ranks)
-        ranks.bcast_device_memory(buffer, root)
+        ranks.bcast(buffer, root)
 
     def allgather(self, ranks: Any, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
         """Write all ranks' blocks into `together`."""
@@ -58,7 +58,7 @@ class DirectPath(DevicePath):
         if place.data.ptr != block.data.ptr:
             place[...] = block
         self._wait(ranks)
-        ranks.allgather_device_memory(counts, together)
+        ranks.allgatherv(None, counts, together)
 
     def _combine(self, ranks: Any, buffer: DeviceArray, op: str, combine: Callable[[DeviceArray], None]) -> None:
         """Call `combine` with the buffer; as keys for MIN and MAX of floats, of which MPI's may lose a NaN."""

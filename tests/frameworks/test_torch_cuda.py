@@ -1,0 +1,318 @@
+"""Tensors in the memory of a real GPU, which all ranks share: collectives and trainings beside the same on the host."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import cupy_here
+import pytest
+from replicas import RANK, SIZE
+
+import mpistrategy as ms
+
+torch: Any = pytest.importorskip("torch")
+dist: Any = pytest.importorskip("torch.distributed")
+mst: Any = pytest.importorskip("mpistrategy.torch")
+pytestmark = [
+    pytest.mark.skipif(not cupy_here.IS_GPU or not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.usefixtures("group"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
+#: So many cycles of its clock the GPU does nothing: some 50 ms.
+A_WHILE = 100_000_000
+LAST = SIZE - 1
+Collective = Callable[[Any], Any]
+
+
+def reduced(op: str, *, is_async: bool = False) -> Collective:
+    def call(mine: Any) -> Any:
+        work = dist.all_reduce(mine, getattr(dist.ReduceOp, op), async_op=is_async)
+        if is_async:
+            work.wait()
+        return mine
+
+    return call
+
+
+def broadcast(mine: Any) -> Any:
+    dist.broadcast(mine, LAST)
+    return mine
+
+
+def reduced_to_one(mine: Any) -> Any:
+    dist.reduce(mine, LAST)
+    return mine if RANK == LAST else torch.zeros_like(mine)
+
+
+def gathered(mine: Any) -> Any:
+    together = mine.new_empty(SIZE * mine.numel())
+    dist.all_gather_into_tensor(together, mine.reshape(-1))
+    return together
+
+
+def gathered_unevenly(mine: Any) -> Any:
+    flat = mine.reshape(-1)
+    found = [flat.new_empty(rank) for rank in range(SIZE)]  # nothing of rank 0
+    dist.all_gather(found, flat[:RANK])
+    return torch.cat([*found, flat[:1]])
+
+
+def gathered_by_one(mine: Any) -> Any:
+    found = [torch.empty_like(mine) for _ in range(SIZE)] if RANK == LAST else None
+    dist.gather(mine, found, LAST)
+    return torch.stack(found or [mine])
+
+
+def scattered(mine: Any) -> Any:
+    found = torch.empty_like(mine)
+    dist.scatter(found, [mine.roll(rank, 0) for rank in range(SIZE)] if RANK == LAST else None, LAST)
+    return found
+
+
+def part_of_the_sum(mine: Any) -> Any:
+    part = mine.new_empty(mine.numel())
+    dist.reduce_scatter_tensor(part, mine.reshape(-1).repeat(SIZE))
+    return part
+
+
+def exchanged(mine: Any) -> Any:
+    found = mine.new_empty(SIZE * mine.numel())
+    dist.all_to_all_single(found, mine.reshape(-1).repeat(SIZE))
+    return found
+
+
+def sent(mine: Any) -> Any:
+    found = torch.empty_like(mine)
+    works = [dist.isend(mine, (RANK + 1) % SIZE), dist.irecv(found, (RANK - 1) % SIZE)]
+    for each in works:
+        each.wait()
+    return found
+
+
+def coalesced(mine: Any) -> Any:
+    others = [mine, mine.new_empty(0, 2), mine.reshape(-1)[:3].clone()]
+    with dist.distributed_c10d._coalescing_manager():
+        for each in others:
+            dist.all_reduce(each)
+    return torch.cat([each.reshape(-1) for each in others])
+
+
+SUM, IN_BACKGROUND = reduced("SUM"), reduced("SUM", is_async=True)
+COLLECTIVES: dict[str, Collective] = {
+    "all_reduce": SUM,
+    "async": IN_BACKGROUND,
+    "broadcast": broadcast,
+    "reduce": reduced_to_one,
+    "all_gather_into_tensor": gathered,
+    "all_gather": gathered_unevenly,
+    "gather": gathered_by_one,
+    "scatter": scattered,
+    "reduce_scatter_tensor": part_of_the_sum,
+    "all_to_all_single": exchanged,
+    "isend": sent,
+    "coalescing": coalesced,
+}
+DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64]
+
+
+def values(dtype: Any, device: str, count: int = 24) -> Any:
+    """Return numbers whose sums are exact in each dtype, other ones on each rank."""
+    return (torch.arange(count, device=device) % 5 + RANK + 1).to(dtype).reshape(4, -1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", COLLECTIVES)
+def test_as_on_the_host(name: str, dtype: Any) -> None:
+    many = 3_000_000 if dtype is torch.float32 else 1000
+    for mine, other in (
+        (values(dtype, "cuda"), values(dtype, "cpu")),
+        (values(dtype, "cuda").t(), values(dtype, "cpu").t()),
+        (values(dtype, "cuda", many), values(dtype, "cpu", many)),
+    ):
+        found, wanted = COLLECTIVES[name](mine), COLLECTIVES[name](other)
+        assert found.is_cuda
+        assert torch.equal(found.cpu(), wanted)
+        assert torch.equal(mine.cpu(), other)
+
+
+@pytest.mark.parametrize("op", ["AVG", "PRODUCT", "MIN", "MAX", "BAND", "BXOR", "PREMUL_SUM"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.int8, torch.bool], ids=str)
+def test_operations_as_on_the_host(op: str, dtype: Any) -> None:
+    is_float = dtype.is_floating_point
+    if (
+        is_float
+        if op.startswith("B")
+        else (op == "PREMUL_SUM" and not is_float) or (op == "AVG" and dtype is torch.bool)
+    ):
+        pytest.skip("has no such operation")
+    chosen = dist._make_nccl_premul_sum(0.5) if op == "PREMUL_SUM" else getattr(dist.ReduceOp, op)
+    mine, other = values(dtype, "cuda"), values(dtype, "cpu")
+    dist.all_reduce(mine, chosen)
+    dist.all_reduce(other, chosen)
+    torch.testing.assert_close(mine.cpu(), other)
+
+
+@pytest.mark.parametrize("name", COLLECTIVES)
+@pytest.mark.parametrize("is_aside", [False, True], ids=["current", "side"])
+def test_what_is_still_computed_is_waited_for(name: str, *, is_aside: bool) -> None:
+    """The GPU writes the tensor long after the call, in the order of the stream, which reads the result there."""
+    stream = torch.cuda.Stream() if is_aside else torch.cuda.current_stream()
+    wanted = COLLECTIVES[name](values(torch.float32, "cpu"))
+    for _ in range(3):
+        mine, given = torch.full((4, 6), -1.0), values(torch.float32, "cuda")
+        torch.cuda.synchronize()
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(A_WHILE)
+            mine.copy_(given)
+            found = COLLECTIVES[name](mine).clone()
+            mine.fill_(-2)
+        stream.synchronize()
+        assert torch.equal(found.cpu(), wanted)
+
+
+def test_nothing_and_numbers() -> None:
+    nothing, number = torch.empty(0, 3), torch.tensor(RANK + 1.0)
+    for call in (dist.all_reduce, lambda tensor: dist.broadcast(tensor, LAST)):
+        call(nothing)
+        call(number)
+    assert number.item() == SIZE * (SIZE + 1) / 2
+    rows = torch.sparse_coo_tensor([[RANK] * RANK], torch.ones(RANK, 3), (SIZE, 3))  # rank 0 has none
+    dist.all_reduce(rows)
+    assert rows.is_cuda
+    assert rows.to_dense()[:, 0].tolist() == list(range(SIZE))
+
+
+def test_works_that_are_under_way_together() -> None:
+    tensors = [torch.full((100_000,), RANK + number + 1.0) for number in range(8)]
+    works = [dist.all_reduce(each, async_op=True) for each in tensors]
+    futures = [work.get_future().then(lambda found: found.value()[0] * 2) for work in works]
+    for number, (work, future, mine) in enumerate(zip(works, futures, tensors, strict=True)):
+        work.wait()
+        total = sum(rank + number + 1.0 for rank in range(SIZE))
+        assert (mine == total).all()
+        assert (future.wait() == 2 * total).all()
+
+
+def network() -> Any:
+    torch.manual_seed(0)
+    layers = (
+        torch.nn.Linear(6, 300),
+        torch.nn.ReLU(),
+        torch.nn.Linear(300, 300),
+        torch.nn.Tanh(),
+        torch.nn.Linear(300, 1),
+    )
+    return torch.nn.Sequential(*layers)
+
+
+def rows(step: int) -> Any:
+    return torch.randn(4 * SIZE, 6, generator=torch.Generator("cuda").manual_seed(step))
+
+
+def train(model: Any, optimizer: Any, part: slice) -> None:
+    for step in range(20):
+        optimizer.zero_grad()
+        model(rows(step)[part]).square().mean().backward()
+        optimizer.step()
+
+
+def sgd(parameters: Any) -> Any:
+    return torch.optim.SGD(parameters, 0.05, momentum=0.9)
+
+
+def by_one_process() -> list[Any]:
+    net = network()
+    train(net, sgd(net.parameters()), slice(None))
+    return list(net.parameters())
+
+
+MINE = slice(4 * RANK, 4 * RANK + 4)
+
+
+def assert_equal(mine: Any, wanted: Any, close: float = 1e-4) -> None:
+    for one, other in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(one, other, rtol=close, atol=close / 10)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_as_bucket_view": True, "static_graph": True},
+        {"find_unused_parameters": True, "bucket_cap_mb": 1e-3},
+    ],
+    ids=str,
+)
+def test_ddp_trains_as_one_process_with_all_rows(options: dict[str, Any]) -> None:
+    net = network()
+    model = torch.nn.parallel.DistributedDataParallel(net, device_ids=[torch.cuda.current_device()], **options)
+    train(model, sgd(net.parameters()), MINE)
+    assert_equal(net.parameters(), by_one_process())
+
+
+def test_ddp_on_a_side_stream_and_in_16_bits() -> None:
+    hooks: Any = pytest.importorskip("torch.distributed.algorithms.ddp_comm_hooks.default_hooks")
+    net = network()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        model = torch.nn.parallel.DistributedDataParallel(net)
+        model.register_comm_hook(None, hooks.fp16_compress_hook)
+        train(model, sgd(net.parameters()), MINE)
+    torch.cuda.current_stream().wait_stream(stream)
+    assert_equal(net.parameters(), by_one_process(), 0.1)
+
+
+def test_ddp_joins_ranks_with_fewer_rows() -> None:
+    net = network()
+    model = torch.nn.parallel.DistributedDataParallel(net)
+    optimizer = sgd(net.parameters())
+    with model.join():
+        for step in range(2 + RANK):
+            optimizer.zero_grad()
+            model(rows(step)[MINE]).square().mean().backward()
+            optimizer.step()
+    first = [each.detach().clone() for each in net.parameters()]
+    for each in first:
+        dist.broadcast(each, LAST)
+    assert_equal(net.parameters(), first, 0)
+
+
+def test_fsdp_trains_as_one_process_with_all_rows() -> None:
+    fsdp: Any = pytest.importorskip("torch.distributed.fsdp")
+    if not hasattr(fsdp, "fully_shard"):
+        pytest.skip("this torch has no public FSDP2")
+    mesh = dist.device_mesh.init_device_mesh("cuda", (SIZE,))
+    net = network()
+    for layer in net:
+        if isinstance(layer, torch.nn.Linear):
+            fsdp.fully_shard(layer, mesh=mesh)
+    fsdp.fully_shard(net, mesh=mesh)
+    train(net, sgd(net.parameters()), MINE)
+    assert_equal([each.full_tensor() for each in net.parameters()], by_one_process())
+
+
+@pytest.mark.parametrize(("wire", "close"), [(None, 1e-4), ("bfloat16", 0.1)])
+def test_an_optimizer_trains_as_one_process_with_all_rows(
+    strategy: ms.MirroredStrategy, wire: Any, close: float
+) -> None:
+    net = network()
+    optimizer = mst.DistributedOptimizer(sgd(net.parameters()), strategy=strategy, wire=wire)
+    train(net, optimizer, MINE)
+    assert_equal(net.parameters(), by_one_process(), close)
+
+
+@pytest.mark.mpi(min_size=2)
+def test_calls_that_differ_raise_on_all_ranks_before_data_move() -> None:
+    for call in (
+        lambda: dist.all_reduce(torch.ones(2 + (RANK == 1))),
+        lambda: dist.all_reduce(torch.ones(2, device="cpu" if RANK else "cuda")),
+        lambda: dist.all_reduce(torch.ones(2)) if RANK else dist.broadcast(torch.ones(2), 0),
+        lambda: dist.all_gather([torch.ones(2 + (RANK == 0))] * SIZE, torch.ones(2 + (RANK == 0))),
+    ):
+        with pytest.raises(ms.errors.CollectiveMismatchError, match=r"test_torch_cuda\.py"):
+            call()
+        mine = torch.ones(1)
+        dist.all_reduce(mine)
+        assert mine.item() == SIZE
