@@ -67,7 +67,8 @@ class AccumulationRoute:
                 result = buffer.reshape(member.shape)
                 if together is not None:
                     copies = [copy.reshape(member.shape) for copy in together]
-                    self._accumulate(copies, arrays[member.index].dtype, result, call.where)
+                    dtype = pack.dtype if pack.dtype.kind in "iu" else arrays[member.index].dtype
+                    self._accumulate(copies, dtype, result, call.where)
                     del together, copies  # before there is memory for the next value
                 rooms.append(self._room(*buffers[number : number + 1]))
                 call.agree("accumulated")

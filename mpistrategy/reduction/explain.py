@@ -18,7 +18,7 @@ from mpistrategy.errors import EmptyBatchError
 from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
-from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component, summand
+from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.reducer import Reducer
@@ -99,7 +99,6 @@ def _of_leaves(
     communicator = reducer.communicator
     parts = [checked_value(own_component(each, op, _WHERE), op, _WHERE) for each in values]
     algorithm._check_values(parts, op, _WHERE)
-    parts = [part if isinstance(part, (IndexedSlices, Mirrored)) else summand(part, op) for part in parts]
     placed = [part for part in parts if is_on_device(part)]
     others = []
     operation = algorithm._gpu_operation(communicator, EVERY_RANK)

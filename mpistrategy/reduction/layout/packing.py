@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, is_buffer, sum_dtype_of_mean, wire_dtype
+from mpistrategy.arrays.dtypes import Array, is_buffer, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.options import ReduceOp
 
@@ -155,10 +155,7 @@ def plan(
 def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
     """Return whether arrays of a dtype are reduced as they are.
 
-    They are NumPy's own, native, ordered for MIN and MAX, and for MEAN no integers that are summed in more bits.
+    They are NumPy's own, native, and ordered for MIN and MAX.
     """
-    if op is ReduceOp.MEAN:
-        fits = sum_dtype_of_mean(dtype).itemsize == dtype.itemsize
-    else:
-        fits = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
+    fits = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
     return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and fits

@@ -45,18 +45,12 @@ def plan_on_gpu(
         timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
     """
     layouts = layouts_of(arrays)
-    if not all(_is_simple(dtype.kind, op) for dtype, _ in layouts):
+    has_order = op not in (ReduceOp.MIN, ReduceOp.MAX)
+    if not all(dtype.kind in "fiu" or (dtype.kind == "c" and has_order) for dtype, _ in layouts):
         return None
     packs = gpu_packs(layouts, bytes_per_pack, num_packs)
     signature = signature._replace(values=tuple(map(layout_of, arrays)))
     return DevicePlan(otherwise, ranks, leaves, GpuRoute(ranks, packs, op, word, None), signature, timeout)
-
-
-def _is_simple(kind: str, op: ReduceOp) -> bool:
-    """Return whether the route reduces arrays of a kind of dtype as they are given."""
-    if op is ReduceOp.MEAN:
-        return kind in "fc"
-    return kind in "fiu" or (kind == "c" and op not in (ReduceOp.MIN, ReduceOp.MAX))
 
 
 class DevicePlan(CallPlan):

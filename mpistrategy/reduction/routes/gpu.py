@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import divide_by, wire_dtype
+from mpistrategy.arrays.dtypes import divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for, is_cupy, is_of_cuda_malloc
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
@@ -104,13 +104,17 @@ class GpuRoute:
         self.packs: tuple[Pack, ...] = packs
         self._operation, self._targets = operation, targets
         self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
-        self._most_bytes = max((pack.size * wire_dtype(pack.dtype).itemsize for pack in packs), default=0)
+        self._most_bytes = max((pack.size * self._sent_as(pack.dtype).itemsize for pack in packs), default=0)
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
         """Pack: memory may be short, which all ranks hear of when they agree."""
         with arrays[0].device:
             self.make_room(self._ranks)
             return self.pack(arrays, targets)
+
+    def _sent_as(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """Return the dtype in which a pack is combined: integers of a MEAN have 64 bits."""
+        return sum_dtype_of_mean(dtype) if self._op is ReduceOp.MEAN and dtype.kind in "iu" else wire_dtype(dtype)
 
     def make_room(self, ranks: Communicator, word: str = "") -> None:
         """Take the memory of the path of these ranks, if there is one."""
@@ -127,7 +131,7 @@ class GpuRoute:
 
     def _filled(self, cupy: Any, pack: Pack, arrays: Sequence[DeviceArray], targets: Targets) -> _Bucket:
         take, first = partial(communication_memory, cupy, pack.size), pack.members[0].index
-        dtype = wire_dtype(pack.dtype)
+        dtype = self._sent_as(pack.dtype)
         lone = arrays[first] if len(pack.members) == 1 else None
         given: DeviceArray = None if lone is None or targets is None else targets[first]
         memory = take(pack.dtype) if given is None else given
@@ -140,7 +144,7 @@ class GpuRoute:
             source: DeviceArray = memory if given is None else lone
             bucket.wide[...] = source.reshape(-1)
         if self._op is ReduceOp.MEAN and pack.dtype.kind in "iu":
-            bucket.quotient = take(np.dtype(np.float64))
+            bucket.quotient = take(mean_dtype(pack.dtype))
         rounded = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
         if rounded is not None:
             bucket.spare = take(rounded)
@@ -167,10 +171,10 @@ class GpuRoute:
             if sent.size:
                 self._operation.run(path, ranks, sent, self._op._on_the_wire, self._wire)
                 divide_by(self._op._divisor(sent.dtype, ranks.size), sent)
-            if each.wide is not None:
-                each.memory[...] = each.wide.reshape(each.memory.shape)
             if each.quotient is not None:
-                np.true_divide(each.memory, ranks.size, out=each.quotient)
+                np.true_divide(sent, ranks.size, out=each.quotient)
+            elif each.wide is not None:
+                each.memory[...] = each.wide.reshape(each.memory.shape)
 
     def results(self, memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results of what has been sent, on the current stream of its device, pack after pack."""
@@ -187,7 +191,7 @@ class GpuRoute:
         for pack in self.packs:
             first = pack.members[0].index
             target = None if self._targets is None or len(pack.members) > 1 else self._targets[first]
-            dtype = wire_dtype(pack.dtype)
+            dtype = self._sent_as(pack.dtype)
             copies: Copies = ((1, "all into a bucket"),)
             if dtype != pack.dtype:
                 copies = (*(copies if target is None else ()), (2, f"into {dtype.name} and back"))
@@ -201,7 +205,7 @@ class GpuRoute:
         if path is None:
             return "in GPU memory, on a path that the ranks choose at the first such call"
         how = _PATHS[path.name] + (f", {self._operation.text}" if self._operation.text else "")
-        why = path.by_host(ranks, wire_dtype(dtype), self._op._on_the_wire, self._wire)
+        why = path.by_host(ranks, self._sent_as(dtype), self._op._on_the_wire, self._wire)
         if why and path.name != "staged":
             how = f"{_PATHS['staged']}, since {why}"
         return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"
