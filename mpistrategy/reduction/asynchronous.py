@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
@@ -100,8 +100,7 @@ def start_all_reduce(
     communicator = reducer.communicator
     agree = partial(_first_call, communicator.guard, name)
     if in_jax_trace():
-        with agree():  # the call refuses it, and tells the other ranks
-            pass
+        agree(lambda: None)  # the call refuses it, and tells the other ranks
     placed = type(value) is not np.ndarray and _is_on_device(value)
     given = reducer, reduce_op, value, options, name, out
     if placed:
@@ -141,11 +140,11 @@ def _in_background(
         ranks.guard.site = None
 
 
-@contextmanager
-def _first_call(guard: Guard, name: str | None) -> Iterator[None]:
+def _first_call(guard: Guard, name: str | None, make: Callable[[], Any]) -> Any:
+    """Return what `make` makes together with the other ranks."""
     with Call(guard, _WHERE, called=name) as call:
         call.agree("the first all_reduce_async")
-        yield
+        return make()
 
 
 def _check_arena(reducer: Reducer, value: Any, out: Any) -> None:
@@ -168,7 +167,7 @@ def _started_on_device(
     options: CommunicationOptions | None,
     name: str | None,
     out: Any,
-    agree: Callable[[], AbstractContextManager[None]],
+    agree: Callable[[Callable[[], Any]], Any],
 ) -> AllReduceHandle[Any] | None:
     """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
     from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here, for the quick import

@@ -8,7 +8,6 @@ takes part: a thread of ours, or the call that starts the reduction where MPI ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 from mpistrategy.arrays.values import event_of_reads
@@ -83,9 +82,7 @@ class Begun:
         return self._build(results)
 
 
-def engine(
-    communicator: Communicator, path: DevicePath | None, agree: Callable[[], AbstractContextManager[None]]
-) -> AtOnce:
+def engine(communicator: Communicator, path: DevicePath | None, agree: Callable[[Callable[[], Any]], Any]) -> AtOnce:
     """Return what runs the work of these all-reduces on a path: the caller's thread, where that waits for nothing."""
     if path is None or path.name in ON_THE_STREAM:
         return AtOnce(communicator)

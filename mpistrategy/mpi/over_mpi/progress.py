@@ -15,7 +15,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -221,9 +220,7 @@ class Engine(AtOnce):
             del job  # its result is the program's
 
 
-def engine_of(
-    communicator: Any, agree: Callable[[], AbstractContextManager[None]], *, waits_for_gpu: bool = False
-) -> AtOnce:
+def engine_of(communicator: Any, agree: Callable[[Callable[[], Any]], Any], *, waits_for_gpu: bool = False) -> AtOnce:
     """Return what runs the jobs of a communicator; the first call is collective.
 
     It is an `Engine` where the MPI of all ranks allows several threads: on several nodes, and on one node for jobs that
@@ -232,17 +229,18 @@ def engine_of(
 
     Args:
         communicator: a strategy's.
-        agree: compares the first call between the ranks; the engine is made in that call.
+        agree: compares the first call between the ranks, and returns what its argument makes in that call.
         waits_for_gpu: whether the jobs do.
     """
     has_nodes = communicator.nodes > 1
 
-    def make() -> AtOnce:
-        if not has_nodes and not (waits_for_gpu and communicator.size > 1):
-            return AtOnce(communicator)
-        with agree():
-            threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
-            return Engine(communicator) if threads else AtOnce(communicator)
+    def together() -> AtOnce:
+        threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
+        return Engine(communicator) if threads else AtOnce(communicator)
+
+    def make() -> Any:
+        is_alone = not has_nodes and not (waits_for_gpu and communicator.size > 1)
+        return AtOnce(communicator) if is_alone else agree(together)
 
     made: AtOnce = communicator.once(AtOnce if has_nodes or not waits_for_gpu else Engine, make)
     return made
