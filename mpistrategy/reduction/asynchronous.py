@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
 
-#: In place of a result that has not been made.
-_NOT_YET = object()
-
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -48,7 +45,6 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
     def __init__(self, job: Job, engine: AtOnce, guard: Guard, begun: Begun | None = None) -> None:
         self._job, self._begun = job, begun
-        self._made: Any = _NOT_YET
         self._number = engine.submitted
         self._engine = engine
         self._guard = guard
@@ -81,13 +77,8 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
                 call.agree("wait", patiently=True)
             engine.known_to_all = started
         engine.finish(self._job)
-        result: Any = self._job.result()
-        if self._begun is not None:
-            if self._made is _NOT_YET:
-                self._made = self._begun.results()
-            result = self._made
-        made: T_co = result
-        return made
+        result: T_co = self._job.result()
+        return result if self._begun is None else self._begun.results
 
     def __repr__(self) -> str:
         return f"<AllReduceHandle number {self._number}, {'over' if self.done() else 'under way'}>"
@@ -109,7 +100,8 @@ def start_all_reduce(
             return handle
     # Of arrays on a host and a GPU together all is done now: another thread has another stream.
     engine = AtOnce(communicator) if placed else engine_of(communicator, agree)
-    ranks, work = engine.communicator, partial(reducer.run, _CALL, AllReduce, *given[1:4], name=name, out=out)
+    ranks = engine.communicator
+    work: Callable[[], Any] = partial(reducer.run, _CALL, AllReduce, *given[1:4], name=name, out=out)
     try:
         _check_arena(reducer, value, out)
         if not engine.is_at_once:
@@ -243,13 +235,10 @@ def _fail(guard: Guard, name: str | None, error: Exception) -> Any:
 
 
 def _on(reducer: Reducer, engine: AtOnce) -> Reducer:
-    """Return a reducer that does as `reducer`, on the engine's communicator."""
-    if engine.communicator is reducer.communicator:
-        return reducer
-    other: Reducer | None = engine.views.get(reducer)
-    if other is None or other.algorithm is not reducer.algorithm or other.options is not reducer.options:
-        other = engine.views[reducer] = Reducer(engine.communicator, reducer.algorithm, reducer.options)
-    return other  # what has been started goes on with its own
+    """Return a reducer that does as `reducer`, on the engine's communicator; what has been started goes on with it."""
+    make = partial(Reducer, engine.communicator, reducer.algorithm, reducer.options)
+    found: Reducer = reducer.kept(engine, make)
+    return found
 
 
 show_as("mpistrategy", AllReduceHandle)

@@ -8,6 +8,7 @@ takes part: a thread of ours, or the call that starts the reduction where MPI ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
 from mpistrategy.arrays.values import event_of_reads
@@ -71,6 +72,7 @@ class Begun:
         """Whether the GPU is done with what `work` has given it."""
         return self._sent is None or bool(self._sent.done)
 
+    @cached_property
     def results(self) -> Any:
         """Return what the program gets, on the current stream, behind the reduction."""
         from mpistrategy.arrays.gpu import cupy_for

@@ -13,19 +13,18 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
-from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.layout.packing import Layout, hybrid
 from mpistrategy.reduction.routes import first_message
 from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
 else:
     later(
         globals(),
         "mpistrategy.reduction.routes.communicator",
         "CommunicatorRoute",
-        "hybrid",
         "names_of",
     )
 

@@ -16,7 +16,6 @@ import threading
 import time
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import growing_pauses
@@ -108,7 +107,6 @@ class AtOnce(Freed):
         submitted: the number of jobs so far.
         known_to_all: how many of them all ranks are known to have submitted.
         is_at_once: whether a job is done when it has been submitted.
-        views: for a submitter of jobs, its copy that uses this communicator.
     """
 
     is_at_once: bool = True
@@ -117,7 +115,6 @@ class AtOnce(Freed):
         self.communicator = communicator
         self.submitted: int = 0
         self.known_to_all: int = 0
-        self.views: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._failed: list[Job] = []
 
     def submit(self, job: Job) -> None:

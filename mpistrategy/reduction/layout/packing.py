@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, is_buffer, wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, is_buffer, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.options import ReduceOp
 
@@ -150,6 +150,20 @@ def plan(
             converts |= own_dtype != dtype
         packs.append(Pack(dtype, size, tuple(members), converts))
     return tuple(packs)
+
+
+def hybrid(
+    layouts: tuple[Layout, ...],
+    alone_bytes: float,
+    bytes_per_pack: float,
+    wire: _Wire = host_wire_dtype,
+    alignment: int = 1,
+) -> tuple[Pack, ...]:
+    """Return packs of the arrays below `alone_bytes`, and one pack for each larger one."""
+    are_large = [prod(shape) * wire(dtype).itemsize >= alone_bytes for dtype, shape in layouts]
+    small, large = (tuple(i for i, each in enumerate(are_large) if each is wanted) for wanted in (False, True))
+    packs = plan(layouts, bytes_per_pack, 0, wire, small, alignment)
+    return packs + plan(layouts, 1, 0, wire, large, alignment)
 
 
 def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -40,13 +39,9 @@ _ALONE_BYTES = 8 * 2**20
 
 def gpu_packs(layouts: tuple[Layout, ...], bytes_per_pack: float, num_packs: float) -> tuple[Pack, ...]:
     """Return the packs of arrays in GPU memory: one for each large array, unless a number of packs is asked for."""
-    sizes = [prod(shape) * dtype.itemsize for dtype, shape in layouts]
-    large = tuple(index for index, nbytes in enumerate(sizes) if nbytes >= _ALONE_BYTES)
-    plan = partial(packing.plan, layouts, wire=_own_dtype, alignment=packing.GPU_ALIGNMENT)
-    if num_packs >= 1 or not large:
-        return plan(bytes_per_pack, num_packs)
-    small = tuple(index for index, nbytes in enumerate(sizes) if nbytes < _ALONE_BYTES)
-    return plan(bytes_per_pack, indices=small) + plan(1, indices=large)
+    if num_packs >= 1:
+        return packing.plan(layouts, bytes_per_pack, num_packs, _own_dtype, None, packing.GPU_ALIGNMENT)
+    return packing.hybrid(layouts, _ALONE_BYTES, bytes_per_pack, _own_dtype, packing.GPU_ALIGNMENT)
 
 
 def _own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
