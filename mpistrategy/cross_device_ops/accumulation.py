@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
 from mpistrategy.errors import DTypeError, ShapeError
-from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped
+from mpistrategy.reduction.routes.base import Description, Targets, copies_of
 from mpistrategy.reduction.routes.communicator import described
 
 
@@ -43,46 +43,41 @@ class AccumulationRoute:
         self._communicator, self._op, self._function = communicator, op, function
         self._root, self._is_sent = root, destination.only_rank != root
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Return copies of this rank's arrays, in whose place the results come; and memory for all ranks' first."""
-        buffers = [pack.fill(arrays) for pack in self.packs]
-        return buffers, [self._room(*buffers[:1])]
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Return copies of this rank's arrays, in whose place the results come."""
+        return [pack.fill(arrays) for pack in self.packs]
 
-    def _room(self, *values: Array) -> Array | None:
+    def _room(self, mine: Array) -> Array | None:
         """Return new memory, which the function may keep, for all copies of a value on the rank where they meet."""
-        is_here = values and self._communicator.rank == self._root
-        return np.empty((self._communicator.size, values[0].size), values[0].dtype) if is_here else None
+        ranks = self._communicator
+        return np.empty((ranks.size, mine.size), mine.dtype) if ranks.rank == self._root else None
 
-    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: list[Array]) -> list[Array]:
         """Return what the function has made of all ranks' arrays."""
-        communicator, results = self._communicator, list(arrays)
-        buffers, rooms = memory
-        with Call(communicator.guard, "ReductionToOneDevice") as call:
-            for number, (pack, buffer) in enumerate(zip(self.packs, buffers, strict=True), 1):
-                together = rooms.pop()
-                communicator.gatherv(buffer, [buffer.size] * communicator.size, together, self._root)
-                # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
-                call.expect_more()
-                member = pack.members[0]
-                result = buffer.reshape(member.shape)
-                if together is not None:
-                    copies = [copy.reshape(member.shape) for copy in together]
-                    self._accumulate(copies, arrays[member.index].dtype, result, call.where)
-                    del together, copies  # before there is memory for the next value
-                rooms.append(self._room(*buffers[number : number + 1]))
-                call.agree("accumulated")
-                if self._is_sent:
-                    communicator.bcast(buffer, self._root)
-                with np.errstate(all="ignore"):
-                    divide_by(self._op._divisor(buffer.dtype, communicator.size), buffer)
-                results[member.index] = result
+        ranks, results = self._communicator, list(arrays)
+        for pack, buffer in zip(self.packs, memory, strict=True):
+            member = pack.members[0]
+            results[member.index] = result = buffer.reshape(member.shape)
+            together = ranks.guard.on_all(partial(self._room, buffer))
+            ranks.gatherv(buffer, [buffer.size] * ranks.size, together, self._root)
+            dtype = pack.dtype if pack.dtype.kind in "iu" else arrays[member.index].dtype
+            # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
+            ranks.guard.on_all(partial(self._accumulate, together, dtype, result))
+            together = None  # before there is memory for the next value
+            if self._is_sent:
+                ranks.bcast(buffer, self._root)
+            with np.errstate(all="ignore"):
+                divide_by(self._op._divisor(buffer.dtype, ranks.size), buffer)
         return results
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
-        return [described(ranks, *group) for group in grouped(self.packs, ["root"] * len(self.packs), arrays)]
+        return [described(ranks, "root", pack, copies_of(pack, arrays)) for pack in self.packs if pack.size]
 
-    def _accumulate(self, copies: Sequence[Array], dtype: np.dtype[Any], target: Array, where: str) -> None:
+    def _accumulate(self, together: Array | None, dtype: np.dtype[Any], target: Array) -> None:
         """Write what the function makes of all ranks' copies, which it gets in `dtype`, into `target`."""
+        if together is None:
+            return
+        copies, where = [copy.reshape(target.shape) for copy in together], "ReductionToOneDevice"
         result = np.asarray(self._function([copy.astype(dtype, copy=False) for copy in copies]))
         if result.shape != target.shape:
             raise ShapeError.at(

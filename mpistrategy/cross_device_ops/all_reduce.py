@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
-from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Layout, checked_num_packs
@@ -73,8 +70,4 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         if destination.only_rank is not None or ranks.nodes == 1 or "root" in names:
             return super()._route(ranks, layouts, op, bytes_per_pack, wire, destination)
 
-        def across(source: Array, target: Array) -> None:
-            dtype = between_nodes(ranks, wire, target.dtype, op._on_the_wire)
-            allreduce_across(ranks, target, op._on_the_wire, source=source, wire=dtype)
-
-        return CommunicatorRoute(ranks, packs, op, ["lanes"] * len(packs), across, wire=wire)
+        return CommunicatorRoute(ranks, packs, op, ["lanes"] * len(packs), wire=wire, only_lanes=True)

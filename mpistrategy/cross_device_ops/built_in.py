@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_on_device, on_device_of
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, mean_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
@@ -23,13 +23,12 @@ from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.algorithm import OnDevice
-from mpistrategy.reduction.inputs import checked_value, in_kind, own_component, summand
+from mpistrategy.reduction.inputs import checked_value, in_kind, own_component
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
-from mpistrategy.reduction.layout.finish import rounded
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.plan import Plan, usual_route
+from mpistrategy.reduction.plan import Plan, summed, usual_route
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
@@ -68,7 +67,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     ) -> Plan:
         """Return how arrays on the host are reduced; the results count on the destination's ranks."""
         nbytes, wire = options.bytes_per_pack, options.wire
-        return Plan(ranks, layouts, op, self._route(ranks, layouts, op, nbytes, wire, destination))
+        return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, nbytes, wire, destination))
 
     def _route(
         self,
@@ -200,8 +199,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         arrays = [checked_value(own_component(value, op, where), op, where) for value in given]
         if not arrays or not all(map(is_on_device, arrays)):
             return None
-        if op is ReduceOp.MEAN and any(array.dtype.kind in "iu" for array in arrays):
-            return None  # they are converted before the sum, and rounded after it
         self._check_values(arrays, op, where)
         check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
         route = self._gpu_route(ranks, arrays, op, options, operation, outs)
@@ -229,8 +226,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         values = [checked_value(value, op, call.where) for value in given]
         self._check_values(values, op, call.where)
         layouts = tuple(map(_layout, values))
-        dtypes = [_dtype_of_mean(value) if op is ReduceOp.MEAN else None for value in values]
-        values = [value if dtype is None else summand(value, op) for value, dtype in zip(values, dtypes, strict=True)]
         # Values that go to different ranks are sent to all of them.
         target = targets[0] if len(set(targets)) == 1 else EVERY_RANK
         placed = [i for i, value in enumerate(values) if is_on_device(value)]
@@ -261,7 +256,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         for (route, those, arrays), room in zip(routes, memory, strict=True):
             for i, total in zip(those, route.run(arrays, room), strict=True):
                 if target.includes(ranks.rank):
-                    results[i] = total if (dtype := dtypes[i]) is None else _rounded_where_it_is(total, dtype)
+                    results[i] = total
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
                 results[i] = self._reduce_slices(ranks, value, op, call)
@@ -294,17 +289,6 @@ def by_one_rank(
             communicator.bcast(target, root)
 
     return CommunicatorRoute(communicator, packs, op, ["root"] * len(packs), reduce_pair)
-
-
-def _dtype_of_mean(value: Any) -> np.dtype[Any] | None:
-    """Return the dtype of the mean of an array of integers; None for other values, whose sums have it already."""
-    is_array = not isinstance(value, (IndexedSlices, Mirrored))
-    return mean_dtype(value.dtype) if is_array and value.dtype.kind in "iu" else None
-
-
-def _rounded_where_it_is(total: Any, dtype: np.dtype[Any]) -> Any:
-    with on_device_of(total):
-        return rounded(total, dtype)
 
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:

@@ -21,9 +21,9 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.finish import finish
-from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.layout.packing import Layout, hybrid
 from mpistrategy.reduction.routes.base import Route
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.shared_memory.node_sum import NodeSum

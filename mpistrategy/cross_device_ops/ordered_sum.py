@@ -115,19 +115,18 @@ def summing_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 def sorting_network(count: int) -> tuple[tuple[int, int], ...]:
     """Return the pairs of places to be compared, and exchanged, one after another to sort `count` values.
 
-    Batcher's merge exchange (Knuth, The Art of Computer Programming 3, 5.2.2, algorithm M).
+    Batcher's odd-even merge sort (Knuth, The Art of Computer Programming 3, 5.3.4).
     """
-    pairs: list[tuple[int, int]] = []
-    top = 1 << max(0, (count - 1).bit_length() - 1)
-    p = top if count > 1 else 0
-    while p:
-        q, rest, distance = top, 0, p
-        while True:
-            pairs += [(i, i + distance) for i in range(count - distance) if i & p == rest]
-            if q == p:
-                break
-            distance, q, rest = q - p, q // 2, p
-        p //= 2
+    pairs, run = list[tuple[int, int]](), 1
+    while run < count:
+        step = run
+        while step:
+            first = (
+                at + i for at in range(step % run, count - step, 2 * step) for i in range(min(step, count - at - step))
+            )
+            pairs += [(low, low + step) for low in first if low // (2 * run) == (low + step) // (2 * run)]
+            step //= 2
+        run *= 2
     return tuple(pairs)
 
 

@@ -170,17 +170,6 @@ class Arena(ArenaBase, Generic[T]):
     def _views(self, flat: Sequence[Array]) -> list[Array]:
         return [flat[bucket][place.start : place.stop].reshape(place.shape) for bucket, place in self._places]
 
-    def __contains__(self, array: object) -> bool:
-        """Return whether `array` is one of the arena's, or another view of one."""
-        if any(array is leaf for leaf in self._leaves):
-            return True
-        if self._on_device or not isinstance(array, np.ndarray):
-            return False
-        mine = array.ctypes.data, array.shape, array.dtype
-        return array.flags.c_contiguous and any(
-            mine == (leaf.ctypes.data, leaf.shape, leaf.dtype) for leaf in self._leaves
-        )
-
     def __repr__(self) -> str:
         if self._closed:
             return f"<Arena {self._number}, closed>"
@@ -335,7 +324,7 @@ class Arena(ArenaBase, Generic[T]):
         """Return what `all_reduce` would do, for `Strategy.explain`."""
         route = self._route(op, self._path(reducer, options), options.wire, self._in_place)
         return [
-            replace(each, in_arena=sum(len(self._packs[pack.members[0].index].members) for pack in each.packs))
+            replace(each, in_arena=len(self._packs[each.pack.members[0].index].members))
             for each in route.describe(self._communicator, self._mine)
         ]
 

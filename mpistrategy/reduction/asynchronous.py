@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
 
-#: In place of a result that has not been made.
-_NOT_YET = object()
-
 T_co = TypeVar("T_co", covariant=True)
 
 
@@ -46,9 +43,8 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
     _instead_of_pickling = "Send what wait() returns."
 
-    def __init__(self, job: Job, engine: AtOnce, guard: Guard, on_device: _OnDevice | None = None) -> None:
-        self._job, self._on_device = job, on_device
-        self._made: Any = _NOT_YET
+    def __init__(self, job: Job, engine: AtOnce, guard: Guard, begun: Begun | None = None) -> None:
+        self._job, self._begun = job, begun
         self._number = engine.submitted
         self._engine = engine
         self._guard = guard
@@ -58,7 +54,7 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
         The answer differs from rank to rank: do not let it decide about a collective call.
         """
-        return self._job.is_over() and (self._on_device is None or self._on_device.begun.is_over)
+        return self._job.is_over() and (self._begun is None or self._begun.is_over)
 
     @collective("wait")
     def wait(self) -> T_co:
@@ -81,13 +77,8 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
                 call.agree("wait", patiently=True)
             engine.known_to_all = started
         engine.finish(self._job)
-        result: Any = self._job.result()
-        if self._on_device is not None:
-            if self._made is _NOT_YET:
-                self._made = self._on_device.make()
-            result = self._made
-        made: T_co = result
-        return made
+        result: T_co = self._job.result()
+        return result if self._begun is None else self._begun.results
 
     def __repr__(self) -> str:
         return f"<AllReduceHandle number {self._number}, {'over' if self.done() else 'under way'}>"
@@ -100,31 +91,33 @@ def start_all_reduce(
     communicator = reducer.communicator
     agree = partial(_first_call, communicator.guard, name)
     if in_jax_trace():
-        with agree():  # the call refuses it, and tells the other ranks
-            pass
+        agree(lambda: None)  # the call refuses it, and tells the other ranks
     placed = type(value) is not np.ndarray and _is_on_device(value)
+    given = reducer, reduce_op, value, options, name, out
     if placed:
-        handle = _started_on_device(reducer, reduce_op, value, options, name, out, agree)
+        handle = _started_on_device(*given, agree)
         if handle is not None:
             return handle
     # Of arrays on a host and a GPU together all is done now: another thread has another stream.
     engine = AtOnce(communicator) if placed else engine_of(communicator, agree)
-    if engine.is_at_once:
-        job = Job(partial(_reduced, reducer, reduce_op, value, options, name, out))
-        engine.submit(job)
-        return AllReduceHandle(job, engine, communicator.guard)
     ranks = engine.communicator
+    work: Callable[[], Any] = partial(reducer.run, _CALL, AllReduce, *given[1:4], name=name, out=out)
     try:
-        if isinstance(value, Arena):
-            value._check(reducer, _WHERE)
-        work = _work(_on(reducer, engine), reduce_op, value, options, name, out)
+        _check_arena(reducer, value, out)
+        if not engine.is_at_once:
+            work = _work(_on(reducer, engine), *given[1:])
     except Exception as error:  # the peers start theirs: they must hear of it there
         work = partial(_fail, ranks.guard, name, error)
-    # The engine's thread has entered nothing; an algorithm of the program's own may ask for its strategy.
-    in_step = current_frame() if ranks is not communicator else None
-    job = Job(partial(_in_background, ranks, call_site(), in_step or nullcontext(), work))
+    if not engine.is_at_once:
+        # The engine's thread has entered nothing; an algorithm of the program's own may ask for its strategy.
+        work = partial(_in_background, ranks, call_site(), current_frame() or nullcontext(), work)
+    return _started(engine, communicator.guard, work)
+
+
+def _started(engine: AtOnce, guard: Guard, work: Callable[[], Any], begun: Begun | None = None) -> AllReduceHandle[Any]:
+    job = Job(work)
     engine.submit(job)
-    return AllReduceHandle(job, engine, communicator.guard)
+    return AllReduceHandle(job, engine, guard, begun)
 
 
 def _in_background(
@@ -139,37 +132,24 @@ def _in_background(
         ranks.guard.site = None
 
 
-@contextmanager
-def _first_call(guard: Guard, name: str | None) -> Iterator[None]:
+def _first_call(guard: Guard, name: str | None, make: Callable[[], Any]) -> Any:
+    """Return what `make` makes together with the other ranks."""
     with Call(guard, _WHERE, called=name) as call:
         call.agree("the first all_reduce_async")
-        yield
+        return make()
 
 
-def _reduced(
-    reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions | None, name: str | None, out: Any
-) -> Any:
-    """Return the reduction, which is done now."""
-    if isinstance(value, Arena) and not value._in_place and out is None:
-        with Call(reducer.communicator.guard, _CALL, called=name):
-            raise _not_in_place()
-    return reducer.run(_CALL, AllReduce, reduce_op, value, options, name=name, out=out)
-
-
-def _not_in_place() -> UnsupportedError:
-    return UnsupportedError.at(
-        _WHERE,
-        found="an arena with shared_result=True",
-        expected="a reduction in place",
-        fix="Pass out=arena, or use all_reduce.",
-    )
-
-
-class _OnDevice(NamedTuple):
-    """An all-reduce in GPU memory that is under way, and what makes the result of it."""
-
-    begun: Begun
-    make: Callable[[], Any]
+def _check_arena(reducer: Reducer, value: Any, out: Any) -> None:
+    """Raise for an arena that cannot be reduced in place."""
+    if isinstance(value, Arena):
+        value._check(reducer, _WHERE)
+        if not value._in_place and out is None:
+            raise UnsupportedError.at(
+                _WHERE,
+                found="an arena with shared_result=True",
+                expected="a reduction in place",
+                fix="Pass out=arena, or use all_reduce.",
+            )
 
 
 def _started_on_device(
@@ -179,55 +159,44 @@ def _started_on_device(
     options: CommunicationOptions | None,
     name: str | None,
     out: Any,
-    agree: Callable[[], AbstractContextManager[None]],
+    agree: Callable[[Callable[[], Any]], Any],
 ) -> AllReduceHandle[Any] | None:
     """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
     from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here, for the quick import
     from mpistrategy.reduction.asynchronous_gpu import engine as engine_for_gpus
 
     communicator, site = reducer.communicator, call_site()
+    begun: Begun | None = None
     try:
+        _check_arena(reducer, value, out)
         op, arena = ReduceOp._parse(reduce_op, _WHERE), value if isinstance(value, Arena) else None
         leaves, structure = nest.flatten_without_none(value if arena is None else arena.values)
         targets, paths = leaves_like(out, structure, _WHERE), partial(nest.paths_without_none, value)
         build: Callable[[list[Any]], Any] = structure.pack
         if arena is not None:
-            if not arena._in_place and out is None:
-                return None
-            arena._check(reducer, _WHERE)
             check_dtypes(arena._buckets, op, _WHERE)
             leaves = targets = list(arena._mine)
-            paths, build = partial(nest.leaf_paths, leaves), partial(_values_of, arena)
+            paths, build = partial(nest.leaf_paths, leaves), lambda results: arena.values
         made = reducer.begin_on_device(op, leaves, paths, _WHERE, options=options, targets=targets)
         seconds = reducer.options.merge(options).timeout_seconds
     except Exception as error:  # the peers start theirs: they must hear of it there
         engine = engine_for_gpus(communicator, known_path(reducer, options), agree)
-        job = Job(partial(_fail, engine.communicator.guard, name, error))
-        engine.submit(job)
-        return AllReduceHandle(job, engine, communicator.guard)
-    if made is None:
-        return None
-    begun = Begun(communicator, [contribution(leaf) for leaf in leaves], *made)
-    engine = engine_for_gpus(communicator, begun.path, agree)
-    ranks = engine.communicator
-
-    def work() -> None:
-        ranks.guard.site = site
-        try:
-            with current.working_on(ranks), Call(ranks.guard, _CALL, called=name) as call:
-                call.structure = structure.text
-                call.wait_as(seconds)
-                begun.work(ranks, call)
-        finally:
-            ranks.guard.site = None
-
-    job = Job(work)
-    engine.submit(job)
-    return AllReduceHandle(job, engine, communicator.guard, _OnDevice(begun, lambda: build(begun.results())))
+        work = partial(_fail, engine.communicator.guard, name, error)
+    else:
+        if made is None:
+            return None
+        begun = Begun(communicator, [contribution(leaf) for leaf in leaves], *made, build)
+        engine = engine_for_gpus(communicator, begun.path, agree)
+        work = partial(_combined, engine.communicator, begun, name, structure.text, seconds)
+    work = partial(_in_background, engine.communicator, site, nullcontext(), work)
+    return _started(engine, communicator.guard, work, begun)
 
 
-def _values_of(arena: Arena[Any], results: list[Any]) -> Any:
-    return arena.values
+def _combined(ranks: Communicator, begun: Begun, name: str | None, structure: str, seconds: float | None) -> None:
+    with Call(ranks.guard, _CALL, called=name) as call:
+        call.structure = structure
+        call.wait_as(seconds)
+        begun.work(ranks, call)
 
 
 def _is_on_device(value: Any) -> bool:
@@ -245,8 +214,6 @@ def _work(
     """Look at the arguments in the caller's thread and context; return the rest of the work."""
     ReduceOp._parse(reduce_op, _WHERE)
     if isinstance(value, Arena):  # bucket by bucket
-        if not value._in_place and out is None:
-            raise _not_in_place()
         buckets = list(value._mine)
         work = partial(reducer.run, _CALL, AllReduce, reduce_op, buckets, options, name=name, out=buckets)
         return partial(_then, work, value.values)
@@ -268,13 +235,10 @@ def _fail(guard: Guard, name: str | None, error: Exception) -> Any:
 
 
 def _on(reducer: Reducer, engine: AtOnce) -> Reducer:
-    """Return a reducer that does as `reducer`, on the engine's communicator."""
-    if engine.communicator is reducer.communicator:
-        return reducer
-    other: Reducer | None = engine.views.get(reducer)
-    if other is None or other.algorithm is not reducer.algorithm or other.options is not reducer.options:
-        other = engine.views[reducer] = Reducer(engine.communicator, reducer.algorithm, reducer.options)
-    return other  # what has been started goes on with its own
+    """Return a reducer that does as `reducer`, on the engine's communicator; what has been started goes on with it."""
+    make = partial(Reducer, engine.communicator, reducer.algorithm, reducer.options)
+    found: Reducer = reducer.kept(engine, make)
+    return found
 
 
 show_as("mpistrategy", AllReduceHandle)

@@ -8,7 +8,7 @@ takes part: a thread of ours, or the call that starts the reduction where MPI ma
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from functools import cached_property
 from typing import Any
 
 from mpistrategy.arrays.values import event_of_reads
@@ -29,14 +29,20 @@ class Begun:
         given: the arrays as they were given.
         begun: what has been packed.
         results: returns the results, on the current stream.
+        build: makes of them what the program gets.
     """
 
     def __init__(
-        self, communicator: Communicator, given: Sequence[Any], begun: OnDevice, results: Callable[[], list[Any]]
+        self,
+        communicator: Communicator,
+        given: Sequence[Any],
+        begun: OnDevice,
+        results: Callable[[], list[Any]],
+        build: Callable[[list[Any]], Any],
     ) -> None:
         from mpistrategy.mpi.gpu.communication_stream import communication_stream  # here, for the quick import
 
-        self._begun, self._results, self._device = begun, results, begun.arrays[0].device
+        self._begun, self._results, self._build, self._device = begun, results, build, begun.arrays[0].device
         with self._device:
             self._stream = communication_stream(communicator)
             self._packed = self._stream.note()
@@ -66,20 +72,19 @@ class Begun:
         """Whether the GPU is done with what `work` has given it."""
         return self._sent is None or bool(self._sent.done)
 
-    def results(self) -> list[Any]:
-        """Return the results, on the current stream, behind the reduction."""
+    @cached_property
+    def results(self) -> Any:
+        """Return what the program gets, on the current stream, behind the reduction."""
         from mpistrategy.arrays.gpu import cupy_for
 
         with self._device:
             cupy_for("arrays in GPU memory").cuda.get_current_stream().wait_event(self._sent)
             results = self._results()
         self._guard.wait_for_gpu(self._read)
-        return results
+        return self._build(results)
 
 
-def engine(
-    communicator: Communicator, path: DevicePath | None, agree: Callable[[], AbstractContextManager[None]]
-) -> AtOnce:
+def engine(communicator: Communicator, path: DevicePath | None, agree: Callable[[Callable[[], Any]], Any]) -> AtOnce:
     """Return what runs the work of these all-reduces on a path: the caller's thread, where that waits for nothing."""
     if path is None or path.name in ON_THE_STREAM:
         return AtOnce(communicator)

@@ -20,7 +20,6 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_given, is_plain_array
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Transfer
@@ -28,9 +27,6 @@ from mpistrategy.reduction.plans import NestPlan
 from mpistrategy.reduction.reducer import General
 from mpistrategy.reduction.routes.base import CallPlan, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxArrays
-
-#: Arrays that are smaller share a message.
-_SMALL_BYTES = 64 * 2**10
 
 
 def broadcast(
@@ -76,18 +72,11 @@ def broadcast(
         check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
         on_device.prepare(communicator, placed, call.where)
         memory, copies = on_device.packed(placed)
-    words: dict[str, Any] = {"op": f"from rank {root}", "values": layouts, "destination": destination}
-    room = way.bring(on_host, own := on_host if in_place else None)
-    if call.agree("broadcast", **words):
-        _structure_of(communicator, describe, root)
-        call.expect_more()
-        room = way.bring(on_host, own)
-        call.agree("broadcast", **words)
-    found = way.run(on_host, room)
+    signature = signature_of(call, root, layouts, destination)
+    found = way.sent(call, on_host, signature, describe, own=on_host if in_place else None)
     if placed:
         read = event_of_reads(given)
         on_device.bcast(communicator, memory, root)
-    if placed:
         communicator.guard.wait_for_gpu(read)
     results = [copies.pop(0) if is_on_device(array) else found.pop(0) for array in arrays]
     return [like_given(result, value) for result, value in zip(results, given, strict=True)]
@@ -112,27 +101,63 @@ class FromRoot(Transfer):
         if boxes is not None and MailboxArrays.has_room(boxes, layouts, 2):
             self._in_mailboxes = MailboxArrays(boxes, layouts)
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> tuple[list[Array], list[Array]]:
-        """Copy the root's arrays, before the ranks agree on the call; return what is sent, and the results in it.
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
+        """Copy the root's arrays, before the ranks agree on the call; return memory for the results.
 
-        If the arrays are their `targets`, the large ones are sent themselves.
+        If the arrays are their `targets`, contiguous ones are sent themselves.
         """
         if self._in_mailboxes is None:
-            return _packed(arrays, in_place=targets is not None)
+            is_own = targets is not None
+            return [each if is_own and each.flags.c_contiguous else np.array(each, order="C") for each in arrays]
         if self._communicator.rank == self._root:
             self._in_mailboxes.put(arrays)
-        return [], [np.empty(shape, dtype) for dtype, shape in self.layouts]
+        return [np.empty(shape, dtype) for dtype, shape in self.layouts]
 
-    def run(self, arrays: Sequence[Array], memory: tuple[list[Array], list[Array]]) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: list[Array]) -> list[Array]:
         """Return the root's arrays, after that."""
-        messages, results = memory
         if self._in_mailboxes is None:
-            for message in messages:
-                self._communicator.bcast(message, self._root)
+            for result in memory:
+                self._communicator.bcast(result, self._root)
         else:
-            for result, array in zip(results, self._in_mailboxes.seen()[self._root], strict=True):
+            for result, array in zip(memory, self._in_mailboxes.seen()[self._root], strict=True):
                 result[...] = array
-        return results
+        return memory
+
+    def sent(
+        self,
+        call: Call,
+        arrays: Sequence[Array],
+        signature: Signature,
+        describe: Callable[[], str] | None,
+        digest: int | None = None,
+        own: Targets = None,
+    ) -> list[Array]:
+        """Return the root's arrays, once all ranks make the same call.
+
+        Args:
+            call: the public call.
+            arrays: this rank's.
+            signature: what the ranks compare.
+            describe: that of `broadcast`.
+            digest: of the signature, where it is known.
+            own: the arrays, where these may be the results; see `bring`.
+        """
+        memory = self.bring(arrays, own)
+        if call.agree_on(signature, digest):
+            _structure_of(self._communicator, describe, self._root)
+            call.expect_more()
+            memory = self.bring(arrays, own)
+            call.agree_on(signature, digest)
+        return self.run(arrays, memory)
+
+
+def signature_of(
+    call: Call, root: int, layouts: tuple[tuple[str, tuple[int, ...]], ...], destination: str = ""
+) -> Signature:
+    """Return what the ranks compare before a broadcast."""
+    return Signature(
+        "broadcast", f"from rank {root}", call.structure, layouts, destination, "", call.name, call.where, call.place
+    )
 
 
 class Broadcast(General):
@@ -164,10 +189,8 @@ class Broadcast(General):
         ranks, layouts, kinds = self.reducer.communicator, layouts_of(arrays), {*map(type, leaves)}
         root = checked_root(self.argument, ranks.size, call.where)
         values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-        signature = Signature(
-            *("broadcast", f"from rank {root}", where.text, values, "", "", call.name, call.where, call.place)
-        )
-        transfer = FromRoot(ranks, layouts, root)
+        call.structure = where.text
+        signature, transfer = signature_of(call, root, values), FromRoot(ranks, layouts, root)
         made = _BroadcastPlan(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=None)
         made.description = description(value, call.where)
         return made
@@ -176,20 +199,13 @@ class Broadcast(General):
 class _BroadcastPlan(NestPlan):
     """The plan of broadcasts, which may have to tell ranks that give None what the others have."""
 
-    otherwise: Broadcast
+    _transfer: FromRoot
     #: What these ranks are told.
     description: str = ""
 
     def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
         call.structure = self._signature.structure
-        memory = self._transfer.bring(arrays)
-        if call.agree_on(self._signature, self._digest):
-            reducer, root = self.otherwise.reducer, self.otherwise.argument
-            _structure_of(reducer.communicator, lambda: self.description, root)
-            call.expect_more()
-            memory = self._transfer.bring(arrays)
-            call.agree_on(self._signature, self._digest)
-        return self._transfer.run(arrays, memory)
+        return self._transfer.sent(call, arrays, self._signature, lambda: self.description, self._digest)
 
 
 def asked_of(root: int, communicator: Communicator, call: Call) -> Any:
@@ -280,23 +296,3 @@ def checked_root(root: Any, size: int, where: str) -> int:
     if not 0 <= root < size:
         raise OptionError.at(where, found=f"root={root}", expected=expected)
     return int(root)
-
-
-def _packed(arrays: Sequence[Array], *, in_place: bool) -> tuple[list[Array], list[Array]]:
-    """Return buffers to send, the small arrays in one, with copies of the arrays; and the copies, in their order.
-
-    With `in_place` large contiguous arrays are sent themselves.
-    """
-    small = [array for array in arrays if array.nbytes < _SMALL_BYTES]
-    together = np.empty(sum(aligned(array.nbytes) for array in small), np.uint8)
-    messages, results, start = [], [], 0
-    for array in arrays:
-        if array.nbytes < _SMALL_BYTES and len(small) > 1:
-            copy: Array = np.ndarray(array.shape, array.dtype, together.data, start)
-            start += aligned(array.nbytes)
-            copy[...] = array
-        else:
-            copy = array if in_place and array.flags.c_contiguous else np.array(array, order="C", copy=True)
-            messages.append(copy)
-        results.append(copy)
-    return [*messages, together] if start else messages, results

@@ -18,11 +18,11 @@ from mpistrategy.errors import EmptyBatchError
 from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
-from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component, summand
+from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes.base import Description, nbytes_of
+from mpistrategy.reduction.routes.base import Description
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node import reduced_precision
@@ -60,13 +60,14 @@ def _lines(reducer: Reducer, value: Any, op: ReduceOp, options: CommunicationOpt
     what = f"{op.value} of {_count(len(leaves), 'array')}, {size_in_words(size)}"
     where = f"{_count(ranks.size, 'rank')} of {_count(ranks.nodes, 'node')}"
     yield f"all_reduce {what}, on {where} by {type(reducer.algorithm).__name__}"
+    alike: dict[Any, list[Description]] = {}
     for each in found:
-        yield f"  {_name_of(each)}: {each.way}"
+        alike.setdefault((each.way, each.copies, each.pack.dtype, len(each.pack.members) > 1), []).append(each)
+    for each, *more in alike.values():
+        yield f"  {_name_of([each, *more])}: {each.way}"
         total = f"{sum(amount for amount, _ in each.copies):.3g}"
         copied = f"{total} {'copy' if total == '1' else 'copies'}: {', '.join(text for _, text in each.copies)}"
         yield f"    {copied if each.copies else 'no copies'}"
-        if each.note:
-            yield f"    {each.note}"
     yield from (f"  {line}" for line in others)
     yield f"  thresholds: {ranks.thresholds.source}"
 
@@ -98,7 +99,6 @@ def _of_leaves(
     communicator = reducer.communicator
     parts = [checked_value(own_component(each, op, _WHERE), op, _WHERE) for each in values]
     algorithm._check_values(parts, op, _WHERE)
-    parts = [part if isinstance(part, (IndexedSlices, Mirrored)) else summand(part, op) for part in parts]
     placed = [part for part in parts if is_on_device(part)]
     others = []
     operation = algorithm._gpu_operation(communicator, EVERY_RANK)
@@ -129,12 +129,12 @@ def _nbytes(leaf: Any) -> int:
     return int(any_array(part).nbytes)
 
 
-def _name_of(each: Description) -> str:
-    packs, count = each.packs, len(each.packs)
-    nbytes = f"{dtype_name(packs[0].dtype)}, {size_in_words(nbytes_of(packs))}"
-    arrays = sum(len(pack.members) for pack in packs)
-    if each.in_arena:
-        return f"{_count(count, 'bucket')} of {_count(each.in_arena, 'array')}, {nbytes}"
+def _name_of(alike: Sequence[Description]) -> str:
+    packs, count = [each.pack for each in alike], len(alike)
+    nbytes = f"{dtype_name(packs[0].dtype)}, {size_in_words(sum(pack.nbytes for pack in packs))}"
+    arrays, in_arena = sum(len(pack.members) for pack in packs), sum(each.in_arena for each in alike)
+    if in_arena:
+        return f"{_count(count, 'bucket')} of {_count(in_arena, 'array')}, {nbytes}"
     if arrays > count:
         return f"{_count(count, 'pack')} of {_count(arrays, 'array')}, {nbytes}"
     return f"{_count(count, 'array')} by {'itself' if count == 1 else 'themselves'}, {nbytes}"

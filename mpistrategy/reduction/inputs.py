@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import check_places, is_on_device, like_given, on_device_of, reducible, to_reducible
+from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
 from mpistrategy.arrays.dtypes import (
     Array,
     dtype_name,
@@ -17,7 +17,6 @@ from mpistrategy.arrays.dtypes import (
     is_python_number,
     mean_dtype,
     span,
-    sum_dtype_of_mean,
 )
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
@@ -261,15 +260,6 @@ def checked_value(value: Any, op: ReduceOp, where: str) -> Any:
     array = reducible(value, where)
     check_order(array.dtype, op, where)
     return array
-
-
-def summand(array: Any, op: ReduceOp) -> Any:
-    """Return an array as algorithms sum it: integers of a MEAN in 64 bits."""
-    dtype = sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype
-    if dtype == array.dtype:
-        return array
-    with on_device_of(array):
-        return array.astype(dtype)
 
 
 def check_order(dtype: np.dtype[Any], op: ReduceOp, where: str) -> None:

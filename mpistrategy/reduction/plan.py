@@ -8,24 +8,23 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, sum_dtype_of_mean
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
-from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.layout.packing import Layout, hybrid
 from mpistrategy.reduction.routes import first_message
 from mpistrategy.reduction.routes.base import Route, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, hybrid, names_of
+    from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
 else:
     later(
         globals(),
         "mpistrategy.reduction.routes.communicator",
         "CommunicatorRoute",
-        "hybrid",
         "names_of",
     )
 
@@ -119,9 +118,14 @@ def _room(target: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) ->
     return target if target is not None and target.dtype == dtype else np.empty(shape, dtype)
 
 
+def summed(layouts: tuple[Layout, ...], op: ReduceOp) -> tuple[Layout, ...]:
+    """Return the layouts in which arrays are summed: integers of a MEAN have 64 bits."""
+    return tuple((sum_dtype_of_mean(dtype), shape) for dtype, shape in layouts) if op is ReduceOp.MEAN else layouts
+
+
 def usual_plan(communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
     """Return the plan of arrays of these layouts, by the fastest route to every rank."""
-    return Plan(communicator, layouts, op, usual_route(communicator, layouts, op, 0, None))
+    return Plan(communicator, layouts, op, usual_route(communicator, summed(layouts, op), op, 0, None))
 
 
 def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True) -> list[Array]:

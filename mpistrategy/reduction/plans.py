@@ -58,8 +58,6 @@ class NestPlan(CallPlan):
         self._transfer = transfer
         self._signature, self._digest, self._timeout = signature, guard.digest(signature), timeout
         self._only_arrays = kinds == _ARRAYS
-        #: Whether results need not be made arrays of another library.
-        self.only_own: bool = kinds <= _ARRAYS | _NUMBERS
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
@@ -74,11 +72,6 @@ class NestPlan(CallPlan):
         if out is not None:
             return written(results, self.leaves.take(out), out)
         return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
-
-    def results(self, call: Call, leaves: Sequence[Any]) -> list[Array] | None:
-        """Return the results of leaves, as arrays; None, and nothing is sent, where some need a closer look."""
-        arrays = leaves if self._only_arrays else arrays_of(leaves, self._transfer.layouts)
-        return None if arrays is None else self._sent(call, arrays, None)
 
     def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
         call.structure = self._signature.structure
@@ -124,30 +117,23 @@ class ArraysPlan:
         call.agree_on(self._signature, self._digest, sparingly=True)
 
 
-class PlacedPlan(CallPlan):
-    """The plan of values whose results are `Mirrored`, on some ranks; the `out` of its calls are the destinations.
+class PlacedPlan(NestPlan):
+    """The plan of values whose results are `Mirrored`, on some ranks; the `out` of its calls are the destinations."""
 
-    Args:
-        plan: of the values.
-        destination: the ranks.
-        rank: this rank.
-    """
-
-    def __init__(self, plan: NestPlan, destination: Destination, rank: int) -> None:
-        self._plan, self._is_here, self._text = plan, destination.includes(rank), destination.text
+    #: Where the results live.
+    destination: Destination
+    is_here: bool
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return a `Mirrored`, or a nest of them; see `CallPlan.run`."""
-        plan, text = self._plan, self._text
-        leaves = plan.leaves.take(value)
-        results = plan.results(call, leaves)
-        if results is None:
-            return plan.otherwise.run(call, value, out, weight)
-        if not self._is_here:
-            return plan.leaves.build([Mirrored((), text) for _ in leaves])
-        if not plan.only_own:
-            results = [*map(in_kind, results, leaves)]
-        return plan.leaves.build([Mirrored((result,), text) for result in results])
+        leaves, text = self.leaves.take(value), self.destination.text
+        arrays = leaves if self._only_arrays else arrays_of(leaves, self._transfer.layouts)
+        if arrays is None:
+            return self.otherwise.run(call, value, out, weight)
+        results = self._sent(call, arrays, None)
+        if not self.is_here:
+            return self.leaves.build([Mirrored((), text) for _ in leaves])
+        return self.leaves.build([Mirrored((in_kind(*both),), text) for both in zip(results, leaves, strict=True)])
 
 
 def written(results: Sequence[Array], targets: Sequence[Array], out: Any) -> Any:

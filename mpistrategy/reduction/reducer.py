@@ -180,8 +180,11 @@ class AllReduce(General):
             products = Products(plan, layouts)
             return WeightedPlan(self, ranks, where, products, signature, kinds=kinds, timeout=timeout)
         transfer = self.transfer(plan, leaves, out)
-        made = NestPlan(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=timeout)
-        return made if destination is None else PlacedPlan(made, destination, ranks.rank)
+        kind = NestPlan if destination is None else PlacedPlan
+        made = kind(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=timeout)
+        if isinstance(made, PlacedPlan) and destination is not None:
+            made.destination, made.is_here = destination, destination.includes(ranks.rank)
+        return made
 
 
 class Reduce(AllReduce):

@@ -237,8 +237,6 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
     def broadcast(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
         """Give every rank the value that rank `root` has.  Collective; in any context.
 
-        All small arrays of a nest travel in one message, and each large one in a message of its own.
-
         Args:
             value: arrays, numbers, variables or containers, alone or in any nest; structure, dtypes and shapes are
                 equal on all ranks.  Any dtype of fixed size, also bool and fixed-length strings.  A rank that is not
@@ -249,7 +247,7 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
 
         Returns:
             A structure like `value`, equal on every rank, of plain values: a NumPy scalar for a number, an array for
-            a variable.  The memory is its own; small arrays of one nest share theirs.
+            a variable.  The memory is its own.
 
         Raises:
             OptionTypeError, OptionError: for a root that is not a rank.

@@ -20,7 +20,6 @@ from hypothesis import strategies as st
 from replicas import SIZE, part_of
 
 from mpistrategy.cli.bench.cases import shapes
-from mpistrategy.errors import FallbackWarning
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.routes import copy_kernel, gpu_copy
 from mpistrategy.reduction.routes.gpu import gpu_packs
@@ -204,21 +203,3 @@ def test_results_are_scattered_by_one_kernel_but_for_those_that_need_more(cupy: 
     assert cupy_double.counts["kernels"] == before + 1
     for number, target in enumerate(targets):
         assert np.array_equal(target.get(), np.arange(6.0).reshape(2, 3) + number)
-
-
-def test_without_a_compiler_they_are_copied_one_by_one_with_one_warning(cupy: Any, monkeypatch: Any) -> None:
-    def fail(self: Any) -> None:
-        raise RuntimeError("libnvrtc.so.13: cannot open\nshared object file")
-
-    monkeypatch.setattr(cupy_double.RawModule, "compile", fail)
-    copy_kernel.kernel.cache_clear()
-    try:
-        arrays = [cupy.asarray(np.arange(3, dtype="float16") + number) for number in range(3)]
-        with pytest.warns(FallbackWarning, match=r"cannot be compiled \(libnvrtc.so.13: cannot open\)"):
-            first = packed(cupy, arrays)
-        assert [each.tolist() for each in (*first, *packed(cupy, arrays))] == [[0, 1, 2, 1, 2, 3, 2, 3, 4]] * 2
-        targets = [cupy.empty(3, "float16") for _ in arrays]
-        gpu_copy.move(arrays, targets)
-        assert [each.get().tolist() for each in targets] == [each.get().tolist() for each in arrays]
-    finally:
-        copy_kernel.kernel.cache_clear()

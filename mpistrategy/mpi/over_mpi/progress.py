@@ -15,9 +15,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import wait_patiently
@@ -107,7 +105,6 @@ class AtOnce(Freed):
         submitted: the number of jobs so far.
         known_to_all: how many of them all ranks are known to have submitted.
         is_at_once: whether a job is done when it has been submitted.
-        views: for a submitter of jobs, its copy that uses this communicator.
     """
 
     is_at_once: bool = True
@@ -116,7 +113,6 @@ class AtOnce(Freed):
         self.communicator = communicator
         self.submitted: int = 0
         self.known_to_all: int = 0
-        self.views: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self._failed: list[Job] = []
 
     def submit(self, job: Job) -> None:
@@ -213,9 +209,7 @@ class Engine(AtOnce):
             del job  # its result is the program's
 
 
-def engine_of(
-    communicator: Any, agree: Callable[[], AbstractContextManager[None]], *, waits_for_gpu: bool = False
-) -> AtOnce:
+def engine_of(communicator: Any, agree: Callable[[Callable[[], Any]], Any], *, waits_for_gpu: bool = False) -> AtOnce:
     """Return what runs the jobs of a communicator; the first call is collective.
 
     It is an `Engine` where the MPI of all ranks allows several threads: on several nodes, and on one node for jobs that
@@ -224,17 +218,18 @@ def engine_of(
 
     Args:
         communicator: a strategy's.
-        agree: compares the first call between the ranks; the engine is made in that call.
+        agree: compares the first call between the ranks, and returns what its argument makes in that call.
         waits_for_gpu: whether the jobs do.
     """
     has_nodes = communicator.nodes > 1
 
-    def make() -> AtOnce:
-        if not has_nodes and not (waits_for_gpu and communicator.size > 1):
-            return AtOnce(communicator)
-        with agree():
-            threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
-            return Engine(communicator) if threads else AtOnce(communicator)
+    def together() -> AtOnce:
+        threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
+        return Engine(communicator) if threads else AtOnce(communicator)
+
+    def make() -> Any:
+        is_alone = not has_nodes and not (waits_for_gpu and communicator.size > 1)
+        return AtOnce(communicator) if is_alone else agree(together)
 
     made: AtOnce = communicator.once(AtOnce if has_nodes or not waits_for_gpu else Engine, make)
     return made

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, is_buffer, sum_dtype_of_mean, wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, is_buffer, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.options import ReduceOp
 
@@ -73,11 +73,6 @@ class Pack:
         filled = np.empty(self.size, self.dtype) if buffer is None else buffer
         np.concatenate(self.chosen(arrays), axis=None, out=filled, casting="unsafe")
         return filled
-
-    @cached_property
-    def slices(self) -> list[slice]:
-        """Where the arrays are."""
-        return [slice(m.start, m.stop) for m in self.members]
 
     @cached_property
     def starts(self) -> Array:
@@ -157,13 +152,24 @@ def plan(
     return tuple(packs)
 
 
+def hybrid(
+    layouts: tuple[Layout, ...],
+    alone_bytes: float,
+    bytes_per_pack: float,
+    wire: _Wire = host_wire_dtype,
+    alignment: int = 1,
+) -> tuple[Pack, ...]:
+    """Return packs of the arrays below `alone_bytes`, and one pack for each larger one."""
+    are_large = [prod(shape) * wire(dtype).itemsize >= alone_bytes for dtype, shape in layouts]
+    small, large = (tuple(i for i, each in enumerate(are_large) if each is wanted) for wanted in (False, True))
+    packs = plan(layouts, bytes_per_pack, 0, wire, small, alignment)
+    return packs + plan(layouts, 1, 0, wire, large, alignment)
+
+
 def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:
     """Return whether arrays of a dtype are reduced as they are.
 
-    They are NumPy's own, native, ordered for MIN and MAX, and for MEAN no integers that are summed in more bits.
+    They are NumPy's own, native, and ordered for MIN and MAX.
     """
-    if op is ReduceOp.MEAN:
-        fits = sum_dtype_of_mean(dtype).itemsize == dtype.itemsize
-    else:
-        fits = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
+    fits = op not in (ReduceOp.MIN, ReduceOp.MAX) or dtype.kind != "c"
     return dtype.kind in _KINDS and dtype.isnative and dtype.type.__module__ == "numpy" and fits

@@ -62,40 +62,24 @@ class Route(Protocol):
 
 @dataclass(frozen=True)
 class Description:
-    """What happens to packs that are reduced in the same way.
+    """What happens to a pack.
 
     Attributes:
-        packs: the packs.
-        way: how they travel, and where they are combined.
+        pack: the pack.
+        way: how it travels, and where it is combined.
         copies: what is copied on this rank.
-        note: what else there is to say.
-        in_arena: how many arrays of an arena are in them, each of which is a bucket; 0 for other packs.
+        in_arena: how many arrays of an arena are in it, which is a bucket; 0 for other packs.
     """
 
-    packs: Sequence[Pack]
+    pack: Pack
     way: str
     copies: Copies
-    note: str = ""
     in_arena: int = 0
 
 
-def grouped(
-    packs: Sequence[Pack], names: Sequence[str], arrays: Sequence[Array]
-) -> list[tuple[str, list[Pack], Copies]]:
-    """Return the packs with the same name, dtype and need of a copy together; and that copy."""
-    groups: dict[tuple[str, object, bool, Copies], list[Pack]] = {}
-    for pack, name in zip(packs, names, strict=True):
-        if pack.size:
-            several = len(pack.members) > 1
-            copies: Copies = ()
-            if pack.converts:
-                copies = ((2, f"all into {'the pack as ' if several else ''}{pack.dtype.name} and the results back"),)
-            elif not pack.is_array(arrays):
-                copies = ((1, "all into the pack" if several else "all in order"),)
-            groups.setdefault((name, pack.dtype, several, copies), []).append(pack)
-    return [(name, alike, copies) for (name, _, _, copies), alike in groups.items()]
-
-
-def nbytes_of(packs: Sequence[Pack]) -> int:
-    """Return how many bytes travel."""
-    return sum(pack.nbytes for pack in packs)
+def copies_of(pack: Pack, arrays: Sequence[Array]) -> Copies:
+    """Return what is copied of arrays before a pack of them travels, and after it."""
+    several = len(pack.members) > 1
+    if pack.converts:
+        return ((2, f"all into {'the pack as ' if several else ''}{pack.dtype.name} and the results back"),)
+    return () if pack.is_array(arrays) else ((1, "all into the pack" if several else "all in order"),)

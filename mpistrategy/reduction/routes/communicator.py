@@ -4,20 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quietly
+from mpistrategy.arrays.dtypes import Array, divide_by, quietly
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.shared_memory import node_results
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets, grouped
+from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Pack
+from mpistrategy.reduction.routes.base import Copies, Description, Targets, copies_of
 
 if TYPE_CHECKING:
     from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
@@ -42,6 +40,7 @@ class CommunicatorRoute:
         op: how.
         names: the name of the way that each pack takes.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
+        only_lanes: whether all packs go by lanes, whatever their size.
     """
 
     def __init__(
@@ -53,9 +52,10 @@ class CommunicatorRoute:
         reduce_pair: ReducePair | None = None,
         *,
         wire: str | None = None,
+        only_lanes: bool = False,
     ) -> None:
         self.packs: tuple[Pack, ...] = packs
-        self._wire = wire
+        self._wire, self._only_lanes = wire, only_lanes
         self._node = communicator.node_sum if "node_sum" in names else None
         self._communicator, self._text, self._names = communicator, op._on_the_wire, names
         self._divisors = {pack.dtype: op._divisor(pack.dtype, communicator.size) for pack in packs}
@@ -114,7 +114,7 @@ class CommunicatorRoute:
 
     def _all_reduce(self, pairs: Sequence[tuple[Array, Array]]) -> None:
         wire = self._dtype_between_nodes(pairs[0][1].dtype)
-        if wire is not None:
+        if wire is not None or self._only_lanes:
             allreduce = partial(allreduce_across, self._communicator, op=self._text, wire=wire)
             self._reduce_each(lambda source, target: allreduce(target, source=source), pairs)
             return
@@ -131,22 +131,13 @@ class CommunicatorRoute:
             for name, pack in zip(self._names, self.packs, strict=True)
         ]
         return [
-            described(ranks, *group, wire=self._dtype_between_nodes(group[1][0].dtype))
-            for group in grouped(self.packs, names, arrays)
+            described(ranks, name, pack, copies_of(pack, arrays), wire=self._dtype_between_nodes(pack.dtype))
+            for name, pack in zip(names, self.packs, strict=True)
+            if pack.size
         ]
 
     def _dtype_between_nodes(self, dtype: np.dtype[Any]) -> Wire:
         return None if self._wire is None else between_nodes(self._communicator, self._wire, dtype, self._text)
-
-
-def hybrid(layouts: tuple[Layout, ...], pack_bytes: int, bytes_per_pack: float) -> tuple[Pack, ...]:
-    """Return packs of the arrays below `pack_bytes`, and one pack for each larger one."""
-    small: list[int] = []
-    large: list[int] = []
-    for index, (dtype, shape) in enumerate(layouts):
-        (small if prod(shape) * host_wire_dtype(dtype).itemsize < pack_bytes else large).append(index)
-    packs = packing.plan(layouts, bytes_per_pack, 0, host_wire_dtype, tuple(small))
-    return packs + packing.plan(layouts, 1, 0, host_wire_dtype, tuple(large))
 
 
 def names_of(
@@ -167,19 +158,19 @@ def names_of(
 def described(
     ranks: Communicator,
     name: str,
-    packs: Sequence[Pack],
+    pack: Pack,
     copies: Copies,
     *,
     in_place: bool = False,
     seen: bool = False,
     wire: Wire = None,
 ) -> Description:
-    """Return what becomes of packs on a way of the communicator, or of an algorithm.
+    """Return what becomes of a pack on a way of the communicator, or of an algorithm.
 
     Args:
         ranks: the ranks.
         name: the name of the way.
-        packs: the packs, of one dtype.
+        pack: the pack.
         copies: what is copied before and after.
         in_place: whether the results are written over them.
         seen: whether the ranks of a node combine them where they are, before they travel to other nodes.
@@ -187,7 +178,7 @@ def described(
     """
     local = ranks.node_of.count(ranks.node_of[ranks.rank])
     by_node, part = f"through memory of the node, each rank 1/{local} of them", (local - 1) / local
-    between, dtype = ("by MPI's Allreduce", packs[0].dtype) if wire is None else ("from rank to rank", wire)
+    between, dtype = ("by MPI's Allreduce", pack.dtype) if wire is None else ("from rank to rank", wire)
     result: Copies = () if copies or in_place else ((1, "all into the result"),)
     within: Copies = ((part, f"{local - 1}/{local} into the node's memory"),)
     out: Copies = ((1, "the result out of it"),)
@@ -204,4 +195,4 @@ def described(
         "root": ("by MPI's Reduce to one rank, and from there by Bcast", result),
         "threads": ("between the threads of this process", ()),
     }.get(name, ("stays here, the only replica", result))
-    return Description(packs, way, copies + more)
+    return Description(pack, way, copies + more)

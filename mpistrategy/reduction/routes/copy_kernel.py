@@ -14,9 +14,6 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi.contract.call_sites import warn
-
 NAME = "mpistrategy_move"
 #: How many arrays go into one launch: with them the argument is just below the 4 KiB that every GPU takes.
 ARRAYS = 170
@@ -103,18 +100,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5) NAME(const Moves moves,
 
 @lru_cache(maxsize=1)
 def kernel(cupy: Any) -> Any:
-    """Return the kernel, compiled for the current device; None, with one warning, where that cannot be.
+    """Return the kernel.
 
     CuPy compiles it with NVRTC the first time, for each device, and keeps the result in its cache on disk.
     """
-    try:
-        module = cupy.RawModule(code=SOURCE, options=("-std=c++14",))
-        module.compile()
-        return module.get_function(NAME)
-    except Exception as error:  # of many types: no NVRTC, no headers, a disk that is full
-        reason = str(error).strip().partition("\n")[0]
-        warn(
-            f"arrays in GPU memory are packed one by one: the kernel for all of them cannot be compiled ({reason})",
-            FallbackWarning,
-        )
-        return None
+    return cupy.RawModule(code=SOURCE, options=("-std=c++14",)).get_function(NAME)

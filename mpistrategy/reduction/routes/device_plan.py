@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.gpu import DeviceArray, check_device, is_of_cuda_malloc, layout_of
+from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
@@ -14,7 +14,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.routes.base import CallPlan
-from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
+from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs, own_result
 from mpistrategy.reduction.routes.gpu_copy import move
 
 
@@ -45,18 +45,12 @@ def plan_on_gpu(
         timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
     """
     layouts = layouts_of(arrays)
-    if not all(_is_simple(dtype.kind, op) for dtype, _ in layouts):
+    has_order = op not in (ReduceOp.MIN, ReduceOp.MAX)
+    if not all(dtype.kind in "fiu" or (dtype.kind == "c" and has_order) for dtype, _ in layouts):
         return None
     packs = gpu_packs(layouts, bytes_per_pack, num_packs)
     signature = signature._replace(values=tuple(map(layout_of, arrays)))
     return DevicePlan(otherwise, ranks, leaves, GpuRoute(ranks, packs, op, word, None), signature, timeout)
-
-
-def _is_simple(kind: str, op: ReduceOp) -> bool:
-    """Return whether the route reduces arrays of a kind of dtype as they are given."""
-    if op is ReduceOp.MEAN:
-        return kind in "fc"
-    return kind in "fiu" or (kind == "c" and op not in (ReduceOp.MIN, ReduceOp.MAX))
 
 
 class DevicePlan(CallPlan):
@@ -88,13 +82,14 @@ class DevicePlan(CallPlan):
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
-        leaves, targets = self._leaves.take(value), None
+        leaves = self._leaves.take(value)
+        targets: list[DeviceArray | None] | None = None
         if out is not None:
             if out is not value or len({each.data.ptr for each in leaves}) < len(leaves):
                 return self._otherwise.run(call, value, out, weight)
-            targets = [each if each.flags.c_contiguous else None for each in leaves]
-            for index in self._lone:  # an MPI may not take other memory
-                targets[index] = targets[index] if is_of_cuda_malloc(leaves[index]) else None
+            targets = [None] * len(leaves)
+            for index in self._lone:
+                targets[index] = own_result(leaves[index], leaves[index])
         call.structure = self._leaves.text
         check_device(leaves, self._gpu, call.where)
         memory = self._route.bring(leaves, targets)

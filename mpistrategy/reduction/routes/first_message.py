@@ -20,7 +20,7 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped
+from mpistrategy.reduction.routes.base import Description, Targets
 
 _LOW, _HALF = 0xFFFFFFFF, 32
 
@@ -86,7 +86,7 @@ class FirstMessageRoute:
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way = "in the first message of the call, with its check"
-        return [Description(alike, way, ()) for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)]
+        return [Description(pack, way, ()) for pack in self.packs if pack.size]
 
 
 def _read(sums: Array, dtype: np.dtype[Any], quotient: tuple[Any, Any] | None) -> Array:

@@ -10,22 +10,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import divide_by, wire_dtype
+from mpistrategy.arrays.dtypes import divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for, is_cupy, is_of_cuda_malloc
 from mpistrategy.mpi.gpu.transports.setup import device_path
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, communication_memory, device_paths
+from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
-from mpistrategy.reduction.routes.gpu_copy import fill, spread
+from mpistrategy.reduction.routes.gpu_copy import fill
 from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation
 
 _PATHS = {
@@ -40,13 +39,9 @@ _ALONE_BYTES = 8 * 2**20
 
 def gpu_packs(layouts: tuple[Layout, ...], bytes_per_pack: float, num_packs: float) -> tuple[Pack, ...]:
     """Return the packs of arrays in GPU memory: one for each large array, unless a number of packs is asked for."""
-    sizes = [prod(shape) * dtype.itemsize for dtype, shape in layouts]
-    large = tuple(index for index, nbytes in enumerate(sizes) if nbytes >= _ALONE_BYTES)
-    plan = partial(packing.plan, layouts, wire=_own_dtype, alignment=packing.GPU_ALIGNMENT)
-    if num_packs >= 1 or not large:
-        return plan(bytes_per_pack, num_packs)
-    small = tuple(index for index, nbytes in enumerate(sizes) if nbytes < _ALONE_BYTES)
-    return plan(bytes_per_pack, indices=small) + plan(1, indices=large)
+    if num_packs >= 1:
+        return packing.plan(layouts, bytes_per_pack, num_packs, _own_dtype, None, packing.GPU_ALIGNMENT)
+    return packing.hybrid(layouts, _ALONE_BYTES, bytes_per_pack, _own_dtype, packing.GPU_ALIGNMENT)
 
 
 def _own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -63,7 +58,6 @@ class _Bucket:
         memory: of the pack's dtype: new and flat, or the result that the caller has given.
         is_given: whether it is the latter.
         waiting: the array that is copied there when it is sent: until then it holds the result before.
-        outs: contiguous arrays that the results of a pack of several are copied to; None for views of `memory`.
         wide: what travels in its place, in another dtype; None where it travels itself.
         quotient: memory for a mean of integers; None for what is divided where it is.
         spare: memory that a path may need beside: taken before the ranks agree, and given back when they do.
@@ -73,7 +67,6 @@ class _Bucket:
     memory: DeviceArray
     is_given: bool
     waiting: DeviceArray | None
-    outs: list[DeviceArray] | None = None
     wide: DeviceArray | None = None
     quotient: DeviceArray | None = None
     spare: DeviceArray | None = None
@@ -89,8 +82,8 @@ class GpuRoute:
         word: which path is asked for; see `mpistrategy.options.path_word`.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
         operation: who combines them, and who gets the results.
-        targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own,
-            for arrays that travel one by one, and contiguous memory for arrays that are packed.
+        targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own.
+            Only arrays that travel one by one have one.
     """
 
     def __init__(
@@ -106,13 +99,17 @@ class GpuRoute:
         self.packs: tuple[Pack, ...] = packs
         self._operation, self._targets = operation, targets
         self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
-        self._most_bytes = max((pack.size * wire_dtype(pack.dtype).itemsize for pack in packs), default=0)
+        self._most_bytes = max((pack.size * self._sent_as(pack.dtype).itemsize for pack in packs), default=0)
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
         """Pack: memory may be short, which all ranks hear of when they agree."""
         with arrays[0].device:
             self.make_room(self._ranks)
             return self.pack(arrays, targets)
+
+    def _sent_as(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
+        """Return the dtype in which a pack is combined: integers of a MEAN have 64 bits."""
+        return sum_dtype_of_mean(dtype) if self._op is ReduceOp.MEAN and dtype.kind in "iu" else wire_dtype(dtype)
 
     def make_room(self, ranks: Communicator, word: str = "") -> None:
         """Take the memory of the path of these ranks, if there is one."""
@@ -129,7 +126,7 @@ class GpuRoute:
 
     def _filled(self, cupy: Any, pack: Pack, arrays: Sequence[DeviceArray], targets: Targets) -> _Bucket:
         take, first = partial(communication_memory, cupy, pack.size), pack.members[0].index
-        dtype = wire_dtype(pack.dtype)
+        dtype = self._sent_as(pack.dtype)
         lone = arrays[first] if len(pack.members) == 1 else None
         given: DeviceArray = None if lone is None or targets is None else targets[first]
         memory = take(pack.dtype) if given is None else given
@@ -137,15 +134,12 @@ class GpuRoute:
         if given is None:
             fill(pack, arrays, memory)
             bucket.waiting = None
-        if lone is None and targets is not None:
-            outs = [out for each in pack.members if (out := targets[each.index]) is not None]
-            bucket.outs = outs if len(outs) == len(pack.members) else None
         if dtype != pack.dtype:
             bucket.wide, bucket.waiting = take(dtype), None
             source: DeviceArray = memory if given is None else lone
             bucket.wide[...] = source.reshape(-1)
         if self._op is ReduceOp.MEAN and pack.dtype.kind in "iu":
-            bucket.quotient = take(np.dtype(np.float64))
+            bucket.quotient = take(mean_dtype(pack.dtype))
         rounded = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
         if rounded is not None:
             bucket.spare = take(rounded)
@@ -172,59 +166,44 @@ class GpuRoute:
             if sent.size:
                 self._operation.run(path, ranks, sent, self._op._on_the_wire, self._wire)
                 divide_by(self._op._divisor(sent.dtype, ranks.size), sent)
-            if each.wide is not None:
-                each.memory[...] = each.wide.reshape(each.memory.shape)
             if each.quotient is not None:
-                np.true_divide(each.memory, ranks.size, out=each.quotient)
+                np.true_divide(sent, ranks.size, out=each.quotient)
+            elif each.wide is not None:
+                each.memory[...] = each.wide.reshape(each.memory.shape)
 
     def results(self, memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results of what has been sent, on the current stream of its device, pack after pack."""
         results: list[Any] = [None] * sum(len(pack.members) for pack in self.packs)
         for each in memory:
             members = each.pack.members
-            if each.outs is not None:
-                spread(each.pack, each.memory, each.outs)
-                views = each.outs
-            else:
-                views = [each.memory] if each.is_given else _views(members, each.memory, each.quotient)
+            views = [each.memory] if each.is_given else _views(members, each.memory, each.quotient)
             for member, view in zip(members, views, strict=True):
                 results[member.index] = view
         return results
 
     def describe(self, ranks: Communicator, arrays: Sequence[DeviceArray]) -> list[Description]:
-        groups: dict[tuple[Any, Copies], list[Pack]] = {}
+        found = []
         for pack in self.packs:
             first = pack.members[0].index
             target = None if self._targets is None or len(pack.members) > 1 else self._targets[first]
-            dtype = wire_dtype(pack.dtype)
+            dtype = self._sent_as(pack.dtype)
             copies: Copies = ((1, "all into a bucket"),)
             if dtype != pack.dtype:
                 copies = (*(copies if target is None else ()), (2, f"into {dtype.name} and back"))
             elif target is not None:
                 copies = () if target is arrays[first] else ((1, "all into the result"),)
-            groups.setdefault((pack.dtype, copies), []).append(pack)
-        path = device_paths(ranks).known.get(self._word)
-        later = "" if path is None else f"all_reduce_async: on a stream of its own{_finished_by(ranks, path.name)}"
-        return [Description(packs, self._way(ranks, dtype), copies, later) for (dtype, copies), packs in groups.items()]
+            found.append(Description(pack, self._way(ranks, pack.dtype), copies))
+        return found
 
     def _way(self, ranks: Communicator, dtype: np.dtype[Any]) -> str:
         paths, path = device_paths(ranks), device_paths(ranks).known.get(self._word)
         if path is None:
             return "in GPU memory, on a path that the ranks choose at the first such call"
         how = _PATHS[path.name] + (f", {self._operation.text}" if self._operation.text else "")
-        why = path.by_host(ranks, wire_dtype(dtype), self._op._on_the_wire, self._wire)
+        why = path.by_host(ranks, self._sent_as(dtype), self._op._on_the_wire, self._wire)
         if why and path.name != "staged":
             how = f"{_PATHS['staged']}, since {why}"
         return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"
-
-
-def _finished_by(ranks: Any, path_name: str) -> str:
-    """Return who does the host's part of an all-reduce that goes on while the program computes."""
-    if path_name in ON_THE_STREAM:
-        return ""
-    if ranks.may_use_threads:
-        return "; a thread of this rank does what the host must do"
-    return "; the start does what the host must do: MPI has no MPI_THREAD_MULTIPLE"
 
 
 def _views(members: Sequence[Member], sums: DeviceArray, quotients: DeviceArray | None) -> list[DeviceArray]:

@@ -32,37 +32,20 @@ def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None
                 target[...] = source.reshape(target.shape)
         pairs = [pair for pair, is_plain in zip(pairs, alike, strict=True) if is_plain]
     places = np.array([target.data.ptr for _, target in pairs], np.uint64)
-    if not _copied([source for source, _ in pairs], places):
-        for source, target in pairs:
-            target[...] = source.reshape(target.shape)
+    _copy([source for source, _ in pairs], places)
 
 
 def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None:
     """Copy the arrays of a pack, which are of its dtype, into `bucket`, on the current stream of the current device."""
-    chosen = pack.chosen(arrays)
-    if not _copied(chosen, pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)):
-        for array, each in zip(chosen, pack.slices, strict=True):
-            bucket[each] = array.ravel()
+    _copy(pack.chosen(arrays), pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr))
 
 
-def spread(pack: Pack, bucket: DeviceArray, targets: Sequence[DeviceArray]) -> None:
-    """Copy a bucket into as many contiguous arrays as are packed in it; see `fill`."""
-    places = pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)
-    to_where = np.array([each.data.ptr for each in targets], np.uint64)
-    if not _launched(places, to_where, [each.nbytes for each in targets]):
-        for each, target in zip(pack.slices, targets, strict=True):
-            target[...] = bucket[each].reshape(target.shape)
-
-
-def _copied(sources: Sequence[DeviceArray], places: Array) -> bool:
+def _copy(sources: Sequence[DeviceArray], places: Array) -> None:
     """Copy each source to a contiguous place, on the current stream of the current device.
 
     Args:
         sources: arrays on the current device.
         places: the address where each goes; uint64.
-
-    Returns:
-        False, and nothing has been done, where the kernel cannot be compiled.
     """
     cupy = cupy_for("arrays in GPU memory")
     # Copies that somebody needs to read from here: CuPy's pools give their memory to work that comes later on the
@@ -73,20 +56,11 @@ def _copied(sources: Sequence[DeviceArray], places: Array) -> bool:
         if source.size:
             stream = cupy.cuda.get_current_stream()
             cupy.cuda.runtime.memcpyAsync(int(places[0]), source.data.ptr, source.nbytes, _ON_DEVICE, stream.ptr)
-        return True
+        return
     from_where = np.array([each.data.ptr for each in sources], np.uint64)
-    return _launched(from_where, places, [each.nbytes for each in sources])
-
-
-def _launched(sources: Array, targets: Array, sizes: Sequence[int]) -> bool:
-    """Copy so many bytes from each address to another; return False, without doing it, where there is no kernel."""
-    function = kernel(cupy_for("arrays in GPU memory")) if sizes else None
-    if function is None:
-        return not sizes
-    for launch in launches(tuple(sizes)):
-        argument = launch.argument(sources, targets)
-        function((launch.blocks,), (THREADS,), (argument, np.int32(launch.count)))
-    return True
+    for launch in launches(tuple([each.nbytes for each in sources])):
+        argument = launch.argument(from_where, places)
+        kernel(cupy)((launch.blocks,), (THREADS,), (argument, np.int32(launch.count)))
 
 
 @dataclass(frozen=True, eq=False)

@@ -26,7 +26,7 @@ from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.node_sum import where_they_are
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.packing import Member, Pack
+from mpistrategy.reduction.layout.packing import Member, Pack, layouts_of, plan
 from mpistrategy.reduction.routes.base import Copies, Description, Route, Targets
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described, names_of
 
@@ -111,7 +111,6 @@ class InPlaceRoute:
         #: For each bucket the dtype in which it travels between nodes, where that is another one.
         self._wires = [between_nodes(communicator, wire, each.mine.dtype, op._on_the_wire) for each in buckets]
         self._communicator, self._buckets, self._op, self._into_result = communicator, buckets, op, into_result
-        self.packs: tuple[Pack, ...] = tuple(map(self._pack, range(len(buckets)), buckets))
         #: For each bucket whether it is combined where it is before it travels to other nodes.
         self._are_seen = [
             is_seen_across(communicator, each, op._on_the_wire, wire)
@@ -119,21 +118,20 @@ class InPlaceRoute:
         ]
         #: For each bucket what it takes where the ranks of a node do not see each other's arrays.
         self._by_messages = [
-            None if seen or is_in_place(communicator, each) else self._route(pack, each, wire)
-            for pack, each, seen in zip(self.packs, buckets, self._are_seen, strict=True)
+            None if seen or is_in_place(communicator, each) else self._route(each, wire)
+            for each, seen in zip(buckets, self._are_seen, strict=True)
         ]
+        self.packs: tuple[Pack, ...] = tuple(map(self._pack, range(len(buckets)), buckets, self._by_messages))
 
-    def _pack(self, index: int, replicas: Replicas) -> Pack:
-        mine, communicator = replicas.mine, self._communicator
-        wide, member = host_wire_dtype(mine.dtype), Member(index, 0, mine.size, mine.shape)
-        name = communicator.route(mine.size * wide.itemsize, wide, self._op._on_the_wire)
-        converts = wide != mine.dtype and name != "none" and not is_in_place(communicator, replicas)
-        return Pack(wide if converts else mine.dtype, mine.size, (member,), converts)
+    def _pack(self, index: int, replicas: Replicas, route: Route | None) -> Pack:
+        mine = replicas.mine
+        pack = Pack(mine.dtype, mine.size, (), converts=False) if route is None else route.packs[0]
+        return replace(pack, members=(Member(index, 0, mine.size, mine.shape),))
 
-    def _route(self, pack: Pack, replicas: Replicas, wire: str | None) -> Route:
-        ranks, op, mine = self._communicator, self._op, replicas.mine
-        alone = replace(pack, members=(Member(0, 0, mine.size, mine.shape),))
-        return CommunicatorRoute(ranks, (alone,), op, names_of(ranks, (alone,), op, wire), wire=wire)
+    def _route(self, replicas: Replicas, wire: str | None) -> Route:
+        ranks, op = self._communicator, self._op
+        packs = plan(layouts_of([replicas.mine]), 1, 0, host_wire_dtype)
+        return CommunicatorRoute(ranks, packs, op, names_of(ranks, packs, op, wire), wire=wire)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Any]:
         """Return the memory that messages need besides the arrays, which are where they are combined."""
@@ -182,9 +180,9 @@ class InPlaceRoute:
         if not is_in_place(ranks, replicas):
             copies: Copies = ((2, f"all into {pack.dtype.name} and the results back"),) if pack.converts else ()
             name = "lanes" if wire is not None else ranks.route(pack.nbytes, pack.dtype, op)
-            return described(ranks, name, [pack], copies, in_place=not into_result, seen=seen, wire=wire)
+            return described(ranks, name, pack, copies, in_place=not into_result, seen=seen, wire=wire)
         target = "the node's one result" if into_result else "every one"
-        return Description([pack], f"where the arrays are, each rank 1/{local} of them, into {target}", ())
+        return Description(pack, f"where the arrays are, each rank 1/{local} of them, into {target}", ())
 
 
 def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:

@@ -6,7 +6,7 @@ there, too, and every rank adds them up in rank order: the same bits everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -19,14 +19,12 @@ from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Description, Targets, grouped
-
-_ALIGNMENT = 16  # enough for every dtype of NumPy
+from mpistrategy.reduction.routes.base import Description, Targets
 
 
 def fits(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
     """Return whether these arrays go into a mailbox together: every rank reads all mailboxes, so few bytes each."""
-    return sum(map(_room, _packs(layouts))) * max(2, mailboxes.size) <= 2 * mailboxes.payload_bytes
+    return MailboxArrays.has_room(mailboxes, _flat(_packs(layouts)), mailboxes.size)
 
 
 class MailboxArrays:
@@ -38,10 +36,12 @@ class MailboxArrays:
     """
 
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> None:
-        self._mailboxes, me = mailboxes, mailboxes.local_rank
-        #: For each slot and rank, its arrays.
-        self._seen = [[self._arrays(payload, layouts) for payload in slot.payloads] for slot in mailboxes.slots]
-        self._mine = [arrays[me] for arrays in self._seen]
+        self._mailboxes = mailboxes
+        #: For each slot and rank, its arrays; and for each slot this rank's.
+        self.slots: list[list[list[Array]]] = [
+            [_arrays_in(payload, layouts) for payload in slot.payloads] for slot in mailboxes.slots
+        ]
+        self.mine: list[list[Array]] = [arrays[mailboxes.local_rank] for arrays in self.slots]
 
     @staticmethod
     def has_room(mailboxes: Mailboxes, layouts: tuple[Layout, ...], readers: int) -> bool:
@@ -51,23 +51,24 @@ class MailboxArrays:
         nbytes = sum(aligned(prod(shape) * dtype.itemsize) for dtype, shape in layouts)
         return nbytes * max(2, readers) <= 2 * mailboxes.payload_bytes
 
-    @staticmethod
-    def _arrays(payload: Array, layouts: tuple[Layout, ...]) -> list[Array]:
-        arrays, start = [], 0
-        for dtype, shape in layouts:
-            nbytes = prod(shape) * dtype.itemsize
-            arrays.append(payload[start : start + nbytes].view(dtype).reshape(shape))
-            start += aligned(nbytes)
-        return arrays
-
     def put(self, arrays: Sequence[Array]) -> None:
         """Copy this rank's arrays to where the other ranks see them after the next agreement."""
-        for place, array in zip(self._mine[(self._mailboxes.sequence + 1) & 1], arrays, strict=False):
+        for place, array in zip(self.mine[(self._mailboxes.sequence + 1) & 1], arrays, strict=False):
             place[...] = array
 
     def seen(self) -> list[list[Array]]:
         """Return each rank's arrays, after the agreement and before the next one."""
-        return self._seen[self._mailboxes.sequence & 1]
+        return self.slots[self._mailboxes.sequence & 1]
+
+
+def _arrays_in(memory: Array, layouts: tuple[Layout, ...]) -> list[Array]:
+    """Return the arrays that lie one after another in the bytes of a payload, or of each row of `memory`."""
+    arrays, start = [], 0
+    for dtype, shape in layouts:
+        nbytes = prod(shape) * dtype.itemsize
+        arrays.append(memory[..., start : start + nbytes].view(dtype).reshape((*memory.shape[:-1], *shape)))
+        start += aligned(nbytes)
+    return arrays
 
 
 class MailboxRoute:
@@ -83,28 +84,21 @@ class MailboxRoute:
             for pack in self.packs
             if (divisor := op._divisor(pack.dtype, mailboxes.size)) != 1
         }
-        #: For each slot, the part of each rank's payload that belongs to each pack, in the dtype of the pack.
-        self._seen: list[list[list[Array]]] = [[*self._parts(slot.payloads)] for slot in mailboxes.slots]
-        #: The same parts as the rows of one array, where `combine_rows` takes these; None on a node of few ranks.
-        self._in_rows: list[list[Array | None]] = [[*self._rows(slot.rows)] for slot in mailboxes.slots]
-        me = mailboxes.local_rank
-        self._places = [
-            [place for pack, theirs in zip(self.packs, parts, strict=True) for place in pack.views(theirs[me])]
-            for parts in self._seen
+        layouts = _flat(self.packs)
+        arrays = MailboxArrays(mailboxes, layouts)
+        #: For each slot and pack, what the ranks have of it.
+        self._seen = [list(zip(*theirs, strict=True)) for theirs in arrays.slots]
+        #: The same as the rows of one array, where `combine_rows` takes these; None on a node of few ranks.
+        self._in_rows: list[Sequence[Array | None]] = [
+            [None] * len(layouts)
+            if slot.rows is None or not isinstance(self._combine, np.ufunc)
+            else _arrays_in(slot.rows, layouts)
+            for slot in mailboxes.slots
         ]
-
-    def _parts(self, payloads: Sequence[Array]) -> Iterator[list[Array]]:
-        start = 0
-        for pack in self.packs:
-            yield [payload[start : start + pack.nbytes].view(pack.dtype) for payload in payloads]
-            start += _room(pack)
-
-    def _rows(self, rows: Array | None) -> Iterator[Array | None]:
-        start = 0
-        for pack in self.packs:
-            is_seen = rows is not None and isinstance(self._combine, np.ufunc)
-            yield rows[:, start : start + pack.nbytes].view(pack.dtype) if rows is not None and is_seen else None
-            start += _room(pack)
+        self._places = [
+            [place for pack, mine in zip(self.packs, packs, strict=True) for place in pack.views(mine)]
+            for packs in arrays.mine
+        ]
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Put this rank's arrays into its mailbox; return memory for the results of each pack."""
@@ -138,7 +132,7 @@ class MailboxRoute:
 
     def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
         way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
-        return [Description(alike, way, copies) for _, alike, _ in grouped(self.packs, [way] * len(self.packs), arrays)]
+        return [Description(pack, way, copies) for pack in self.packs if pack.size]
 
 
 def combine_rows(combine: Any, rows: Array, total: Array) -> None:
@@ -156,5 +150,5 @@ def _packs(layouts: tuple[Layout, ...]) -> tuple[Pack, ...]:
     return packing.plan(layouts, wire=host_wire_dtype)
 
 
-def _room(pack: Pack) -> int:
-    return -(-pack.nbytes // _ALIGNMENT) * _ALIGNMENT
+def _flat(packs: Sequence[Pack]) -> tuple[Layout, ...]:
+    return tuple((pack.dtype, (pack.size,)) for pack in packs)
