@@ -41,10 +41,18 @@ class DevicePath(ABC):
         """Allocate the memory that a buffer of `nbytes` needs; called before the ranks agree, since it may fail."""
 
     @abstractmethod
-    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
+    def allreduce(
+        self,
+        ranks: Communicator,
+        buffer: DeviceArray,
+        op: str,
+        wire: str | None = None,
+        room: DeviceArray | None = None,
+    ) -> None:
         """Replace `buffer` (of `communication_memory`) on every rank by its combination.
 
-        Sums of float32 travel between nodes as `wire`: see `mpistrategy.options.CommunicationOptions`.
+        Sums of float32 travel between nodes as `wire`: see `mpistrategy.options.CommunicationOptions`.  Memory for them
+        in that dtype may be given as `room`.
         """
 
     @abstractmethod
@@ -102,7 +110,14 @@ class Alone(DevicePath):
 
     name: PathName = "alone"
 
-    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
+    def allreduce(
+        self,
+        ranks: Communicator,
+        buffer: DeviceArray,
+        op: str,
+        wire: str | None = None,
+        room: DeviceArray | None = None,
+    ) -> None:
         """Leave `buffer`: it is the sum over one rank."""
 
     def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:

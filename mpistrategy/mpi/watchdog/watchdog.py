@@ -46,7 +46,7 @@ class Watchdog:
         self._end = end
         self.rank = rank
         self.size = size
-        self.title = f"[rank {rank}/{size}] "
+        self.title: str = f"[rank {rank}/{size}] "
         self.pid: int = os.getpid()
         self._groups: dict[Guard, Group] = {}
         self._expected = 0.0

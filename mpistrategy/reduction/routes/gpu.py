@@ -60,7 +60,7 @@ class _Bucket:
         waiting: the array that is copied there when it is sent: until then it holds the result before.
         wide: what travels in its place, in another dtype; None where it travels itself.
         quotient: memory for a mean of integers; None for what is divided where it is.
-        spare: memory that a path may need beside: taken before the ranks agree, and given back when they do.
+        spare: memory that a path may need beside.
     """
 
     pack: Pack
@@ -159,12 +159,11 @@ class GpuRoute:
         """Combine what has been packed, on the current stream of its device."""
         # All is sent before the results, which may need memory: a rank that has none left must not miss there.
         for each in memory:
-            each.spare = None  # CuPy's pool has it ready
             if each.waiting is not None:
                 each.memory[...] = each.waiting
             sent = each.memory.reshape(-1) if each.wide is None else each.wide
             if sent.size:
-                self._operation.run(path, ranks, sent, self._op._on_the_wire, self._wire)
+                self._operation.run(path, ranks, sent, self._op._on_the_wire, self._wire, each.spare)
                 divide_by(self._op._divisor(sent.dtype, ranks.size), sent)
             if each.quotient is not None:
                 np.true_divide(sent, ranks.size, out=each.quotient)

@@ -25,10 +25,18 @@ class GpuOperation:
     root: int | None = None
     sends: bool = False
 
-    def run(self, path: DevicePath, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None) -> None:
-        """Combine a buffer, on agreed ranks."""
+    def run(
+        self,
+        path: DevicePath,
+        ranks: Communicator,
+        buffer: DeviceArray,
+        op: str,
+        wire: str | None,
+        room: DeviceArray | None,
+    ) -> None:
+        """Combine a buffer, on agreed ranks; `wire` and `room` are those of `DevicePath.allreduce`."""
         if self.root is None:
-            path.allreduce(ranks, buffer, op, wire)
+            path.allreduce(ranks, buffer, op, wire, room)
             return
         path.reduce(ranks, buffer, self.root, op)
         if self.sends:

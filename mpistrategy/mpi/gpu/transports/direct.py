@@ -33,7 +33,9 @@ class DirectPath(DevicePath):
         """Return why arrays of a dtype are combined on the host; "" where they are not."""
         return "" if between_nodes(ranks, wire, dtype, op) is None else "the wire's dtype is made on the host"
 
-    def allreduce(self, ranks: Any, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
+    def allreduce(
+        self, ranks: Any, buffer: DeviceArray, op: str, wire: str | None = None, room: DeviceArray | None = None
+    ) -> None:
         """Replace `buffer` by its combination over the ranks."""
         if self.by_host(ranks, buffer.dtype, op, wire):
             self._staged.allreduce(ranks, buffer, op, wire)

@@ -141,7 +141,14 @@ class NcclPath(DevicePath):
         """Return why arrays of a dtype are combined on the host; "" where they are not."""
         return "" if _is_native(dtype, op) or ordered_keys.are_for(dtype, op) else f"NCCL knows no {op} of {dtype.name}"
 
-    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
+    def allreduce(
+        self,
+        ranks: Communicator,
+        buffer: DeviceArray,
+        op: str,
+        wire: str | None = None,
+        room: DeviceArray | None = None,
+    ) -> None:
         """Replace `buffer` by its combination over the ranks, on the current stream.
 
         What NCCL does not know goes by way of the host.  With a `wire`, float32 travels in its dtype: NCCL rounds each
@@ -159,7 +166,7 @@ class NcclPath(DevicePath):
         if dtype is None or (dtype.kind != "f" and int(self._cupy.__version__.partition(".")[0]) < 14):
             self._combine(buffer, op, put)
             return
-        rounded = communication_memory(self._cupy, buffer.size, dtype)
+        rounded = communication_memory(self._cupy, buffer.size, dtype) if room is None else room
         rounded[...] = buffer
         self._combine(rounded, op, put)
         buffer[...] = rounded

@@ -62,7 +62,14 @@ class StagedPath(DevicePath):
         """Return that everything is."""
         return "as everything on this path"
 
-    def allreduce(self, ranks: Communicator, buffer: DeviceArray, op: str, wire: str | None = None) -> None:
+    def allreduce(
+        self,
+        ranks: Communicator,
+        buffer: DeviceArray,
+        op: str,
+        wire: str | None = None,
+        room: DeviceArray | None = None,
+    ) -> None:
         """Replace `buffer` by its combination over the ranks."""
         sent = between_nodes(ranks, wire, buffer.dtype, op)
         allreduce = ranks.allreduce if sent is None else partial(allreduce_across, ranks, wire=sent)
