@@ -39,7 +39,7 @@ _TAKES_WORKS = hasattr(dist.AllreduceOptions(), "asyncOp")
 
 def done(result: Any) -> Any:
     """Return the work of a call that is over, or on the current streams; its future holds the result."""
-    tensors = [each for given in result for each in (given if isinstance(given, list) else [given])]
+    tensors = [each for given in result for each in ([given] if isinstance(given, torch.Tensor) else given)]
     future: Any = torch.futures.Future(devices=list({each.device for each in tensors if each.is_cuda}))
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)
@@ -300,13 +300,15 @@ class Group:
         given: Sequence[Any],
         alike: Sequence[Any] = (),
         destination: str = "",
+        whole: Any = None,
     ) -> None:
         """Send the r-th tensor to rank r, and write what rank r sends into the r-th target.
 
         The ranks compare the numbers of elements of the tensors that are `alike` on all of them, and the destination.
+        The tensors may be the parts of a `whole` one.
         """
         t.checked([*targets, *given], call.where, dtype=given[0].dtype)
-        sent = t.flat(t.together(given))
+        sent = t.flat(t.together(given) if whole is None else whole)
         counts, taken = ([each.numel() for each in tensors] for tensors in (given, targets))
         words = {"values": t.values_of(alike or [sent[:0]]), "destination": destination}
         received, _ = exchange(self.communicator, call, t.in_bytes(sent), counts, sent.element_size(), taken, **words)
@@ -354,6 +356,7 @@ class Group:
                 call,
                 target.split(t.lengths(target, output_splits, self._ranks, call.where)),
                 given.split(t.lengths(given, input_splits, self._ranks, call.where)),
+                whole=given,
             )
         return done([output])
 

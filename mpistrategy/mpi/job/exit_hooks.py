@@ -63,7 +63,7 @@ class ProgramEnd:
     def __init__(self) -> None:
         self.known_status: int | None = None
         self.exit_status: int | None = None
-        self.last_words = ""
+        self.last_words: str = ""
         self._last_value = getattr(sys, "last_value", None)
         self._bottom = sys._current_frames().get(threading.main_thread().ident or 0)
         while self._bottom is not None and self._bottom.f_back is not None:

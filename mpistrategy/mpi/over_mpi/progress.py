@@ -146,6 +146,7 @@ class Engine(AtOnce):
         communicator: the strategy's; all its ranks make an engine at the same time.
     """
 
+    submitted: int
     is_at_once: bool = False
 
     def __init__(self, communicator: Any) -> None:

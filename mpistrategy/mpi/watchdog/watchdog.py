@@ -46,7 +46,7 @@ class Watchdog:
         self._end = end
         self.rank = rank
         self.size = size
-        self.title = f"[rank {rank}/{size}] "
+        self.title: str = f"[rank {rank}/{size}] "
         self.pid: int = os.getpid()
         self._groups: dict[Guard, Group] = {}
         self._expected = 0.0
@@ -68,7 +68,7 @@ class Watchdog:
         with self._lock:
             self._groups[group.guard] = group
             self._changed.set()
-            if self._thread is None:
+            if self._thread is None or not self._thread.is_alive():  # a signal may come before it is started
                 self._thread = threading.Thread(target=self._run, name="mpistrategy watchdog", daemon=True)
                 self._thread.start()
 
@@ -86,7 +86,7 @@ class Watchdog:
             group = self._groups.pop(guard, None)
             thread = None if self._groups else self._thread
             self._changed.set()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(_JOIN_SECONDS)
         if group is not None:
             group.end()
