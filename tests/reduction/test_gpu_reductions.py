@@ -93,6 +93,20 @@ def test_repeated_lists_of_several_dtypes_keep_their_order(strategy: Any, cupy: 
     in_step(strategy, step)
 
 
+@pytest.mark.parametrize("dtype", ["int32", "uint8"])
+def test_a_mean_of_integers_is_not_written_over_them(strategy: Any, cupy: Any, dtype: str) -> None:
+    arrays = [cupy.asarray(values((4,), dtype))]
+
+    def mean(out: Any) -> Any:
+        return in_step(strategy, lambda ctx: ctx.all_reduce("MEAN", arrays, out=out))
+
+    for _ in range(2):
+        assert np.allclose(mean(None)[0].get(), total((4,), dtype, "MEAN"))
+        with pytest.raises(ms.errors.ShapeError):
+            mean(arrays)
+        assert np.array_equal(arrays[0].get(), values((4,), dtype))
+
+
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
 def test_parts_of_a_reduction_stay_in_gpu_memory(strategy: Any, cupy: Any, op: str) -> None:
     host = [values((7, 3), "float32"), values((2, 5), "int32")]

@@ -45,8 +45,9 @@ def plan_on_gpu(
         timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
     """
     layouts = layouts_of(arrays)
-    has_order = op not in (ReduceOp.MIN, ReduceOp.MAX)
-    if not all(dtype.kind in "fiu" or (dtype.kind == "c" and has_order) for dtype, _ in layouts):
+    # A mean of integers has another dtype than they; complex numbers have no order.
+    kinds = "fc" if op is ReduceOp.MEAN else "fiu" if op in (ReduceOp.MIN, ReduceOp.MAX) else "fiuc"
+    if not all(dtype.kind in kinds for dtype, _ in layouts):
         return None
     packs = gpu_packs(layouts, bytes_per_pack, num_packs)
     signature = signature._replace(values=tuple(map(layout_of, arrays)))
