@@ -58,6 +58,8 @@ class NestPlan(CallPlan):
         self._transfer = transfer
         self._signature, self._digest, self._timeout = signature, guard.digest(signature), timeout
         self._only_arrays = kinds == _ARRAYS
+        #: Whether results need not be made arrays of another library.
+        self._only_own = kinds <= _ARRAYS | _NUMBERS
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
@@ -133,7 +135,9 @@ class PlacedPlan(NestPlan):
         results = self._sent(call, arrays, None)
         if not self.is_here:
             return self.leaves.build([Mirrored((), text) for _ in leaves])
-        return self.leaves.build([Mirrored((in_kind(*both),), text) for both in zip(results, leaves, strict=True)])
+        if not self._only_own:
+            results = [*map(in_kind, results, leaves)]
+        return self.leaves.build([Mirrored((result,), text) for result in results])
 
 
 def written(results: Sequence[Array], targets: Sequence[Array], out: Any) -> Any:
