@@ -56,14 +56,15 @@ def open_own(name: str, folder: int | None = None) -> int:
 
     Args:
         name: its path.
-        folder: the descriptor of the open folder that `name` is relative to; None for an ordinary path.
+        folder: the descriptor of the open folder that `name` is relative to, whose owner's files are taken, too; None
+            for an ordinary path.
 
     Raises:
         OSError: when it cannot be opened, is not a regular file, or belongs to another user; `strerror` says which.
     """
     descriptor = open_file(name, folder)
     owner = os.fstat(descriptor)
-    if not is_own(owner):
+    if not is_own(owner, None if folder is None else os.fstat(folder)):
         os.close(descriptor)
         raise PermissionError(errno.EACCES, f"it belongs to {user_in_words(owner.st_uid)}", name)
     return descriptor

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -74,6 +75,12 @@ def device_span(array: DeviceArray) -> tuple[int, int]:
         begin += min(0, (length - 1) * stride)
         end += max(0, (length - 1) * stride)
     return begin, end + array.itemsize
+
+
+def are_apart(arrays: Sequence[DeviceArray]) -> bool:
+    """Return whether no two arrays have memory in common, as far as the addresses between which they lie tell."""
+    spans = sorted(map(device_span, arrays))
+    return all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
 #: NumPy's reductions, as methods of CuPy's arrays.

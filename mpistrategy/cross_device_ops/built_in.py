@@ -14,7 +14,7 @@ import numpy as np
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of, to_host
+from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
 from mpistrategy.mpi.contract.call import Call
@@ -129,6 +129,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
         packs = gpu_packs(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
         targets = None if outs is None else [own_result(*both) for both in zip(arrays, outs, strict=True)]
+        if targets is not None and not are_apart([each for each in targets if each is not None]):
+            targets = None  # what they have in common would be combined twice
         word = path_word(options, self._device_path)
         return GpuRoute(ranks, packs, op, word, options.wire, operation, targets)
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, sum_dtype_of_mean
+from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sorting_memory, sum_of_rows
@@ -124,7 +125,8 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
         """Raise UnsupportedError for a PROD of complex numbers, whose order is not that of their parts."""
         for value in values:
-            if op is ReduceOp.PROD and isinstance(value, np.ndarray) and value.dtype.kind == "c":
+            is_array = isinstance(value, np.ndarray) or is_cupy(value)
+            if op is ReduceOp.PROD and is_array and value.dtype.kind == "c":
                 raise UnsupportedError.at(
                     where,
                     found=f"PROD of {dtype_name(value.dtype)} by OrderedAllReduce",

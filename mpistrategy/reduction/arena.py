@@ -29,7 +29,7 @@ from mpistrategy.errors import (
 )
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.multi_node import reduced_precision
@@ -369,7 +369,7 @@ class ArenaPlan(CallPlan):
         timeout_seconds: float | None,
     ) -> None:
         self._reducer, self._how = reducer, how
-        self._signature, self._digest = signature, reducer.communicator.guard.digest(signature)
+        self._signature, self._digest = signature, digest_of(signature)
         self._timeout = None if timeout_seconds is None else timeouts.limit(timeout_seconds)
 
     def run(self, call: Call, value: Arena[Any], out: Any, weight: Any) -> Any:

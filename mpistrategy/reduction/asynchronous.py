@@ -142,7 +142,7 @@ def _first_call(guard: Guard, name: str | None, make: Callable[[], Any]) -> Any:
 def _check_arena(reducer: Reducer, value: Any, out: Any) -> None:
     """Raise for an arena that cannot be reduced in place."""
     if isinstance(value, Arena):
-        value._check(reducer, _WHERE)
+        value._check(reducer, _WHERE, out)
         if not value._in_place and out is None:
             raise UnsupportedError.at(
                 _WHERE,
@@ -171,7 +171,8 @@ def _started_on_device(
         _check_arena(reducer, value, out)
         op, arena = ReduceOp._parse(reduce_op, _WHERE), value if isinstance(value, Arena) else None
         leaves, structure = nest.flatten_without_none(value if arena is None else arena.values)
-        targets, paths = leaves_like(out, structure, _WHERE), partial(nest.paths_without_none, value)
+        targets = leaves_like(out if arena is None else None, structure, _WHERE)
+        paths = partial(nest.paths_without_none, value)
         build: Callable[[list[Any]], Any] = structure.pack
         if arena is not None:
             check_dtypes(arena._buckets, op, _WHERE)

@@ -17,7 +17,7 @@ from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import Mirrored
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct_targets, in_kind
@@ -56,7 +56,7 @@ class NestPlan(CallPlan):
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
         self._transfer = transfer
-        self._signature, self._digest, self._timeout = signature, guard.digest(signature), timeout
+        self._signature, self._digest, self._timeout = signature, digest_of(signature), timeout
         self._only_arrays = kinds == _ARRAYS
         #: Whether results need not be made arrays of another library.
         self._only_own = kinds <= _ARRAYS | _NUMBERS
@@ -100,7 +100,7 @@ class ArraysPlan:
     def __init__(self, guard: Guard, plan: Plan, signature: Signature, timeout: float | None) -> None:
         self.plan: Plan = plan
         self._guard, self._timeout = guard, timeout
-        self._signature, self._digest = signature, guard.digest(signature)
+        self._signature, self._digest = signature, digest_of(signature)
 
     def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
         """Return the results on every rank; inside `call`."""
@@ -115,7 +115,7 @@ class ArraysPlan:
         last = self._signature
         if (call.name, call.structure, call.where, call.place) != (last.name, last.structure, last.call, last.place):
             self._signature = last._replace(name=call.name, structure=call.structure, call=call.where, place=call.place)
-            self._digest = self._guard.digest(self._signature)
+            self._digest = digest_of(self._signature)
         call.agree_on(self._signature, self._digest, sparingly=True)
 
 

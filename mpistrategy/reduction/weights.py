@@ -13,7 +13,7 @@ from mpistrategy.arrays.dtypes import Array, mean_dtype, wire_dtype
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import divide, rounded
@@ -162,7 +162,7 @@ class WeightedPlan(NestPlan):
         super().__init__(otherwise, communicator.guard, leaves, transfer, signature, kinds=kinds, timeout=timeout)
         self._weights = NumbersOfRanks(communicator, 1)
         self._first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
-        self._first_digest = communicator.guard.digest(self._first)
+        self._first_digest = digest_of(self._first)
 
     def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
         call.structure = self._signature.structure

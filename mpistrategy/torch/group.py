@@ -11,7 +11,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -170,7 +169,7 @@ class Group:
             found = self._moved(call, side_by_side, 0, elements, (op, t.values_of(tensors)))
             return [functools.reduce(bits, each.chunk(self._ranks)) for each in found]
         if device is not None:
-            call.structure = " ".join([op, *map(str, words.values())])
+            call.structure = " ".join(map(str, alike.values()))
             with t.on_stream(device):
                 results = Reducer(self.communicator, MpiAllReduce(), CommunicationOptions()).all_reduce_leaves(
                     call, by, elements, lambda: [""] * len(elements)
@@ -224,7 +223,7 @@ class Group:
 
         The parts of a list may be those of one of the `wholes`.
         """
-        for output, parts, whole in zip_longest(outputs, inputs, wholes):
+        for output, parts, whole in list(zip(outputs, inputs, wholes or [None] * len(outputs), strict=True)):
             with self._call("reduce_scatter", self._site()) as call:
                 targets = t.checked([output], call.where, is_written=True)
                 given = t.checked(parts, call.where, count=self._ranks, dtype=output.dtype)
@@ -269,7 +268,7 @@ class Group:
 
         The tensors of a list may be the parts of one of the `wholes`.
         """
-        for given, written, whole in zip_longest(inputs, outputs, wholes):
+        for given, written, whole in list(zip(inputs, outputs, wholes or [None] * len(outputs), strict=True)):
             with self._call("all_gather") as call:
                 (mine,) = t.checked([given], call.where)
                 targets = t.checked(written, call.where, count=self._ranks, dtype=mine.dtype, is_written=True)

@@ -107,6 +107,13 @@ def test_a_mean_of_integers_is_not_written_over_them(strategy: Any, cupy: Any, d
         assert np.array_equal(arrays[0].get(), values((4,), dtype))
 
 
+def test_what_two_arrays_have_in_common_is_summed_once(strategy: Any, cupy: Any) -> None:
+    memory = cupy.asarray(np.ones(2_200_000))
+    arrays = [memory[:1_200_000], memory[1_000_000:]]  # large ones are summed where they are
+    in_step(strategy, lambda ctx: ctx.all_reduce("SUM", arrays, out=arrays))
+    assert np.array_equal(memory.get(), np.full(2_200_000, SIZE))
+
+
 @pytest.mark.parametrize("op", ["SUM", "MEAN", "MAX"])
 def test_parts_of_a_reduction_stay_in_gpu_memory(strategy: Any, cupy: Any, op: str) -> None:
     host = [values((7, 3), "float32"), values((2, 5), "int32")]

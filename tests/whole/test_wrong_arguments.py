@@ -161,7 +161,7 @@ def test_a_device_string_is_told_by_its_argument(make: Callable[[], Any], told: 
 def test_words_are_taken_in_any_letter_case(monkeypatch: pytest.MonkeyPatch) -> None:
     ms.telemetry.RankFilter(ranks="ALL", level="info", others="Error")
     assert plans.parse("RANK=0, At=AllReduce#7, do=Kill", "here") == plans.parse(
-        "rank=0,at=allreduce#7,do=kill", "here"
+        "rank=0, at=allreduce#7, do=kill", "here"
     )
     monkeypatch.setenv("MPISTRATEGY_PROGRESS", "OFF")
     assert list(ms.telemetry.progress(range(2))) == [0, 1]

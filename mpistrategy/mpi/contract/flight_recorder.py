@@ -61,16 +61,13 @@ class FlightRecord:
         self.show_in(np.zeros(1, np.int64), np.zeros(LENGTH))
 
     def show_in(self, newest: Array, times: Array) -> None:
-        """Keep `newest` and `times` in this memory from now on."""
+        """Keep `newest` and `times` in this memory, which is zero, from the first entry on."""
         self.newest: memoryview = newest.data
         self.times: memoryview[float] = times.data.cast("B").cast("d")
-        for entry in self.entries:
-            self.times[entry.number % LENGTH] = entry.entered
-        self.newest[0] = self.number
 
-    def last(self, back: int = 0) -> CurrentCall | None:
-        """Return the last entry, or the one `back` before it; for any thread."""
-        return self.entries[-1 - back] if len(self.entries) > back else None
+    def last(self) -> CurrentCall | None:
+        """Return the last entry; for any thread."""
+        return self.entries[-1] if self.entries else None
 
 
 def in_words(call: CurrentCall, *, with_place: bool = True) -> str:

@@ -184,10 +184,6 @@ class Guard:
         """Return the call site of the call that this rank is in."""
         return self.site or call_site()
 
-    def digest(self, signature: Signature) -> int:
-        """Return the digest of a signature."""
-        return digest_of(signature)
-
     def check_as(self, level: str) -> None:
         """Compare all calls, or only those that need a barrier where that costs a message.
 

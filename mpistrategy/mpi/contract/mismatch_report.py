@@ -156,7 +156,10 @@ def _first_difference(texts: Sequence[str]) -> int:
 
 
 def _cut(text: str, start: int) -> str:
-    """Return a long text cut to a part around its first difference."""
+    """Return a long text cut to a part around its first difference; of a list, from that entry on."""
     begin = max(0, start - _SHOWN // 4) if len(text) > _SHOWN else 0
+    before = text.rfind("; ", 0, start)
+    entry = 0 if before < 0 else before + len("; ")
+    begin = entry if begin and start - entry < 3 * _SHOWN // 4 else begin
     end = begin + _SHOWN
     return f"{'...' if begin else ''}{text[begin:end]}{'...' if end < len(text) else ''}"

@@ -147,7 +147,7 @@ def disarm() -> None:
 
 
 def _own_value(public: PublicCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return this rank's `value` of a call in the form of a result; None for a call without one."""
+    """Return this rank's `value` of a call in the form of a result; None for a call without an argument `value`."""
     import inspect  # here, to keep `import mpistrategy` quick
 
     value: Any = inspect.signature(public.function).bind(*args, **kwargs).arguments.get("value")

@@ -77,9 +77,9 @@ def _import_in_time(where: str, claim: Claim, seconds: float) -> None:
         f"all {claim.tasks} ranks must come. {_CAUSES}"
     )
     limit = min(seconds + _LATER_SECONDS * (claim.rank > 0), TIMEOUT_MAX)
-    with suppress(RuntimeError):  # no thread can be started
-        faulthandler.dump_traceback_later(limit, exit=True, file=2)
     try:
+        with suppress(RuntimeError):  # no thread can be started
+            faulthandler.dump_traceback_later(limit, exit=True, file=2)
         FunctionType(_import.__code__.replace(co_filename=words), globals())()
     finally:
         faulthandler.cancel_dump_traceback_later()

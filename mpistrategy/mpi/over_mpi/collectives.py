@@ -281,9 +281,9 @@ class Collectives(Communicator):
 
         Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
         """
-        self._meet()
         ours, theirs = (np.split(array, np.cumsum(each)[:-1]) for array, each in ((sent, counts), (received, taken)))
         ranks = (*range(self.rank, self.size), *range(self.rank))  # not all to rank 0 first
+        self._meet()
         self._exchange([(rank, ours[rank]) for rank in ranks], [*enumerate(theirs)])
 
     def begin_to_send(self, block: Array, rank: int, tag: int) -> Message:

@@ -4,8 +4,8 @@ It uses a duplicate of the strategy's communicator, with a guard of its own, and
 were started.  It sleeps between two looks at its messages, to leave the core to the program.  While the program itself
 waits for a job the naps are short: on two nodes at 1 Gbit/s, long ones would leave the network idle in between.
 
-At the end of the program `mpistrategy.mpi.job.abort` says goodbye on the channels of all guards: on the engine's only
-when it has no more jobs.  A job that some rank never started ends then with an error.
+The engine says its own goodbye when it is freed, once it has no more jobs.  A job that some rank never started ends
+then with an error.
 """
 
 from __future__ import annotations

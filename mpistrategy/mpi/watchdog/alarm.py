@@ -67,9 +67,11 @@ def end_for(group: Group, failure: Failure, title: str, end: Callable[[int], obj
 
 
 def _end_job(status: int, end: Callable[[int], object] | None) -> NoReturn:
-    if end is not None:
-        within(_END_SECONDS, lambda: end(status))
-    os._exit(status)
+    try:
+        if end is not None:
+            within(_END_SECONDS, lambda: end(status))
+    finally:
+        os._exit(status)
 
 
 def contain(group: Group, title: str) -> None:
@@ -86,7 +88,8 @@ def contain(group: Group, title: str) -> None:
         # Only the rank that calls the roll hears of other nodes; what another one does not know is not missing.
         knows_all = bool(group.others) or group.nodes == 1
         unknown = _unknown(group, here + group.others) if knows_all else []
-        group.guard.stop_waiting(as_error(here + group.others, unknown))
+        group.told = as_error(here + group.others, unknown)
+        group.guard.stop_waiting(group.told)
 
 
 def _on_this_node(widest: Group, groups: Sequence[Group]) -> list[RankStatus]:
@@ -108,12 +111,12 @@ def _call_the_roll(groups: Sequence[Group], title: str) -> None:
     _put_state(groups, ALARMED)
     if is_first:
         widest.alarm()
-    widest.end()
     guards = [group.guard for group in groups]
     record = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"
     for group in groups:
         group.board.write_record(record)
     _put_state(groups, ANSWERED)
+    widest.end()
     _until(lambda: all(each.state >= ANSWERED for each in widest.board.read()), began + _NODE_SECONDS)
     answered = [local for local, each in enumerate(widest.board.read()) if each.state >= ANSWERED]
     if widest.board.most("state") < CALLED and answered[0] == widest.board.local_rank:

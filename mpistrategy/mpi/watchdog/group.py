@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Sequence
 
+from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, in_words
 from mpistrategy.mpi.contract.guard import Guard
@@ -38,6 +39,8 @@ _OWN_GPU = 2
 #: How long a rank may take to leave a wait by itself, after `PATIENCE_SECONDS`; it cannot leave a call of MPI.
 _LEAVING_SECONDS = 1.5
 _LONGEST_SECONDS_BETWEEN_LOOKS = 2.5
+#: For how long another node may not know that this one is busy for longer than it said.
+_LONGEST_UNTOLD_SECONDS = 60.0
 #: How long a late rank waits until its node has looked.
 _LONGEST_LOOK_SECONDS = 4.0
 
@@ -56,6 +59,8 @@ class Group:
     Attributes:
         ranks: the numbers in the job of all ranks, in the order of the communicator.
         others: what other nodes have said of their ranks after an alarm.
+        told: the error of a late collective, where errors are contained and there was one.
+        has_ended: whether nothing is written any more.
     """
 
     def __init__(
@@ -76,6 +81,8 @@ class Group:
         self.nodes = nodes
         self.directory = directory
         self.others: list[RankStatus] = []
+        self.told: MpiStrategyError | None = None
+        self.has_ended = False
         self._next_look = 0.0
         self._looking: threading.Thread | None = None
         self._is_alarmed = False
@@ -145,6 +152,8 @@ class Group:
             return {}
         words, told = self._words(), {}
         for status, calls in zip(self.board.read(), self.board.calls(), strict=True):
+            if not status.process:
+                continue  # its rank has not introduced itself
             last = max(calls.entered, default=0)
             before = f"its last was {words.get(last, f'#{last}')}" if last else "it has made no collective yet"
             told[status.rank] = f"; it has come to #{last}" if last >= here.number else f"; {before}"
@@ -192,9 +201,9 @@ class Group:
     def look_at_nodes(self, now: float) -> None:
         """As the first rank of a node, when it is time: hear what other nodes say, and tell them what this one does."""
         hangs = self._looking is not None and self._looking.is_alive()
-        if self.nodes == 1 or self.board.local_rank or hangs:
+        if self.nodes == 1 or self.board.local_rank or hangs or self.has_ended:
             return
-        if now >= self._next_look or self._must_tell():
+        if now >= self._next_look or self._must_tell(now):
             self._next_look = now + min(self.limit / 10, _LONGEST_SECONDS_BETWEEN_LOOKS)
             self._looking = begin(lambda: self.hear_and_tell(now))
 
@@ -212,18 +221,25 @@ class Group:
         self.board.put("looked", now)
         self._tell_busy(now)
 
-    def _must_tell(self) -> bool:
-        """Return whether this node is busy for far longer than the other ones know."""
-        return self.board.most("expected") > self._told_until + self.guard.timeout / 10
+    @property
+    def _untold_seconds(self) -> float:
+        return min(self.guard.timeout / 10, _LONGEST_UNTOLD_SECONDS)
+
+    def _must_tell(self, now: float) -> bool:
+        """Return whether this node is going to be busy and the others do not know, or for far longer than they know."""
+        expected = self.board.most("expected")
+        return (not self._busy and expected > now) or expected > self._told_until + self._untold_seconds
 
     def _tell_busy(self, now: float) -> None:
         """Write until when this node is busy, if the others must know; remove what is over."""
         old, expected = self._busy, self.board.most("expected")
-        if self._must_tell():
+        if self.has_ended:
+            return
+        if self._must_tell(now):
             self._busy = f"busy-{self.node}-{math.ceil(time.time() + expected - now)}"
             self._told_until = expected
             self.directory.write(self._busy, "")
-        elif expected < now - self.guard.timeout / 10:
+        elif expected < now - self._untold_seconds:
             self._busy, self._told_until = "", now
         if old not in ("", self._busy):
             self.directory.remove(old)
@@ -254,7 +270,7 @@ class Group:
         told = {rank: text.splitlines() for rank, text in self.board.records(longest).items()}
         now, words = time.monotonic(), self._words()
         for status, calls in zip(self.board.read(), self.board.calls(), strict=True):
-            if status.rank not in told:
+            if status.process and status.rank not in told:
                 lines = [f"{at - now:12.6f} s  {words.get(each, f'#{each}')}" for each, at in calls.entered.items()]
                 told[status.rank] = ["when it entered its last collectives, as the other ranks call them:", *lines]
         return told
@@ -262,10 +278,10 @@ class Group:
     def hear_others(self) -> bool:
         """Read what other nodes have written since the alarm; return whether all ranks are known."""
         for name in {*filter(ERROR.fullmatch, self.directory.names())} - self._read:
-            self._read.add(name)
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 told = json.loads(self.directory.read(name))
                 self.others += statuses_in(told["ranks"]) if told["class"] == TIMEOUT else []
+                self._read.add(name)
         return self.board.count + len(self.others) >= len(self.ranks)
 
     def is_published(self) -> bool:

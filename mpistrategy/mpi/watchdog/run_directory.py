@@ -36,6 +36,7 @@ LEFT = "left.json"
 MOST_BYTES = 2**24
 #: How long a file system may take.
 FILE_SECONDS = 2.0
+_TRIES = 4
 _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 T = TypeVar("T")
@@ -62,21 +63,26 @@ def _number(variable: str) -> str:
     return text if re.fullmatch(r"[0-9]{1,18}", text) else ""
 
 
-def begin(work: Callable[[], object]) -> threading.Thread:
-    """Do something that may never return, in a thread of its own; return that."""
+def begin(work: Callable[[], object]) -> threading.Thread | None:
+    """Do something that may never return, in a thread of its own; return that, or None where none can be started."""
 
     def quietly() -> None:
         with contextlib.suppress(Exception):
             work()
 
     thread = threading.Thread(target=quietly, name="mpistrategy watchdog's file", daemon=True)
-    thread.start()
+    try:
+        thread.start()
+    except RuntimeError:
+        return None
     return thread
 
 
 def within(seconds: float, work: Callable[[], object]) -> None:
     """Do something that may never return; wait at most so many seconds."""
-    begin(work).join(seconds)
+    thread = begin(work)
+    if thread is not None:
+        thread.join(seconds)
 
 
 def in_time(work: Callable[[], T], otherwise: T) -> T:
@@ -84,6 +90,15 @@ def in_time(work: Callable[[], T], otherwise: T) -> T:
     found: list[T] = []
     within(FILE_SECONDS, lambda: found.append(work()))
     return found[0] if found else otherwise
+
+
+def _again(work: Callable[[], object]) -> None:
+    """Do something in the directory, which another node may remove, empty, in the middle of it."""
+    for _ in range(_TRIES - 1):
+        with contextlib.suppress(FileNotFoundError):
+            work()
+            return
+    work()
 
 
 class RunDirectory:
@@ -102,11 +117,14 @@ class RunDirectory:
     def write(self, name: str, text: str) -> bool:
         """Write a file as a whole, or warn once; return whether it is there."""
         temporary = f"{name}.{os.getpid()}.new"
+
+        def put() -> None:
+            with self._made() as folder, own_files.replacing(name, folder, temporary, folder) as file:
+                file.write(encoded(text))
+
         try:
             if self._works:
-                own_files.make_folders(self.path)
-                with self._opened() as folder, own_files.replacing(name, folder, temporary, folder) as file:
-                    file.write(encoded(text))
+                _again(put)
         except OSError as error:
             self._works = False
             if self._title:
@@ -122,6 +140,15 @@ class RunDirectory:
         name = f"error-{rank}.json"
         told = {"class": kind, "text": text, "written_by": rank, **data}
         return os.path.join(self.path, name) if self.write(name, json.dumps(told, indent=1)) else ""
+
+    @contextlib.contextmanager
+    def _made(self) -> Iterator[int]:
+        """Open the directory as `_opened`, and make it where there is none."""
+        own_files.make_folders(self.path)
+        with contextlib.suppress(OSError):  # another node has removed it, and the file system does not say so yet
+            own_files.make_folder(self.path)
+        with self._opened() as folder:
+            yield folder
 
     @contextlib.contextmanager
     def _opened(self) -> Iterator[int]:
@@ -155,10 +182,13 @@ class RunDirectory:
 
     def claim(self, name: str) -> bool:
         """Make an empty file; return False if another rank has made it, True also where none can be made."""
-        try:
-            own_files.make_folders(self.path)
-            with self._opened() as folder:
+
+        def make() -> None:
+            with self._made() as folder:
                 os.close(os.open(name, own_files.NEW, own_files.file_mode(os.fstat(folder)), dir_fd=folder))
+
+        try:
+            _again(make)
         except OSError:
             return name not in self.names()
         return True

@@ -89,6 +89,7 @@ class Watchdog:
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(_JOIN_SECONDS)
         if group is not None:
+            group.has_ended = True
             group.end()
 
     @contextlib.contextmanager
@@ -162,7 +163,11 @@ class Watchdog:
                 alarm.end_for(group, group.failure(), self.title, self._end)
         contained = [group for group in groups if group.guard.contains_errors]
         for group in contained:
-            if not group.guard.is_told_late and (group.is_alarmed() or self._is_late(now, [group])):
+            if group.guard.is_told_late or not (group.is_alarmed() or self._is_late(now, [group])):
+                continue
+            if group.told is not None:  # this rank comes late to the call whose roll was called
+                group.guard.stop_waiting(group.told)
+            else:
                 self._show(groups)
                 alarm.contain(group, self.title)
         ending = [group for group in groups if not group.guard.contains_errors]

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.gpu import DeviceArray, check_device, layout_of
+from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_of
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import layouts_of
@@ -79,14 +79,16 @@ class DevicePlan(CallPlan):
         #: Which arrays travel by themselves: those are reduced where they are, if they are their own result.
         self._lone = {pack.members[0].index for pack in route.packs if len(pack.members) == 1}
         self._gpu, self._timeout = gpu_of(ranks.devices, ranks.rank), timeout
-        self._signature, self._digest = signature, ranks.guard.digest(signature)
+        self._signature, self._digest = signature, digest_of(signature)
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
         leaves = self._leaves.take(value)
         targets: list[DeviceArray | None] | None = None
         if out is not None:
-            if out is not value or len({each.data.ptr for each in leaves}) < len(leaves):
+            in_place = [leaves[index] for index in self._lone]
+            repeats = len({each.data.ptr for each in leaves}) < len(leaves)
+            if out is not value or repeats or not are_apart(in_place):
                 return self._otherwise.run(call, value, out, weight)
             targets = [None] * len(leaves)
             for index in self._lone:

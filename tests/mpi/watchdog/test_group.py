@@ -54,6 +54,14 @@ def test_a_busy_node_excuses_the_others_and_one_rank_of_a_node_looks(
     assert done[1] <= 4.5 * done[0], "in proportion to the nodes"
 
 
+def test_a_node_that_will_be_busy_says_so_at_once(job: Callable[[int, int], PretendedJob]) -> None:
+    """A call of another rank may have a far shorter limit of its own."""
+    ranks = job(2, 1)
+    ranks.busy_until = ranks.now + LIMIT / 20
+    ranks.tick(1)
+    assert ranks.path.exists()
+
+
 def test_a_node_that_is_done_early_is_found_out(job: Callable[[int, int], PretendedJob]) -> None:
     ranks = job(3, 2)
     ranks.busy_until = ranks.now + 50_000

@@ -10,7 +10,8 @@ from pathlib import Path
 import launching
 import pytest
 
-from mpistrategy.mpi.watchdog.run_directory import new_path
+from mpistrategy import own_files
+from mpistrategy.mpi.watchdog.run_directory import RunDirectory, new_path
 
 Launch = Callable[..., launching.Finished]
 
@@ -24,6 +25,25 @@ if strategy.rank == 1:
 strategy.barrier("late")
 """
 WELL = "import mpistrategy as ms\nms.MirroredStrategy().barrier('x')\n"
+
+
+def test_a_directory_that_another_node_removes_in_between_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory, removed = RunDirectory(str(tmp_path / "run")), []
+    mode = own_files.file_mode
+
+    def mode_of_file(folder: os.stat_result) -> int:
+        if not removed:  # it is open already
+            removed.append(os.rmdir(directory.path))
+        return mode(folder)
+
+    monkeypatch.setattr(own_files, "file_mode", mode_of_file)
+    assert directory.write("a", "text")
+    removed.clear()
+    directory.remove("a")
+    assert directory.claim("b")
+    assert directory.names() == ["b"]
 
 
 @pytest.mark.slow

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
 
 from mpistrategy.cli.doctor.checks.finding import BAD, Finding, mebibytes
 from mpistrategy.cli.doctor.facts.facts import Facts
@@ -29,7 +32,7 @@ def refusal(facts: Facts, environment: Mapping[str, str]) -> Finding | None:
     offers_pmix = "PMIX_NAMESPACE" in environment and _CHOSEN not in environment
     ranks = _on_this_node(environment)
     shm = file_system("/dev/shm")
-    lacks_room = shm is not None and shm.free < ranks * _BYTES_PER_RANK
+    lacks_room = shm is not None and shm.free < ranks * _BYTES_PER_RANK and not _has_begun()
     if not (offers_pmix or lacks_room):
         return None
     library, spoken = _library()
@@ -55,6 +58,13 @@ def refusal(facts: Facts, environment: Mapping[str, str]) -> Finding | None:
         "Give a container more: docker run --shm-size=1g, or --ipc=host; or remove what killed jobs have left there. "
         "Until then, with shorter queues: export MPIR_CVAR_CH4_SHM_POSIX_IQUEUE_NUM_CELLS=8",
     )
+
+
+def _has_begun() -> bool:
+    """Return whether MPICH has just made its queues here: those of this job, by a rank that was quicker."""
+    with suppress(OSError):  # one that goes meanwhile is of this job, too, or of a killed one
+        return any(time.time() - each.stat().st_mtime < _SECONDS for each in Path("/dev/shm").glob("mpich_shm_*"))
+    return True
 
 
 def _on_this_node(environment: Mapping[str, str]) -> int:
