@@ -16,7 +16,8 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -57,15 +58,18 @@ def operations(cupy: Any, strategy: Any) -> dict[str, Callable[[Any], Any]]:
     }
 
 
-def torchs(cupy: Any) -> dict[str, float]:
-    """Return the microseconds of torch's calls; nothing without a torch that has the GPU."""
+@contextmanager
+def torchs() -> Iterator[dict[str, Callable[[], Any]]]:
+    """Give torch's calls by operation; none without a torch that has the GPU."""
     try:
         import torch
         import torch.distributed as dist
     except ImportError:
-        return {}
+        yield {}
+        return
     if not torch.cuda.is_available():
-        return {}
+        yield {}
+        return
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("nccl", init_method=f"file://{folder}/store", rank=0, world_size=1)
         small = torch.ones(1024, device="cuda")
@@ -76,30 +80,28 @@ def torchs(cupy: Any) -> dict[str, float]:
             dist.all_reduce(flat)
             return torch._utils._unflatten_dense_tensors(flat, tensors)
 
-        calls = {
+        yield {
             "SUM of 4 KiB": lambda: dist.all_reduce(small.clone()),
             "SUM of 4 KiB, in place": lambda: dist.all_reduce(small),
             "SUM of 161 arrays": lambda: summed(gradients),
             "SUM of 161 arrays, in place": lambda: torch._foreach_copy_(gradients, summed(gradients)),
             "SUM of 1000 arrays": lambda: summed(many),
         }
-        found = {name: microseconds(cupy, call) for name, call in calls.items()}
         dist.destroy_process_group()
-    return found
 
 
-def microseconds(cupy: Any, work: Callable[[], Any]) -> float:
-    """Return the median time of the host for a call; the device is idle when a round begins."""
-    work()
-    times = []
-    for _ in range(ROUNDS):
-        cupy.cuda.runtime.deviceSynchronize()
-        start = _now()
-        for _ in range(CALLS):
-            work()
-        times.append((_now() - start) / CALLS)
+def microseconds(cupy: Any, works: Sequence[Callable[[], Any]]) -> list[float]:
+    """Return the median times of the host for calls, in turns; the device is idle when a round begins."""
+    times: list[list[float]] = [[] for _ in works]
+    for number in range(ROUNDS + 1):  # the first one is not counted
+        for took, work in zip(times, works, strict=True):
+            cupy.cuda.runtime.deviceSynchronize()
+            start = _now()
+            for _ in range(CALLS):
+                work()
+            took += [(_now() - start) / CALLS] if number else []
     cupy.cuda.runtime.deviceSynchronize()
-    return 1e6 * statistics.median(times)
+    return [1e6 * statistics.median(took) for took in times]
 
 
 def python_calls(work: Callable[[], Any]) -> int:
@@ -120,19 +122,23 @@ def python_calls(work: Callable[[], Any]) -> int:
 
 def measured(cupy: Any, strategy: Any) -> dict[str, dict[str, float]]:
     """Return the figures of each operation."""
-    found, peers = {}, torchs(cupy)
-    for name, call in operations(cupy, strategy).items():
+    found = {}
+    with torchs() as peers:
+        for name, call in operations(cupy, strategy).items():
+            peer = [peers[name]] if name in peers else []
 
-        def in_step(call: Callable[[Any], Any] = call) -> tuple[float, int]:
-            work = partial(call, ms.get_replica_context())
-            for _ in range(3):
-                work()
-            return microseconds(cupy, work), python_calls(work)
+            def in_step(
+                call: Callable[[Any], Any] = call, peer: list[Callable[[], Any]] = peer
+            ) -> tuple[list[float], int]:
+                work = partial(call, ms.get_replica_context())
+                for _ in range(3):
+                    work()
+                return microseconds(cupy, [work, *peer]), python_calls(work)
 
-        ours, entered = strategy.run(in_step)
-        found[name] = {"us": round(ours, 1), "python_calls": entered, "most_python_calls": LIMITS[name]}
-        if name in peers:
-            found[name]["torch_us"] = round(peers[name], 1)
+            (ours, *theirs), entered = strategy.run(in_step)
+            found[name] = {"us": round(ours, 1), "python_calls": entered, "most_python_calls": LIMITS[name]}
+            if theirs:
+                found[name]["torch_us"] = round(theirs[0], 1)
     return found
 
 
