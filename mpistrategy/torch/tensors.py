@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -116,17 +117,8 @@ def checked(
 
 def gpu_of(tensors: Sequence[Any]) -> Any:
     """Return the GPU in whose memory all tensors are; None for others, for none, and without CuPy."""
-    places = {each.device if each.is_cuda and _has_cupy() else None for each in tensors}
+    places = {each.device if each.is_cuda and find_spec("cupy") else None for each in tensors}
     return places.pop() if len(places) == 1 else None
-
-
-@cache
-def _has_cupy() -> bool:
-    try:
-        import cupy  # noqa: F401
-    except Exception:  # one for another CUDA, say
-        return False
-    return True
 
 
 def on_stream(device: Any) -> AbstractContextManager[Any]:
