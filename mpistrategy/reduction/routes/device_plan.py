@@ -86,9 +86,9 @@ class DevicePlan(CallPlan):
         leaves = self._leaves.take(value)
         targets: list[DeviceArray | None] | None = None
         if out is not None:
-            in_place = [leaves[index] for index in self._lone]
             repeats = len({each.data.ptr for each in leaves}) < len(leaves)
-            if out is not value or repeats or not are_apart(in_place):
+            meet = len(self._lone) > 1 and not are_apart([leaves[index] for index in self._lone])
+            if out is not value or repeats or meet:
                 return self._otherwise.run(call, value, out, weight)
             targets = [None] * len(leaves)
             for index in self._lone:
