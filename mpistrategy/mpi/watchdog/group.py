@@ -232,9 +232,9 @@ class Group:
 
     def _tell_busy(self, now: float) -> None:
         """Write until when this node is busy, if the others must know; remove what is over."""
-        old, expected = self._busy, self.board.most("expected")
         if self.has_ended:
             return
+        old, expected = self._busy, self.board.most("expected")
         if self._must_tell(now):
             self._busy = f"busy-{self.node}-{math.ceil(time.time() + expected - now)}"
             self._told_until = expected

@@ -144,8 +144,8 @@ class RunDirectory:
     @contextlib.contextmanager
     def _made(self) -> Iterator[int]:
         """Open the directory as `_opened`, and make it where there is none."""
-        own_files.make_folders(self.path)
-        with contextlib.suppress(OSError):  # another node has removed it, and the file system does not say so yet
+        own_files.make_folders(os.path.dirname(self.path))
+        with contextlib.suppress(FileExistsError):  # not looked for before: NFS may show for a while what is gone
             own_files.make_folder(self.path)
         with self._opened() as folder:
             yield folder
