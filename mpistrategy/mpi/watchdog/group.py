@@ -73,7 +73,7 @@ class Group:
         identity: int = 0,
     ) -> None:
         self.identity = identity
-        guard.record.show_in(board.newest, board.times)
+        guard.record.show_in(*board.entries)
         self.guard = guard
         self.board = board
         self.ranks: Sequence[int] = ()
