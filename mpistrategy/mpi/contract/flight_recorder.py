@@ -2,8 +2,8 @@
 
 It is always on, so an entry costs a fraction of a microsecond: it refers to objects, which are put into words only when
 somebody asks.  The numbers and times of the entries lie in memory that the other ranks of the node see: a rank that is
-stopped cannot be asked.  An entry's number is written before and after its time, so that a reader who meets a half-written
-entry finds two numbers, and leaves it out.
+stopped cannot be asked.  An entry's number is written before and after its time, so that a reader who meets an entry
+that is half written finds two numbers, and leaves it out.
 """
 
 from __future__ import annotations

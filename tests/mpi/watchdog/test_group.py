@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pretended import LIMIT, PretendedJob
@@ -87,11 +88,15 @@ def test_a_rank_that_nobody_excuses_is_late(job: Callable[[int, int], PretendedJ
     assert not any(ranks.tick(1))
 
 
-def test_a_late_rank_waits_until_its_node_has_looked(job: Callable[[int, int], PretendedJob]) -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_late_rank_waits_until_its_node_has_looked(job: Callable[[int, int], PretendedJob], on_gpu: bool) -> None:
+    """A GPU may be late in a call that its rank has left long ago."""
     ranks = job(2, 1)
     first, last = ranks.groups
     ranks.tick(1)
-    with Call(first.guard, "a call", anywhere=True):
+    call = Call(first.guard, "a call", anywhere=True)
+    first.guard.gpu_progress = SimpleNamespace(entry=call if on_gpu else None)
+    with nullcontext() if on_gpu else call:
         ranks.busy_until = ranks.now + LIMIT
         ranks.beat()
         last.hear_and_tell(ranks.now)
