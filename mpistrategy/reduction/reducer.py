@@ -14,6 +14,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, host_array, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.gpu import check_device, is_cupy
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
@@ -21,7 +22,6 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
-from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.inputs import (
     arrays_of,
@@ -46,10 +46,7 @@ from mpistrategy.reduction.weights import (
 )
 
 if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import check_device, is_cupy
     from mpistrategy.reduction.algorithm import Algorithm, OnDevice
-else:
-    later(globals(), "mpistrategy.arrays.gpu", "check_device", "is_cupy")
 
 #: So many plans are kept.
 _MOST_PLANS = 1024

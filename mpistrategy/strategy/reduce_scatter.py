@@ -15,11 +15,12 @@ from mpistrategy.arrays.convert import copy_of, is_on_device, like_given, on_dev
 from mpistrategy.arrays.dtypes import Array, mean_dtype
 from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import UnsupportedError
+from mpistrategy.input.distributed import part_of_batch
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
+from mpistrategy.reduction.gather import checked_axis
 from mpistrategy.reduction.plan import Plan, Transfer
 from mpistrategy.reduction.plans import NestPlan, kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
@@ -28,13 +29,8 @@ from mpistrategy.reduction.routes.base import CallPlan, Targets
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from mpistrategy.input.distributed import part_of_batch
-    from mpistrategy.reduction.gather import checked_axis
     from mpistrategy.strategy.overloads import Floats, Integers, Named, S, T
     from mpistrategy.variables.variable import Variable
-else:
-    later(globals(), "mpistrategy.input.distributed", "part_of_batch")
-    later(globals(), "mpistrategy.reduction.gather", "checked_axis")
 
 
 _WHERE = "ReplicaContext.reduce_scatter"
