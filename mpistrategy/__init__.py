@@ -14,6 +14,7 @@ from mpistrategy import errors
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, ValueContext
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.cross_device_ops.built_in import MpiAllReduce
+from mpistrategy.mpi.contract.public_calls import set_importer as _set_importer
 from mpistrategy.objects.shown import show_as as _show_as
 from mpistrategy.options import (
     CommunicationImplementation,
@@ -135,6 +136,12 @@ class _Later(_ModuleType):
         return getattr(__getattr__(self.__name__.rpartition(".")[2]), name)
 
 
+def _import_all() -> None:
+    """Import all public modules; plans of faults name collectives of all of them."""
+    for name in __all__:
+        getattr(_sys.modules[__name__], name)
+
+
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
@@ -196,6 +203,7 @@ __all__ = [
     "testing",
 ]
 
+_set_importer(_import_all)
 _show_as(__name__, *(globals()[_name] for _name in __all__ if _name in globals()))
 for _name in _MODULES.keys() - {"telemetry", "testing"}:  # which are files under these names
     _sys.modules[f"{__name__}.{_name}"] = _Later(f"{__name__}.{_name}")
