@@ -234,7 +234,7 @@ class ReplicaContext(NotPickled):
     def all_reduce_async(
         self, reduce_op: Op, value: T, options: Hints = None, **more: Unpack[WithOut]
     ) -> AllReduceHandle[T]: ...
-    @collective("allreduce_async", outside="strategy.reduce", may_skip_check=True)
+    @collective("allreduce_async", outside="strategy.reduce")
     def all_reduce_async(
         self,
         reduce_op: Any,
@@ -287,7 +287,7 @@ class ReplicaContext(NotPickled):
     def all_gather(self, value: Variable, axis: int, options: Hints = None, **more: Unpack[Named]) -> NDArray[Any]: ...
     @overload
     def all_gather(self, value: T, axis: int, options: Hints = None, **more: Unpack[Named]) -> T: ...
-    @collective("gather", outside="strategy.gather", may_skip_check=True)
+    @collective("gather", outside="strategy.gather")
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None, *, name: str | None = None
     ) -> Any:

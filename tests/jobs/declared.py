@@ -41,6 +41,21 @@ def arguments(method: str, **chosen: Any) -> dict[str, Any]:
     return given | {name: value for name, value in chosen.items() if name in known}
 
 
+def in_words(method: str, **words: str) -> str:
+    """Return the arguments of a collective as source text; those of `words` are texts."""
+    given = arguments(method)
+    return ", ".join(f"{name}={words.get(name, repr(value))}" for name, value in given.items())
+
+
+def takes(method: str, **chosen: Any) -> bool:
+    """Return whether a collective takes such arguments: one replica tries them."""
+    try:
+        ms.OneDeviceStrategy().run(lambda: called(method, **chosen))
+    except ms.errors.MpiStrategyError:
+        return False
+    return True
+
+
 def called(method: str, on: ms.ReplicaContext | None = None, **chosen: Any) -> Any:
     """Call a collective of a context, of that of the step where none is given; return its result, waited for."""
     result = getattr(on or context(), method)(**arguments(method, **chosen))

@@ -75,7 +75,7 @@ def test_a_collective_that_is_not_declared_with_what_to_call_there_is_refused(
 ) -> None:
     monkeypatch.setitem(declared, "ReplicaContext.all_gather", IN_STEPS["all_gather"]._replace(outside=""))
     for _ in range(2):
-        with pytest.raises(ContextError, match="ReplicaContext.all_gather: found a call outside every step"):
+        with pytest.raises(ContextError, match=r"ReplicaContext\.all_gather: found a call outside every step"):
             called("all_gather")
         monkeypatch.delitem(declared, "ReplicaContext.all_gather", raising=False)
 

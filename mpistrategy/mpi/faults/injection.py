@@ -1,6 +1,6 @@
 """Planned faults: a plan makes some public collective go wrong on one rank.
 
-Without a plan nothing of this runs.  `arm` hooks the methods that `mpistrategy.mpi.contract.public_calls` knows, on this
+Without a plan nothing of this runs.  `arm` hooks the methods that `mpistrategy.mpi.contract.public_calls` knows on this
 rank only.  The messages stay the same, so each rank may have a plan of its own.
 
 A plan counts the program's own calls from the first strategy on, over all strategies of this process; calls inside a
