@@ -73,7 +73,8 @@ def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float, ou
     meeting = dtype if float(scale.real) == factor else np.result_type(dtype, np.float64)
     if type(array) is np.ndarray:  # rounded as it is written: no array of the wide dtype is made
         room = np.empty(array.shape, dtype) if out is None else out
-        return np.multiply(array, meeting.type(factor), out=room, dtype=meeting)
+        np.multiply(array, meeting.type(factor), out=room, dtype=meeting)
+        return room
     products: Array = np.multiply(array, meeting.type(factor), dtype=meeting)
     return products.astype(dtype, copy=False)
 
