@@ -54,7 +54,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.communicator",
     "mpistrategy.mpi.contract.mpi_channel",
     "mpistrategy.mpi.over_mpi.operations",
-    "mpistrategy.mpi.over_mpi.collectives",
+    "mpistrategy.mpi.over_mpi.messages",
     "mpistrategy.mpi.over_mpi.gathering",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.start",
