@@ -21,7 +21,7 @@ from gpu_budgets import PATHS, over
 from mpistrategy.optimizers import SGD, Adam, Optimizer
 
 import mpistrategy as ms
-from mpistrategy.cli.bench.cases import shapes
+from mpistrategy.cli.bench import shapes
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH
 
