@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +14,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, host_array, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, mean_dtype
+from mpistrategy.arrays.gpu import check_device, is_cupy
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
@@ -21,8 +22,8 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
-from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.reduction.algorithm import Algorithm, OnDevice
 from mpistrategy.reduction.inputs import (
     arrays_of,
     as_given,
@@ -37,6 +38,8 @@ from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
 from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer
 from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
+from mpistrategy.reduction.routes.device_plan import plan_on_gpu
+from mpistrategy.reduction.routes.gpu_copy import move
 from mpistrategy.reduction.weights import (
     WEIGHTED,
     WeightedMeans,
@@ -47,12 +50,6 @@ from mpistrategy.reduction.weights import (
     product,
     sums_of,
 )
-
-if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import check_device, is_cupy
-    from mpistrategy.reduction.algorithm import Algorithm, OnDevice
-else:
-    later(globals(), "mpistrategy.arrays.gpu", "check_device", "is_cupy")
 
 #: So many plans are kept.
 _MOST_PLANS = 1024
@@ -161,8 +158,6 @@ class AllReduce(General):
             and destination is None
             and [(kind.__module__, kind.__name__) for kind in kinds] == [("cupy", "ndarray")]
         ):
-            from mpistrategy.reduction.routes.device_plan import plan_on_gpu  # here, for the quick import
-
             word = algorithm._gpu_word(ranks, options)
             if word is None:
                 return None
@@ -513,7 +508,5 @@ def _write(results: Sequence[Any], targets: Sequence[Any]) -> None:
         else:
             target[...] = host_array(result)
     if on_device:
-        from mpistrategy.reduction.routes.gpu_copy import move  # here, for the quick import
-
         with on_device[0][0].device:
             move([result for result, _ in on_device], [target for _, target in on_device])
