@@ -17,7 +17,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.gpu.communication_stream import communication_stream
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
-from mpistrategy.mpi.over_mpi.progress import AtOnce, engine_of
+from mpistrategy.mpi.over_mpi.engine import AtOnce, engine_of
 from mpistrategy.options import CommunicationOptions, path_word
 from mpistrategy.reduction.algorithm import OnDevice
 from mpistrategy.reduction.reducer import Reducer
