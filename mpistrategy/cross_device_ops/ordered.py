@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -26,7 +26,9 @@ from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout, hybrid
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
-from mpistrategy.reduction.routes.gpu import GpuOperation
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.routes.gpu import GpuOperation
 
 #: About so much of a buffer is exchanged at a time where the ranks do not share memory.  As much is needed besides;
 #: three times as much for a last piece that cannot be cut into equal shares.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -21,7 +21,9 @@ from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import Plan
 from mpistrategy.reduction.routes.base import Description, Route, Targets, copies_of
 from mpistrategy.reduction.routes.communicator import described
-from mpistrategy.reduction.routes.gpu import GpuOperation, on_one_rank
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.routes.gpu import GpuOperation
 
 
 class ReductionToOneDevice(PackedCrossDeviceOps):
@@ -79,6 +81,8 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None for an accumulation function: on the host."""
+        from mpistrategy.reduction.routes.gpu import on_one_rank  # here: on CPUs nothing reads it
+
         if self.accumulation_fn is not None:
             return None
         return on_one_rank(self._root(communicator, destination), destination)

@@ -44,7 +44,6 @@ from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
 from mpistrategy.reduction.layout.packing import Layout, Member, Pack
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.base import CallPlan, Description, Route
-from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
 from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas, joined, typed
 
 T = TypeVar("T")
@@ -281,6 +280,8 @@ class Arena(ArenaBase, Generic[T]):
                 ranks, into_result = self._communicator, not in_place
                 self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=into_result, wire=wire)
             return self._routes[key]
+        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here: on CPUs nothing reads it
+
         packs = gpu_packs(packing.layouts_of(self._mine), 1, 0)  # each by itself
         targets = self._mine if in_place else [bucket.result for bucket in self._buckets]
         return GpuRoute(self._communicator, packs, op, path, wire, targets=targets)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -25,10 +25,11 @@ from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
-from mpistrategy.reduction.asynchronous_gpu import Begun, known_path
-from mpistrategy.reduction.asynchronous_gpu import engine as engine_for_gpus
 from mpistrategy.reduction.inputs import leaves_like
 from mpistrategy.reduction.reducer import AllReduce, Reducer
+
+if TYPE_CHECKING:
+    from mpistrategy.reduction.asynchronous_gpu import Begun
 
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
@@ -160,6 +161,9 @@ def _started_on_device(
     agree: Callable[[Callable[[], Any]], Any],
 ) -> AllReduceHandle[Any] | None:
     """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
+    from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here: on CPUs nothing reads it
+    from mpistrategy.reduction.asynchronous_gpu import engine as engine_for_gpus
+
     communicator, site = reducer.communicator, call_site()
     begun: Begun | None = None
     try:

@@ -38,8 +38,6 @@ from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
 from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer
 from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
-from mpistrategy.reduction.routes.device_plan import plan_on_gpu
-from mpistrategy.reduction.routes.gpu_copy import move
 from mpistrategy.reduction.weights import (
     WEIGHTED,
     WeightedMeans,
@@ -179,6 +177,8 @@ class AllReduce(General):
             and destination is None
             and [(kind.__module__, kind.__name__) for kind in kinds] == [("cupy", "ndarray")]
         ):
+            from mpistrategy.reduction.routes.device_plan import plan_on_gpu  # here: on CPUs nothing reads it
+
             word = algorithm._gpu_word(ranks, options)
             if word is None:
                 return None
@@ -529,5 +529,7 @@ def _write(results: Sequence[Any], targets: Sequence[Any]) -> None:
         else:
             target[...] = host_array(result)
     if on_device:
+        from mpistrategy.reduction.routes.gpu_copy import move  # here: on CPUs nothing reads it
+
         with on_device[0][0].device:
             move([result for result, _ in on_device], [target for _, target in on_device])

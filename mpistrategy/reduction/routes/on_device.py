@@ -20,7 +20,6 @@ from mpistrategy.mpi.gpu.transports.setup import any_path, make_room_on_known
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.shared_memory.segments import aligned
-from mpistrategy.reduction.routes.gpu_copy import move
 
 _WHAT = "arrays in GPU memory"
 #: So much of an array on the host is sent to the GPUs at a time.
@@ -40,6 +39,8 @@ def prepare(communicator: Communicator, arrays: Sequence[DeviceArray], where: st
 
 def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray]]:
     """Return memory that every path takes, as bytes, with copies of the arrays; and the copies.  One kernel."""
+    from mpistrategy.reduction.routes.gpu_copy import move  # here: on CPUs nothing reads it
+
     cupy: Any = cupy_for(_WHAT)
     with arrays[0].device:
         starts = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
