@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mpistrategy.mpi.contract.call_sites import warn
@@ -267,9 +268,7 @@ def engine_of(communicator: Any, agree: Callable[[Callable[[], Any]], Any], *, w
         threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
         return Engine(communicator) if threads else AtOnce(communicator)
 
-    def make() -> Any:
-        is_alone = not has_nodes and not (waits_for_gpu and communicator.size > 1)
-        return AtOnce(communicator) if is_alone else agree(together)
-
+    is_alone = not has_nodes and not (waits_for_gpu and communicator.size > 1)
+    make = partial(AtOnce, communicator) if is_alone else partial(agree, together)
     made: AtOnce = communicator.once(AtOnce if has_nodes or not waits_for_gpu else Engine, make)
     return made
