@@ -14,6 +14,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, host_array, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.gpu import check_device, is_cupy
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
@@ -21,7 +22,6 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
-from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.inputs import (
     arrays_of,
@@ -46,10 +46,7 @@ from mpistrategy.reduction.weights import (
 )
 
 if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import check_device, is_cupy
     from mpistrategy.reduction.algorithm import Algorithm, OnDevice
-else:
-    later(globals(), "mpistrategy.arrays.gpu", "check_device", "is_cupy")
 
 #: So many plans are kept.
 _MOST_PLANS = 1024
@@ -92,6 +89,27 @@ class General(CallPlan):
             MpiStrategyError: for bad input.
         """
         return None
+
+
+class EachArray(General):
+    """A collective that does the same with each array of a nest; a subclass says what, in `made`."""
+
+    #: Whether a nest without arrays is refused; one of None is not.
+    needs_arrays: bool = False
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return a nest of the results; see `CallPlan.run`."""
+        leaves, structure = nest.flatten_without_none(value)
+        call.structure = structure.text
+        if self.needs_arrays and not (leaves or structure.num_none or self.reducer.is_alone):
+            raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
+        call.wait_as(self.chosen.timeout_seconds)
+        results = self.made(call, [contribution(leaf) for leaf in leaves])
+        return structure.pack([*map(as_given, results, leaves)])
+
+    def made(self, call: Call, mine: Sequence[Any]) -> list[Any]:
+        """Return the result of each of this rank's arrays: check them, and let a `Transfer` do the rest."""
+        raise NotImplementedError
 
 
 class AllReduce(General):

@@ -1,6 +1,6 @@
 """Planned faults: a plan makes some public collective go wrong on one rank.
 
-Without a plan nothing of this runs.  `arm` hooks the marked methods of `mpistrategy.mpi.contract.public_calls` on this
+Without a plan nothing of this runs.  `arm` hooks the methods that `mpistrategy.mpi.contract.public_calls` knows on this
 rank only.  The messages stay the same, so each rank may have a plan of its own.
 
 A plan counts the program's own calls from the first strategy on, over all strategies of this process; calls inside a
@@ -37,7 +37,7 @@ class _Inside(threading.local):
     depth = 0
 
 
-#: How many marked calls this thread is in; calls inside them are not counted.
+#: How many declared calls this thread is in; calls inside them are not counted.
 inside: _Inside = _Inside()
 
 
@@ -128,7 +128,7 @@ def arm(rank: int, size: int) -> None:
 
 
 def disarm() -> None:
-    """Let the marked methods be as they were written."""
+    """Let the declared methods be as they were written."""
     global _armed
     if _armed is not None:
         atexit.unregister(_armed.tell_what_is_left)

@@ -76,7 +76,7 @@ MALFORMED = {
     "rank=2, at=allreduce#17, do=kill;": "rank=, at= and do=",
     "rank=2, at=allreduce#17, do=kill, do=stop": "rank=, at= and do=, once each",
     "rank=2, at=allreduce#17, do=explode": "kill, stop, raise, delay:0.5s",
-    "rank=2, at=all_reduce#17, do=kill": "allreduce, allreduce_async, wait, reduce, gather",
+    "rank=2, at=all_reduce#17, do=kill": "allreduce, allreduce_async, barrier, broadcast",
     "rank=2, at=allreduce, do=kill": "from 1 on",
     "rank=2, at=allreduce#0, do=kill": "from 1 on",
     "rank=2, at=allreduce#x, do=kill": "from 1 on",
