@@ -60,9 +60,11 @@ class Watchdog:
 
     def add(self, group: Group) -> None:
         """Watch over one more communicator."""
+        now, limit = time.monotonic(), group.limit
+        begun = RankStatus(self.rank, self.pid, stack_signal, now, 0.0, limit, "has just begun")
         group.board.introduce(group.identity, len(group.ranks))
         group.board.put("expected", self._expected)
-        self._show([group])  # a rank that is stopped before the thread looks is known as well
+        group.board.write(begun)  # a rank that is stopped before the thread looks is known as well
         with self._lock:
             self._groups[group.guard] = group
             self._changed.set()
