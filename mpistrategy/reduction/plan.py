@@ -48,6 +48,12 @@ class Transfer(ABC):
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the results, after that."""
 
+    def carried_out(self, arrays: Sequence[Array], agree: Callable[[], object], targets: Targets = None) -> list[Array]:
+        """Take memory, let the ranks agree on the call, and return the results."""
+        memory = self.bring(arrays, targets)
+        agree()
+        return self.run(arrays, memory)
+
 
 class Plan(Transfer):
     """The reduction of arrays of certain layouts by one route.
@@ -129,9 +135,7 @@ def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *
     """
     is_large = in_place and sum([each.nbytes for each in arrays]) >= plan.least_in_place
     into = [each if each.flags.c_contiguous else None for each in arrays] if is_large else None
-    memory = plan.bring(arrays, into)
-    agree()
-    totals = plan.run(arrays, memory)
+    totals = plan.carried_out(arrays, agree, into)
     for array, total in zip(arrays, totals, strict=True) if in_place else ():
         array[...] = total  # nothing to do where it is the array
     return totals

@@ -84,7 +84,7 @@ class MpiCommunicator(Collectives):
         self._peers = NodePeers(self._inside, self.allgather_text)
         self.local_size: int = self._peers.local_size
         leader = int(self._peers.text_of_leader(str(self.rank)))
-        me = Introduction.of_this_rank(self.rank, self.size, leader, self.local_size, sorted(cores()))
+        me = Introduction.of_this_rank(self.rank, leader, sorted(cores()))
         ranks = introductions(self.allgather_text(me.text()))
         numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
         self._place([numbers[each.leader] for each in ranks])
@@ -106,7 +106,7 @@ class MpiCommunicator(Collectives):
                 warn(_UNEQUAL.format(self.library), FallbackWarning)
         self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
         self._is_free = False
-        world.close_at_finalize(self.guard)
+        world.close_at_finalize()
         world.watch(self.guard, self.free)
         if self.size > 1:
             world.watch_waiting(self._comm, self.guard, memory, self.node_of, ranks[0].directory)
@@ -215,7 +215,7 @@ class MpiCommunicator(Collectives):
         if self._is_free:
             return
         self._is_free = True
-        if self.guard.closed:
+        if self.guard.closed or MPI.Is_finalized():
             # In a forked child it all belongs to the parent; after a failure messages may be under way.
             if not self.guard.is_untold:  # else the others hear of it when the program ends
                 abort.forget(self.guard)
