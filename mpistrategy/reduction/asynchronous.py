@@ -19,7 +19,7 @@ from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
+from mpistrategy.mpi.over_mpi.engine import AtOnce, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace
 from mpistrategy.options import CommunicationOptions, ReduceOp

@@ -176,7 +176,7 @@ from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.arrays.devices import Device
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
-from mpistrategy.mpi.over_mpi.progress import AtOnce
+from mpistrategy.mpi.over_mpi.engine import AtOnce
 
 what, rank = sys.argv[1], MPI.COMM_WORLD.rank
 
