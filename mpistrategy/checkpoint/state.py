@@ -20,6 +20,7 @@ import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array
+from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import library_of
 from mpistrategy.checkpoint.storage.files import checksum_of
@@ -31,7 +32,6 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import Created
 from mpistrategy.objects.text import encoded
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.variables.mirrored_check import digest
 from mpistrategy.variables.variable import Variable
 
 _DEEPEST = 100
