@@ -27,12 +27,13 @@ class Verdict(NamedTuple):
         return self.kind == expected or (expected == BY_DESIGN and self.kind in (RIGHT, SILENT, RAISES))
 
 
-def judge(name: str, ranks: int, odd: int, rounds: int, folder: Path) -> Verdict:
-    """Run the job of one mistake."""
+def judge(name: str, ranks: int, odd: int, rounds: int, folder: Path, nodes: int = 1) -> Verdict:
+    """Run the job of one mistake; MPICH pretends that its ranks are on so many nodes."""
     environment = {
         "PYTHONPATH": os.pathsep.join(launching.HELPERS),
         "MPISTRATEGY_TIMEOUT_SECONDS": str(TIMEOUT),
         "MPISTRATEGY_RUN_DIR": str(folder),
+        "MPIR_CVAR_NUM_CLIQUES": str(nodes),
     }
     arguments = ["-m", "mistakes.matrix", name, str(odd), str(rounds), str(folder)]
     try:
