@@ -219,6 +219,8 @@ class Engine(AtOnce):
         A signal's handler may raise between any two lines.  Whether the other ranks have a job more is not known then:
         the strategy takes no more calls.
         """
+        if self._program.closed:  # in a forked child, say, which has no such thread
+            raise self._program.refusal("ReplicaContext.all_reduce_async")
         try:
             self.worker.submit(job)
             self.submitted += 1
