@@ -161,7 +161,7 @@ class Gather(EachArray):
             *("gather", f"axis {axes}", where.text, compared, "", "", call.name, call.where, call.place)
         )
         transfer, kinds = Gathering(ranks, layouts_of(arrays), axes, on_host=True), {*map(type, arrays)}
-        return NestPlan(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=self.timeout)
+        return NestPlan(self, where, transfer, signature, kinds=kinds, timeout=self.timeout)
 
 
 def _checked(value: Any, where: str) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -14,22 +14,15 @@ from mpistrategy.arrays.convert import copy_of, is_on_device, like_given, on_dev
 from mpistrategy.arrays.dtypes import Array, mean_dtype
 from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import UnsupportedError
+from mpistrategy.input.distributed import part_of_batch
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.gather import checked_axis
 from mpistrategy.reduction.plan import Plan, Transfer
 from mpistrategy.reduction.plans import NestPlan, kind_of
 from mpistrategy.reduction.reducer import AllReduce
 from mpistrategy.reduction.routes.base import CallPlan, Targets
-
-if TYPE_CHECKING:
-    from mpistrategy.input.distributed import part_of_batch
-    from mpistrategy.reduction.gather import checked_axis
-else:
-    later(globals(), "mpistrategy.input.distributed", "part_of_batch")
-    later(globals(), "mpistrategy.reduction.gather", "checked_axis")
-
 
 _WHERE = "ReplicaContext.reduce_scatter"
 

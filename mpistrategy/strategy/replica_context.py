@@ -24,28 +24,22 @@ from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
-from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Mean, Op
+from mpistrategy.reduction.asynchronous import start_all_reduce
+from mpistrategy.reduction.gather import Gather
 from mpistrategy.reduction.inputs import unpacked
 from mpistrategy.reduction.reducer import AllReduce, Reducer
+from mpistrategy.strategy.outside_steps import warn_outside_steps
+from mpistrategy.strategy.reduce_scatter import Scattered
+from mpistrategy.strategy.scan import Scan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mpistrategy.reduction.arena import Arena
-    from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
-    from mpistrategy.reduction.gather import Gather
-    from mpistrategy.strategy.outside_steps import warn_outside_steps
+    from mpistrategy.reduction.asynchronous import AllReduceHandle
     from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
-    from mpistrategy.strategy.reduce_scatter import Scattered
-    from mpistrategy.strategy.scan import Scan
     from mpistrategy.variables.variable import Variable
-else:
-    later(globals(), "mpistrategy.reduction.asynchronous", "start_all_reduce")
-    later(globals(), "mpistrategy.reduction.gather", "Gather")
-    later(globals(), "mpistrategy.strategy.outside_steps", "warn_outside_steps")
-    later(globals(), "mpistrategy.strategy.reduce_scatter", "Scattered")
-    later(globals(), "mpistrategy.strategy.scan", "Scan")
 
 Hints: TypeAlias = CommunicationOptions | None
 

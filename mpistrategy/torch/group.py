@@ -21,9 +21,9 @@ from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
 from mpistrategy.mpi.over_mpi.background import Background, Submitted
-from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.over_mpi.exchange import exchange
+from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.reduction.broadcast import broadcast as that_of_root
 from mpistrategy.reduction.gather import gather as side_by_side
@@ -124,9 +124,9 @@ class Group:
         if not goes_on:
             all_reduce()
             return done(list(tensors))
-        submitted = self._background.submit(all_reduce)
-        work = Transfer(self, submitted)
-        submitted.future.add_done_callback(lambda _: work.future.set_result(list(tensors)))
+        future: Any = torch.futures.Future()
+        work = Transfer(self, self._background.call(all_reduce, functools.partial(future.set_result, list(tensors))))
+        work.future = future
         if torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
         return work

@@ -25,7 +25,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import local_component
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.input.distributed import part_of_batch
-from mpistrategy.mpi.over_mpi.progress import AtOnce, Engine
+from mpistrategy.mpi.over_mpi.engine import AtOnce, Engine
 
 FILE = "made_up_program.py"
 DTYPES = ("float64", "float32", "int64", "int32", "uint32")

@@ -25,7 +25,7 @@ from mpistrategy.errors import (
     UnsupportedError,
 )
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
-from mpistrategy.mpi.over_mpi.progress import AtOnce, Engine, Job
+from mpistrategy.mpi.over_mpi.engine import AtOnce, Engine, Job
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 
 pytestmark = pytest.mark.mpi

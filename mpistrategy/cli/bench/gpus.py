@@ -30,8 +30,8 @@ from mpistrategy.cli.bench.measuring.report import Growing, time_in_words
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.objects.text import decoded
+from mpistrategy.optimizers import SGD
 from mpistrategy.strategy.current import get_replica_context
-from mpistrategy.training.optimizers import SGD
 from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:

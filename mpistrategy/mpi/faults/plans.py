@@ -25,10 +25,7 @@ ACTIONS = {
     "stop": "the process stops by SIGSTOP, until it gets SIGCONT",
     "raise": "InjectedFault is raised in place of the call",
     "delay:0.5s": "the call begins later by so many seconds",
-    "skip": "the call is not made; this rank gets its own value back",
 }
-#: The kinds of calls that can be skipped.
-SKIPPED = ("allreduce", "reduce", "gather", "broadcast", "barrier", "update")
 
 _FIELDS = {"rank", "at", "do"}
 _EXAMPLE = "rank=2, at=allreduce#17, do=kill"
@@ -82,8 +79,6 @@ def _fault(text: str, where: str, size: int | None) -> Fault:
         _refuse(where, repr(text), "rank=, at= and do=, once each, with ',' between them and ';' between faults")
     kind, number = _place(fields["at"], where)
     action, seconds = _action(fields["do"], where)
-    if action == "skip" and kind not in SKIPPED:
-        _refuse(where, f"at={fields['at']} with do=skip", f"KIND#NUMBER with a kind of {_listed(SKIPPED)}")
     return Fault(text, _ranks(fields["rank"], where, size), kind, number, action, seconds)
 
 

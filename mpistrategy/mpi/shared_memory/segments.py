@@ -28,13 +28,14 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory import memory_limits
 from mpistrategy.mpi.shared_memory.memory_limits import Room
-from mpistrategy.objects.text import decoded, encoded
 
 #: Every segment starts on such a boundary: a cache line, and enough for any vector instruction.
 ALIGNMENT = 64
 #: Where Linux keeps shared memory that has a name.
 FOLDER = "/dev/shm"
 _NAME = "mpistrategy"
+#: Of the first rank of a node to the others: a number, or the identity and path of a file.
+_LONGEST_TEXT = 512
 _OUT_OF_REACH = "no file for shared memory that all ranks of a node can open"
 
 Fence = Callable[[], object]
@@ -93,15 +94,20 @@ class NodePeers:
         self._inside, self._allgather_text = inside, allgather_text
         self.local_rank: int = inside.rank
         self.local_size: int = inside.size
+        self._letters = np.zeros(_LONGEST_TEXT, np.uint8)
 
     def text_of_leader(self, text: str) -> str:
-        """Return the text of the first rank of this node."""
-        data = encoded(text)
-        length = np.array([len(data)])
-        self._inside.Bcast(length, 0)
-        letters = np.frombuffer(bytearray(data) if self.local_rank == 0 else bytearray(length[0]), np.uint8)
-        self._inside.Bcast(letters, 0)
-        return decoded(letters.data)
+        """Return the text of the first rank of this node.
+
+        A rank that has no memory for it still takes part in the message: the next one would be another one there.
+        """
+        try:
+            if self.local_rank == 0:
+                self._letters[:] = 0
+                self._letters[: len(text)] = np.frombuffer(text.encode("ascii"), np.uint8)
+        finally:
+            self._inside.Bcast(self._letters, 0)
+        return self._letters.tobytes().rstrip(b"\0").decode("ascii")
 
     def any_reason(self, reason: str) -> str:
         """Return the first text that is not empty, of all ranks of the job; "" when all are empty."""

@@ -15,10 +15,10 @@ from mpistrategy.cli.bench.cases.case import Case, Variant
 from mpistrategy.cli.bench.cases.shapes import NETWORKS
 from mpistrategy.cli.bench.cases.sums import Bench
 from mpistrategy.cli.bench.peers import Peer
+from mpistrategy.optimizers import SGD
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.one_device import OneDeviceStrategy
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.training.optimizers import SGD
 from mpistrategy.variables.variable import Variable
 
 ALONE = "no communication"
