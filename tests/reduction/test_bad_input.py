@@ -267,7 +267,8 @@ def test_local_calls(strategy: ms.Strategy, variable: ms.Variable, what: str, ba
 
 
 MAKERS: list[tuple[str, Callable[[], Any], Any]] = [
-    ("too few devices", lambda: ms.MirroredStrategy(["CPU:0"] if SIZE > 1 else ["GPU:0"]), ValueError),
+    ("no devices", lambda: ms.MirroredStrategy([]), ValueError),
+    ("too many devices", lambda: ms.MirroredStrategy([f"CPU:{i}" for i in range(SIZE + 1)]), ValueError),
     ("no such device", lambda: ms.MirroredStrategy([f"GPU:{i}" for i in range(SIZE)]), ValueError),
     ("a device twice", lambda: ms.MirroredStrategy(["CPU:0"] * max(2, SIZE)), ValueError),
     ("one device of nonsense", lambda: ms.MirroredStrategy([*(f"CPU:{i}" for i in range(SIZE - 1)), "x"]), ValueError),

@@ -59,7 +59,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.start",
     "mpistrategy.mpi.gpu.loaded_mpi",
-    "mpistrategy.cli.bench.measuring.raw",
+    "mpistrategy.cli.bench.raw",
     "mpistrategy.cli.doctor.facts.mpi_child",
     "mpistrategy.cli.doctor.facts.ranks",
 )

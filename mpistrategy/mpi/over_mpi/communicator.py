@@ -105,9 +105,9 @@ class MpiCommunicator(Communicator):
             self._inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         else:
             self._inside = self._comm.Split(node_key, self.rank)
-        self._peers = NodePeers(self._inside, self.allgather_text)
+        self._peers = NodePeers(self._inside, self.rank, self.allgather_text)
         self.local_size: int = self._peers.local_size
-        leader = int(self._peers.text_of_leader(str(self.rank)))
+        leader = self._peers.leader
         me = Introduction.of_this_rank(self.rank, leader, sorted(cores()))
         ranks = introductions(self.allgather_text(me.text()))
         numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
@@ -193,7 +193,7 @@ class MpiCommunicator(Communicator):
         if self._control is None:
             return [text]
         self._meet()
-        return self._control.allgather_text(text)
+        return self._control.allgather_text(text, None if self.failures is None else self._look)
 
     def node_barrier(self) -> None:
         """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""

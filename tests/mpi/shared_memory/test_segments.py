@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import errno
 import gc
-import linecache
 import os
 import re
-import sys
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
-from replicas import BFLOAT16, RANK, RANKS, SIZE, context, outcomes, same_everywhere, still_works
+from replicas import BFLOAT16, RANK, RANKS, SIZE, context, one_node, outcomes, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.shared_memory import memory_limits, segments
 from mpistrategy.mpi.shared_memory.memory_limits import Room
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, FOLDER, private_memory
@@ -191,6 +189,28 @@ def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, w
     assert len(os.listdir("/proc/self/fd")) <= open_files + 1
 
 
+@one_node
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize("where", [0, SIZE - 1])
+def test_an_error_among_the_messages_of_new_memory_ends_the_strategy(
+    monkeypatch: pytest.MonkeyPatch, where: int
+) -> None:
+    """To go on without memory, the rank would take what it has left unread for its next message."""
+    monkeypatch.setattr(failures, "PATIENCE_SECONDS", 0.1)
+
+    def no_memory(*_: Any) -> None:
+        raise MemoryError("no room for a message")
+
+    with ms.MirroredStrategy(on_error="raise") as strategy:
+        if where == RANK:
+            monkeypatch.setattr(segments.NodePeers, "text_of_leader", no_memory)
+        ends = outcomes(lambda: strategy.arena(np.zeros(3)))
+        monkeypatch.undo()
+        heard = [end.text.count("MemoryError: no room for a message") for end in ends]
+        assert heard == [1] * SIZE
+        assert {end.error for rank, end in enumerate(ends) if rank != where} == {errors.RemoteError}
+
+
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("where", [0, SIZE - 1])
 def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
@@ -209,45 +229,6 @@ def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
         assert ranks.mailboxes is not None
         assert still_works(strategy)
         assert ranks.shared(10_000).is_shared, "where there is room again"
-
-
-class NoMemory:
-    """A trace that raises MemoryError before a line of `NodePeers.text_of_leader`, once; not before its message."""
-
-    def __init__(self, line: int) -> None:
-        self.lines_left = line
-
-    def __call__(self, frame: FrameType, what: str, _: object) -> Any:
-        if frame.f_code is not segments.NodePeers.text_of_leader.__code__:
-            return None
-        text = linecache.getline(frame.f_code.co_filename, frame.f_lineno).strip()
-        if what == "line" and text not in ("try:", "finally:") and "Bcast" not in text:
-            self.lines_left -= 1
-            if self.lines_left == 0:
-                raise MemoryError
-        return self
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("line", [1, 2, 3])
-@pytest.mark.parametrize("where", [0, SIZE - 1])
-def test_no_memory_as_ranks_find_each_other_s_memory(where: int, line: int) -> None:
-    """The ranks share no memory, or that of a later attempt: no message of one is taken for one of the next."""
-    with ms.MirroredStrategy() as strategy, warnings.catch_warnings():
-        warnings.simplefilter("ignore", FallbackWarning)
-        ranks, before = strategy.extended.communicator, sys.gettrace()
-        sys.settrace(NoMemory(line) if where == RANK else before)
-        try:
-            ranks.shared(10_000)
-        finally:
-            sys.settrace(before)
-        memory = ranks.shared(10_000)
-        assert memory.is_shared
-        ranks.node_barrier()
-        memory.mine[:] = RANK
-        ranks.node_barrier()
-        assert [segment[0] for segment in memory.segments] == [*RANKS]
-        ranks.node_barrier()
 
 
 # ------------------------------------------------------------------------------------- files with a name

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cli.bench.cases.case import Case, Ranks, Variant, is_right
+from mpistrategy.cli.bench.case import Case, Ranks, Variant, is_right
 
 #: Calls from this many seconds on are timed one by one.
 ONE_BY_ONE = 40e-6
@@ -28,8 +28,6 @@ ONE_BY_ONE = 40e-6
 BATCH_SECONDS = 0.5e-3
 #: How much longer than asked for a case may take when other programs disturb it.
 PATIENCE = 3.0
-#: How long single calls of the first variant are looked at for its least time, and how many at most.
-LEAST_SECONDS, MOST_LEAST_CALLS = 0.05, 200
 
 
 @dataclass(frozen=True)
@@ -58,84 +56,61 @@ def measure(case: Case, ranks: Ranks, effort: Effort) -> dict[str, Any]:
         The case as it goes into the JSON report; the same on every rank.
     """
     with case.within:
-        return _measure(case, ranks, effort)
-
-
-def _measure(case: Case, ranks: Ranks, effort: Effort) -> dict[str, Any]:
-    right = [is_right(variant, ranks) for variant in case.variants]
-    gc_was_on = gc.isenabled()
-    gc.collect()
-    gc.disable()
-    try:
-        seconds, disturbed, batches = _time(case.variants, ranks, effort, case.batch)
-    finally:
-        if gc_was_on:
-            gc.enable()
-    least = _least(case.variants[0], ranks, float(np.median(seconds[0])))
-    right = [is_right(variant, ranks) and before for before, variant in zip(right, case.variants, strict=True)]
-    enough = [bool((~own).sum() >= effort.least) for own in disturbed]
-    kept = [~own if some else np.ones_like(own) for own, some in zip(disturbed, enough, strict=True)]
+        before = [is_right(variant, ranks) for variant in case.variants]
+        gc_was_on = gc.isenabled()
+        gc.collect()
+        gc.disable()
+        try:
+            seconds, disturbed = _time(case.variants, ranks, effort, case.batch)
+        finally:
+            if gc_was_on:
+                gc.enable()
+        right = [is_right(variant, ranks) and was for was, variant in zip(before, case.variants, strict=True)]
+    quiet = [seconds[row][~disturbed[row]] for row in range(len(seconds))]
+    kept = [own if own.size >= effort.least else seconds[row] for row, own in enumerate(quiet)]
+    rows = [
+        {
+            "name": variant.name,
+            **summary(kept[row], kept[0], seconds[row] / seconds[0]),
+            "disturbed": quiet[row].size < effort.least,
+            "right": right[row],
+        }
+        for row, variant in enumerate(case.variants)
+    ]
     return {
         "suite": case.suite,
         "case": case.name,
         "bytes": case.nbytes,
         "reference": case.variants[0].name,
         "rounds": seconds.shape[1],
-        "least_us": round(1e6 * min(least, float(seconds[0].min())), 4),
-        "variants": [
-            {
-                "name": variant.name,
-                **summary(seconds[index], seconds[0], kept[index], kept[0], fair=enough[index] == enough[0]),
-                "ratio_disturbed": not (enough[index] and enough[0]),
-                "batch": batches[index],
-                "disturbed": int(disturbed[index].sum()),
-                "disturbed_left_out": enough[index],
-                "right": right[index],
-            }
-            for index, variant in enumerate(case.variants)
-        ],
-        "missing": case.missing,
+        "variants": rows,
     }
 
 
-def summary(
-    own: Array, reference: Array, own_kept: Array, reference_kept: Array, *, fair: bool = True
-) -> dict[str, Any]:
-    """Return the figures of one variant: median and quartiles, and those of the ratios to the reference by round.
+def summary(own: Array, reference: Array, ratios: Array) -> dict[str, float]:
+    """Return the figures of one variant: the quartiles of its time and of its ratio to the reference.
 
     Args:
-        own: its seconds, by round.
-        reference: those of the reference.
-        own_kept: which of its rounds count.
-        reference_kept: which of the reference's count.
-        fair: whether the two were chosen by the same rule; else ratios are those of all rounds.
+        own: the seconds of its calls.
+        reference: those of the reference's.
+        ratios: of the two, by round.
     """
-    fastest, first, median, third = np.quantile(1e6 * own[own_kept], [0, 0.25, 0.5, 0.75])
-    if not fair:
-        own_kept = reference_kept = np.ones_like(own_kept)
-    base = np.median(reference[reference_kept])
-    both = own_kept & reference_kept
-    if not both.any():  # never both in one round
-        both = np.ones_like(both)
-    ratios = np.quantile(own[both] / reference[both], [0.25, 0.5, 0.75])
+    fastest, first, middle, third = np.quantile(1e6 * own, [0, 0.25, 0.5, 0.75])
+    low, high = np.quantile(ratios, [0.25, 0.75])
     figures = {
         "fastest_us": fastest,
         "quartile_1_us": first,
-        "median_us": median,
+        "median_us": middle,
         "quartile_3_us": third,
-        "ratio": np.median(own[own_kept]) / base,
-        "ratio_quartile_1": ratios[0],
-        "ratio_by_round": ratios[1],
-        "ratio_quartile_3": ratios[2],
-        "ratio_of_fastest": own.min() / reference.min(),
+        "ratio": np.median(own) / np.median(reference),
+        "ratio_quartile_1": low,
+        "ratio_quartile_3": high,
     }
     return {name: round(float(figure), 4) for name, figure in figures.items()}
 
 
-def _time(
-    variants: Sequence[Variant], ranks: Ranks, effort: Effort, batch: int | None
-) -> tuple[Array, Array, list[int]]:
-    """Return the seconds of one call, by variant and round; which were disturbed; how many calls each batch has."""
+def _time(variants: Sequence[Variant], ranks: Ranks, effort: Effort, batch: int | None) -> tuple[Array, Array]:
+    """Return the seconds of one call, by variant and round, and which were disturbed."""
     for variant in variants:
         with variant.within:
             _alone(variant, ranks, 1)  # first touch of buffers, plans that are cached
@@ -166,7 +141,7 @@ def _time(
         disturbed = np.concatenate([disturbed, some[1] > 0], axis=1)
         elapsed = ranks.greatest(np.array([time.perf_counter() - started]))[0]
         if (~disturbed).sum(axis=1).min() >= min(effort.least, wanted) or elapsed > PATIENCE * effort.seconds:
-            return np.maximum(seconds, 1e-9), disturbed, batches
+            return np.maximum(seconds, 1e-9), disturbed
 
 
 def _switches() -> int:
@@ -181,25 +156,6 @@ def _probe(variant: Variant, ranks: Ranks) -> tuple[float, float]:
         result = variant.call()
     write, read = variant.writer(), variant.reader(result)
     return min(seconds), max(min(_touches(write, read, result, 1, 0) for _ in range(3)), 1e-7)
-
-
-def _least(variant: Variant, ranks: Ranks, usual: float) -> float:
-    """Return the least seconds of single calls one after the other, which hardly know of other programs.  Collective.
-
-    Args:
-        variant: what to call.
-        ranks: all of them.
-        usual: the seconds of a usual call, the same on all ranks.
-    """
-    took = np.zeros(int(min(max(LEAST_SECONDS / usual, 3), MOST_LEAST_CALLS)))
-    variant.writer()(0)
-    with variant.within:
-        ranks.barrier()
-        for number in range(took.size):
-            start = time.perf_counter()
-            variant.call()
-            took[number] = time.perf_counter() - start
-    return float(ranks.greatest(took).min())
 
 
 def _alone(variant: Variant, ranks: Ranks, value: float) -> float:

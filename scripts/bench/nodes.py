@@ -10,10 +10,13 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cli.bench.cases.case import Case, Variant
-from mpistrategy.cli.bench.cases.sums import Bench
+from mpistrategy.cli.bench.case import Case, Variant
+from mpistrategy.cli.bench.raw import RawRanks
+from mpistrategy.cli.bench.sums import context_of
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions
+from mpistrategy.strategy.replica_context import ReplicaContext
+from mpistrategy.strategy.strategy import Strategy
 
 SIZES = (64 * 2**10, 2**20, 16 * 2**20)
 BUCKETS = 4
@@ -24,12 +27,9 @@ COMPUTATION, COMMUNICATION = "computation alone", "communication alone"
 AFTER, BEHIND = "one after the other", "all_reduce_async"
 
 
-def between_nodes(bench: Bench) -> Iterator[Case]:
-    """Yield the cases; none on a single node."""
-    if bench.nodes == 1:
-        bench.missing["nodes"] = "all ranks are on one node"
-        return
-    ranks, ctx = bench.ranks, bench.context
+def between_nodes(ranks: RawRanks, strategy: Strategy) -> Iterator[Case]:
+    """Yield the cases."""
+    ctx = context_of(strategy)
     for nbytes in SIZES:
         mine = np.zeros(nbytes // 4, np.float32)
         total = np.zeros_like(mine)
@@ -42,11 +42,11 @@ def between_nodes(bench: Bench) -> Iterator[Case]:
                 "mpistrategy out=, bfloat16 wire",
                 partial(ctx.all_reduce, "SUM", mine, WIRE, out=mine),
                 [mine],
-                check=_rounded(bench, mine),
+                check=_rounded(ranks, ctx, mine),
             ),
         ]
-        yield Case("nodes", size_in_words(nbytes), nbytes, variants, ctx, missing=bench.missing)
-    yield _overlap(bench, SIZES[-1])
+        yield Case("nodes", size_in_words(nbytes), nbytes, variants, ctx)
+    yield _overlap(ranks, ctx, SIZES[-1])
 
 
 def on_the_line(nbytes: int, nodes: int, gbit: float) -> float:
@@ -60,9 +60,8 @@ def hidden(case: dict[str, Any]) -> float:
     return float(round(1 - (median[BEHIND] - median[COMPUTATION]) / median[COMMUNICATION], 4))
 
 
-def _overlap(bench: Bench, nbytes: int) -> Case:
+def _overlap(ranks: RawRanks, ctx: ReplicaContext, nbytes: int) -> Case:
     """Return a step of several buckets, each computed before it travels."""
-    ctx = bench.context
     buckets = [np.zeros(nbytes // 4 // BUCKETS, np.float32) for _ in range(BUCKETS)]
 
     def communicate() -> None:
@@ -73,7 +72,7 @@ def _overlap(bench: Bench, nbytes: int) -> Case:
         communicate()
         started = time.perf_counter()
         communicate()
-        seconds = float(bench.ranks.greatest(np.array([time.perf_counter() - started]))[0])
+        seconds = float(ranks.greatest(np.array([time.perf_counter() - started]))[0])
     compute = _computation(COMPUTE * seconds / BUCKETS)
 
     def after() -> None:
@@ -95,7 +94,7 @@ def _overlap(bench: Bench, nbytes: int) -> Case:
         Variant(AFTER, after, buckets),
         Variant(BEHIND, behind, buckets),
     ]
-    return Case("nodes", f"overlap, {size_in_words(nbytes)}", nbytes, variants, ctx, missing=bench.missing)
+    return Case("nodes", f"overlap, {size_in_words(nbytes)}", nbytes, variants, ctx)
 
 
 def _computation(seconds: float) -> Callable[[], None]:
@@ -115,14 +114,14 @@ def _computation(seconds: float) -> Callable[[], None]:
     return compute
 
 
-def _rounded(bench: Bench, mine: Array) -> Callable[[], bool]:
+def _rounded(ranks: RawRanks, ctx: ReplicaContext, mine: Array) -> Callable[[], bool]:
     """Return a check within bfloat16's rounding error: at most 2^-8 of each node's contribution."""
 
     def check() -> bool:
         pattern = np.resize(np.arange(251, dtype=np.float32), mine.shape)
-        mine[...] = pattern + bench.ranks.rank
-        size = bench.ranks.size
-        bench.context.all_reduce("SUM", mine, WIRE, out=mine)
+        mine[...] = pattern + ranks.rank
+        size = ranks.size
+        ctx.all_reduce("SUM", mine, WIRE, out=mine)
         return np.allclose(mine, size * pattern + size * (size - 1) / 2, rtol=2.0**-7)
 
     return check

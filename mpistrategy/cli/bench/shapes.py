@@ -1,4 +1,4 @@
-"""What is measured: lists of gradients with the shapes of real models, and networks to train."""
+"""What is measured: lists of gradients with the shapes of real models."""
 
 from __future__ import annotations
 
@@ -44,8 +44,6 @@ def tiny1000() -> Shapes:
 
 
 LISTS: dict[str, Callable[[], Shapes]] = {"resnet50": resnet50, "gpt2-small": gpt2_small, "tiny1000": tiny1000}
-#: Widths of the layers: a classifier of handwritten digits, and one of 25.1 million parameters.
-NETWORKS = {"64-128-10": (64, 128, 10), "1024-4096-4096-1000": (1024, 4096, 4096, 1000)}
 
 
 def elements(shapes: Shapes) -> int:

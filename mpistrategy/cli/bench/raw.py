@@ -12,7 +12,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cli.bench.measuring.environment import Job
 from mpistrategy.mpi.tuning.files import library_name
 from mpistrategy.objects.text import decoded, encoded
 
@@ -20,38 +19,40 @@ PIECE = 2**20
 
 
 class RawRanks:
-    """All ranks of the job, on a separate communicator."""
+    """All ranks of the job, on a separate communicator.  Collective, as all its methods are.
+
+    Attributes:
+        library: the MPI library and its version.
+        ranks_on_node: the most ranks that one node has.
+        nodes: how many nodes there are.
+        allreduce: the plain call, on buffers that mpi4py looks at itself.
+        in_place: passed as the source: the target is also the operand.
+    """
 
     def __init__(self) -> None:
         self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
         self.rank: int = self.comm.rank
         self.size: int = self.comm.size
         self.barrier: Callable[[], None] = self.comm.Barrier
-        #: The plain call, on buffers that mpi4py looks at itself.
         self.allreduce: Callable[..., None] = self.comm.Allreduce
         self.sum: MPI.Op = MPI.SUM
-        #: Passed as the source: the target is also the operand.
         self.in_place: Any = MPI.IN_PLACE
-
-    def job(self) -> Job:
-        """Say what runs here, the same on every rank.  Collective."""
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        self.library: str = library_name(MPI.Get_library_version())
+        self.ranks_on_node = int(self.greatest(np.array([node.size]))[0])
         leaders = np.array([int(node.rank == 0)])
-        on_node = np.array([node.size])
-        node.Free()
         self.comm.Allreduce(MPI.IN_PLACE, leaders)
-        self.comm.Allreduce(MPI.IN_PLACE, on_node, MPI.MAX)
-        library = library_name(MPI.Get_library_version())
-        return Job(library, ".".join(map(str, MPI.Get_version())), self.size, int(on_node[0]), int(leaders[0]))
+        self.nodes = int(leaders[0])
+        node.Free()
 
     def greatest(self, values: Array) -> Array:
-        """Return the element-wise greatest over the ranks.  Collective."""
+        """Return the element-wise greatest over the ranks."""
         result = np.array(values)
         self.comm.Allreduce(MPI.IN_PLACE, result, MPI.MAX)
         return result
 
     def all_equal(self, digest: bytes) -> bool:
-        """Say whether all ranks came to the same bytes.  Collective."""
+        """Say whether all ranks came to the same bytes."""
         mine = np.frombuffer(digest, np.uint8)
         everyone = np.empty((self.size, mine.size), np.uint8)
         self.comm.Allgather(mine, everyone)
@@ -77,7 +78,7 @@ class RawRanks:
             allreduce(in_place, buffer)
 
     def broadcast_text(self, text: str, root: int = 0) -> str:
-        """Return the text of rank `root`.  Collective."""
+        """Return the text of rank `root`."""
         data = np.frombuffer(encoded(text), np.uint8)
         length = np.array([data.size])
         self.comm.Bcast(length, root)
@@ -86,5 +87,5 @@ class RawRanks:
         return decoded(buffer)
 
     def close(self) -> None:
-        """Free the communicator.  Collective."""
+        """Free the communicator."""
         self.comm.Free()

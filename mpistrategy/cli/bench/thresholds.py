@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cli.bench.cases.case import Case, Ranks, Variant
-from mpistrategy.cli.bench.measuring.timing import Effort, measure
+from mpistrategy.cli.bench.case import Case, Ranks, Variant
+from mpistrategy.cli.bench.timing import Effort, measure
 from mpistrategy.mpi.tuning.files import trying
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.objects.shown import size_in_words
@@ -128,7 +128,7 @@ class Search:
         self.paths = _with(self.paths, name, value)
 
     def _logs(self, name: str, sizes: Sequence[int], tried: dict[str, Thresholds], make: _Make) -> Array:
-        """Return the logarithms of the ratios to the first, by size and what is tried; zeros where others disturbed.
+        """Return the logarithms of the ratios to the first, by size and what is tried.
 
         They are medians of several trials with new strategies: speed also depends on where their memory lies.
         """
@@ -139,11 +139,8 @@ class Search:
             with _strategies(paths) as strategies:
                 for row, size in enumerate(sizes):
                     case = self._case(name, size, labels, strategies, make)
-                    if all(variant["disturbed_left_out"] for variant in case["variants"]):
-                        medians = np.array([variant["median_us"] for variant in case["variants"]])[np.argsort(order)]
-                        logs[trial, row] = np.log(medians / medians[0])
-                    else:
-                        self.tell(f"{name}, {case['case']}: other programs kept the cores busy; left out")
+                    medians = np.array([variant["median_us"] for variant in case["variants"]])[np.argsort(order)]
+                    logs[trial, row] = np.log(medians / medians[0])
         return np.asarray(np.median(logs, axis=0))
 
     def _case(

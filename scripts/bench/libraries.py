@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cli.bench.cases.case import Variant
+from mpistrategy.cli.bench.case import Variant
 
 if TYPE_CHECKING:
-    from mpistrategy.cli.bench.measuring.raw import RawRanks
+    from mpistrategy.cli.bench.raw import RawRanks
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Peer(Protocol):
     def training_steps(
         self, parameters: Sequence[Array], inputs: Array, classes: Array, rate: float
     ) -> Iterator[TrainingStep]:
-        """Yield steps of the network in `cases.network`, from these parameters, on this rank's rows."""
+        """Yield steps of the network in `network`, from these parameters, on this rank's rows."""
 
     def close(self) -> None:
         """End the library.  Collective."""

@@ -15,7 +15,7 @@ from mpistrategy.arrays.dtypes import Array
 
 
 class Ranks(Protocol):
-    """What the timing uses of `mpistrategy.cli.bench.measuring.raw.RawRanks`."""
+    """What the timing uses of `mpistrategy.cli.bench.raw.RawRanks`."""
 
     rank: int
     size: int
@@ -99,7 +99,6 @@ class Case:
         variants: at least one.
         within: what is entered while its variants are called.
         batch: how many calls are timed together; None: by their length.
-        missing: what could not be measured here, and why.
     """
 
     suite: str
@@ -108,7 +107,6 @@ class Case:
     variants: list[Variant]
     within: AbstractContextManager[Any] = field(default_factory=nullcontext)
     batch: int | None = None
-    missing: dict[str, str] = field(default_factory=dict)
 
 
 def is_right(variant: Variant, ranks: Ranks) -> bool:

@@ -1,16 +1,8 @@
-"""What every template is on every cluster: byte for byte, clean for shellcheck, and taken by Slurm.
-
-The scripts of no cluster are the files of slurm/ and slurm/pbs/. Of those of a cluster, and of some other statements,
-golden/ keeps what differs from them, each part once, with the templates that have it.  After a change that was meant,
-this writes them anew:
-
-    GOLDEN=update python -m pytest --with-mpi tests/cli/slurm/test_golden.py
-"""
+"""What every template is on every cluster: clean for shellcheck, and taken by Slurm."""
 
 from __future__ import annotations
 
 import concurrent.futures
-import difflib
 import os
 import shutil
 import subprocess
@@ -30,11 +22,10 @@ from mpistrategy.cli.slurm.spec import JobSpec
 
 pytestmark = pytest.mark.one_rank
 
-GOLDEN = Path(__file__).parent / "golden"
 SITES = [name for name in sites.names() if name != "pbs"]
 KEYS = {"job_name": "j", "account": "a", "partition": "test", "memory": "60G", "exclusive": True, "mail_user": "me"}
 KEYS |= {"mail_type": "END", "output": "log/%j", "modules": "gcc mpi/5", "venv": "~/v", "time": "1-06"}
-#: The file's name: the templates that it is about, and the statement.
+#: The templates, and the statement.
 CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     **{f"sites/{site}": (sites.load(site).templates or tuple(TEMPLATES), {"site": site}) for site in SITES},
     **{f"statements/pbs-{mpi}": (ON_PBS, {"site": "pbs", "mpiexec": mpi}) for mpi in ("mpich", "intel", "pals")},
@@ -47,32 +38,8 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
 }
 
 
-def is_for_pbs(statement: dict[str, Any]) -> bool:
-    return "site" in statement and sites.load(statement["site"]).batch == "pbs"
-
-
 def script(template: str, statement: dict[str, Any]) -> str:
     return render(JobSpec.of(template, statement))
-
-
-def differences(template: str, statement: dict[str, Any]) -> list[str]:
-    """Return the parts in which the script is another than the one for no cluster: lines without, and lines with it."""
-    usual = script(template, {"site": "pbs"} if is_for_pbs(statement) else {})
-    suffix = "pbs" if is_for_pbs(statement) else "sbatch"
-    its_own = script(template, statement).replace(f"{statement.get('site', template)}.{suffix}", f"{template}.{suffix}")
-    lines = difflib.unified_diff(usual.splitlines(), its_own.splitlines(), n=0, lineterm="")
-    parts = "\n".join("@@" if line.startswith("@@") else line for line in lines).split("@@\n")
-    return [part.strip("\n") for part in parts[1:]]
-
-
-def golden(case: str) -> str:
-    templates, statement = CASES[case]
-    parts: dict[str, list[str]] = {}
-    for template in templates:
-        for part in differences(template, statement):
-            parts.setdefault(part, []).append(template)
-    named = {part: "all" if names == list(templates) else ", ".join(names) for part, names in parts.items()}
-    return "\n\n".join(f"== {names}\n{part}" for part, names in named.items()) + "\n"
 
 
 ALL = {
@@ -84,19 +51,6 @@ ALL |= {f"none-{template}": script(template, {}) for template in TEMPLATES}
 ALL |= {f"pbs-{template}": script(template, {"site": "pbs"}) for template in ON_PBS}
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_scripts_are_as_they_were(case: str) -> None:
-    path = GOLDEN / f"{case}.txt"
-    if os.environ.get("GOLDEN") == "update":
-        path.write_text(golden(case), encoding="utf-8")
-    assert golden(case) == path.read_text(encoding="utf-8"), "if it is meant: see the top of this file"
-
-
-def test_there_are_no_other_golden_files() -> None:
-    there = GOLDEN.glob("*/*")
-    assert {f"{path.parent.name}/{path.stem}" for path in there} == set(CASES)
-
-
 def at_once(commands: dict[str, list[str]], **options: object) -> dict[str, subprocess.CompletedProcess[str]]:
     """Run commands, some at a time; return what became of each."""
     with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -106,7 +60,7 @@ def at_once(commands: dict[str, list[str]], **options: object) -> dict[str, subp
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="not run: no shellcheck on this machine")
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
-    """The templates; and in scripts/soak what they are on each cluster, where golden/ tells whether they change."""
+    """The templates; and in scripts/soak what they are on each cluster."""
     tried = {name: text for name, text in ALL.items() if replicas.ALL or name.startswith(("none-", "pbs-", "keys-"))}
     # One script of those that differ in comments only.
     different = {"\n".join(line for line in text.splitlines() if line[:1] != "#"): name for name, text in tried.items()}

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import numpy as np
 
+import network
+from libraries import Peer
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cli.bench.cases import network
-from mpistrategy.cli.bench.cases.case import Case, Variant
-from mpistrategy.cli.bench.cases.shapes import NETWORKS
-from mpistrategy.cli.bench.cases.sums import Bench
-from mpistrategy.cli.bench.peers import Peer
+from mpistrategy.cli.bench.case import Case, Variant
+from mpistrategy.cli.bench.raw import RawRanks
 from mpistrategy.optimizers import SGD
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.one_device import OneDeviceStrategy
@@ -25,13 +25,30 @@ ALONE = "no communication"
 REFERENCE = f"NumPy, {ALONE}"
 #: Sums are taken in another order, and matrix products by another library.
 TOLERANCE = 1e-3
+#: Widths of the layers: a classifier of handwritten digits, and one of 25.1 million parameters.
+NETWORKS = {"64-128-10": (64, 128, 10), "1024-4096-4096-1000": (1024, 4096, 4096, 1000)}
 #: Calls that are timed together; steps of a program follow one another without a barrier.
 BATCHES = {"64-128-10": 50, "1024-4096-4096-1000": 1}
 
 
-def training_steps(bench: Bench) -> Iterator[Case]:
+@dataclass(frozen=True)
+class Bench:
+    """What the steps are made with.
+
+    Attributes:
+        ranks: the reference's ranks.
+        strategy: the library's.
+        peers: other libraries that run here.
+    """
+
+    ranks: RawRanks
+    strategy: Strategy
+    peers: Sequence[Peer]
+
+
+def training_steps(bench: Bench, names: Sequence[str]) -> Iterator[Case]:
     """Yield a step of stochastic gradient descent of each network, 64 rows a rank, float32."""
-    for name in bench.networks:
+    for name in names:
         widths = NETWORKS[name]
         inputs, classes = network.rows(widths, bench.ranks.rank)
         expected = _expected(widths, bench.ranks.size)
@@ -42,7 +59,7 @@ def training_steps(bench: Bench) -> Iterator[Case]:
         ]
         variants = [variant for make in makers for variant in make()]
         nbytes = sum(array.nbytes for array in expected)
-        yield Case("steps", name, nbytes, variants, batch=BATCHES[name], missing=bench.missing)
+        yield Case("steps", name, nbytes, variants, batch=BATCHES[name])
 
 
 def communication(case: dict[str, Any]) -> dict[str, float]:
