@@ -15,10 +15,10 @@ from libraries import Peer
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.case import Case, Variant
 from mpistrategy.cli.bench.raw import RawRanks
+from mpistrategy.optimizers import SGD
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.one_device import OneDeviceStrategy
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.training.optimizers import SGD
 from mpistrategy.variables.variable import Variable
 
 ALONE = "no communication"

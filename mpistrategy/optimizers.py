@@ -15,10 +15,10 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.objects.nearest import not_in_module
 from mpistrategy.objects.settings import Setting, amount, decay, switch
 from mpistrategy.options import NonFinite, SumOrMean
+from mpistrategy.schedules import Schedule
 from mpistrategy.training import kernels
 from mpistrategy.training.hyperparameters import Momentum, OldNames
 from mpistrategy.training.optimizer import Optimizer
-from mpistrategy.training.schedules import Schedule
 from mpistrategy.variables.variable import Variable
 
 __all__ = [

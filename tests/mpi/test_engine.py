@@ -16,7 +16,7 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes
 
 import mpistrategy as ms
 from mpistrategy.errors import ContextError, MpiStrategyError
-from mpistrategy.mpi.over_mpi import progress
+from mpistrategy.mpi.over_mpi import engine as engines
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -25,17 +25,17 @@ def test_it_naps_between_two_looks_only_while_the_program_computes(monkeypatch: 
     strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
     strategy.run(lambda: context().all_reduce_async("SUM", 1.0)).wait()
     ranks: Any = strategy.extended.communicator
-    engine, computing, naps = ranks.once.made[progress.AtOnce], threading.Event(), []
-    monkeypatch.setattr(progress, "patiently", naps.append)
+    engine, computing, naps = ranks.once.made[engines.AtOnce], threading.Event(), []
+    monkeypatch.setattr(engines, "patiently", naps.append)
 
     def work() -> None:
         engine.communicator.manner.pause(1)
         computing.set()
-        while not engine._is_awaited:
+        while not engine.worker._awaited:
             time.sleep(1e-4)
         engine.communicator.manner.pause(2)
 
-    job = progress.Job(work)
+    job = engines.Job(work)
     engine.submit(job)
     assert computing.wait(60)
     engine.finish(job)
@@ -51,7 +51,7 @@ class Interruption:
         self.lines_left: int = line
 
     def __call__(self, frame: FrameType, what: str, _: object) -> Any:
-        if frame.f_code is not progress.Engine.submit.__code__:
+        if frame.f_code is not engines.Engine.submit.__code__:
             return None
         self.lines_left -= what == "line"
         if self.lines_left < 0:
