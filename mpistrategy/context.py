@@ -18,12 +18,7 @@ from weakref import WeakValueDictionary
 from mpistrategy.errors import ContextError, OptionTypeError
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.over_threads import SimulatedCommunicator
-else:
-    later(globals(), "mpistrategy.mpi.over_threads", "SimulatedCommunicator")
+from mpistrategy.mpi.over_threads import SimulatedCommunicator
 
 
 class Extended(Protocol):

@@ -11,14 +11,10 @@ from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
-from mpistrategy.objects.later import later
+from mpistrategy.objects.nearest import did_you_mean
 
 if TYPE_CHECKING:
     import numpy as np
-
-    from mpistrategy.objects.nearest import did_you_mean
-else:
-    later(globals(), "mpistrategy.objects.nearest", "did_you_mean")
 
 E = TypeVar("E", bound=enum.Enum)
 

@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.over_threads import run_threads
-from mpistrategy.objects.shown import show_as
 
 __all__ = [
     "run_replicas",
@@ -65,6 +64,3 @@ def run_replicas(fn: Callable[[], T], n: int, *, nodes: Sequence[int] | None = N
         error.add_note(f"raised on replica {rank} of {n}")
         raise error
     return [ending.result for ending in endings]
-
-
-show_as(__name__, run_threads)

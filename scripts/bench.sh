@@ -1,10 +1,10 @@
 # shellcheck shell=bash
-# Sourced by the scripts/bench_* beside this file: starts `mpistrategy bench` on several ranks.
+# Sourced by the scripts/bench_* beside this file: starts scripts/bench on several ranks.
 
 # shellcheck source=scripts/environment.sh
 source "$(dirname -- "${BASH_SOURCE[0]}")/environment.sh"
 
-# bench SUITES ARGUMENT...: takes --mpi and -n, and passes everything else to mpistrategy bench.
+# bench SUITES ARGUMENT...: takes --mpi and -n, and passes everything else to scripts/bench.
 bench() {
     local suites=$1 ranks=2 arguments=()
     shift
@@ -22,5 +22,5 @@ bench() {
     if ((ranks <= $(nproc))); then
         export MPIR_CVAR_ENABLE_HEAVY_YIELD=0 OMPI_MCA_mpi_yield_when_idle=0
     fi
-    run_ranks "$ranks" "${LIMIT:-3600}" -m mpistrategy bench --only "$suites" "${arguments[@]}"
+    run_ranks "$ranks" "${LIMIT:-3600}" "$ROOT/scripts/bench" --only "$suites" "${arguments[@]}"
 }

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 from gpu_budgets import PATHS, over
-from mpistrategy.optimizers import SGD, Adam, Optimizer
 
 import mpistrategy as ms
-from mpistrategy.cli.bench.cases import shapes
+from mpistrategy.cli.bench import shapes
 from mpistrategy.mpi.interface.gpu_transport import device_paths
+from mpistrategy.optimizers import SGD, Adam, Optimizer
 from mpistrategy.options import GPU_PATH
 
 #: Copies of so many bytes to the host are notes and norms, and no payload.

@@ -26,7 +26,7 @@ import numpy as np
 from delayed_writes import delayed_fill
 
 import mpistrategy as ms
-from mpistrategy.cli.bench.cases import shapes
+from mpistrategy.cli.bench import shapes
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH
 from mpistrategy.reduction.layout import packing

@@ -26,7 +26,7 @@ from typing import Any
 import cuda_counts
 
 import mpistrategy as ms
-from mpistrategy.cli.bench.cases import shapes
+from mpistrategy.cli.bench import shapes
 
 #: The most functions of Python that a call may enter.
 LIMITS = {

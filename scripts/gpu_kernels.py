@@ -24,7 +24,7 @@ import numpy as np
 from gpu_figures import ON_DEVICE, nccls_own, on_stream, seconds_of
 
 import mpistrategy as ms
-from mpistrategy.cli.bench.cases import shapes
+from mpistrategy.cli.bench import shapes
 from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.training import kernels
 from mpistrategy.training.gpu.update_kernel import Formula

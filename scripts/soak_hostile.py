@@ -48,7 +48,7 @@ def soak(files: int, seed: int, jobs: bool) -> int:
             program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
             program.checkpoint.save(folder / "c", overwrite=True)
             found.append(tell(hostile.read_checkpoints(program, folder / "c", count, dice, partial=in_part)))
-        others = (hostile_others.read_thresholds, hostile_others.read_run_folders, hostile_others.read_traces)
+        others = (hostile_others.read_thresholds, hostile_others.read_traces)
         found += [tell(read(folder, files // _OTHERS, dice)) for read in others]
         print(f"the peak of memory meanwhile: {_peak()} MiB", flush=True)
         if jobs:

@@ -13,35 +13,21 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
+from mpistrategy.arrays.foreign import (
+    as_kind_of,
+    closed_to,
+    is_foreign,
+    is_in_gpu_memory,
+    is_without_data,
+    library_of,
+    on_host,
+    unmarked,
+)
+from mpistrategy.arrays.gpu import check_device, cupy_for, device_span, is_cupy, to_host
 from mpistrategy.errors import DTypeError, LeafError, ShapeError
-from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
-    from mpistrategy.arrays.foreign import (
-        as_kind_of,
-        closed_to,
-        is_foreign,
-        is_in_gpu_memory,
-        is_without_data,
-        library_of,
-        on_host,
-        unmarked,
-    )
-    from mpistrategy.arrays.gpu import DeviceArray, check_device, cupy_for, device_span, is_cupy, to_host
-else:
-    later(
-        globals(),
-        "mpistrategy.arrays.foreign",
-        "as_kind_of",
-        "closed_to",
-        "is_foreign",
-        "is_in_gpu_memory",
-        "is_without_data",
-        "library_of",
-        "on_host",
-        "unmarked",
-    )
-    later(globals(), "mpistrategy.arrays.gpu", "check_device", "cupy_for", "device_span", "is_cupy", "to_host")
+    from mpistrategy.arrays.gpu import DeviceArray
 
 _INTERFACE = "__cuda_array_interface__"
 #: The libraries whose arrays are never written.

@@ -26,17 +26,12 @@ from mpistrategy.arrays.convert import (
     like_given,
 )
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.foreign import in_jax, is_in_gpu_memory, library_of
+from mpistrategy.arrays.gpu import cupy_for, is_cupy, on_device
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
-from mpistrategy.objects.later import later
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
-
-    from mpistrategy.arrays.foreign import in_jax, is_in_gpu_memory, library_of
-    from mpistrategy.arrays.gpu import cupy_for, is_cupy, on_device
-else:
-    later(globals(), "mpistrategy.arrays.foreign", "in_jax", "is_in_gpu_memory", "library_of")
-    later(globals(), "mpistrategy.arrays.gpu", "cupy_for", "is_cupy", "on_device")
 
 
 class ArrayOperators(NDArrayOperatorsMixin):

@@ -152,7 +152,7 @@ def run(options: argparse.Namespace) -> int:
         _keep(trace.tb_frame.f_globals if trace is not None else {})
         # An excepthook of the program's own may hide the error; the peers must still learn of the end.
         status = _status_of(error)
-        abort.note_end(status, abort.in_words(type(error), error, trace) if status else "")
+        abort.note_end(status, abort.in_words(error, trace) if status else "")
         unfinished.note(error)
         raise
     _keep(names)

@@ -18,7 +18,6 @@ from mpistrategy.input.iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
-from mpistrategy.objects.shown import show_as
 
 #: An element: a batch, or this rank's part of one.
 E = TypeVar("E")
@@ -274,6 +273,3 @@ def describe(dataset: Any) -> str:
     if isinstance(dataset, Dataset):
         return dataset._describe()
     return f"{len(dataset)} global batches" if isinstance(dataset, Sequence) else "global batches"
-
-
-show_as("mpistrategy", DistributedDataset)

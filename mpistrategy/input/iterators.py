@@ -10,7 +10,6 @@ from mpistrategy.errors import CopyError, OptionError, OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import Created, NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.shown import show_as
 
 #: An element: a batch, or this rank's part of one.
 E = TypeVar("E")
@@ -162,6 +161,3 @@ class DatasetIterator(DistributedIterator[E]):
 
 class InputFunctionIterator(DatasetIterator[E]):
     """The result of `make_input_fn_iterator`."""
-
-
-show_as("mpistrategy", DistributedIterator)

@@ -7,7 +7,6 @@ from typing import Any
 
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.objects.settings import checked_count, checked_switch, whole_number
-from mpistrategy.objects.shown import show_as
 from mpistrategy.options import InputReplicationMode, ReplicationMode, checked_member
 
 
@@ -98,6 +97,3 @@ class InputContext:
                 expected=f"a positive multiple of the number of replicas, {self.num_replicas_in_sync}",
             )
         return size // self.num_replicas_in_sync
-
-
-show_as("mpistrategy", InputContext)

@@ -14,13 +14,9 @@ JAX is imported before this package is.
 """
 
 from mpistrategy.jax.trees import Tree, all_gather, all_reduce, average_gradients, broadcast
-from mpistrategy.objects.shown import show_as as _show_as
 
 __all__ = ["Tree", "all_gather", "all_reduce", "average_gradients", "broadcast"]
 
 
 def __dir__() -> list[str]:
     return list(__all__)
-
-
-_show_as(__name__, __all__)

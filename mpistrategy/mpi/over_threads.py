@@ -14,12 +14,11 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.devices import Device
 from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import site_of
 from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.communicator import InOneProcess
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.tuning.thresholds import RouteName
 
 
@@ -125,7 +124,7 @@ class Meeting:
         return [theirs for _, theirs in self._taken]
 
 
-class SimulatedCommunicator(InOneProcess, ControlChannel):
+class SimulatedCommunicator(Communicator, ControlChannel):
     """A `mpistrategy.mpi.interface.communicator.Communicator` among threads of this process.
 
     Args:
@@ -154,10 +153,6 @@ class SimulatedCommunicator(InOneProcess, ControlChannel):
         made = SimulatedCommunicator(meeting, self.rank, self._nodes)
         made.devices = self.devices
         return made
-
-    def share_device(self, device: Device) -> None:
-        """Tell every rank which device this one drives; fills `devices`."""
-        self.devices: tuple[Device, ...] = tuple(self._meeting.allgather(self.rank, "share_device", device))
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "threads", whatever the size."""

@@ -8,13 +8,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.objects.later import later
+from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.shown import in_words
-
-if TYPE_CHECKING:
-    from mpistrategy.objects.nearest import did_you_mean
-else:
-    later(globals(), "mpistrategy.objects.nearest", "did_you_mean")
 
 T = TypeVar("T")
 #: Returns a setting as it is kept, given the class, the setting's name and what it is set to.

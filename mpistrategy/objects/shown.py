@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import inspect
 from collections.abc import Iterable
-from typing import Any, get_type_hints
 
 _MOST_RANGES = 8
 _UNITS = ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
@@ -23,15 +22,6 @@ def in_words(made: object) -> str:
         if (value.name if is_member else value) != parameter.default:
             words.append(f"{name}={value.name if is_member else repr(value)}")
     return f"{kind.__name__}({', '.join(words)})"
-
-
-def show_as(module: str, *shown: Any) -> None:
-    """Let classes and functions appear, and be pickled, as those of a public module instead of their files'."""
-    for each in shown:
-        if inspect.isclass(each) and "__annotations__" in vars(each):
-            each.__annotations__ = get_type_hints(each)  # as long as the names in them are found
-        if inspect.isclass(each) or inspect.isfunction(each):
-            each.__module__ = module
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:

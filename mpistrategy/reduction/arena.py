@@ -37,7 +37,6 @@ from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed
-from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.inputs import check_order, checked_leaves
 from mpistrategy.reduction.layout import packing
@@ -457,6 +456,3 @@ def check_dtypes(buckets: Sequence[Replicas], op: ReduceOp, where: str) -> None:
                 fix="Reduce with SUM, or pass arena.values without out=.",
             )
         check_order(dtype, op, where)
-
-
-show_as("mpistrategy", Arena)

@@ -20,10 +20,9 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.over_mpi.progress import AtOnce, Job, engine_of
+from mpistrategy.mpi.over_mpi.engine import AtOnce, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace
-from mpistrategy.objects.shown import show_as
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.inputs import leaves_like
@@ -240,6 +239,3 @@ def _on(reducer: Reducer, engine: AtOnce) -> Reducer:
     make = partial(Reducer, engine.communicator, reducer.algorithm, reducer.options)
     found: Reducer = reducer.kept(engine, make)
     return found
-
-
-show_as("mpistrategy", AllReduceHandle)

@@ -15,7 +15,7 @@ from mpistrategy.arrays.values import event_of_reads
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
-from mpistrategy.mpi.over_mpi.progress import AtOnce, engine_of
+from mpistrategy.mpi.over_mpi.engine import AtOnce, engine_of
 from mpistrategy.options import CommunicationOptions, path_word
 from mpistrategy.reduction.algorithm import OnDevice
 from mpistrategy.reduction.reducer import Reducer

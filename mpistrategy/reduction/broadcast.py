@@ -191,7 +191,7 @@ class Broadcast(General):
         values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
         call.structure = where.text
         signature, transfer = signature_of(call, root, values), FromRoot(ranks, layouts, root)
-        made = _BroadcastPlan(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=None)
+        made = _BroadcastPlan(self, where, transfer, signature, kinds=kinds, timeout=None)
         made.description = description(value, call.where)
         return made
 

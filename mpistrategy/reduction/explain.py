@@ -6,7 +6,7 @@ Everything is asked of the plans that do the work.  Nothing is sent, nothing is 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -15,22 +15,15 @@ from mpistrategy.arrays.convert import any_array, is_on_device
 from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, contribution
 from mpistrategy.errors import EmptyBatchError
-from mpistrategy.objects.later import later
+from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
+from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.inputs import checked_leaves, checked_value, own_component
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes.base import Description
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.multi_node import reduced_precision
-    from mpistrategy.reduction.arena import Arena, check_dtypes
-else:
-    later(globals(), "mpistrategy.mpi.multi_node.reduced_precision")
-    later(globals(), "mpistrategy.reduction.arena", "Arena")
-    later(globals(), "mpistrategy.reduction.arena", "check_dtypes")
 
 _WHERE = "Strategy.explain"
 #: What is reduced by plans, and the lines about what is not.

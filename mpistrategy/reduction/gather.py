@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -22,7 +23,7 @@ from mpistrategy.reduction.inputs import is_plain_array
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
 from mpistrategy.reduction.plans import NestPlan
-from mpistrategy.reduction.reducer import General
+from mpistrategy.reduction.reducer import EachArray
 from mpistrategy.reduction.routes.base import CallPlan, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxArrays
 from mpistrategy.reduction.sparse import gather_all
@@ -134,24 +135,19 @@ def gather(
         on_device.prepare(communicator, placed, call.where)
     compared = _compared([_layout(array) for array in arrays], axes)
     way = Gathering(communicator, layouts_of(arrays), axes, on_host=not placed, into=into)
-    memory = way.bring(arrays)
-    call.agree("gather", op=f"axis {axes}", values=compared, sparingly=not placed)
-    gathered = way.run(arrays, memory)
+    agree = partial(call.agree, "gather", op=f"axis {axes}", values=compared, sparingly=not placed)
+    gathered = way.carried_out(arrays, agree)
     if placed:
         communicator.guard.wait_for_gpu(event_of_reads(map(contribution, values)))
     return [like_given(result, contribution(value)) for result, value in zip(gathered, values, strict=True)]
 
 
-class Gather(General):
+class Gather(EachArray):
     """`all_gather` and `gather` of any nest of arrays; the argument is the axis."""
 
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return all ranks' arrays, leaf by leaf; see `CallPlan.run`."""
-        leaves, structure = nest.flatten_without_none(value)
-        call.structure = structure.text
-        call.wait_as(self.chosen.timeout_seconds)
-        mine = [contribution(leaf) for leaf in leaves]
-        return structure.pack(gather(self.reducer.communicator, mine, self.argument, call))
+    def made(self, call: Call, mine: Sequence[Any]) -> list[Any]:
+        """Return all ranks' arrays; see `EachArray.made`."""
+        return gather(self.reducer.communicator, mine, self.argument, call)
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of a nest of NumPy's arrays; None for others."""
@@ -165,7 +161,7 @@ class Gather(General):
             *("gather", f"axis {axes}", where.text, compared, "", "", call.name, call.where, call.place)
         )
         transfer, kinds = Gathering(ranks, layouts_of(arrays), axes, on_host=True), {*map(type, arrays)}
-        return NestPlan(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=self.timeout)
+        return NestPlan(self, where, transfer, signature, kinds=kinds, timeout=self.timeout)
 
 
 def _checked(value: Any, where: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from mpistrategy.arrays.dtypes import (
     mean_dtype,
     span,
 )
+from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.nest import Leaves, alike
 from mpistrategy.arrays.values import (
     DistributedValues,
@@ -34,18 +35,10 @@ from mpistrategy.errors import (
     ShapeError,
     StructureError,
 )
-from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.packing import Layout
-
-if TYPE_CHECKING:
-    from mpistrategy.arrays.foreign import is_foreign
-    from mpistrategy.reduction import sparse
-else:
-    later(globals(), "mpistrategy.arrays.foreign", "is_foreign")
-    later(globals(), "mpistrategy.reduction.sparse")
-    later(globals(), "mpistrategy.arrays.gpu", "is_cupy", "is_of_cuda_malloc")
 
 #: Numbers whose results are NumPy scalars, by the dtype in which they travel.
 NUMBERS: dict[type, np.dtype[Any]] = {

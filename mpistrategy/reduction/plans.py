@@ -34,7 +34,6 @@ class NestPlan(CallPlan):
 
     Args:
         otherwise: does the calls that need a closer look, such as those with an `out` of another kind.
-        guard: compares the calls.
         leaves: how to reach the arrays.
         transfer: what becomes of the arrays.
         signature: of the call.
@@ -45,7 +44,6 @@ class NestPlan(CallPlan):
     def __init__(
         self,
         otherwise: CallPlan,
-        guard: Guard,
         leaves: Leaves,
         transfer: Transfer,
         signature: Signature,

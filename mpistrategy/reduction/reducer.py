@@ -13,7 +13,8 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, host_array, is_on_device
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import Array, dtype_name, mean_dtype
+from mpistrategy.arrays.gpu import check_device, is_cupy
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
@@ -21,7 +22,6 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
-from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.inputs import (
     arrays_of,
@@ -32,24 +32,24 @@ from mpistrategy.reduction.inputs import (
     leaves_like,
 )
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
+from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
 from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer
 from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.weights import (
-    EXCHANGE,
-    Products,
-    WeightedMean,
+    WEIGHTED,
+    WeightedMeans,
     WeightedPlan,
+    checked_weight,
     dtype_of_products,
-    weights_of_ranks,
+    normalized,
+    product,
+    sums_of,
 )
 
 if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import check_device, is_cupy
     from mpistrategy.reduction.algorithm import Algorithm, OnDevice
-else:
-    later(globals(), "mpistrategy.arrays.gpu", "check_device", "is_cupy")
 
 #: So many plans are kept.
 _MOST_PLANS = 1024
@@ -92,6 +92,27 @@ class General(CallPlan):
             MpiStrategyError: for bad input.
         """
         return None
+
+
+class EachArray(General):
+    """A collective that does the same with each array of a nest; a subclass says what, in `made`."""
+
+    #: Whether a nest without arrays is refused; one of None is not.
+    needs_arrays: bool = False
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return a nest of the results; see `CallPlan.run`."""
+        leaves, structure = nest.flatten_without_none(value)
+        call.structure = structure.text
+        if self.needs_arrays and not (leaves or structure.num_none or self.reducer.is_alone):
+            raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
+        call.wait_as(self.chosen.timeout_seconds)
+        results = self.made(call, [contribution(leaf) for leaf in leaves])
+        return structure.pack([*map(as_given, results, leaves)])
+
+    def made(self, call: Call, mine: Sequence[Any]) -> list[Any]:
+        """Return the result of each of this rank's arrays: check them, and let a `Transfer` do the rest."""
+        raise NotImplementedError
 
 
 class AllReduce(General):
@@ -168,20 +189,19 @@ class AllReduce(General):
         arrays = arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
             return None
-        layouts = sent = layouts_of(arrays)
+        layouts = layouts_of(arrays)
+        signature = signature._replace(values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts))
         if is_weighted:
-            op, sent = ReduceOp.SUM, tuple((dtype_of_products(dtype), shape) for dtype, shape in layouts)
-        plan = algorithm._plan_for(ranks, sent, op, options, destination or EVERY_RANK)
+            means, signature = self.reducer.weighted_means(layouts, options), signature._replace(op=WEIGHTED)
+            if means is None:
+                return None
+            return WeightedPlan(self, where, means, signature, kinds=kinds, timeout=timeout)
+        plan = algorithm._plan_for(ranks, layouts, op, options, destination or EVERY_RANK)
         if plan is None:
             return None
-        values = tuple((dtype_name(dtype), shape) for dtype, shape in sent)
-        signature = signature._replace(op=op.value, values=values)
-        if is_weighted:
-            products = Products(plan, layouts)
-            return WeightedPlan(self, ranks, where, products, signature, kinds=kinds, timeout=timeout)
         transfer = self.transfer(plan, leaves, out)
         kind = NestPlan if destination is None else PlacedPlan
-        made = kind(self, ranks.guard, where, transfer, signature, kinds=kinds, timeout=timeout)
+        made = kind(self, where, transfer, signature, kinds=kinds, timeout=timeout)
         if isinstance(made, PlacedPlan) and destination is not None:
             made.destination, made.is_here = destination, destination.includes(ranks.rank)
         return made
@@ -388,19 +408,40 @@ class Reducer:
         options: CommunicationOptions,
     ) -> list[Any]:
         """Return the weighted means of dense arrays."""
-        where = call.where
-        mine = gpu_of(self.communicator.devices, self.communicator.rank)
-        check_device([array for array in arrays if is_on_device(array)], mine, where)
-        mean = WeightedMean(weight, op, where)
-        signature = Signature(EXCHANGE, structure=call.structure, name=call.name, call=where, place=call.place)
-        weights = weights_of_ranks(NumbersOfRanks(self.communicator, 1), call, mean.weight, signature)
+        ranks, where = self.communicator, call.where
+        mine = checked_weight(weight, op, where)
+        means = None if any(map(is_on_device, arrays)) else self.weighted_means(layouts_of(arrays), options)
         call.wait_as(options.timeout_seconds)
-        parts = mean.contributions(arrays, weights)
-        read = event_of_reads(given)
-        totals = self._algorithm._all_reduce_values(call, self.communicator, ReduceOp.SUM, parts, options)
-        means = mean.finish(totals, arrays)
-        self.communicator.guard.wait_for_gpu(read)
-        return [in_kind(result, local_component(value)) for result, value in zip(means, given, strict=True)]
+        if means is not None:
+            values = tuple((dtype_name(each.dtype), each.shape) for each in arrays)
+            settings, together = self._algorithm._settings(options), [np.array(mine), *arrays]
+            memory = means.bring(together)
+            call.agree(
+                "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True
+            )
+            results = means.run(together, memory)
+        else:
+            check_device([array for array in arrays if is_on_device(array)], gpu_of(ranks.devices, ranks.rank), where)
+            numbers = NumbersOfRanks(ranks, 1)
+            memory = numbers.bring(mine)
+            call.agree("exchange the weights of a mean", sparingly=True)
+            weights = numbers.found(memory).ravel().tolist()
+            call.expect_more()
+            factors, total = normalized(weights)
+            with np.errstate(all="ignore"):
+                parts = [product(each, dtype_of_products(each.dtype), mine, factors[ranks.rank]) for each in arrays]
+            read = event_of_reads(given)
+            sums = self._algorithm._all_reduce_values(call, ranks, ReduceOp.SUM, parts, options)
+            results = [
+                rounded(divide(each, total), mean_dtype(array.dtype)) for each, array in zip(sums, arrays, strict=True)
+            ]
+            ranks.guard.wait_for_gpu(read)
+        return [in_kind(result, local_component(value)) for result, value in zip(results, given, strict=True)]
+
+    def weighted_means(self, layouts: tuple[Layout, ...], options: CommunicationOptions) -> WeightedMeans | None:
+        """Return how weighted means of arrays on the host are taken; None where the algorithm is asked each time."""
+        plan = self._algorithm._plan_for(self.communicator, sums_of(layouts), ReduceOp.SUM, options, EVERY_RANK)
+        return None if plan is None else WeightedMeans(self.communicator, layouts, plan)
 
     def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
         """Return the reduction of one array on every rank; inside `call`, in any context."""

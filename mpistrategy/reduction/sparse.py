@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import zip_longest
 from math import prod
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -17,15 +16,10 @@ from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import divide
+from mpistrategy.reduction.routes import on_device
 from mpistrategy.reduction.routes.base import Targets
-
-if TYPE_CHECKING:
-    from mpistrategy.reduction.routes import on_device
-else:
-    later(globals(), "mpistrategy.reduction.routes.on_device")
 
 
 def checked(slices: IndexedSlices, op: ReduceOp, where: str) -> IndexedSlices:

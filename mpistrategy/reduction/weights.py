@@ -1,4 +1,9 @@
-"""Means of values that count differently: the ranks learn all weights, and then add up what they count for."""
+"""Means of values that count differently: sum(w x) / sum(w).
+
+A replica with weight 0 contributes nothing, whatever its values are (the mean of no rows is NaN, say).  What meets the
+values are the weights times one power of two, so that their sum is less than 1 and not less than 1/2: they may be
+larger and smaller than a number of the values' dtype, and no sum overflows whose mean does not.
+"""
 
 from __future__ import annotations
 
@@ -8,92 +13,70 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, mean_dtype, wire_dtype
-from mpistrategy.arrays.nest import Leaves
+from mpistrategy.arrays.dtypes import Array, mean_dtype, quietly, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer
 from mpistrategy.reduction.plans import NestPlan
-from mpistrategy.reduction.routes.base import CallPlan, Targets
+from mpistrategy.reduction.routes.base import Targets
+from mpistrategy.reduction.routes.mailboxes import MailboxArrays
 
-#: What the ranks compare before they exchange their weights.
-EXCHANGE = "exchange the weights of a mean"
+#: The operation, as the ranks compare it.
+WEIGHTED = "weighted MEAN"
+_WEIGHT: Layout = (np.dtype(np.float64), ())
 
 
-class WeightedMean:
-    """The mean of the replicas' values, each with a weight of its replica: sum(w x) / sum(w).
-
-    A replica with weight 0 contributes nothing, whatever its values are (the mean of no rows is NaN, say).  What meets
-    the values are the weights times one power of two, so that their sum is less than 1 and not less than 1/2: they may
-    be larger and smaller than a number of the values' dtype, and no sum overflows whose mean does not.
-
-    Args:
-        weight: this rank's weight, a finite number that is not negative; usually its number of rows.
-        op: must be MEAN.
-        where: the public name to blame in the error.
+def checked_weight(weight: Any, op: ReduceOp, where: str) -> float:
+    """Return this rank's weight; usually its number of rows.
 
     Raises:
-        OptionError: for another op, and for a weight that is negative or not finite.
+        OptionError: for another operation than MEAN, and for a weight that is negative or not finite.
         OptionTypeError: for a weight that is not a number.
     """
+    if op is not ReduceOp.MEAN:
+        raise OptionError.at(where, found=f"weight= with {op.name}", expected="weight= with MEAN")
+    try:
+        array = np.asarray(weight)
+    except (TypeError, ValueError):  # a ragged list, say
+        array = np.empty(1)
+    if array.ndim != 0 or array.dtype.kind not in "iuf":
+        raise OptionTypeError.at(where, found=f"weight={weight!r}", expected="a number")
+    found = float(array)
+    if not (math.isfinite(found) and found >= 0):
+        raise OptionError.at(where, found=f"weight={weight!r}", expected="a finite number that is not negative")
+    return found
 
-    def __init__(self, weight: Any, op: ReduceOp, where: str) -> None:
-        if op is not ReduceOp.MEAN:
-            raise OptionError.at(where, found=f"weight= with {op.name}", expected="weight= with MEAN")
-        try:
-            array = np.asarray(weight)
-        except (TypeError, ValueError):  # a ragged list, say
-            array = np.empty(1)
-        if array.ndim != 0 or array.dtype.kind not in "iuf":
-            raise OptionTypeError.at(where, found=f"weight={weight!r}", expected="a number")
-        #: This rank's weight.
-        self.weight: float = float(array)
-        if not (np.isfinite(self.weight) and self.weight >= 0):
-            raise OptionError.at(where, found=f"weight={weight!r}", expected="a finite number that is not negative")
 
-    def contributions(self, arrays: Sequence[Array], weights: Array) -> list[Array]:
-        """Return what this rank adds, to be summed: its values times its weight.
+def normalized(weights: Sequence[float]) -> tuple[list[float], float]:
+    """Return the ranks' weights times one power of two, and their sum, which is less than 1 and not less than 1/2."""
+    _, exponent = math.frexp(max(weights))
+    total = math.fsum([math.ldexp(weight, -exponent) for weight in weights])
+    _, more = math.frexp(total)
+    return [math.ldexp(weight, -exponent - more) for weight in weights], math.ldexp(total, -more)
 
-        Args:
-            arrays: its values.
-            weights: those of all ranks, as float64.
-        """
-        numbers = weights.tolist()
-        _, exponent = math.frexp(max(numbers))
-        total = math.fsum(math.ldexp(weight, -exponent) for weight in numbers)
-        _, more = math.frexp(total)
-        self._total, self._factor = math.ldexp(total, -more), math.ldexp(self.weight, -exponent - more)
-        #: Memory for the means whose sums have another dtype.
-        self._memory = [_room_for_mean(array) for array in arrays]
-        with np.errstate(all="ignore"):
-            return [*map(self._times_weight, arrays)]
 
-    def _times_weight(self, array: Array) -> Array:
-        dtype = dtype_of_products(array.dtype)
-        if self.weight == 0:
-            return np.zeros_like(array, dtype=dtype)
-        factor = dtype.type(self._factor)
-        # A factor with more digits than the dtype has, unlike most numbers of rows, meets the values in float64.
-        meeting = dtype if float(factor.real) == self._factor else np.result_type(dtype, np.float64)
-        product: Array
-        if type(array) is np.ndarray:  # rounded as it is written: no array of the wide dtype is made
-            product = np.multiply(array, meeting.type(self._factor), out=np.empty(array.shape, dtype), dtype=meeting)
-        else:
-            product = np.multiply(array, meeting.type(self._factor), dtype=meeting).astype(dtype, copy=False)
-        return product
+def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float, out: Array | None = None) -> Array:
+    """Return what a rank adds, in the `dtype_of_products`: its values times its normalized weight, `factor`.
 
-    def finish(self, totals: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-        """Turn the sums of `contributions` into the means; NaN where all weights are 0."""
-        return [
-            rounded(divide(total, self._total), mean_dtype(array.dtype), room)
-            for total, array, room in zip(totals, arrays, self._memory, strict=True)
-        ]
+    Those on the host are written into `out`, if given.
+    """
+    if weight == 0:
+        if out is None:
+            return np.zeros_like(array, dtype)
+        out[...] = 0
+        return out
+    scale = dtype.type(factor)
+    # A factor with more digits than the dtype has, unlike most numbers of rows, meets the values in float64.
+    meeting = dtype if float(scale.real) == factor else np.result_type(dtype, np.float64)
+    if type(array) is np.ndarray:  # rounded as it is written: no array of the wide dtype is made
+        room = np.empty(array.shape, dtype) if out is None else out
+        np.multiply(array, meeting.type(factor), out=room, dtype=meeting)
+        return room
+    products: Array = np.multiply(array, meeting.type(factor), dtype=meeting)
+    return products.astype(dtype, copy=False)
 
 
 def dtype_of_products(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -101,72 +84,90 @@ def dtype_of_products(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float64) if dtype.kind in "iu" else wire_dtype(dtype)
 
 
-def _room_for_mean(array: Array) -> Array | None:
-    """Return memory for the mean of an array on the host; None where it is written over the sum."""
-    dtype = mean_dtype(array.dtype)
-    return None if dtype == dtype_of_products(array.dtype) or is_on_device(array) else np.empty(array.shape, dtype)
+def sums_of(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
+    """Return the layouts of the products of arrays, which are summed."""
+    return tuple((dtype_of_products(dtype), shape) for dtype, shape in layouts)
 
 
-def weights_of_ranks(
-    numbers: NumbersOfRanks, call: Call, weight: float, signature: Signature, digest: int | None = None
-) -> Array:
-    """Return each rank's weight, in rank order, as float64; the values come next."""
-    memory = numbers.bring(weight)
-    call.agree_on(signature, digest, sparingly=True)
-    found = numbers.found(memory)[:, 0]
-    call.expect_more()
-    return found
+class WeightedMeans(Transfer):
+    """The weighted means of arrays on the host; to the arrays that `bring` and `run` get belongs the weight, as first.
 
-
-class Products(Transfer):
-    """The sums of arrays times weights.
+    On a node small arrays lie in the mailboxes as they are, beside the weight and the check of the call, and each rank
+    multiplies those of all ranks.  Else the ranks learn the weights with the check, and then add up the products.
 
     Args:
-        plan: of the products.
+        communicator: the ranks.
         layouts: of the arrays.
+        plan: of the products.
     """
 
-    def __init__(self, plan: Plan, layouts: tuple[Layout, ...]) -> None:
-        self._plan = plan
+    def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], plan: Plan) -> None:
+        self._communicator, self._plan = communicator, plan
         self.layouts: tuple[Layout, ...] = layouts
         self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
+        self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
+        self._in_mailboxes: MailboxArrays | None = None
+        boxes = communicator.mailboxes
+        if boxes is not None and MailboxArrays.has_room(boxes, (_WEIGHT, *layouts), boxes.size):
+            self._in_mailboxes = MailboxArrays(boxes, (_WEIGHT, *layouts))
+        else:
+            self._weights = NumbersOfRanks(communicator, 1)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Do what must be done with the products before the ranks agree on the call."""
-        return self._plan.bring(arrays)
+        """Do what must be done before the ranks agree on the call."""
+        rooms = [
+            None if dtype == mean else np.empty(shape, mean)
+            for dtype, mean, (_, shape) in zip(self._dtypes, self.results, self.layouts, strict=True)
+        ]
+        if self._in_mailboxes is None:
+            return rooms, self._weights.bring(arrays[0])
+        self._in_mailboxes.put(arrays)
+        both = zip(self._dtypes, self.layouts, strict=True)
+        return rooms, [(np.empty(shape, dtype), np.empty(shape, dtype)) for dtype, (_, shape) in both]
 
+    @quietly
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
-        """Return the sums of the products."""
-        return self._plan.run(arrays, memory)
+        """Return the means; NaN where all weights are 0."""
+        rooms, room = memory
+        if self._in_mailboxes is None:
+            weights, rank = self._weights.found(room).ravel().tolist(), self._communicator.rank
+            factors, total = normalized(weights)
+            sums = self._sent(arrays[1:], weights[rank], factors[rank])
+        else:
+            seen = self._in_mailboxes.seen()
+            weights = [float(theirs[0]) for theirs in seen]
+            factors, total = normalized(weights)
+            sums = [_summed(seen, number, weights, factors, *each) for number, each in enumerate(room, 1)]
+        return [
+            np.true_divide(each, each.dtype.type(total), out=each if mean is None else mean, casting="unsafe")
+            for each, mean in zip(sums, rooms, strict=True)
+        ]
+
+    def _sent(self, arrays: Sequence[Array], weight: float, factor: float) -> list[Array]:
+        def brought() -> tuple[list[Array], Any]:
+            both = zip(arrays, self._dtypes, strict=True)
+            products = [product(array, dtype, weight, factor) for array, dtype in both]
+            return products, self._plan.bring(products)
+
+        return self._plan.run(*self._communicator.guard.on_all(brought))
+
+
+def _summed(
+    seen: Sequence[Sequence[Array]], number: int, weights: list[float], factors: list[float], total: Array, room: Array
+) -> Array:
+    """Return the sum of the ranks' products of an array in rank order, in `total`; `room` takes one after the other."""
+    into = total
+    for theirs, weight, factor in zip(seen, weights, factors, strict=True):
+        product(theirs[number], total.dtype, weight, factor, into)
+        if into is room:
+            np.add(total, room, out=total)
+        into = room
+    return total
 
 
 class WeightedPlan(NestPlan):
-    """The plan of weighted means of nests of arrays and numbers on the host: see `NestPlan`.
-
-    Args:
-        otherwise, leaves, transfer, signature, kinds, timeout: as there; `transfer` is a `Products`.
-        communicator: the ranks.
-    """
-
-    def __init__(
-        self,
-        otherwise: CallPlan,
-        communicator: Communicator,
-        leaves: Leaves,
-        transfer: Products,
-        signature: Signature,
-        *,
-        kinds: set[type],
-        timeout: float | None,
-    ) -> None:
-        super().__init__(otherwise, communicator.guard, leaves, transfer, signature, kinds=kinds, timeout=timeout)
-        self._weights = NumbersOfRanks(communicator, 1)
-        self._first = signature._replace(collective=EXCHANGE, op="", values=(), destination="", options="")
-        self._first_digest = digest_of(self._first)
+    """The plan of weighted means of nests of arrays and numbers on the host; its transfer is a `WeightedMeans`."""
 
     def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
-        call.structure = self._signature.structure
-        mean = WeightedMean(weight, ReduceOp.MEAN, call.where)
-        weights = weights_of_ranks(self._weights, call, mean.weight, self._first, self._first_digest)
-        parts = mean.contributions(arrays, weights)
-        return mean.finish(super()._sent(call, parts, None), arrays)
+        mine = np.array(checked_weight(weight, ReduceOp.MEAN, call.where))
+        return super()._sent(call, [mine, *arrays], None)

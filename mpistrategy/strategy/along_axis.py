@@ -64,7 +64,7 @@ def _combine_along(array: Array, axes: tuple[int, ...], op: ReduceOp) -> Array:
     with np.errstate(all="ignore"):  # as in sums between the replicas
         if op in (ReduceOp.MIN, ReduceOp.MAX):
             extreme = dtypes.minimum if op is ReduceOp.MIN else dtypes.maximum
-            return extreme.reduce(wide, axes, _neutral(dtype, op))
+            return extreme.reduce(wide, axes, identity(dtype, op))
         add = np.multiply if op is ReduceOp.PROD else np.add
         return np.asarray(add.reduce(wide, axis=axes, dtype=dtype))
 
@@ -79,7 +79,7 @@ def _combine_on_device(array: DeviceArray, axes: tuple[int, ...], op: ReduceOp) 
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return wide.prod(axis=axes, dtype=dtype) if op is ReduceOp.PROD else wide.sum(axis=axes, dtype=dtype)
     if 0 in (array.shape[axis] for axis in axes):
-        neutral = _neutral(dtype, op)
+        neutral = identity(dtype, op)
         return cupy.full([length for axis, length in enumerate(array.shape) if axis not in axes], neutral, dtype)
     if not ordered_keys.are_for(dtype, op._on_the_wire):
         return wide.min(axis=axes) if op is ReduceOp.MIN else wide.max(axis=axes)
@@ -88,8 +88,10 @@ def _combine_on_device(array: DeviceArray, axes: tuple[int, ...], op: ReduceOp) 
     return ordered_keys.to_floats(cupy, least, op._on_the_wire)
 
 
-def _neutral(dtype: np.dtype[Any], op: ReduceOp) -> Any:
-    """Return what changes no MIN, or no MAX."""
+def identity(dtype: np.dtype[Any], op: ReduceOp) -> Any:
+    """Return what changes no SUM, PROD, MIN or MAX of numbers of this dtype."""
+    if op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return 1 if op is ReduceOp.PROD else 0
     if dtype.kind in "iu":
         limits = np.iinfo(dtype)
         return limits.max if op is ReduceOp.MIN else limits.min

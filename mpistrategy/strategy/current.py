@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrategy.context import Frame, Mode, check_strategy, current_frame, current_strategy, entered, in_words
 from mpistrategy.errors import ContextError
-from mpistrategy.objects.later import later
 from mpistrategy.strategy import replica_context
+from mpistrategy.strategy.outside_steps import warn_if_alone
 
 if TYPE_CHECKING:
-    from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.strategy.strategy import Strategy
 
     class ReplicaContext(replica_context.ReplicaContext):
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
             """The strategy whose step function this is."""
 
 else:
-    later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
     ReplicaContext = replica_context.ReplicaContext
 
 

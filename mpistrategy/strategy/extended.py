@@ -27,24 +27,20 @@ from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.later import later
 from mpistrategy.objects.settings import Settable
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
+from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.inputs import unpacked, unwrapped
 from mpistrategy.reduction.layout.destinations import Destination, for_value, resolve
 from mpistrategy.reduction.plans import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
+from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.registry import Placement
 from mpistrategy.variables.writes import refuse_drift
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.arena import Arena
-    from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.variables.variable import Variable
-else:
-    later(globals(), "mpistrategy.reduction.arena", "Arena")
-    later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
 
 T = TypeVar("T")
 

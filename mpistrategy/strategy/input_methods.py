@@ -7,35 +7,17 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, TypeVar, ca
 
 from mpistrategy import context
 from mpistrategy.errors import OptionError
+from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
+from mpistrategy.input.first_batches import FirstBatches, checked_level
+from mpistrategy.input.iterators import DatasetIterator, InputFunctionIterator
+from mpistrategy.input.options import InputContext, check_options
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
 from mpistrategy.options import InputReplicationMode, ReplicationMode, checked_member
+from mpistrategy.strategy.outside_steps import warn_if_alone
 
 if TYPE_CHECKING:
-    from mpistrategy.input.distributed import (
-        DistributedDataset,
-        DistributedDatasetsFromFunction,
-        check_iterable,
-        describe,
-    )
-    from mpistrategy.input.first_batches import FirstBatches, checked_level
-    from mpistrategy.input.iterators import DatasetIterator, InputFunctionIterator
-    from mpistrategy.input.options import InputContext, InputOptions, check_options
-    from mpistrategy.strategy.outside_steps import warn_if_alone
-else:
-    later(
-        globals(),
-        "mpistrategy.input.distributed",
-        "DistributedDataset",
-        "DistributedDatasetsFromFunction",
-        "check_iterable",
-        "describe",
-    )
-    later(globals(), "mpistrategy.input.first_batches", "FirstBatches", "checked_level")
-    later(globals(), "mpistrategy.input.iterators", "DatasetIterator", "InputFunctionIterator")
-    later(globals(), "mpistrategy.input.options", "InputContext", "check_options")
-    later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
+    from mpistrategy.input.options import InputOptions
 
 #: What is compared of the first batches, as an argument.
 CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"]

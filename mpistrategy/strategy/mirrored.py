@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -11,29 +10,22 @@ from typing import TYPE_CHECKING, Any
 from mpistrategy.arrays.devices import Device
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
 from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError, OptionTypeError
+from mpistrategy.mpi import over_threads
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.faults import injection
+from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
+from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.launcher import no_mpi
 from mpistrategy.mpi.job.start import start
-from mpistrategy.objects.later import later, load_all
+from mpistrategy.mpi.over_threads import SimulatedCommunicator
 from mpistrategy.objects.nearest import did_you_mean, refuses
 from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi import over_threads
-    from mpistrategy.mpi.faults import injection
-    from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
-    from mpistrategy.mpi.job.environment import warn_of_unknown
     from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
-    from mpistrategy.mpi.over_threads import SimulatedCommunicator
-else:
-    later(globals(), "mpistrategy.mpi.over_threads")
-    later(globals(), "mpistrategy.mpi.faults.injection")
-    later(globals(), "mpistrategy.mpi.gpu.device_selection", "activate", "choose_device", "requested")
-    later(globals(), "mpistrategy.mpi.job.environment", "warn_of_unknown")
-    later(globals(), "mpistrategy.mpi.over_threads", "SimulatedCommunicator")
 
 
 #: What is imported where it is used, in calls, in errors and in alarms.
@@ -173,8 +165,7 @@ class MirroredStrategy(Strategy):
 
 
 def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCommunicator:
-    # Ranks are simulated by a module that nobody loads otherwise.
-    replicas = over_threads.world() if "mpistrategy.mpi.over_threads" in sys.modules else None
+    replicas = over_threads.world()
     if replicas is not None and comm is None:
         return replicas.duplicate()
     try:
@@ -193,6 +184,5 @@ def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCom
 
 def _load(modules: Sequence[str]) -> None:
     """Load modules before the first call: in a call one rank alone might fail, which cannot open a file."""
-    load_all()
     for name in modules:
         import_module(name)

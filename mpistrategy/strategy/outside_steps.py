@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from mpistrategy import context
 from mpistrategy.context import Mode, Strategy
-from mpistrategy.errors import OutsideStepWarning
+from mpistrategy.errors import ContextError, OutsideStepWarning
 from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.public_calls import declared
 
 
 def warn_if_alone(
@@ -39,3 +40,21 @@ def warn_if_alone(
         "is meant, use a OneDeviceStrategy.",
         OutsideStepWarning,
     )
+
+
+def warn_outside_steps(strategy: Strategy, where: str) -> None:
+    """Do `warn_if_alone` for a method of the replica context that was called outside every step.
+
+    Raises:
+        ContextError: for one that is not declared with what to call there.
+    """
+    call = declared.get(where)
+    if call is None or not call.outside:
+        raise ContextError.at(
+            where,
+            found="a call outside every step",
+            expected="a call in replica context (inside a step function)",
+            fix="Call it in the function given to `strategy.run`.",
+        )
+    cure = f"Call it in the function given to strategy.run; outside a step use {call.outside}."
+    warn_if_alone(strategy, where, "was called outside every step", cure)

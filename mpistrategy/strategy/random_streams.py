@@ -14,7 +14,6 @@ import numpy as np
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.objects.copies import Created
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.shown import show_as
 
 _SHARED, _REPLICA, _NUMBERED = range(3)
 _WORD = 2**32
@@ -93,6 +92,3 @@ def _checked(number: Any, name: str, limit: float = float("inf")) -> int:
         expected = "an int from 0 on" if value < 0 else f"an int below {limit}"
         raise OptionError.at("Strategy.rng", found=f"{name}={value}", expected=expected)
     return value
-
-
-show_as("mpistrategy", Streams)

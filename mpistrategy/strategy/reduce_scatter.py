@@ -1,12 +1,11 @@
-"""Reduce-scatter: the part of ReplicaContext that gives each rank its part of a reduction."""
+"""Reduce-scatter: each rank gets its part of a reduction."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import Any
 
 import numpy as np
 
@@ -15,93 +14,20 @@ from mpistrategy.arrays.convert import copy_of, is_on_device, like_given, on_dev
 from mpistrategy.arrays.dtypes import Array, mean_dtype
 from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import UnsupportedError
+from mpistrategy.input.distributed import part_of_batch
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
-from mpistrategy.options import CommunicationOptions, Mean, Op, ReduceOp
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.gather import checked_axis
 from mpistrategy.reduction.plan import Plan, Transfer
 from mpistrategy.reduction.plans import NestPlan, kind_of
-from mpistrategy.reduction.reducer import AllReduce, Reducer
+from mpistrategy.reduction.reducer import AllReduce
 from mpistrategy.reduction.routes.base import CallPlan, Targets
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from mpistrategy.input.distributed import part_of_batch
-    from mpistrategy.reduction.gather import checked_axis
-    from mpistrategy.strategy.overloads import Floats, Integers, Named, S, T
-    from mpistrategy.variables.variable import Variable
-else:
-    later(globals(), "mpistrategy.input.distributed", "part_of_batch")
-    later(globals(), "mpistrategy.reduction.gather", "checked_axis")
-
 
 _WHERE = "ReplicaContext.reduce_scatter"
 
 
-class ReduceScatter:
-    """The part of ReplicaContext that reduces, and leaves each rank its part."""
-
-    if TYPE_CHECKING:
-
-        @property
-        def strategy(self) -> Any: ...
-        def _required(self, method: str) -> AbstractContextManager[Any]: ...
-
-    @overload  # a MEAN matches this overload and the next one
-    def reduce_scatter(self, reduce_op: Mean, value: Integers, axis: int = 0, **more: Unpack[Named]) -> Floats: ...
-    @overload
-    def reduce_scatter(self, reduce_op: Op, value: NDArray[S], axis: int = 0, **more: Unpack[Named]) -> NDArray[S]: ...
-    @overload
-    def reduce_scatter(self, reduce_op: Op, value: Variable, axis: int = 0, **more: Unpack[Named]) -> NDArray[Any]: ...
-    @overload
-    def reduce_scatter(self, reduce_op: Op, value: T, axis: int = 0, **more: Unpack[Named]) -> T: ...
-    @collective("reduce_scatter")
-    def reduce_scatter(
-        self,
-        reduce_op: Any,
-        value: Any,
-        axis: int = 0,
-        options: CommunicationOptions | None = None,
-        *,
-        name: str | None = None,
-    ) -> Any:
-        """Reduce arrays over all replicas, and return this rank's part along `axis`.  Collective.
-
-        The parts are contiguous, in rank order, and as those of a dataset's batch: of `length` elements each rank has
-        ceil(length / ranks), the last ranks fewer or none.  `all_gather` of the parts along the axis gives what
-        `all_reduce` of the value gives, with the same bits.
-
-        Args:
-            reduce_op: as in `all_reduce`.
-            value: an array or a nest of arrays with one axis or more; dtypes and shapes are equal on all ranks.
-            axis: an int; negative counts from the end.
-            options: hints; None for the strategy's own.
-            name: is compared between the ranks instead of the call site.
-
-        Returns:
-            A structure like `value` of this rank's parts, in memory of their own.  A MEAN of integers is float32 (8 and
-            16 bits) or float64.
-
-        Raises:
-            ContextError: outside this context's step function.
-            ShapeError, OptionTypeError: for scalars, an axis out of range, and one that is not an int.
-            UnsupportedError: for IndexedSlices.
-            ReduceOpError, DTypeError, LeafError, EmptyBatchError: as `all_reduce`, on every rank.
-            CollectiveMismatchError: on every rank, when structures, dtypes, shapes, axes or calls differ.
-
-        >>> import numpy as np, mpistrategy as ms
-        >>> strategy = ms.OneDeviceStrategy("CPU:0")
-        >>> strategy.run(lambda: ms.get_replica_context().reduce_scatter("SUM", np.arange(4.0)))
-        array([0., 1., 2., 3.])
-        """
-        reducer: Reducer = self.strategy.extended._reducer
-        with self._required("reduce_scatter"):
-            return reducer.run(_WHERE, _Scattered, reduce_op, value, options, name=name, out=axis)
-
-
-class _Scattered(AllReduce):
+class Scattered(AllReduce):
     """`reduce_scatter`; the `out` of its calls is the axis."""
 
     @staticmethod

@@ -24,32 +24,26 @@ from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import NotPickled
-from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Mean, Op
+from mpistrategy.reduction.asynchronous import start_all_reduce
+from mpistrategy.reduction.gather import Gather
 from mpistrategy.reduction.inputs import unpacked
 from mpistrategy.reduction.reducer import AllReduce, Reducer
-from mpistrategy.strategy.reduce_scatter import ReduceScatter
+from mpistrategy.strategy.outside_steps import warn_outside_steps
+from mpistrategy.strategy.reduce_scatter import Scattered
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
     from mpistrategy.reduction.arena import Arena
-    from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
-    from mpistrategy.reduction.gather import Gather
-    from mpistrategy.strategy.outside_steps import warn_if_alone
+    from mpistrategy.reduction.asynchronous import AllReduceHandle
     from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
+    from mpistrategy.strategy.reduce_scatter import Scattered
     from mpistrategy.variables.variable import Variable
-else:
-    later(globals(), "mpistrategy.reduction.asynchronous", "start_all_reduce")
-    later(globals(), "mpistrategy.reduction.gather", "Gather")
-    later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
 
 Hints: TypeAlias = CommunicationOptions | None
 
 _NOTHING: AbstractContextManager[Any] = nullcontext()
-#: What to call outside a step in place of a collective of the context.
-_OUTSIDE_STEPS = dict.fromkeys(("all_reduce", "all_reduce_async", "reduce_scatter"), "strategy.reduce")
-_OUTSIDE_STEPS["all_gather"] = "strategy.gather"
 
 
 class _Extended(Protocol):
@@ -71,7 +65,7 @@ class _Strategy(Protocol):
     def extended(self) -> _Extended: ...
 
 
-class ReplicaContext(ReduceScatter, NotPickled):
+class ReplicaContext(NotPickled):
     """What a step function knows about its replica, and how it talks to the others.
 
     `get_replica_context()` returns it inside `strategy.run`; entering one with `with` puts the thread into replica
@@ -159,7 +153,7 @@ class ReplicaContext(ReduceScatter, NotPickled):
     def all_reduce(self, reduce_op: Op, value: Arena[T], options: Hints = None, **more: Unpack[OutAndWeight]) -> T: ...
     @overload
     def all_reduce(self, reduce_op: Op, value: T, options: Hints = None, **more: Unpack[OutAndWeight]) -> T: ...
-    @collective("allreduce")
+    @collective("allreduce", outside="strategy.reduce", may_skip_check=True)
     def all_reduce(
         self,
         reduce_op: Any,
@@ -236,7 +230,7 @@ class ReplicaContext(ReduceScatter, NotPickled):
     def all_reduce_async(
         self, reduce_op: Op, value: T, options: Hints = None, **more: Unpack[WithOut]
     ) -> AllReduceHandle[T]: ...
-    @collective("allreduce_async")
+    @collective("allreduce_async", outside="strategy.reduce")
     def all_reduce_async(
         self,
         reduce_op: Any,
@@ -289,7 +283,7 @@ class ReplicaContext(ReduceScatter, NotPickled):
     def all_gather(self, value: Variable, axis: int, options: Hints = None, **more: Unpack[Named]) -> NDArray[Any]: ...
     @overload
     def all_gather(self, value: T, axis: int, options: Hints = None, **more: Unpack[Named]) -> T: ...
-    @collective("gather")
+    @collective("gather", outside="strategy.gather")
     def all_gather(
         self, value: Any, axis: int, options: CommunicationOptions | None = None, *, name: str | None = None
     ) -> Any:
@@ -314,6 +308,58 @@ class ReplicaContext(ReduceScatter, NotPickled):
                 "ReplicaContext.all_gather", Gather, axis, value, options, name=name
             )
 
+    @overload  # a MEAN matches this overload and the next one
+    def reduce_scatter(self, reduce_op: Mean, value: Integers, axis: int = 0, **more: Unpack[Named]) -> Floats: ...
+    @overload
+    def reduce_scatter(self, reduce_op: Op, value: NDArray[S], axis: int = 0, **more: Unpack[Named]) -> NDArray[S]: ...
+    @overload
+    def reduce_scatter(self, reduce_op: Op, value: Variable, axis: int = 0, **more: Unpack[Named]) -> NDArray[Any]: ...
+    @overload
+    def reduce_scatter(self, reduce_op: Op, value: T, axis: int = 0, **more: Unpack[Named]) -> T: ...
+    @collective("reduce_scatter", outside="strategy.reduce", may_skip_check=True)
+    def reduce_scatter(
+        self,
+        reduce_op: Any,
+        value: Any,
+        axis: int = 0,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+    ) -> Any:
+        """Reduce arrays over all replicas, and return this rank's part along `axis`.  Collective.
+
+        The parts are contiguous, in rank order, and as those of a dataset's batch: of `length` elements each rank has
+        ceil(length / ranks), the last ranks fewer or none.  `all_gather` of the parts along the axis gives what
+        `all_reduce` of the value gives, with the same bits.
+
+        Args:
+            reduce_op: as in `all_reduce`.
+            value: an array or a nest of arrays with one axis or more; dtypes and shapes are equal on all ranks.
+            axis: an int; negative counts from the end.
+            options: hints; None for the strategy's own.
+            name: is compared between the ranks instead of the call site.
+
+        Returns:
+            A structure like `value` of this rank's parts, in memory of their own.  A MEAN of integers is float32 (8 and
+            16 bits) or float64.
+
+        Raises:
+            ContextError: outside this context's step function.
+            ShapeError, OptionTypeError: for scalars, an axis out of range, and one that is not an int.
+            UnsupportedError: for IndexedSlices.
+            ReduceOpError, DTypeError, LeafError, EmptyBatchError: as `all_reduce`, on every rank.
+            CollectiveMismatchError: on every rank, when structures, dtypes, shapes, axes or calls differ.
+
+        >>> import numpy as np, mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> strategy.run(lambda: ms.get_replica_context().reduce_scatter("SUM", np.arange(4.0)))
+        array([0., 1., 2., 3.])
+        """
+        with self._required("reduce_scatter"):
+            return self._strategy.extended._reducer.run(
+                "ReplicaContext.reduce_scatter", Scattered, reduce_op, value, options, name=name, out=axis
+            )
+
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -329,22 +375,21 @@ class ReplicaContext(ReduceScatter, NotPickled):
             ContextError: outside this context's step function.
             OptionTypeError: when merge_fn cannot be called, or args is not a sequence.
         """
-        self._required("merge_call")
+        self._required("merge_call", is_collective=False)
         check_call("ReplicaContext.merge_call", merge_fn, args, kwargs)
         with cross_replica(self._strategy):
             return unpacked(merge_fn(self._strategy, *args, **(kwargs or {})))
 
-    def _required(self, method: str) -> AbstractContextManager[Any]:
+    def _required(self, method: str, *, is_collective: bool = True) -> AbstractContextManager[Any]:
         """Raise ContextError unless this thread is in this context; return what must be entered to communicate."""
         frame = current_frame()
         if frame is not None and frame.replica_context is self:
             return _NOTHING
-        if frame is None and self._strategy is current_strategy():
-            if method in _OUTSIDE_STEPS:
-                cure = f"Call it in the function given to strategy.run; outside a step use {_OUTSIDE_STEPS[method]}."
-                warn_if_alone(self._strategy, f"ReplicaContext.{method}", "was called outside every step", cure)
-            return Frame(self._strategy, Mode.REPLICA, self)
         where = f"ReplicaContext.{method}"
+        if frame is None and self._strategy is current_strategy():
+            if is_collective:
+                warn_outside_steps(self._strategy, where)
+            return Frame(self._strategy, Mode.REPLICA, self)
         if frame is not None and frame.mode is not Mode.REPLICA:
             raise ContextError.at(
                 where,

@@ -6,19 +6,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.objects.later import later
 from mpistrategy.options import CommunicationOptions, Op
+from mpistrategy.reduction.arena import Arena
+from mpistrategy.reduction.explain import explanation
+from mpistrategy.variables.mirrored_check import check_mirrored
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.arena import Arena
-    from mpistrategy.reduction.explain import explanation
     from mpistrategy.strategy.overloads import T
-    from mpistrategy.variables.mirrored_check import check_mirrored
     from mpistrategy.variables.variable import Variable
-else:
-    later(globals(), "mpistrategy.reduction.arena", "Arena")
-    later(globals(), "mpistrategy.reduction.explain", "explanation")
-    later(globals(), "mpistrategy.variables.mirrored_check", "check_mirrored")
 
 
 class Services:

@@ -17,35 +17,27 @@ from mpistrategy.errors import OptionError, OptionTypeError, RemoteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.later import later
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Fixed, cannot_be_set
 from mpistrategy.options import Mean, Op, ReduceOp
+from mpistrategy.reduction.arena import Arena
+from mpistrategy.reduction.broadcast import Broadcast
+from mpistrategy.reduction.gather import Gather
 from mpistrategy.reduction.reducer import Reduce
+from mpistrategy.strategy.along_axis import reduce_along
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.input_methods import InputMethods
 from mpistrategy.strategy.legacy_names import OldNames
+from mpistrategy.strategy.outside_steps import warn_if_alone
+from mpistrategy.strategy.random_streams import Streams
 from mpistrategy.strategy.services import Services
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from mpistrategy.reduction.arena import Arena
-    from mpistrategy.reduction.broadcast import Broadcast
-    from mpistrategy.reduction.gather import Gather
-    from mpistrategy.strategy.along_axis import reduce_along
-    from mpistrategy.strategy.outside_steps import warn_if_alone
     from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
-    from mpistrategy.strategy.random_streams import Streams
     from mpistrategy.variables.variable import Variable
-else:
-    later(globals(), "mpistrategy.reduction.arena", "Arena")
-    later(globals(), "mpistrategy.reduction.broadcast", "Broadcast")
-    later(globals(), "mpistrategy.reduction.gather", "Gather")
-    later(globals(), "mpistrategy.strategy.along_axis", "reduce_along")
-    later(globals(), "mpistrategy.strategy.outside_steps", "warn_if_alone")
-    later(globals(), "mpistrategy.strategy.random_streams", "Streams")
 
 
 class Strategy(NamesOurs, InputMethods, OldNames, Services):

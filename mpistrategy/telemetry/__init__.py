@@ -3,7 +3,6 @@
 Nothing here sends anything.  Nothing runs until the program asks for it.
 """
 
-from mpistrategy.objects.shown import show_as as _show_as
 from mpistrategy.telemetry import nvtx_ranges
 from mpistrategy.telemetry.logs import ALL_RANKS, RankFilter, RankFormatter, RankHandler, setup_logging
 from mpistrategy.telemetry.nvtx_ranges import Nvtx, nvtx
@@ -37,6 +36,3 @@ def _start_from_environment() -> None:
     """Record the rest of the program where MPISTRATEGY_TRACE and MPISTRATEGY_NVTX say so."""
     switch.start_from_environment()
     nvtx_ranges.start_from_environment()
-
-
-_show_as(__name__, *(globals()[_name] for _name in __all__))

@@ -11,7 +11,6 @@ The rest of a training loop for one process stays as it is.  Nothing of torch is
 """
 
 from mpistrategy.input.sampler import Sampler
-from mpistrategy.objects.shown import show_as as _show_as
 from mpistrategy.torch.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from mpistrategy.torch.optimizer import DistributedOptimizer
 from mpistrategy.torch.process_group import init_process_group
@@ -31,6 +30,3 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return list(__all__)
-
-
-_show_as(__name__, __all__)

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from sys import _getframe
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
 from mpistrategy.mpi.over_mpi.background import Background, Submitted
-from mpistrategy.mpi.over_mpi.collectives import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.over_mpi.exchange import exchange
+from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.reduction.broadcast import broadcast as that_of_root
 from mpistrategy.reduction.gather import gather as side_by_side
@@ -109,6 +110,7 @@ class Group:
         self._background.wait()
         with self._turn, Call(self.communicator.guard, f"torch.distributed.{name}", anywhere=True) as call:
             self.communicator.guard.site = site
+            call.frame = _getframe(2)  # this generator is suspended, and says nothing of what the call does
             yield call
 
     # ------------------------------------------------------------------------------------------------- reductions
@@ -124,9 +126,9 @@ class Group:
         if not goes_on:
             all_reduce()
             return done(list(tensors))
-        submitted = self._background.submit(all_reduce)
-        work = Transfer(self, submitted)
-        submitted.future.add_done_callback(lambda _: work.future.set_result(list(tensors)))
+        future: Any = torch.futures.Future()
+        work = Transfer(self, self._background.call(all_reduce, functools.partial(future.set_result, list(tensors))))
+        work.future = future
         if torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
         return work

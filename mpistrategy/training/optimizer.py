@@ -19,12 +19,14 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
 from mpistrategy.context import Mode, cross_replica, current_frame
 from mpistrategy.errors import ContextError, UnsupportedError
+from mpistrategy.gradients import as_dense
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import Created, NotPickled
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Settable, Setting, limit, steps
 from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
+from mpistrategy.schedules import Schedule
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.outside_steps import warn_if_alone
@@ -33,11 +35,9 @@ from mpistrategy.training import hyperparameters as setting
 from mpistrategy.training.checks import check_variable, required_context
 from mpistrategy.training.gpu.updates import room_for
 from mpistrategy.training.gradient_buckets import GradientArenas, GradientBuckets
-from mpistrategy.training.gradients import as_dense
 from mpistrategy.training.kernels import STEP_METHODS, Kernel, has_current_kernel, has_kernel
 from mpistrategy.training.nonfinite import warn_of
 from mpistrategy.training.plans import Slots, StepPlan, StepPlans
-from mpistrategy.training.schedules import Schedule
 from mpistrategy.training.screening import Screened, screened
 from mpistrategy.training.sliced.step import SlicedStep
 from mpistrategy.variables.mirrored_check import is_mirrored

@@ -16,6 +16,7 @@ from mpistrategy.arrays.convert import is_on_device, to_reducible
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, local_component
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError
+from mpistrategy.gradients import scaled_by
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.text import encoded
 from mpistrategy.options import ReduceOp
@@ -25,7 +26,6 @@ from mpistrategy.strategy.extended import StrategyExtended as _Extended
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training.checks import apart_from, check_gradient, check_variable
 from mpistrategy.training.gpu.updates import FusedUpdate, can_be_fused
-from mpistrategy.training.gradients import scaled_by
 from mpistrategy.training.kernels import FlatUpdate, Kernel, Scratch, flat_update, has_kernel
 from mpistrategy.training.sliced.step import SlicedStep, SlicedSteps
 from mpistrategy.variables.variable import Variable

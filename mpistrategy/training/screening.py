@@ -9,10 +9,10 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray
+from mpistrategy.gradients import clip_by_global_norm, scaled_by
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import NonFinite
 from mpistrategy.training.gpu.norm import norm_of
-from mpistrategy.training.gradients import clip_by_global_norm, scaled_by
 from mpistrategy.training.nonfinite import first_not_finite, screen
 from mpistrategy.training.plans import StepPlan
 

@@ -7,7 +7,7 @@ ranks exchange the digests of the variables, 16 bytes each, and every rank raise
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -17,15 +17,10 @@ from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ReplicasDivergedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import VariableSynchronization
 from mpistrategy.variables.registry import Placement
-
-if TYPE_CHECKING:
-    from mpistrategy.variables.variable import Variable
-else:
-    later(globals(), "mpistrategy.variables.variable", "Variable")
+from mpistrategy.variables.variable import Variable
 
 #: The most variables and groups of ranks that a report names.
 _MOST_ROWS, _MOST_GROUPS = 10, 4

@@ -12,18 +12,15 @@ import numpy as np
 from mpistrategy import context
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
+from mpistrategy.variables.storage import VariableStorage
+from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from mpistrategy.arrays.gpu import DeviceArray, cupy_for
-    from mpistrategy.variables.storage import VariableSlot, VariableStorage
-    from mpistrategy.variables.variable import Variable
-else:
-    later(globals(), "mpistrategy.arrays.gpu", "cupy_for")
-    later(globals(), "mpistrategy.variables.storage", "VariableStorage")
-    later(globals(), "mpistrategy.variables.variable", "Variable")
+    from mpistrategy.arrays.gpu import DeviceArray
+    from mpistrategy.variables.storage import VariableSlot
 
 
 class Placement:

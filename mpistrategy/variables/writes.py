@@ -27,7 +27,6 @@ from mpistrategy.arrays.values import ArrayLike, IndexedSlices, event_of_reads, 
 from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.options import VariableSynchronization
-from mpistrategy.variables import rows
 from mpistrategy.variables.protocols import Replica
 
 
@@ -128,12 +127,16 @@ class Write:
             self.variable._extended.communicator.guard.wait_for_gpu(event_of_reads([local_component(self.value)]))
 
     def _apply_rows(self, storage: Array, indices: Array, values: Array) -> None:
-        if is_on_device(storage) and rows.write(storage, indices, values, self.method):
+        """Write rows; those of a variable in GPU memory on the host, so that repeated ones have NumPy's bits."""
+        write = SPARSE[self.method]
+        if not is_on_device(storage):
+            write(storage, indices, host_array(values))
             return
-        where = host_array(storage)
-        SPARSE[self.method](where, indices, host_array(values))
-        if where is not storage:
-            storage[...] = placed_as(where, storage)
+        touched, numbers = np.unique(indices, return_inverse=True)
+        there = placed_as(touched, storage)
+        rows = host_array(storage[there])
+        write(rows, numbers, host_array(values))
+        storage[there] = placed_as(rows, storage)
 
     def _array(self) -> Array:
         value = plain(self.value)

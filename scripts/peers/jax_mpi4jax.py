@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from libraries import Start, TrainingStep
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cli.bench.cases.case import Variant
-from mpistrategy.cli.bench.measuring.raw import RawRanks
-from mpistrategy.cli.bench.peers import Start, TrainingStep
+from mpistrategy.cli.bench.case import Variant
+from mpistrategy.cli.bench.raw import RawRanks
 
 PACKAGE = "mpi4jax"
 

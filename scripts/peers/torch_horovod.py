@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch_gloo
+from libraries import Start, TrainingStep
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cli.bench.cases.case import Variant
-from mpistrategy.cli.bench.measuring.raw import RawRanks
-from mpistrategy.cli.bench.peers import Start, TrainingStep
+from mpistrategy.cli.bench.case import Variant
+from mpistrategy.cli.bench.raw import RawRanks
 
 PACKAGE = "horovod"
 

@@ -14,7 +14,7 @@ from mpistrategy.cli import main
 from mpistrategy.cli.bench import gpus
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
-ARGUMENTS = ["--sizes", "4KiB,64KiB", "--networks", "64-128-10", "--lists", "tiny1000", "--seconds", "0.01"]
+ARGUMENTS = ["--sizes", "4KiB,64KiB", "--lists", "tiny1000", "--seconds", "0.01"]
 
 
 def test_every_rank_takes_part_and_the_table_has_nccl_tests_bandwidths(
@@ -35,8 +35,6 @@ def test_every_rank_takes_part_and_the_table_has_nccl_tests_bandwidths(
         row = rows[name, 65536]
         assert row["algbw_gb_s"] == pytest.approx(65536 / row["us"] / 1e3, rel=0.1, abs=2e-3)
         assert row["busbw_gb_s"] == pytest.approx(factor * 65536 / row["us"] / 1e3, rel=0.1, abs=2e-3)
-    steps = [row for row in found["rows"] if row["name"].startswith("step of 64-128-10")]
-    assert steps[1]["communication_us"] == pytest.approx(steps[1]["us"] - steps[0]["us"], abs=0.2)
     assert all(f"| {row['name']} |" in said for row in found["rows"])
 
 

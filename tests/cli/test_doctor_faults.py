@@ -1,6 +1,6 @@
 """Faults that are planted in what a job really meets: the doctor's verdicts and cures are right, none goes unnamed.
 
-Where no machine for tests has the fault (another clock, a fast network), a stand-in of what the doctor reads has it.
+Where no machine for tests has the fault (a fast network), a stand-in of what the doctor reads has it.
 """
 
 from __future__ import annotations
@@ -135,8 +135,7 @@ FAULTS = {
         "shared memory", "bad", "what memory.max allows", "--mem=",
     ),
     "a slow file system": Fault(
-        "from mpistrategy.cli.doctor.facts import gather, c_libraries\ngather.seconds_since_start = lambda: 48.0\n"
-        "gather.kind_of = lambda path: 'NFS'",
+        "from mpistrategy.cli.doctor.facts import gather\ngather.seconds_since_start = lambda: 48.0",
         "start", "note", "imports took 48.0 s", "staged_env",
     ),
 }  # fmt: skip
@@ -153,10 +152,6 @@ OF_MPICH = {
         f"{NAMED}from mpistrategy.cli.doctor.facts import fabric\nfabric.fabric = lambda: 'InfiniBand'",
         "network", "bad", "beside InfiniBand", "unset FI_PROVIDER, or:", env=NODES | {"FI_PROVIDER": "tcp"},
     ),
-    "a clock that is an hour off": Fault(
-        f"{NAMED}now = time.time\nif rank: time.time = lambda: now() + 3600", "clock", "bad", "ahead of", "chronyc",
-        env=NODES,
-    ),
 }  # fmt: skip
 
 
@@ -165,10 +160,9 @@ TOGETHER = (
     ("too many threads", "another version of NumPy", "local rank 0 everywhere", "a slow file system"),
     ("another version of this package", "MPI for one thread", "two MPIs in one process", "one GPU for two ranks"),
     ("other variables on one rank", "no memory left in the control group", "GPUs that a variable hides"),
-    ("TCP beside a fast network", "a clock that is an hour off"),
 )
 ALL = FAULTS | ({} if IS_OPEN_MPI else OF_MPICH)  # a fault of MPICH's, or one that MPICH can play
-JOBS = [*TOGETHER[: 3 if IS_OPEN_MPI else 4], *((name,) for name in ALL if not any(name in some for some in TOGETHER))]
+JOBS = [*TOGETHER, *((name,) for name in ALL if not any(name in some for some in TOGETHER))]
 
 
 def judge(stdout: str, faults: Sequence[Fault]) -> None:

@@ -23,10 +23,10 @@ from secrets_planted import PLANTED
 
 import mpistrategy
 from mpistrategy.cli import main
-from mpistrategy.cli.doctor.running_job import node_view, run_files, slurm_job
+from mpistrategy.cli.doctor.running_job import node_view, slurm_job
 from mpistrategy.cli.doctor.running_job.hung_job import Told, hangs, lines
 from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls
-from mpistrategy.cli.doctor.running_job.run_files import Seen
+from mpistrategy.cli.doctor.running_job.node_view import Seen
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.watchdog.status_board import BYTES, ROW, RankStatus, StatusBoard
 
@@ -375,25 +375,6 @@ def test_what_one_node_shows_is_not_said_of_the_job() -> None:
     assert shown[4].startswith("Nothing is known of 1 rank on other nodes: ")
 
 
-def test_files_of_a_run_directory(tmp_path: Path) -> None:
-    now = time.time()
-    folder = tmp_path / "mpistrategy-run-17-0-ab"
-    folder.mkdir()
-    (folder / "error-3.json").write_text("{ half")
-    (folder / "error-2.json").write_text('["something else"]')
-    late = {"text": "in #7 barrier for 60.1 s; at x.py:3", "waited_seconds": 60.1, "timeout_seconds": 60, "silent": ""}
-    absent = {**late, "waited_seconds": 0.0, "timeout_seconds": None, "silent": "its process 5 is stopped"}
-    (folder / "error-0.json").write_text(json.dumps({"class": "timeout", "ranks": {"0": late, "2": absent}}))
-    (folder / "error-1.json").write_text(json.dumps({"class": "ReplicasDivergedError", "ranks": [1]}))
-    (folder / "roll-call.txt").write_text("roll call: ...")
-    found = run_files.read(str(folder), now)
-    assert [(each.rank, each.waited, each.limit) for each in found.seen] == [(0, 60.1, 60.0), (2, 0.0, 0.0)]
-    assert found.seen[1].silent == "its process 5 is stopped"
-    assert found.roll_call == "roll call: ..."
-    assert run_files.folders_of("17", [str(tmp_path), "", "/none"]) == [str(folder)]
-    assert run_files.folders_of("1", [str(tmp_path)]) == []
-
-
 SHOWN = """JobId=19 ArrayJobId=17 ArrayTaskId=2 JobName=train
    UserId=me(1000) GroupId=me(1000)
    JobState=RUNNING Reason=None Dependency=(null)
@@ -421,8 +402,6 @@ def test_what_slurm_says() -> None:
     [
         (["--job", "17; rm -r /"], "is not the number of a job"),
         (["--job", "999999"], "job 999999: scontrol"),
-        (["--run-dir", "/no/such"], "there is no folder /no/such"),
-        (["--run-dir", "/proc/self/fd"], "nothing is known of its ranks"),
         (["--pid", "1"], "the job of process 1: its processes here have no strategy"),
     ],
 )

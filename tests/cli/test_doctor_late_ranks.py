@@ -18,7 +18,7 @@ from mpi4py import MPI
 from mpistrategy.cli.doctor.running_job import all_nodes, last_calls, node_view
 from mpistrategy.cli.doctor.running_job.hung_job import Told, lines
 from mpistrategy.cli.doctor.running_job.last_calls import Arrival, NodeCalls
-from mpistrategy.cli.doctor.running_job.run_files import Seen
+from mpistrategy.cli.doctor.running_job.node_view import Seen
 from mpistrategy.mpi.watchdog.status_board import LastCalls
 
 DOCTOR = ["-m", "mpistrategy", "doctor"]

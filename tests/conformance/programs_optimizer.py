@@ -13,7 +13,7 @@ import numpy as np
 
 import mpistrategy as ms
 from mpistrategy.arrays.convert import any_array
-from mpistrategy.training.optimizers import SGD
+from mpistrategy.optimizers import SGD
 
 from . import on_device
 from .compare import STEPS

@@ -9,7 +9,7 @@ import numpy as np
 
 import mpistrategy as ms
 from mpistrategy.arrays.convert import any_array
-from mpistrategy.training.optimizers import SGD, Adam, Optimizer
+from mpistrategy.optimizers import SGD, Adam, Optimizer
 
 from .registry import UnsupportedProgramError
 

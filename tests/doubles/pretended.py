@@ -382,9 +382,6 @@ class PretendedJob:
 class NoWaiting(Waiting):
     """For mailboxes whose ranks take turns in one thread: nobody may have to wait."""
 
-    def __init__(self) -> None:
-        super().__init__(1, lambda: None)
-
     def until(self, numbers: memoryview, value: int) -> None:
         if numbers[0] < value:
             raise RefusedError

@@ -6,8 +6,11 @@ import copy
 import gc
 import inspect
 import re
+import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import timedelta
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -15,6 +18,7 @@ import pytest
 from mpi4py import MPI
 
 import mpistrategy as ms
+from mpistrategy.mpi.contract.call import Call
 
 torch: Any = pytest.importorskip("torch")
 dist: Any = pytest.importorskip("torch.distributed")
@@ -409,6 +413,30 @@ def test_calls_that_differ_raise_on_all_ranks_before_data_move() -> None:
         mine = torch.ones(1) * number
         dist.all_reduce(mine)
         assert mine.item() == number * SIZE
+
+
+@several
+def test_after_an_interruption_where_a_call_is_left_the_group_takes_no_more_calls() -> None:
+    """Nobody knows whether it was done, and the next call is no part of it."""
+    group = dist.new_group()
+    dist.all_reduce(torch.ones(1), group=group)
+    if RANK == SIZE - 1:
+
+        def interrupt(frame: FrameType, what: str, _: Any) -> None:
+            if frame.f_code is Call.__exit__.__code__:
+                sys.settrace(before)
+                raise KeyboardInterrupt
+
+        before = sys.gettrace()
+        sys.settrace(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt) if RANK == SIZE - 1 else nullcontext():
+            dist.all_reduce(torch.ones(1), group=group)
+    finally:
+        if RANK == SIZE - 1:
+            sys.settrace(before)
+    with pytest.raises(ms.errors.ContextError if RANK == SIZE - 1 else ms.errors.RemoteError):
+        dist.all_reduce(torch.ones(1), group=group)
 
 
 @several

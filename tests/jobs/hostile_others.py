@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,6 @@ import launching
 from hostile import MOST_SECONDS, Figures, mutated_bytes, mutated_json, text_of
 
 import mpistrategy as ms
-from mpistrategy.cli.doctor.running_job import hung_job, run_files
 from mpistrategy.mpi.tuning import files
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.telemetry.tracing import chrome, report
@@ -43,41 +41,6 @@ def read_thresholds(folder: Path, count: int, dice: random.Random) -> Figures:
                 figures.add(f"number {number}", lambda: agreed_alone("Open MPI v5.0.11"))
     finally:
         os.environ.pop(files.VARIABLE) if before is None else os.environ.update({files.VARIABLE: before})
-    return figures
-
-
-def run_folder(folder: Path) -> None:
-    """Write a run directory."""
-    folder.mkdir(mode=0o700, exist_ok=True)
-    waits = {"waited_seconds": 20.0, "timeout_seconds": None, "said_seconds_ago": 1.0, "silent": ""}
-    ranks = {str(rank): waits | {"text": f"in #7 barrier for 20.0 s; at train.py:{rank}"} for rank in (0, 1, 2, 4)}
-    ranks["1"]["silent"] = "its process 51 is stopped"
-    (folder / "error-0.json").write_text(json.dumps({"class": "timeout", "ranks": {"0": ranks["0"], "1": ranks["1"]}}))
-    (folder / "error-2.json").write_text(json.dumps({"class": "timeout", "ranks": {"2": ranks["2"], "4": ranks["4"]}}))
-    (folder / "roll-call.txt").write_text("roll call: rank 1 is late\n")
-
-
-def read_run_folders(folder: Path, count: int, dice: random.Random) -> Figures:
-    """Tell about `count` mutated run directories."""
-    figures, path = Figures("mutated run folders"), folder / "mpistrategy-run-17-0-ab"
-
-    def tell() -> None:
-        found = run_files.read(str(path), time.time())
-        told_of = hung_job.Told("job 17", found.folder, found.seen, roll_call=found.roll_call)
-        text = "\n".join(hung_job.lines(told_of)) if found.seen else ""
-        told = text if hung_job.hangs(found.seen) else found.roll_call
-        if any(not each.isprintable() and each not in "\n\t" for each in told):
-            raise TypeError("text that steers a terminal")
-
-    for number in range(count):
-        shutil.rmtree(path, ignore_errors=True)
-        run_folder(path)
-        file = dice.choice(sorted(path.iterdir()))
-        if file.suffix == ".json" and dice.random() < 0.7:
-            file.write_bytes(text_of(mutated_json(json.loads(file.read_text()), dice)))
-        else:
-            file.write_bytes(mutated_bytes(file.read_bytes(), dice))
-        figures.add(f"number {number}, {file.name}", tell)
     return figures
 
 

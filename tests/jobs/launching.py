@@ -38,6 +38,7 @@ LAUNCHER_PREFIXES = (
     "MPI_LOCAL",
     "MPIR_",
     "I_MPI_",
+    "_MPISTRATEGY_RANK",  # of a rank to what it starts
 )
 JOB_MARK = "MPISTRATEGY_TEST_JOB"
 # Timeouts are those of a quiet machine: on a busy one a job takes longer, and does not hang.

@@ -25,6 +25,8 @@ from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 #: Whether to run all cases and examples (scripts/soak does), not the short lane's part of them.
 ALL = bool(os.environ.get("MPISTRATEGY_TEST_ALL"))
 long_lane = pytest.mark.skipif(not ALL, reason="not run: MPISTRATEGY_TEST_ALL=1 runs it, as scripts/soak does")
+#: For what is promised of the ranks of one node: MPICH can pretend that they are on several.
+one_node = pytest.mark.skipif("MPIR_CVAR_NUM_CLIQUES" in os.environ, reason="of one node, and this pretends several")
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
 RANKS = range(SIZE)
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)

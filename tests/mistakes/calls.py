@@ -5,12 +5,14 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import numpy as np
+from declared import IN_STEPS, called, variants
 
 import mpistrategy as ms
-from mistakes.matrix import BY_DESIGN, RIGHT, Program, mistake
+from mistakes.matrix import BY_DESIGN, RIGHT, Program, add, mistake
 
 SAME_PLACE = "two equal calls of one place"
 
@@ -200,19 +202,22 @@ def a_weight_on_one_rank_only(p: Program, wrong: bool) -> Any:
     return p.step(lambda ctx: ctx.all_reduce("MEAN", np.ones(3), weight=2.0 if wrong else None))
 
 
-@mistake()
-def another_axis_of_a_gather(p: Program, wrong: bool) -> Any:
-    return p.step(lambda ctx: ctx.all_gather(np.ones((2, 2)), 1 if wrong else 0))
+def another_argument(p: Program, wrong: bool, *, method: str, parameter: str) -> Any:
+    given, other = variants(method)[parameter]
+    return p.step(lambda ctx: called(method, ctx, **(other if wrong else given)))
 
 
-@mistake()
-def another_axis_of_a_reduce_scatter(p: Program, wrong: bool) -> Any:
-    return p.step(lambda ctx: ctx.reduce_scatter("SUM", np.ones((2, 2)), 1 if wrong else 0))
+def another_collective(p: Program, wrong: bool, *, method: str) -> Any:
+    return p.step(lambda ctx: called(method, ctx) if wrong else ctx.all_reduce("SUM", np.ones(3)))
 
 
-@mistake()
-def a_reduce_scatter_for_an_all_reduce(p: Program, wrong: bool) -> Any:
-    return p.step(lambda ctx: (ctx.reduce_scatter if wrong else ctx.all_reduce)("SUM", np.ones(2)))
+for _method in IN_STEPS:  # as they are declared
+    if _method != "all_reduce":  # whose mistakes are written down above
+        _words = _method.replace("_", " ")
+        add(f"{_words} for an all reduce", partial(another_collective, method=_method))
+        for _parameter in variants(_method):
+            made = partial(another_argument, method=_method, parameter=_parameter)
+            add(f"another {_parameter.replace('_', ' ')} of {_words}", made)
 
 
 @mistake()

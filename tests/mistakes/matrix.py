@@ -55,13 +55,17 @@ MISTAKES: dict[str, tuple[Mistake, str, str]] = {}
 def mistake(comes_to: str = RAISES, why: str = "") -> Callable[[Mistake], Mistake]:
     """Add a program to the table, under its name; ``program(p, True)`` makes the mistake."""
 
-    def add(function: Mistake) -> Mistake:
-        name = function.__name__.replace("_", " ")
-        assert name not in MISTAKES, name
-        MISTAKES[name] = function, comes_to, why
+    def added(function: Mistake) -> Mistake:
+        add(function.__name__.replace("_", " "), function, comes_to, why)
         return function
 
-    return add
+    return added
+
+
+def add(name: str, made: Mistake, comes_to: str = RAISES, why: str = "") -> None:
+    """Add a program to the table."""
+    assert name not in MISTAKES, name
+    MISTAKES[name] = made, comes_to, why
 
 
 def load() -> dict[str, tuple[Mistake, str, str]]:

@@ -12,10 +12,10 @@ from replicas import RANK, RANKS, SIZE, bits, value_of
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE
-from mpistrategy.mpi.over_mpi import collectives
+from mpistrategy.mpi.over_mpi import communicator
 
 pytestmark = pytest.mark.mpi(min_size=2)
-DIRECT = collectives._DIRECT_BYTES // 8
+DIRECT = communicator._DIRECT_BYTES // 8
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,9 @@ def ranks() -> Iterator[Any]:
     """Ranks that leave all-reduces to MPI, in pieces of 4 KiB."""
     with ms.MirroredStrategy() as strategy:
         communicator: Any = strategy.extended.communicator
-        communicator.thresholds = replace(communicator.thresholds, window_bytes=2**40, piece_bytes=4096)
+        communicator.thresholds = replace(
+            communicator.thresholds, window_bytes=2**40, lanes_bytes=2**40, piece_bytes=4096
+        )
         yield communicator
 
 

@@ -25,7 +25,7 @@ from mpistrategy.errors import (
     UnsupportedError,
 )
 from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
-from mpistrategy.mpi.over_mpi.progress import AtOnce, Engine, Job
+from mpistrategy.mpi.over_mpi.engine import AtOnce, Engine, Job
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 
 pytestmark = pytest.mark.mpi
@@ -303,7 +303,7 @@ def test_which_engine_it_is(apart: ms.Strategy, strategy: ms.MirroredStrategy) -
     for made in (apart, strategy):
         started(made, "SUM", 1.0).wait()
         ranks: Any = made.extended.communicator
-        assert type(ranks.once.made[AtOnce]) is (Engine if made is apart and SIZE > 1 else AtOnce)
+        assert type(ranks.once.made[AtOnce]) is (Engine if ranks.nodes > 1 else AtOnce)
 
 
 def test_without_threads_in_the_mpi_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from declared import IN_STEPS, arguments, parameters
 from replicas import RANK, SIZE, context, outcomes, still_works
 
 import mpistrategy as ms
@@ -45,8 +46,8 @@ def all_gather(*arguments: Any, **named: Any) -> Call:
     return lambda s, v: s.run(lambda: context().all_gather(*arguments, **named))
 
 
-def reduce_scatter(value: Any, axis: Any = 0, op: Any = "SUM") -> Call:
-    return lambda s, v: s.run(lambda: context().reduce_scatter(op, value, axis))
+def reduce_scatter(value: Any, axis: Any = 0) -> Call:
+    return lambda s, v: s.run(lambda: context().reduce_scatter("SUM", value, axis))
 
 
 def merge_call(*arguments: Any, **named: Any) -> Call:
@@ -58,10 +59,14 @@ STRINGS = np.array(["a", "b"])
 OBJECTS = np.array([None, 1])
 MASKED = np.ma.masked_array([1.0, 2.0], [True, False])
 SLICES = ms.IndexedSlices(np.ones((2, 2)), np.array([0, 1]), (3, 2))
+
+
+def declared(method: str, **chosen: Any) -> Call:
+    return lambda s, v: s.run(lambda: getattr(context(), method)(**arguments(method, **chosen)))
+
+
 GOOD = {
-    "all_reduce": all_reduce("SUM", ONES),
-    "all_gather": all_gather(ONES, 0),
-    "reduce_scatter": reduce_scatter(ONES),
+    **{method: declared(method, value=ONES) for method in IN_STEPS},
     "reduce": lambda s, v: s.reduce("SUM", ONES),
     "gather": lambda s, v: s.gather(ONES, 0),
     "reduce_to": lambda s, v: s.extended.reduce_to("SUM", ONES, v),
@@ -105,6 +110,17 @@ REDUCTIONS: list[tuple[str, str, Call, Any]] = [
             "batch_reduce_to": lambda value: lambda s, v: s.extended.batch_reduce_to("SUM", [(ONES, v), (value, v)]),
         }.items()
         if value is not None  # which stays as it is
+    ],
+    *[
+        (method, f"{what}, as declared", declared(method, **chosen), ValueError)
+        for what, chosen in {
+            "objects": {"value": OBJECTS},
+            "masked": {"value": MASKED},
+            "an endless list": {"value": ENDLESS},
+            "op 'MEDIAN'": {"reduce_op": "MEDIAN"},
+        }.items()
+        for method in IN_STEPS
+        if chosen.keys() <= parameters(method).keys()
     ],
     *[
         (name, f"destination {where!r}", make(where), ValueError)
@@ -151,20 +167,15 @@ REDUCTIONS: list[tuple[str, str, Call, Any]] = [
     ("all_reduce", "out that cannot be written", all_reduce("SUM", ONES, out=np.broadcast_to(0.0, 3)), ValueError),
     ("all_gather", "a scalar", all_gather(1.0, 0), ValueError),
     ("all_gather", "a bad second leaf", all_gather([ONES, OBJECTS], 0), ValueError),
-    ("all_gather", "objects", all_gather(OBJECTS, 0), ValueError),
     ("all_gather", "a record with an object", all_gather(np.zeros(1, [("a", object)]), 0), TypeError),
-    ("all_gather", "masked", all_gather(MASKED, 0), ValueError),
     ("all_gather", "slices", all_gather(SLICES, 0), NotImplementedError),
-    ("all_gather", "an endless list", all_gather(ENDLESS, 0), ValueError),
     ("reduce_scatter", "a scalar", reduce_scatter(1.0), ValueError),
     ("reduce_scatter", "no axis", reduce_scatter(ONES, None), ValueError),
     ("reduce_scatter", "an axis too far", reduce_scatter(ONES, 1), ValueError),
     ("reduce_scatter", "an axis that is no int", reduce_scatter(ONES, 0.5), TypeError),
     ("reduce_scatter", "nothing", reduce_scatter([]), ValueError),
-    ("reduce_scatter", "masked", reduce_scatter(MASKED), ValueError),
     ("reduce_scatter", "bools", reduce_scatter(np.array([True])), TypeError),
     ("reduce_scatter", "slices", reduce_scatter(SLICES), NotImplementedError),
-    ("reduce_scatter", "another op", reduce_scatter(ONES, op="MEDIAN"), ValueError),
     ("gather", "a scalar", lambda s, v: s.gather(1.0, 0), ValueError),
     ("gather", "no axis", lambda s, v: s.gather(ONES, None), ValueError),
     ("gather", "slices", lambda s, v: s.gather(SLICES, 0), NotImplementedError),
@@ -256,7 +267,8 @@ def test_local_calls(strategy: ms.Strategy, variable: ms.Variable, what: str, ba
 
 
 MAKERS: list[tuple[str, Callable[[], Any], Any]] = [
-    ("too few devices", lambda: ms.MirroredStrategy(["CPU:0"] if SIZE > 1 else ["GPU:0"]), ValueError),
+    ("no devices", lambda: ms.MirroredStrategy([]), ValueError),
+    ("too many devices", lambda: ms.MirroredStrategy([f"CPU:{i}" for i in range(SIZE + 1)]), ValueError),
     ("no such device", lambda: ms.MirroredStrategy([f"GPU:{i}" for i in range(SIZE)]), ValueError),
     ("a device twice", lambda: ms.MirroredStrategy(["CPU:0"] * max(2, SIZE)), ValueError),
     ("one device of nonsense", lambda: ms.MirroredStrategy([*(f"CPU:{i}" for i in range(SIZE - 1)), "x"]), ValueError),

@@ -14,11 +14,11 @@ from cupy_here import Spoken, asarray, double_only, ndarray
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
+from mpistrategy.gradients import GradientAccumulator, clip_by_global_norm
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.gpu_transport import device_paths
-from mpistrategy.training.gradients import GradientAccumulator, clip_by_global_norm
-from mpistrategy.training.optimizers import SGD
+from mpistrategy.optimizers import SGD
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from replicas import SIZE, part_of
 
-from mpistrategy.cli.bench.cases import shapes
+from mpistrategy.cli.bench import shapes
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.routes import copy_kernel, gpu_copy
 from mpistrategy.reduction.routes.gpu import gpu_packs

@@ -444,7 +444,8 @@ def test_overflow_does_not_warn(strategy: ms.Strategy, limits: Any, shape: tuple
             for call in (quick, general):
                 for op in ("SUM", "PROD", "MEAN"):
                     first = np.asarray(nest.flatten(call(strategy, op, given_value))[0][0])
-                    if right is not None and not (op == "MEAN" and dtype == np.float16):  # divided in float32
+                    # a MEAN of such floats is divided in float32, between nodes in float64
+                    if right is not None and not (op == "MEAN" and dtype in (np.float16, np.float32)):
                         assert np.all(first == right), (op, first)
     assert same_everywhere(first)
 

@@ -6,11 +6,13 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from functools import partial
 from types import FrameType
 from typing import Any
 
 import numpy as np
 import pytest
+from declared import IN_STEPS, called
 from replicas import RANK, SIZE, context, still_works
 
 import mpistrategy as ms
@@ -160,9 +162,7 @@ METHODS: dict[str, tuple[Callable[[Any, Any], Any], tuple[str, ...]]] = {
     "variable_created_in_scope": (lambda s, v: s.extended.variable_created_in_scope(v), EVERYWHERE),
 }
 STEP_METHODS: dict[str, Callable[[ms.ReplicaContext], Any]] = {
-    "all_reduce": lambda ctx: ctx.all_reduce("SUM", 1.0),
-    "all_gather": lambda ctx: ctx.all_gather(np.ones(1), 0),
-    "reduce_scatter": lambda ctx: ctx.reduce_scatter("SUM", np.ones(1)),
+    **{method: partial(called, method) for method in IN_STEPS},
     "merge_call": lambda ctx: ctx.merge_call(lambda given: given.num_replicas_in_sync),
 }
 

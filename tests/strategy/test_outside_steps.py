@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import pytest
+from declared import IN_STEPS, called
 from replicas import RANK, SIZE, context
 
 import mpistrategy as ms
-from mpistrategy.errors import OutsideStepWarning
+from mpistrategy.errors import ContextError, OutsideStepWarning
+from mpistrategy.mpi.contract.public_calls import declared
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.mpi
@@ -25,18 +29,16 @@ def step_of_an_optimizer() -> Any:
     return -2 * variable.numpy()[0]
 
 
+def in_no_step(method: str) -> Any:
+    return called(method, value=np.array([RANK + 1.0]))[0]
+
+
 #: What is called, and the name and the cure that the warning has.
 CALLS: dict[str, tuple[Callable[[], Any], str]] = {
-    "ReplicaContext.all_reduce": (lambda: context().all_reduce("SUM", RANK + 1.0), r"strategy\.run.*strategy\.reduce"),
-    "ReplicaContext.all_reduce_async": (
-        lambda: context().all_reduce_async("SUM", np.float64(RANK + 1)).wait(),
-        r"strategy\.run.*strategy\.reduce",
-    ),
-    "ReplicaContext.all_gather": (lambda: context().all_gather(np.array([RANK + 1.0]), 0)[0], r"strategy\.gather"),
-    "ReplicaContext.reduce_scatter": (
-        lambda: context().reduce_scatter("SUM", np.array([RANK + 1.0]))[0],
-        r"strategy\.reduce",
-    ),
+    **{
+        call.name: (partial(in_no_step, method), rf"strategy\.run.*outside a step use {re.escape(call.outside or '?')}")
+        for method, call in IN_STEPS.items()
+    },
     "Strategy.reduce": (lambda: ms.get_strategy().reduce("SUM", RANK + 1.0), "your own strategy"),
     "Strategy.gather": (lambda: ms.get_strategy().gather(np.array([RANK + 1.0]), 0)[0], "your own strategy"),
     "StrategyExtended.reduce_to": (
@@ -62,7 +64,20 @@ def test_a_collective_outside_every_step_warns_and_stays_on_this_rank(strategy: 
     call, cure = CALLS[name]
     with pytest.warns(OutsideStepWarning, match=f"^{name} was called .* this rank's own.*{cure}") as caught:
         assert call() == RANK + 1
-    assert [warning.filename for warning in caught] == [__file__]
+    assert len(caught) == 1
+    if "ReplicaContext" not in name:  # which are called in a file of their own
+        assert caught[0].filename == __file__
+
+
+@pytest.mark.mpi(min_size=2)
+def test_a_collective_that_is_not_declared_with_what_to_call_there_is_refused(
+    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(declared, "ReplicaContext.all_gather", IN_STEPS["all_gather"]._replace(outside=""))
+    for _ in range(2):
+        with pytest.raises(ContextError, match=r"ReplicaContext\.all_gather: found a call outside every step"):
+            called("all_gather")
+        monkeypatch.delitem(declared, "ReplicaContext.all_gather", raising=False)
 
 
 @pytest.mark.mpi(min_size=2)

@@ -13,7 +13,7 @@ from replicas import RANK, SIZE, outcomes, same_everywhere
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 
 pytestmark = pytest.mark.mpi
 

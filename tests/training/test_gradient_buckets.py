@@ -12,8 +12,8 @@ from replicas import RANK, RANKS, SIZE, OnNodes, bits, outcomes, same_everywhere
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.optimizers import SGD, Adam, Optimizer
 from mpistrategy.training.gradient_buckets import GradientBuckets
-from mpistrategy.training.optimizers import SGD, Adam, Optimizer
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)

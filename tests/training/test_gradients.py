@@ -14,8 +14,8 @@ from replicas import RANK, RANKS, SIZE, part_of, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.gradients import GradientAccumulator, clip_by_global_norm, global_norm
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.training.gradients import GradientAccumulator, clip_by_global_norm, global_norm
 
 pytestmark = pytest.mark.mpi
 

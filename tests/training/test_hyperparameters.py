@@ -11,7 +11,7 @@ from replicas import SIZE, outcomes
 
 import mpistrategy as ms
 from mpistrategy.errors import CopyError, OptionError, OptionTypeError, ReduceOpError
-from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 
 pytestmark = pytest.mark.mpi
 

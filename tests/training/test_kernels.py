@@ -15,8 +15,8 @@ from replicas import BFLOAT16, RANK, SIZE, bits
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 from mpistrategy.training import kernels
-from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
 
 pytestmark = pytest.mark.mpi
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from replicas import RANK, RANKS, SIZE, part_of, same_everywhere, still_works
 
 import mpistrategy as ms
-from mpistrategy import errors
-from mpistrategy.training import metrics
+from mpistrategy import errors, metrics
 
 pytestmark = pytest.mark.mpi
 

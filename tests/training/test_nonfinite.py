@@ -27,9 +27,9 @@ from replicas import (
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 from mpistrategy.testing import run_replicas
 from mpistrategy.training.nonfinite import all_finite, what_is_not
-from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)

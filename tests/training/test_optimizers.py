@@ -10,9 +10,8 @@ import pytest
 from replicas import BFLOAT16, RANK, RANKS, SIZE, outcomes, same_everywhere, still_works
 
 import mpistrategy as ms
-from mpistrategy import errors
+from mpistrategy import errors, optimizers
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.training import optimizers
 
 pytestmark = pytest.mark.mpi
 

@@ -14,7 +14,7 @@ from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, bits, outcomes, same_
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)

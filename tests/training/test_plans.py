@@ -12,7 +12,7 @@ from replicas import RANK, SIZE, bits, same_everywhere
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.training.optimizers import SGD, Adam, Optimizer
+from mpistrategy.optimizers import SGD, Adam, Optimizer
 
 pytestmark = pytest.mark.mpi
 

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 from checkpoints import shared_folder
-from mpistrategy.optimizers import SGD, Adam, AdamW
-from mpistrategy.schedules import Constant, CosineDecay, PiecewiseConstantDecay, Warmup
 from replicas import RANK, context
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.optimizers import SGD, Adam, AdamW
+from mpistrategy.schedules import Constant, CosineDecay, PiecewiseConstantDecay, Warmup
 
 #: What `keras.optimizers.schedules` (3.15) returns for the same arguments and steps, rounded to 9 digits.
 KERAS = [

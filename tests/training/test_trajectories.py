@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from replicas import BFLOAT16, RANK, RANKS, SIZE, same_everywhere
 
 import mpistrategy as ms
-from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 
 pytestmark = pytest.mark.mpi
 Json = Any

@@ -18,8 +18,8 @@ from gpu_doubles import pretended
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
+from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 from mpistrategy.training import kernels
-from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
 
 ON_READ = {"synchronization": "ON_READ"}
 

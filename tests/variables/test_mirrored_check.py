@@ -17,8 +17,8 @@ import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.objects.shown import ranks_in_words
+from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 from mpistrategy.testing import run_replicas
-from mpistrategy.training.optimizers import SGD, Adam, AdamW, Optimizer
 from mpistrategy.variables.mirrored_check import digest
 
 pytestmark = pytest.mark.mpi

@@ -114,45 +114,26 @@ def test_writes_stay_in_the_same_memory(strategy: ms.Strategy) -> None:
         view[0] = 1
 
 
-# ----------------------------------------------------------------------------------------------- used again
-
-
-@pytest.mark.mpi(min_size=2)
-def test_what_all_ranks_have_dropped_is_used_again(fresh: ms.Strategy) -> None:
-    storage = storage_of(fresh)
-    with fresh.scope():
-        made = [ms.Variable(np.full(MIB // 32, i)) for i in range(4)]  # 4 x 256 KiB fill the first slab
-        assert storage.nbytes == MIB
-        slab = slot_of(made[0]).slab
-        del made[1:3]
-        gc.collect()
-        made.append(ms.Variable(np.zeros(MIB // 16)))  # looks for room, and finds the two blocks as one
-    if storage.nbytes == MIB:
-        assert slot_of(made[-1]) == (slab, MIB // 4)
-    assert [float(variable[0]) for variable in made] == [0, 3, 0]
-    assert same_everywhere(float(storage.nbytes))
+# ----------------------------------------------------------------------------------------------- given back
 
 
 @pytest.mark.mpi(min_size=2)
 def test_an_array_that_looks_into_a_dropped_variable_keeps_its_memory(fresh: ms.Strategy) -> None:
     storage = storage_of(fresh)
     held: list[Array] = []
+    places = []
     with fresh.scope():
-        for number in range(200):
+        for number in range(400):
             variable = ms.Variable(np.full(MIB // 64, float(number)))
-            if number % 50 == 7 and number // 50 % SIZE == RANK:  # one rank alone holds on to it
-                held.append(np.asarray(variable)[3::7].reshape(-1, 1).T)
-        before = storage.nbytes
-        places = []
-        for _ in range(200):
-            variable = ms.Variable(np.full(MIB // 64, -1.0))
             places.append(slot_of(variable).offset)
-    assert storage.nbytes == before
+            if number % 100 == 7 and number // 100 % SIZE == RANK:  # one rank alone holds on to it
+                held.append(np.asarray(variable)[3::7].reshape(-1, 1).T)
+    assert storage.nbytes <= 16 * MIB < 400 * MIB // 8, "slabs that nobody looks into are given back"
     assert same_everywhere(places)
-    assert variable[0] == -1
+    assert variable[0] == 399
     for view in held:
         assert view.min() == view.max()
-        assert view.min() % 50 == 7
+        assert view.min() % 100 == 7
     assert still_works(fresh)
 
 
@@ -225,7 +206,7 @@ def test_many_variables_one_after_the_other_take_the_memory_of_a_few(fresh: ms.S
             if number * size == 2_000_000:  # as much as a slab holds
                 before, files = storage_of(fresh).nbytes, len(os.listdir("/proc/self/fd"))
     assert variable[size - 1] == count - 1
-    assert storage_of(fresh).nbytes == before <= 9 * MIB
+    assert max(before, storage_of(fresh).nbytes) <= 9 * MIB
     assert len(os.listdir("/proc/self/fd")) <= files
 
 

@@ -52,7 +52,7 @@ def test_checkpoints(tmp_path: Path, partial: bool, count: int) -> None:
 
 
 @one_rank
-@pytest.mark.parametrize("what", ["thresholds", "run_folders", "traces"])
+@pytest.mark.parametrize("what", ["thresholds", "traces"])
 def test_other_files(tmp_path: Path, what: str) -> None:
     check(getattr(hostile_others, f"read_{what}")(tmp_path, 200, random.Random(7)))
 

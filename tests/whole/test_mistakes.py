@@ -39,4 +39,5 @@ def test_the_table_says_what_cannot_be_seen() -> None:
     unseen = {name: why for name, (_, kind, why) in TABLE.items() if kind == "by design"}
     assert all(unseen.values())
     assert [name for name, why in unseen.items() if f"| {name} | {why} |" not in page] == []
-    assert f"Of {len(TABLE)} mistakes that one rank can make" in page
+    assert "Of more than 120 mistakes that one rank can make" in page
+    assert len(TABLE) > 120

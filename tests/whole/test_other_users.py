@@ -247,67 +247,6 @@ def test_a_whole_folder_that_another_user_made_first(open_folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ run directories
 
 
-def planted_run(folder: Path) -> Path:
-    path = folder / "mpistrategy-run-17-0-5bc19f20"
-    hostile_others.run_folder(path)
-    text = "\x1b]0;owned\x07\u202e -> kill -9 1"
-    told = {"text": text, "waited_seconds": 0.0, "timeout_seconds": 60.0, "silent": ""}
-    (path / "error-1.json").write_text(json.dumps({"ranks": {"1": told}}))
-    (path / "roll-call.txt").write_text(f"{text}\n")
-    return path
-
-
-@as_root
-def test_another_users_run_directory_is_left_out(
-    open_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    give_away(planted_run(open_folder))
-    monkeypatch.setenv("MPISTRATEGY_RUN_DIR", str(open_folder))
-    monkeypatch.chdir(open_folder)
-    assert main.main(["doctor", "--job", "17"]) == 2
-    shown = capsys.readouterr()
-    assert "mpistrategy-run-17-0-5bc19f20: it belongs to " in shown.err
-    assert "uid 65534" in shown.err
-    assert "kill" not in shown.err + shown.out
-    own = open_folder / "mpistrategy-run-17-1-aaaaaaaa"
-    hostile_others.run_folder(own)
-    (own / "roll-call.txt").unlink()
-    for path in (own, *own.iterdir()):
-        os.utime(path, (1, 1))  # older than the other one
-    assert main.main(["doctor", "--job", "17"]) == 1
-    shown = capsys.readouterr()
-    assert f"job 17: 4 ranks heard of, in {own}" in shown.out
-    assert shown.err == ""
-
-
-@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to("/dev/zero"), Path.mkdir])
-def test_what_is_no_file_in_a_run_directory_is_left_out(
-    tmp_path: Path, make: Callable[[Path], object], capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = tmp_path / "run"
-    hostile_others.run_folder(path)
-    (path / "roll-call.txt").unlink()
-    for name in ("error-9.json", "error-8.json", "roll-call.txt"):
-        make(path / name)
-    began = time.monotonic()
-    assert main.main(["doctor", "--run-dir", str(path)]) == 1
-    assert time.monotonic() - began < 1
-    shown = capsys.readouterr()
-    assert "4 ranks heard of" in shown.out
-    assert all(name in shown.err for name in ("error-9.json", "error-8.json", "roll-call.txt"))
-
-
-def test_nothing_in_a_run_directory_steers_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = planted_run(tmp_path)
-    told = {"text": "\x1b[2Jin #3\x9b", "waited_seconds": 1.0, "timeout_seconds": None, "silent": "\x9b"}
-    (path / "error-7.json").write_text(json.dumps({"ranks": {"7": told}}))
-    for options in ([], ["--json"]):
-        main.main(["doctor", "--run-dir", str(path), *options])
-        shown = capsys.readouterr()
-        assert all(each.isprintable() or each == "\n" for each in shown.out + shown.err)
-    assert "\\u001b]0;owned" in shown.out or "x1b" in shown.out
-
-
 @as_root
 def test_a_run_directory_that_another_user_made_first_is_not_used(
     open_folder: Path, capsys: pytest.CaptureFixture[str]

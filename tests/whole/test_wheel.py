@@ -143,9 +143,8 @@ def test_the_doctor(installed: Installed) -> None:
 
 @long_lane
 def test_the_benchmark(installed: Installed) -> None:
-    few = ("--only", "all_reduce,small", "--sizes", "4,64KiB", "--seconds", "0.3", "--plot", "bench.png")
+    few = ("--sizes", "4,64KiB", "--seconds", "0.3")
     installed.on_two_ranks("mpistrategy", "bench", "--quick", "--json", "bench.json", *few)
-    assert (installed.folder / "bench.png").is_file()
     assert json.loads((installed.folder / "bench.json").read_text())["cases"]
 
 

@@ -18,9 +18,9 @@ from mpistrategy.checkpoint.storage.manifest import COMBINED, ONE, Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, to_json
 from mpistrategy.checkpoint.storage.shards import dtype_of, dtype_text, is_numeric
 from mpistrategy.errors import OptionError
+from mpistrategy.gradients import GradientAccumulator
 from mpistrategy.mpi.contract.call_sites import names_in_words
 from mpistrategy.options import VariableAggregation, VariableSynchronization
-from mpistrategy.training.gradients import GradientAccumulator
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 

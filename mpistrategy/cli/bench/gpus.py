@@ -1,4 +1,4 @@
-"""`mpistrategy bench --devices gpu`: collectives of arrays in GPU memory, and a training step with and without them.
+"""`mpistrategy bench --devices gpu`: collectives of arrays in GPU memory.
 
 Bandwidths are those of NVIDIA's nccl-tests (https://github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md), with S the bytes
 of the array on each rank, for an all-gather those of the result, t the time of a call and n the number of GPUs:
@@ -13,34 +13,30 @@ As there, calls are put on the stream one after the other, and the time is that 
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
-from math import prod
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
-from mpistrategy.cli.bench.cases.shapes import LISTS, NETWORKS
-from mpistrategy.cli.bench.measuring.report import Growing, time_in_words
+from mpistrategy.cli.bench.report import time_in_words
+from mpistrategy.cli.bench.shapes import LISTS
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.objects.text import decoded
 from mpistrategy.strategy.current import get_replica_context
-from mpistrategy.training.optimizers import SGD
-from mpistrategy.variables.variable import Variable
 
 if TYPE_CHECKING:
-    from mpistrategy.cli.bench.measuring.raw import RawRanks
+    from mpistrategy.cli.bench.raw import RawRanks
     from mpistrategy.strategy.strategy import Strategy
 
 SIZES = tuple(4**power for power in range(6, 15))  # 4 KiB ... 256 MiB
 QUICK_SIZES = (4 * 2**10, 2**20, 64 * 2**20)
-ROWS = 64
 _ROUNDS, _LEAST, _MOST = 3, 3, 100
 _WARM_UP = 3
 _SECONDS, _QUICK_SECONDS = 1.0, 0.2
@@ -57,7 +53,7 @@ class Work:
     """Something to time; in a step of the strategy.
 
     Attributes:
-        kind: of `_BUS`; "" for what has no bandwidth.
+        kind: of `_BUS`.
         name: for the table.
         nbytes: S.
         call: does it once.
@@ -71,17 +67,13 @@ class Work:
     is_right: Callable[[], bool] | None = None
 
 
-def measure(
-    strategy: Strategy, ranks: RawRanks, options: Any, tell: Callable[[str], None], growing: Growing
-) -> dict[str, Any]:
-    """Measure on all ranks; return the figures, the same on every rank.  Collective.
+def measure(strategy: Strategy, ranks: RawRanks, options: Any) -> dict[str, Any]:
+    """Measure on all ranks; return the figures, the same on every rank.  Rank 0 prints each row.  Collective.
 
     Args:
         strategy: each rank drives a GPU, or shares one.
         ranks: the same ranks, outside the library.
         options: those of the command line.
-        tell: says on one rank what is measured.
-        growing: where one rank writes each row when it has it.
     """
     cupy = cupy_for("mpistrategy bench --devices gpu")
     seconds = options.seconds or (_QUICK_SECONDS if options.quick else _SECONDS)
@@ -95,31 +87,20 @@ def measure(
         "cupy": cupy.__version__,
         "paths": {word: f"{path.name}: {paths.reasons.get(word, '')}" for word, path in paths.known.items()},
     }
-    growing.add(head(about))
-    count = 4 * len(sizes) + 2 * len(lists) + 2 * len(options.networks)
-    tell(f"{count} rows, each measured for about {seconds:g} s, and prepared: {count * seconds:.0f} s or more")
+    count = 4 * len(sizes) + 2 * len(lists)
+    if ranks.rank == 0:
+        print("\n".join(head(about)), flush=True)
+        print(f"{count} rows, each measured for about {seconds:g} s", file=sys.stderr, flush=True)
     found: list[dict[str, Any]] = []
-
-    def add(row: dict[str, Any]) -> None:
-        found.append(row)
-        growing.add([row_in_words(row)])
 
     def all_of_them() -> None:
         for works in (*(_collectives(cupy, ranks, nbytes) for nbytes in sizes), _lists(cupy, lists)):
             for work in works:
-                tell(f"{work.name}, {size_in_words(work.nbytes)} ...")
-                add(_measured(cupy, ranks, work, seconds))
+                found.append(_measured(cupy, ranks, work, seconds))
+                if ranks.rank == 0:
+                    print(row_in_words(found[-1]), flush=True)
 
     strategy.run(all_of_them)
-    for name in options.networks:
-        for row in _steps(cupy, strategy, ranks, NETWORKS[name], name, seconds, tell):
-            add(row)
-    growing.add(
-        line
-        for row in found
-        if "communication_us" in row
-        for line in ("", f"Communication adds {row['communication_us']:.1f} us to a {row['name']}.")
-    )
     return {**about, "rows": found}
 
 
@@ -163,54 +144,6 @@ def _lists(cupy: Any, names: Sequence[str]) -> Iterator[Work]:
         ctx.merge_call(lambda strategy, arena=arena: arena.close())
 
 
-def _steps(
-    cupy: Any,
-    strategy: Strategy,
-    ranks: RawRanks,
-    widths: Sequence[int],
-    name: str,
-    seconds: float,
-    tell: Callable[[str], None],
-) -> list[dict[str, Any]]:
-    """Return the figures of steps of dense layers, without the all-reduce of gradients and with it."""
-    from mpistrategy.strategy.one_device import OneDeviceStrategy
-
-    random, rows = np.random.default_rng(0), []
-    shapes = list(pairwise(widths))
-    weights = [random.standard_normal(shape, np.float32) / np.float32(shape[0]) ** 0.5 for shape in shapes]
-    inputs = cupy.asarray(random.standard_normal((ROWS, widths[0]), np.float32))
-    out = [cupy.empty(shape, "float32") for shape in shapes]
-    alone = OneDeviceStrategy(f"GPU:{cupy.cuda.runtime.getDevice()}")
-    for what, chosen in ((f"step of {name}, no communication", alone), (f"step of {name}", strategy)):
-        with chosen.scope():
-            variables = [Variable(cupy.asarray(each)) for each in weights]
-            optimizer = SGD(1e-6, momentum=0.9)
-
-        def step(variables: list[Variable] = variables, optimizer: SGD = optimizer) -> None:
-            _gradients(cupy, [variable[...] for variable in variables], inputs, out)
-            optimizer.apply_gradients(list(zip(out, variables, strict=True)))
-
-        def call(chosen: Any = chosen, step: Callable[[], None] = step) -> None:
-            chosen.run(step)
-
-        nbytes = 4 * sum(map(prod, shapes))
-        tell(f"{what} ...")
-        rows.append(_measured(cupy, ranks, Work("", what, nbytes, call), seconds))
-    rows[1]["communication_us"] = round(rows[1]["us"] - rows[0]["us"], 1)
-    return rows
-
-
-def _gradients(cupy: Any, weights: Sequence[DeviceArray], inputs: DeviceArray, out: Sequence[DeviceArray]) -> None:
-    """Write the gradients of half the squares of a stack of dense layers' outputs into `out`."""
-    outputs = [inputs]
-    for weight in weights:
-        outputs.append(outputs[-1] @ weight)
-    delta = outputs.pop()
-    for weight, value, gradient in zip(reversed(weights), reversed(outputs), reversed(out), strict=True):
-        gradient[...] = value.T @ delta
-        delta = delta @ weight.T
-
-
 def _measured(cupy: Any, ranks: RawRanks, work: Work, seconds: float) -> dict[str, Any]:
     """Return the figures of some work; the slowest rank counts."""
     right = work.is_right is None or work.is_right()
@@ -221,18 +154,17 @@ def _measured(cupy: Any, ranks: RawRanks, work: Work, seconds: float) -> dict[st
     calls = int(min(_MOST, max(_LEAST, seconds / _ROUNDS / max(once, 1e-7))))
     rounds = [_timed(cupy, ranks, work.call, calls) for _ in range(_ROUNDS)]
     time_of_call, host = (median(each) for each in zip(*rounds, strict=True))
-    row = {
+    speed = work.nbytes / time_of_call / 1e9
+    return {
         "name": work.name,
         "bytes": work.nbytes,
         "us": round(1e6 * time_of_call, 2),
         "host_us": round(1e6 * host, 2),
         "calls": calls,
+        "algbw_gb_s": round(speed, 3),
+        "busbw_gb_s": round(speed * _BUS[work.kind](ranks.size), 3),
         "right": not wrong,
     }
-    if work.kind:
-        speed = work.nbytes / time_of_call / 1e9
-        row |= {"algbw_gb_s": round(speed, 3), "busbw_gb_s": round(speed * _BUS[work.kind](ranks.size), 3)}
-    return row
 
 
 def _timed(cupy: Any, ranks: RawRanks, call: Callable[[], Any], calls: int) -> tuple[float, float]:
@@ -267,7 +199,7 @@ def head(about: dict[str, Any]) -> list[str]:
 
 def row_in_words(row: dict[str, Any]) -> str:
     """Return a row of the table."""
-    speeds = [f"{row[key]:.3g} GB/s" if key in row else "-" for key in ("algbw_gb_s", "busbw_gb_s")]
+    speeds = [f"{row[key]:.3g} GB/s" for key in ("algbw_gb_s", "busbw_gb_s")]
     wrong = "" if row["right"] else " **WRONG RESULT**"
     times = [time_in_words(row[key]) for key in ("us", "host_us")]
     cells = (row["name"], size_in_words(row["bytes"]), times[0], *speeds, times[1] + wrong)

@@ -19,7 +19,7 @@ from mpistrategy.cli.doctor.checks.finding import BAD, Finding, worst
 from mpistrategy.cli.doctor.checks.gpu import parts_of
 from mpistrategy.cli.doctor.deadline import STATUS, Deadline
 from mpistrategy.cli.doctor.facts import gather
-from mpistrategy.cli.doctor.facts.facts import Clock, Facts, Job, Speed, Trial
+from mpistrategy.cli.doctor.facts.facts import Facts, Job, Trial
 from mpistrategy.cli.doctor.report import report
 from mpistrategy.cli.doctor.report.privacy import covered, veil
 from mpistrategy.errors import FallbackWarning, LaunchError, MpiStrategyError
@@ -55,15 +55,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--job", metavar="ID", help="a Slurm job: what each rank is doing, who has not come, who comes late"
     )
     hung.add_argument("--pid", type=_positive, metavar="PID", help="the same of the job of a process of this node")
-    hung.add_argument(
-        "--run-dir", metavar="FOLDER", help="what a job whose collective was late has left in this folder"
-    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Examine the job that this process is a rank of, or another one; return the exit status."""
     start_seconds = gather.seconds_since_start()
-    if options.job or options.pid or options.run_dir:
+    if options.job or options.pid:
         from mpistrategy.cli.doctor.running_job import hung_job
 
         return hung_job.run(options)
@@ -142,25 +139,16 @@ def _meet(
     if job is not None:
         return job
     everyone = [Facts.read(texts[rank]) for rank in sorted(texts)]
-    deadline.stage = "measuring"
-    sums_right, speeds, untried = _sums(ranks, everyone)
-    clocks: list[Clock] = []
-    if ranks.size > 1:
-        from mpistrategy.cli.doctor.facts.measure import clocks_and_links
-
-        leaders = sorted({each.leader for each in everyone})
-        clocks, links = clocks_and_links(
-            ranks, leaders, [everyone[each].host for each in leaders] if not ranks.rank else []
-        )
-        speeds += links
+    deadline.stage = "adding up"
+    sums_right, untried = _sums(ranks, everyone)
     trial = _trial(ranks, everyone, deadline)
-    return Job(everyone, wanted, (), 0.0, sums_right, untried, speeds, clocks, trial)
+    return Job(everyone, wanted, (), 0.0, sums_right, untried, trial)
 
 
-def _sums(ranks: Ranks, everyone: list[Facts]) -> tuple[bool | None, list[Speed], str]:
-    """Return whether the ranks add up right, how fast, and why it was not tried.  Collective."""
+def _sums(ranks: Ranks, everyone: list[Facts]) -> tuple[bool | None, str]:
+    """Return whether the ranks add up right, or why it was not tried.  Collective."""
     if ranks.size == 1:
-        return None, [], ""
+        return None, ""
     kinds = {
         "the ranks run different versions": len({(e.mpistrategy, e.python.rpartition(".")[0]) for e in everyone}),
         "the ranks started MPI differently": len({each.thread_level for each in everyone}),  # it may hang then
@@ -168,16 +156,15 @@ def _sums(ranks: Ranks, everyone: list[Facts]) -> tuple[bool | None, list[Speed]
     reasons = list(kinds)
     differ = next((number for number, reason in enumerate(reasons) if kinds[reason] > 1), -1)
     if (number := ranks.told(differ)) >= 0:
-        return None, [], reasons[number]
-    from mpistrategy.cli.doctor.facts.measure import sums_and_speeds
+        return None, reasons[number]
+    from mpistrategy.cli.doctor.facts.one_sum import is_right
 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FallbackWarning)  # a check says it
-            is_right, speeds = sums_and_speeds(ranks)
+            return is_right(ranks), ""
     except MpiStrategyError as error:  # on all ranks alike
-        return None, [], str(error)
-    return is_right, speeds, ""
+        return None, str(error)
 
 
 def _trial(ranks: Ranks, everyone: list[Facts], deadline: Deadline) -> Trial | None:

@@ -10,14 +10,11 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
-from datetime import date
 from pathlib import Path
 
-from mpistrategy.cli.slurm import sites, values
-from mpistrategy.cli.slurm.asking import Answers
+from mpistrategy.cli.slurm import sites
 from mpistrategy.cli.slurm.batch import BATCHES
 from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES
-from mpistrategy.cli.slurm.learn import profile, shapes
 from mpistrategy.cli.slurm.render import all_files, render
 from mpistrategy.cli.slurm.spec import JobSpec
 from mpistrategy.errors import OptionError
@@ -29,10 +26,7 @@ _PATIENCE_SECONDS = 60
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Declare the options of `mpistrategy slurm`."""
-    parser.usage = (
-        "%(prog)s TEMPLATE [KEY=VALUE ...] [option ...]\n"
-        "       %(prog)s --list | --all FOLDER [--force] | --learn NAME [--force]"
-    )
+    parser.usage = "%(prog)s TEMPLATE [KEY=VALUE ...] [option ...]\n       %(prog)s --list | --all FOLDER [--force]"
     parser.add_argument("template", nargs="?", metavar="TEMPLATE", help=f"one of {', '.join(TEMPLATES)}")
     parser.add_argument(
         "statement", nargs="*", metavar="KEY=VALUE", help="what the job is to be; --list shows the keys"
@@ -44,7 +38,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--submit", action="store_true", help="submit it with sbatch (or qsub)")
     parser.add_argument("--list", action="store_true", help="show templates, keys and sites")
     parser.add_argument("--all", metavar="FOLDER", help="write all templates as they stand, and what goes with them")
-    parser.add_argument("--learn", metavar="NAME", help="ask this cluster's commands, and write its profile: NAME.toml")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,8 +48,6 @@ def run(options: argparse.Namespace) -> int:
             return 0
         if options.all is not None:
             return _write_all(Path(options.all), options.force)
-        if options.learn is not None:
-            return _learn(options.learn, options.force)
         return _one(options)
     except OptionError as error:
         return _fail(str(error))
@@ -133,21 +124,6 @@ def _write_all(folder: Path, force: bool) -> int:
         _write(folder / name, text, force)
         if name.endswith("select_gpu.sh"):
             (folder / name).chmod(0o755)
-    return 0
-
-
-def _learn(given: str, force: bool) -> int:
-    """Write a profile of this cluster; say which commands had no answer."""
-    name = values.word(given, "--learn")
-    answers = Answers.of_this_cluster()
-    if not shapes(answers.sinfo.text):
-        why = answers.sinfo.problem or "no partition that is up"
-        return _fail(f"mpistrategy slurm: nothing to learn: {answers.sinfo.command}: {why}. On PBS: site=pbs")
-    for problem in answers.problems:
-        sys.stderr.write(f"mpistrategy slurm: no answer from {problem}\n")
-    path = Path(f"{name}.toml")
-    _write(path, profile(name, answers, date.today().isoformat()), force)
-    print(f"{path}: review the lines marked REVIEW, then: mpistrategy slurm multi_node site=./{path}")
     return 0
 
 

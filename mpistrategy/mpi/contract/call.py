@@ -22,7 +22,7 @@ from mpistrategy.objects import jax_traces
 _GENERATORS = 0x20 | 0x80 | 0x200
 
 
-class Call:
+class Call(CurrentCall):
     """One public call that all ranks make together, as a context; leaving it with an exception tells the other ranks.
 
     The outermost call lends its name and its structure to the signatures of those inside it.  Entering it raises
@@ -42,20 +42,6 @@ class Call:
         CollectiveMismatchError: when calls that differed were found after their data had moved.
     """
 
-    #: What was compared last.
-    signature: Signature | None = None
-    #: How long it may wait for the other ranks, in seconds; None: the strategy's timeout.
-    timeout: float | None = None
-    structure: str = ""
-    name: str = ""
-    #: The call site as ranks compare it; "" for a call that may be made anywhere.
-    place: str = ""
-    #: Its number, and when it was entered and left: see `CurrentCall`.
-    number: int = 0
-    entered: float = 0.0
-    left: float = 0.0
-    #: What has entered it.
-    frame: FrameType | None = None
     _outer: CurrentCall | None = None
     _is_in_own_work: bool = False
     _on_gpu: AbstractContextManager[Any] | None = None
@@ -72,7 +58,7 @@ class Call:
     ) -> None:
         if guard.closed:
             raise guard.refusal(where)
-        self.where: str = where
+        self.where = where
         self._guard, self._called = guard, called
         self._anywhere = anywhere or bool(called)
         if structure:
@@ -116,10 +102,11 @@ class Call:
         if guard.size > 1:
             record = guard.record
             record.number += 1
-            self.number, self.entered = record.number, monotonic()
+            number = self.number = record.number
+            self.entered = monotonic()
             record.entries.append(self)
-            record.times[self.number % LENGTH] = self.entered
-            record.newest[0] = self.number
+            at = number % LENGTH
+            record.before[at], record.times[at], record.after[at] = number, self.entered, number
 
     def _join(self, guard: Guard, outer: CurrentCall) -> None:
         """Take over what the call around this one has."""

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import RemoteError
 from mpistrategy.objects.text import decoded, encoded
 
+#: What each rank shows; `origin` is the rank that has failed.
+_SHOWN = np.dtype([("broken", np.int64), ("origin", np.int64), ("where", "S400"), ("error", "S608")])
 #: How much memory each rank needs.
-BYTES = 1024
-_NUMBERS = 4
-_TEXT_FROM = 8 * _NUMBERS
-_LONGEST_TEXT = BYTES - _TEXT_FROM
-_BROKEN, _ORIGIN, _WHERE, _LENGTH = range(_NUMBERS)
+BYTES = _SHOWN.itemsize
 #: How long ranks wait for each other where one of them has failed.
 PATIENCE_SECONDS = 2.0
 NO_MORE_CALLS = "This strategy takes no more calls. Make another one, on all its ranks, or let the job end."
@@ -63,30 +63,26 @@ class Failures:
 
     def __init__(self, segments: Sequence[Array], local_rank: int, fence: Callable[[], object] | None) -> None:
         self._rank, self._fence = local_rank, fence
-        self._numbers = [segment[:_TEXT_FROM].data.cast("B").cast("q") for segment in segments]
-        self._texts = [segment[_TEXT_FROM:BYTES].data.cast("B") for segment in segments]
+        self._shown = [segment[:BYTES].view(_SHOWN)[0] for segment in segments]
 
     def show(self, failure: Failure) -> None:
         """Tell the other ranks that this rank takes no more calls."""
-        where = encoded(failure.where, _LONGEST_TEXT // 2)
-        mine, data = self._numbers[self._rank], where + encoded(failure.error, _LONGEST_TEXT - len(where))
-        self._texts[self._rank][: len(data)] = data
-        mine[_WHERE], mine[_LENGTH] = len(where), len(data)
-        mine[_ORIGIN] = self._rank if failure.rank is None else failure.rank
+        mine = self._shown[self._rank]
+        mine["where"] = encoded(failure.where, _SHOWN["where"].itemsize)
+        mine["error"] = encoded(failure.error, _SHOWN["error"].itemsize)
+        mine["origin"] = self._rank if failure.rank is None else failure.rank
         if self._fence is not None:
             self._fence()
-        mine[_BROKEN] = 1
+        mine["broken"] = 1
 
     def left_by(self) -> int | None:
         """Return the first rank that takes no more calls; None while all do."""
-        return next((rank for rank, numbers in enumerate(self._numbers) if numbers[_BROKEN]), None)
+        return next((rank for rank, shown in enumerate(self._shown) if shown["broken"]), None)
 
     def failure_of(self, rank: int) -> Failure:
         """Return why a rank takes no more calls."""
-        numbers, text = self._numbers[rank], self._texts[rank]
-        first, last = numbers[_WHERE], numbers[_LENGTH]
-        where, error = (decoded(part) for part in (text[:first], text[first:last]))
-        return Failure(error, int(numbers[_ORIGIN]), where)
+        _, origin, where, error = self._shown[rank].item()
+        return Failure(decoded(error), origin, decoded(where))
 
 
 def in_words(error: BaseException) -> str:

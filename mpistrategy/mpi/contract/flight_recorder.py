@@ -2,7 +2,8 @@
 
 It is always on, so an entry costs a fraction of a microsecond: it refers to objects, which are put into words only when
 somebody asks.  The numbers and times of the entries lie in memory that the other ranks of the node see: a rank that is
-stopped cannot be asked.
+stopped cannot be asked.  An entry's number is written before and after its time, so that a reader who meets an entry
+that is half written finds two numbers, and leaves it out.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from types import FrameType
-from typing import Protocol
 
 import numpy as np
 
@@ -22,25 +22,31 @@ from mpistrategy.mpi.contract.call_sites import Signature, without_columns
 LENGTH = 256
 
 
-class CurrentCall(Protocol):
-    """A public call of this rank: a `mpistrategy.mpi.contract.call.Call`.
+class CurrentCall:
+    """What is written down of a public call of this rank: the base of `mpistrategy.mpi.contract.call.Call`.
 
     Attributes:
+        where: the public name.
+        structure: that of the values, in words.
+        name: what it is about.
+        place: the call site as ranks compare it; "" for a call that may be made anywhere.
+        signature: what was compared last.
+        timeout: how long it may wait for the other ranks, in seconds; None: the strategy's timeout.
         number: its number in its strategy, from 1 on; 0 for a call inside another one, and in a strategy of one rank.
         entered, left: when it was, in seconds of time.monotonic(); `left` is 0.0 while it runs.
         frame: what has entered it; None once it is left.
     """
 
-    where: str
-    structure: str
-    name: str
-    place: str
-    signature: Signature | None
-    timeout: float | None
-    number: int
-    entered: float
-    left: float
-    frame: FrameType | None
+    where: str = ""
+    structure: str = ""
+    name: str = ""
+    place: str = ""
+    signature: Signature | None = None
+    timeout: float | None = None
+    number: int = 0
+    entered: float = 0.0
+    left: float = 0.0
+    frame: FrameType | None = None
 
 
 class FlightRecord:
@@ -49,21 +55,22 @@ class FlightRecord:
     Attributes:
         entries: oldest first.
         number: that of the last one; 0 before the first.
-        newest: the same, for other processes.
-        times: for other processes: when an entry was entered, at the place that is its number modulo `LENGTH`.
+        before, times, after: for other processes: an entry's number, when it was entered, and its number once more, at
+            the place that is its number modulo `LENGTH`; written in this order.
     """
 
-    __slots__ = ("entries", "newest", "number", "times")
+    __slots__ = ("after", "before", "entries", "number", "times")
 
     def __init__(self) -> None:
         self.entries: deque[CurrentCall] = deque(maxlen=LENGTH)
         self.number: int = 0
-        self.show_in(np.zeros(1, np.int64), np.zeros(LENGTH))
+        self.show_in(np.zeros(LENGTH, np.int64), np.zeros(LENGTH), np.zeros(LENGTH, np.int64))
 
-    def show_in(self, newest: Array, times: Array) -> None:
-        """Keep `newest` and `times` in this memory, which is zero, from the first entry on."""
-        self.newest: memoryview = newest.data
+    def show_in(self, before: Array, times: Array, after: Array) -> None:
+        """Keep `before`, `times` and `after` in this memory, which is zero, from the first entry on."""
+        self.before: memoryview[int] = before.data.cast("B").cast("q")
         self.times: memoryview[float] = times.data.cast("B").cast("d")
+        self.after: memoryview[int] = after.data.cast("B").cast("q")
 
     def last(self) -> CurrentCall | None:
         """Return the last entry; for any thread."""

@@ -6,32 +6,29 @@ either: see `job.child_exit`.  For shared memory in a child see `shared_memory.s
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from mpistrategy.errors import ContextError, ForkedProcessError
+from mpistrategy.errors import ContextError, ForkedProcessError, MpiStrategyError
 
 # No WeakSet: it runs Python code when a guard is collected, in which the exception of a signal's handler would be lost.
 _guards: list[ref[Any]] = []
 _was_forked_from_rank = False
-_is_registered = False
-#: Called before the first fork that matters, and in each child of a rank; `mpi.job.child_exit` adds functions.
-before_forks: list[Callable[[], None]] = []
-in_children: list[Callable[[], None]] = []
 
 
-def close_in_children(guard: Any) -> None:
-    """Call ``guard.close_in_child()`` in every child that is forked from now on."""
-    global _is_registered
+def close_in_time(guard: Any) -> None:
+    """Close `guard` in every child that is forked from now on, and when MPI is finalized."""
     _guards[:] = [known for known in _guards if known() is not None] + [ref(guard)]
-    if not _is_registered:
-        _is_registered = True
-        for prepare in before_forks:
-            prepare()
-        os.register_at_fork(after_in_child=_after_fork)
+    _look_for_forks()
+
+
+@functools.cache
+def _look_for_forks() -> None:
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def _after_fork() -> None:
@@ -39,11 +36,14 @@ def _after_fork() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         _was_forked_from_rank = True
-        for follow in in_children:
-            follow()
+    close_all(refusal)
+
+
+def close_all(why: Callable[[str], MpiStrategyError]) -> None:
+    """Let the guards of several ranks take no more calls in this process; `why` is what a call raises."""
     for known in _guards:
         if (guard := known()) is not None:
-            guard.close_in_child()
+            guard.close(why)
 
 
 def refuse_child(where: str, ranks: Callable[[], int]) -> None:

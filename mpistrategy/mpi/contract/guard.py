@@ -117,9 +117,10 @@ class Guard:
         self.give_up: Callable[[BaseException], object] | None = None
         #: Whether this guard takes no more calls: after a close, a failure or a fork.
         self.closed: bool = False
-        self._is_in_child = self._is_after_mpi = False
+        #: What a public call raises since then; None where `broken` or a close says it.
+        self._refusal: Callable[[str], MpiStrategyError] | None = None
         if size > 1:
-            forks.close_in_children(self)
+            forks.close_in_time(self)
         self._flag = 0
         #: Whether some rank has raised its flag; set on all ranks in the same call.
         self.flag_was_seen: bool = False
@@ -171,10 +172,8 @@ class Guard:
 
     def refusal(self, where: str) -> MpiStrategyError:
         """Return what a public call raises once this guard is closed."""
-        if self._is_in_child:
-            return forks.refusal(where)
-        if self._is_after_mpi:
-            return forks.after_finalize(where)
+        if self._refusal is not None:
+            return self._refusal(where)
         if self.broken:
             found, expected = f"a strategy after a failure: {self.broken}", "another strategy, made by all its ranks"
             return errors.ContextError.at(where, found=found, expected=expected)
@@ -256,14 +255,13 @@ class Guard:
             self._see_flags()
         return equal
 
-    def close_in_child(self) -> None:
-        """Take no calls in this process, a forked child: the thread that was in one belongs to the parent."""
-        self._is_in_child = self.closed = True
-        self.current = None
+    def close(self, why: Callable[[str], MpiStrategyError]) -> None:
+        """Take no more calls in this process; a thread that is in one belongs to the process that has forked it.
 
-    def close_with_mpi(self) -> None:
-        """Take no more calls, since MPI is being finalized."""
-        self._is_after_mpi = self.closed = True
+        Args:
+            why: what a public call raises from now on.
+        """
+        self._refusal, self.closed, self.current = why, True, None
 
     def start_leaving(self) -> None:
         """Begin to tell the other ranks that this rank has ended, or takes no more calls."""

@@ -1,6 +1,7 @@
-"""The public methods that all ranks call together: `collective` marks them for planned faults.
+"""The public methods that all ranks call together: `collective` declares them, once each.
 
-A marked method looks whether there is a hook, and does nothing else while there is none.
+What is declared serves planned faults, the check level, the calls outside steps, and the tables of the tests.  A
+declared method looks whether there is a hook, and does nothing else while there is none.
 """
 
 from __future__ import annotations
@@ -15,34 +16,61 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class PublicCall(NamedTuple):
-    """A marked method.
+    """A declared method.
 
     Attributes:
         function: the method, as it was written.
-        kind: of `mpistrategy.mpi.faults.plans.KINDS`.
+        name: its public name: ``ReplicaContext.all_reduce``.
+        kind: its kind in plans of faults; methods that do the same have one kind.
+        outside: for a method of the replica context, what to call outside a step.
+        may_skip_check: whether its calls need not be compared at the check level "off": its data need no barrier.
     """
 
     function: Callable[..., Any]
+    name: str
     kind: str
+    outside: str = ""
+    may_skip_check: bool = False
 
 
-#: What is called in place of the marked methods, with the method and its arguments; it returns the result.
+#: What is called in place of the declared methods, with the method and its arguments; it returns the result.
 hooks: list[Callable[[PublicCall, tuple[Any, ...], dict[str, Any]], Any]] = []
+#: The declared methods of the modules that have been imported, by their names.
+declared: dict[str, PublicCall] = {}
+_import_all: list[Callable[[], None]] = []
 
 
-def collective(kind: str) -> Callable[[F], F]:
-    """Mark a public method that all ranks call together; see `PublicCall`."""
+def set_importer(import_all: Callable[[], None]) -> None:
+    """Set the function that imports every module which declares a method."""
+    _import_all[:] = [import_all]
 
-    def mark(function: F) -> F:
-        call = PublicCall(function, kind)
+
+def all_declared() -> dict[str, PublicCall]:
+    """Return all declared methods, by their names."""
+    for import_all in _import_all:
+        import_all()
+    return declared
+
+
+def may_skip_check(name: str) -> bool:
+    """Return whether calls of a declared method need not be compared at the check level "off"."""
+    return name in declared and declared[name].may_skip_check
+
+
+def collective(kind: str, *, outside: str = "", may_skip_check: bool = False) -> Callable[[F], F]:
+    """Declare a public method that all ranks call together; see `PublicCall`."""
+
+    def declare(function: F) -> F:
+        call = PublicCall(function, function.__qualname__, kind, outside, may_skip_check)
+        declared[call.name] = call
 
         @functools.wraps(function)
-        def marked(*args: Any, **kwargs: Any) -> Any:
+        def called(*args: Any, **kwargs: Any) -> Any:
             return hooks[0](call, args, kwargs) if hooks else function(*args, **kwargs)
 
-        return marked  # type: ignore[return-value]
+        return called  # type: ignore[return-value]
 
-    return mark
+    return declare
 
 
 def is_arena(value: Any) -> bool:

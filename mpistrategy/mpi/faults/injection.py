@@ -1,16 +1,13 @@
 """Planned faults: a plan makes some public collective go wrong on one rank.
 
-Without a plan nothing of this runs.  `arm` hooks the marked methods of `mpistrategy.mpi.contract.public_calls` on this
+Without a plan nothing of this runs.  `arm` hooks the methods that `mpistrategy.mpi.contract.public_calls` knows on this
 rank only.  The messages stay the same, so each rank may have a plan of its own.
 
 A plan counts the program's own calls from the first strategy on, over all strategies of this process; calls inside a
 collective do not count.  A fault happens before the guard hears of the call: to the other ranks it looks like the same
 mistake in the program or the machine.
 
-* `skip` returns this rank's own `value`, as plain arrays, and the program goes on; None where the call takes none.  The
-  guard finds that if the calls that now meet differ in anything that it compares; equal calls in a row cannot be told
-  apart.
-* `raise` raises in the program, before the call.  If the program does not catch it, the job ends.
+`raise` raises in the program, before the call.  If the program does not catch it, the job ends.
 
 Simulated ranks (`mpistrategy.testing.run_replicas`) have no plan, since they share a process.
 """
@@ -27,13 +24,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import numpy as np
-
-from mpistrategy.arrays import nest
-from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import InjectedFault
 from mpistrategy.mpi.contract.call_sites import call_site
-from mpistrategy.mpi.contract.public_calls import PublicCall, hooks, is_arena
+from mpistrategy.mpi.contract.public_calls import PublicCall, hooks
 from mpistrategy.mpi.faults.plans import Fault, parse
 
 #: The environment variable that holds a plan.
@@ -44,7 +37,7 @@ class _Inside(threading.local):
     depth = 0
 
 
-#: How many marked calls this thread is in; calls inside them are not counted.
+#: How many declared calls this thread is in; calls inside them are not counted.
 inside: _Inside = _Inside()
 
 
@@ -80,11 +73,8 @@ class Armed:
             return public.function(*args, **kwargs)
         inside.depth += 1
         try:
-            due = self.due(public.kind)
-            for fault in due:
+            for fault in self.due(public.kind):
                 self._begin(fault)
-            if "skip" in {fault.action for fault in due}:
-                return _own_value(public, args, kwargs)
             return public.function(*args, **kwargs)
         finally:
             inside.depth -= 1
@@ -138,25 +128,9 @@ def arm(rank: int, size: int) -> None:
 
 
 def disarm() -> None:
-    """Let the marked methods be as they were written."""
+    """Let the declared methods be as they were written."""
     global _armed
     if _armed is not None:
         atexit.unregister(_armed.tell_what_is_left)
         _armed = None
         hooks.clear()
-
-
-def _own_value(public: PublicCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return this rank's `value` of a call in the form of a result; None for a call without an argument `value`."""
-    import inspect  # here, to keep `import mpistrategy` quick
-
-    value: Any = inspect.signature(public.function).bind(*args, **kwargs).arguments.get("value")
-    return value.values if is_arena(value) else nest.map_structure(_own, value)
-
-
-def _own(leaf: Any) -> Any:
-    """Return this rank's leaf of a value, as a leaf of a result."""
-    mine = contribution(leaf)
-    if isinstance(mine, IndexedSlices):
-        return mine
-    return np.array(mine) if isinstance(mine, np.ndarray) else np.asarray(mine)[()]

@@ -6,6 +6,7 @@ A plan is one fault or several, separated by ';'.  A fault is three fields in an
 
 `rank` is a rank of the job, several ranks with '+', or ``any``.  `at` is a kind of collective and the number of the
 call, from 1 on, among that rank's calls of that kind; without a kind, among all its calls.  `do` is one of `ACTIONS`.
+The kinds are those that the collectives are declared with.
 """
 
 from __future__ import annotations
@@ -16,34 +17,15 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 from mpistrategy.errors import OptionError
+from mpistrategy.mpi.contract.public_calls import all_declared
 
-#: The kinds of collectives, and which calls they are.
-KINDS = {
-    "allreduce": "ReplicaContext.all_reduce",
-    "allreduce_async": "ReplicaContext.all_reduce_async",
-    "wait": "AllReduceHandle.wait",
-    "reduce": "Strategy.reduce, reduce_to, batch_reduce_to, an algorithm's reduce; the sum that a variable makes",
-    "gather": "ReplicaContext.all_gather, Strategy.gather",
-    "reduce_scatter": "ReplicaContext.reduce_scatter",
-    "broadcast": "Strategy.broadcast, StrategyExtended.broadcast_to, an algorithm's broadcast",
-    "barrier": "Strategy.barrier, StrategyExtended.barrier",
-    "update": "an optimizer's apply_gradients",
-    "create": "Variable(...)",
-    "next": "the next element of a distributed dataset",
-    "save": "Checkpoint.save, and with it CheckpointManager.save",
-    "restore": "Checkpoint.restore, and with it CheckpointManager.restore",
-    "close": "Strategy.close",
-}
 #: What a fault does.
 ACTIONS = {
     "kill": "the process ends by SIGKILL",
     "stop": "the process stops by SIGSTOP, until it gets SIGCONT",
     "raise": "InjectedFault is raised in place of the call",
     "delay:0.5s": "the call begins later by so many seconds",
-    "skip": "the call is not made; this rank gets its own value back",
 }
-#: The kinds of calls that can be skipped.
-SKIPPED = ("allreduce", "reduce", "gather", "broadcast", "barrier", "update")
 
 _FIELDS = {"rank", "at", "do"}
 _EXAMPLE = "rank=2, at=allreduce#17, do=kill"
@@ -57,7 +39,7 @@ class Fault:
     Attributes:
         text: the fault, as it was written.
         ranks: the ranks on which it happens; None means all.
-        kind: a key of `KINDS`; "" counts the calls of all kinds.
+        kind: of `kinds()`; "" counts the calls of all kinds.
         number: the number of the call, from 1 on.
         action: a key of `ACTIONS`.
         seconds: how long a delay is.
@@ -69,6 +51,11 @@ class Fault:
     number: int
     action: str
     seconds: float = 0.0
+
+
+def kinds() -> list[str]:
+    """Return the kinds of collectives."""
+    return sorted({call.kind for call in all_declared().values()})
 
 
 def parse(text: str, where: str, size: int | None = None) -> tuple[Fault, ...]:
@@ -92,8 +79,6 @@ def _fault(text: str, where: str, size: int | None) -> Fault:
         _refuse(where, repr(text), "rank=, at= and do=, once each, with ',' between them and ';' between faults")
     kind, number = _place(fields["at"], where)
     action, seconds = _action(fields["do"], where)
-    if action == "skip" and kind not in SKIPPED:
-        _refuse(where, f"at={fields['at']} with do=skip", f"KIND#NUMBER with a kind of {_listed(SKIPPED)}")
     return Fault(text, _ranks(fields["rank"], where, size), kind, number, action, seconds)
 
 
@@ -109,8 +94,8 @@ def _ranks(text: str, where: str, size: int | None) -> tuple[int, ...] | None:
 
 def _place(text: str, where: str) -> tuple[str, int]:
     kind, _, number = (word.strip() for word in text.partition("#"))
-    if kind not in ("", *KINDS) or _count(number) < 1:
-        _refuse(where, f"at={text}", f"KIND#NUMBER, from 1 on; the kind is one of {_listed(KINDS)}, or left out")
+    if kind not in ("", *kinds()) or _count(number) < 1:
+        _refuse(where, f"at={text}", f"KIND#NUMBER, from 1 on; the kind is one of {_listed(kinds())}, or left out")
     return kind, int(number)
 
 

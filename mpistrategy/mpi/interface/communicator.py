@@ -1,4 +1,4 @@
-"""The collectives that the layers above use: their base class, and what makes them of one exchange of values.
+"""The collectives that the layers above use: their base class, which makes them of one exchange of values.
 
 Buffers are NumPy arrays in native byte order, contiguous and aligned (`dtypes.is_buffer`), and are changed in place.
 Every method that moves data is collective over the communicator's ranks.
@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.devices import Device
+from mpistrategy.arrays.devices import Device, parse
 from mpistrategy.arrays.dtypes import Array, divide_by, quietly
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
@@ -91,19 +91,27 @@ class Communicator(ABC):
         return False
 
     @abstractmethod
-    def progress(self) -> None:
-        """Let MPI make progress with messages."""
-
-    @abstractmethod
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with a buffer of so many bytes."""
 
-    @abstractmethod
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
-        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
+    def _gathered(self, purpose: str, value: Any) -> list[Any]:
+        """Return what all ranks brought for the same purpose, in rank order: arrays, lists of them, or anything else.
 
-        This rank's value is in `source`, which does not change; None means in `buffer`.
+        This rank may change what it brought afterwards.  The verbs below are made of it; a class that has none defines
+        each of them.
         """
+        raise NotImplementedError(f"{type(self).__name__}: {purpose}")
+
+    def progress(self) -> None:  # noqa: B027  # there need be no messages
+        """Let messages make progress."""
+
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks, the same bits on all; NaN wins.
+
+        This rank's value is in `source`, which does not change; None means in `buffer`.  Any number, of one dtype and
+        size on all ranks.
+        """
+        _put(buffer, _combined(self._gathered(f"allreduce {op}", buffer if source is None else source), op))
 
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int, nbytes: int) -> None:
         """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
@@ -115,129 +123,79 @@ class Communicator(ABC):
             self.allreduce(target, op, source)
             divide_by(divisor, target)
 
-    @abstractmethod
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
+        everything = self._gathered(f"reduce {op} to {root}", buffer)
+        if self.rank == root:
+            _put(buffer, _combined(everything, op))
 
-    @abstractmethod
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
+        _put(buffer, self._gathered(f"bcast from {root}", buffer if self.rank == root else None)[root])
 
-    @abstractmethod
     def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.
 
         Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
         `together`, which is None on the other ranks.
         """
-
-    @abstractmethod
-    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
-
-    @abstractmethod
-    def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
-        """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
-
-    @abstractmethod
-    def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
-
-    @abstractmethod
-    def alltoall(self, sent: Array, received: Array) -> None:
-        """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
-
-        Any dtype; so few bytes that one MPI call takes them.
-        """
-
-    @abstractmethod
-    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
-        """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
-
-        Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
-        """
-
-    def allgather_text(self, text: str) -> list[str]:
-        """Return every rank's text, in rank order; for descriptions, never for data."""
-        return [text]
-
-    def shared(self, nbytes: int) -> SharedMemory:
-        """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's if they share memory."""
-        return private_memory(nbytes)
-
-    @abstractmethod
-    def node_barrier(self) -> None:
-        """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
-
-    def free(self) -> None:
-        """Free the communicator, where all ranks are known to do so; it cannot be used afterwards."""
-        self.guard.closed = True
-
-
-class InOneProcess(Communicator):
-    """Ranks in one process: every collective is made of one exchange of values, `_gathered`."""
-
-    @abstractmethod
-    def _gathered(self, purpose: str, value: Any) -> list[Any]:
-        """Return what all ranks brought for the same purpose, in rank order: arrays, lists of them, or anything else.
-
-        This rank may change what it brought afterwards.
-        """
-
-    def progress(self) -> None:
-        """Do nothing: there are no messages."""
-
-    def node_barrier(self) -> None:
-        """Wait for all ranks."""
-        self._gathered("node barrier", None)
-
-    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
-        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks' sources, in rank order."""
-        _put(buffer, _combined(self._gathered(f"allreduce {op}", buffer if source is None else source), op))
-
-    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
-        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks, in rank order."""
-        everything = self._gathered(f"reduce {op} to {root}", buffer)
-        if self.rank == root:
-            _put(buffer, _combined(everything, op))
-
-    def bcast(self, buffer: Array, root: int) -> None:
-        """Replace `buffer` on every rank by that of `root`."""
-        _put(buffer, self._gathered(f"bcast from {root}", buffer if self.rank == root else None)[root])
-
-    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on `root`."""
         everything = self._gathered(f"gatherv to {root}", block)
         if together is not None:
             np.concatenate(everything, axis=None, out=together.reshape(-1))
 
     def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on `root`."""
+        """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
         everything = self._gathered(f"gather blocks to {root}", block)
         if blocks is not None:
             for place, theirs in zip(blocks, everything, strict=True):
                 place[...] = theirs
 
     def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
-        """Copy ``blocks[rank]`` of `root` into every rank's `block`."""
+        """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
         block[...] = self._gathered(f"scatter_blocks from {root}", blocks)[root][self.rank]
 
     def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank."""
+        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
         np.concatenate(self._gathered("allgatherv", block), axis=None, out=together.reshape(-1))
 
     def alltoall(self, sent: Array, received: Array) -> None:
-        """Send the r-th part of `sent` to rank r; row r of `received` gets the part from rank r."""
+        """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
+
+        Any dtype; so few bytes that one MPI call takes them.
+        """
         everything = self._gathered("alltoall", sent)
         received[...] = np.reshape([theirs.reshape(self.size, -1)[self.rank] for theirs in everything], received.shape)
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
-        """Send ``counts[r]`` elements of `sent` to rank r; `received` gets ``taken[r]`` of rank r, in rank order."""
+        """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
+
+        Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
+        """
         everything = self._gathered("alltoallv", np.split(sent, np.cumsum(counts)[:-1]))
         np.concatenate([theirs[self.rank] for theirs in everything], out=received)
 
+    def allgather_text(self, text: str) -> list[str]:
+        """Return every rank's text, in rank order; for descriptions, never for data."""
+        return list(self._gathered("allgather_text", text))
 
-class SingleCommunicator(InOneProcess):
+    def share_device(self, device: Device) -> None:
+        """Tell every rank which device this one drives; fills `devices`."""
+        self.devices = tuple(parse(text) for text in self.allgather_text(str(device)))
+
+    def shared(self, nbytes: int) -> SharedMemory:
+        """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's if they share memory."""
+        return private_memory(nbytes)
+
+    def node_barrier(self) -> None:
+        """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
+        self._gathered("node barrier", None)
+
+    def free(self) -> None:
+        """Free the communicator, where all ranks are known to do so; it cannot be used afterwards."""
+        self.guard.closed = True
+
+
+class SingleCommunicator(Communicator):
     """One rank alone: every collective is the identity, and MPI is never started."""
 
     def __init__(self, devices: tuple[Device, ...] = (Device(0, "CPU", 0),)) -> None:

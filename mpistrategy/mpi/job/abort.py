@@ -25,7 +25,7 @@ from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import child_exit
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, ExitHooks, ProgramEnd, status_of
-from mpistrategy.mpi.watchdog import error_files, reports, watchdog
+from mpistrategy.mpi.watchdog import reports, watchdog
 from mpistrategy.options import is_on
 
 _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
@@ -56,7 +56,7 @@ class _Watch:
 
     def install_hooks(self) -> None:
         """Have uncaught exceptions and `sys.exit` reported, unless they are."""
-        self.hooks = self.hooks or ExitHooks(self)
+        self.hooks = self.hooks or ExitHooks(self.program, self.end_job)
 
     def ends_the_job(self) -> bool:
         """Return whether an error of this rank is one of the whole job."""
@@ -87,26 +87,17 @@ class _Watch:
         self.say(f"ended with status {status}{others}: {_ENDS}")
         self.abort(status)
 
-    def end_job(
-        self,
-        error: BaseException,
-        kind: type[BaseException],
-        trace: TracebackType | None,
-        where: str,
-        status: int = 1,
-    ) -> None:
-        path = error_files.write(error, self.rank)
+    def end_job(self, error: BaseException, where: str) -> None:
+        kind = type(error)
         if isinstance(error, MpiStrategyError) and error._is_printed_elsewhere:
             head = f"{kind.__name__}, which another rank prints whole: {error}".partition("\n")[0]
             self.say(head[:_LONGEST_HEAD])
             time.sleep(_ANOTHER_PRINTS_SECONDS)  # where that rank has caught it, it comes here in whole
-        self.say(in_words(kind, error, trace))
-        if path:
-            self.say(f"The error as data: {path}")
+        self.say(in_words(error, error.__traceback__))
         self.say(f"{kind.__name__} was not caught{where}: {_ENDS}")
         if isinstance(error, MpiStrategyError) and error._is_one_of_several:
             time.sleep(_OTHERS_PRINT_SECONDS)
-        self.abort(INTERRUPTED if issubclass(kind, KeyboardInterrupt) else status)
+        self.abort(INTERRUPTED if isinstance(error, KeyboardInterrupt) else 1)
 
     def end_untold(self, error: BaseException) -> None:
         stack = [*traceback.extract_stack(), *traceback.extract_tb(error.__traceback__)]
@@ -117,9 +108,9 @@ class _Watch:
         self.abort(1)
 
 
-def in_words(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+def in_words(error: BaseException, trace: TracebackType | None) -> str:
     """Return the traceback; for errors of this package without its own frames, which do not help a user."""
-    report = traceback.TracebackException(kind, error, trace)
+    report = traceback.TracebackException(type(error), error, trace)
     theirs = [frame for frame in report.stack if not frame.filename.startswith(_PACKAGE_FOLDER)]
     if (
         isinstance(error, MpiStrategyError | SystemExit)
@@ -165,6 +156,7 @@ def _watch_of_this_process(
     rank: int, size: int, abort: Callable[[int], Any], mpi_is_over: Callable[[], bool]
 ) -> _Watch:
     global _watch
+    child_exit.prepare()
     if _watch is None:
         _watch = _Watch(rank, size, abort, mpi_is_over)
         atexit.register(_say_goodbye, _watch)
@@ -238,7 +230,7 @@ def _tell_peers(state: _Watch, guard: Guard) -> None:
         guard.tell_peers()
     except MpiStrategyError as error:
         if not guard.is_broken:  # else the rank that failed while its peers were told has raised its own error
-            state.end_job(error, type(error), error.__traceback__, " at the end of the program")
+            state.end_job(error, " at the end of the program")
 
 
 def _leave_contained(state: _Watch) -> None:

@@ -8,10 +8,10 @@ place of those that are older.
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 import sys
 
-from mpistrategy.mpi.contract import forks
 from mpistrategy.mpi.job.exit_hooks import EXITS, ProgramEnd, exit_that_notes
 
 #: Python's status where standard output cannot be written.
@@ -25,12 +25,14 @@ _UNKNOWN = (
 _child: ProgramEnd | None = None
 
 
+@functools.cache
 def prepare() -> None:
-    """Prepare for the children of this program."""
+    """Prepare for the children of this program; MPI runs."""
     atexit.register(_end)
+    os.register_at_fork(after_in_child=_follow)
 
 
-def follow() -> None:
+def _follow() -> None:
     """Prepare for the end of this process, which has just been forked."""
     global _child
     _child = ProgramEnd()
@@ -60,7 +62,3 @@ def _end() -> None:
         except Exception:  # of a stream of the program's own, too
             status = _NOT_WRITTEN
     os._exit(status)
-
-
-forks.before_forks.append(prepare)
-forks.in_children.append(follow)

@@ -12,36 +12,12 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import TracebackType
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 #: Where Python's functions that raise SystemExit are; `python -S` has only the first.
 EXITS: tuple[tuple[Any, str], ...] = ((sys, "exit"), (builtins, "exit"), (builtins, "quit"))
 #: The exit status of a program that Ctrl-C has ended, as in a shell.
 INTERRUPTED = 130
-
-
-class Ending(Protocol):
-    """What the hooks need to know of this process's end.
-
-    Attributes:
-        pid: this process; a forked child is another one.
-        mpi_is_over: returns whether MPI has been finalized.
-        program: how the program ends.
-    """
-
-    pid: int
-    mpi_is_over: Callable[[], bool]
-    program: ProgramEnd
-
-    def end_job(
-        self,
-        error: BaseException,
-        kind: type[BaseException],
-        trace: TracebackType | None,
-        where: str,
-        status: int = 1,
-    ) -> None:
-        """End the job with an error that was not caught."""
 
 
 def status_of(code: Any) -> int:
@@ -111,20 +87,20 @@ class ExitHooks:
     """Reports uncaught exceptions, in any thread, and `sys.exit` to the code that ends the job, from now on.
 
     Args:
-        ending: it.
+        program: is told of `sys.exit`.
+        end_job: ends the job with an error that was not caught, and "" or in which thread it was.
     """
 
-    def __init__(self, ending: Ending) -> None:
-        self._ending = ending
+    def __init__(self, program: ProgramEnd, end_job: Callable[[BaseException, str], object]) -> None:
+        self._end_job = end_job
+        self._pid = os.getpid()
         self._is_on = True
         self._uncaught_before = sys.excepthook
         self._in_thread_before = threading.excepthook
-        self._ignored_before = sys.unraisablehook
-        leave = exit_that_notes(ending.program.note_exit, sys.exit)
+        leave = exit_that_notes(program.note_exit, sys.exit)
         ours: list[tuple[Any, str, Callable[..., Any]]] = [
             (sys, "excepthook", self._uncaught),
             (threading, "excepthook", self._uncaught_in_thread),
-            (sys, "unraisablehook", self._ignored),
             *((place, name, leave) for place, name in EXITS if hasattr(place, name)),
         ]
         self._replaced = [(place, name, getattr(place, name), hook) for place, name, hook in ours]
@@ -139,14 +115,14 @@ class ExitHooks:
                 setattr(place, name, before)
 
     def _is_ours(self) -> bool:
-        return self._is_on and os.getpid() == self._ending.pid
+        return self._is_on and os.getpid() == self._pid
 
     def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         alone = hasattr(sys, "ps1") or not self._is_ours()
         if alone or self._uncaught_before is not sys.__excepthook__:
             self._uncaught_before(kind, error, trace)
         if not alone:
-            self._ending.end_job(error, kind, trace, "")
+            self._end_job(error, "")
 
     def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
         if issubclass(args.exc_type, SystemExit):
@@ -155,16 +131,4 @@ class ExitHooks:
             self._in_thread_before(args)
         else:
             name = args.thread.name if args.thread is not None else "?"
-            self._ending.end_job(args.exc_value, args.exc_type, args.exc_traceback, f" in thread {name!r}")
-
-    def _ignored(self, args: sys.UnraisableHookArgs) -> None:
-        """Make an exception in an atexit callback end the job: Python merely prints it, and ends with status 0."""
-        error, kind = args.exc_value, args.exc_type
-        code = status_of(error.code) if isinstance(error, SystemExit) else 1
-        is_at_the_end = "atexit callback" in (args.err_msg or "") and self._is_ours() and not self._ending.mpi_is_over()
-        if not is_at_the_end or error is None or not code:
-            self._ignored_before(args)
-            return
-        if self._ignored_before is not sys.__unraisablehook__:
-            self._ignored_before(args)
-        self._ending.end_job(error, kind, args.exc_traceback, " in an atexit callback", code)
+            self._end_job(args.exc_value, f" in thread {name!r}")

@@ -10,13 +10,11 @@ started yet, and a child of a rank has the environment of its parent.
 from __future__ import annotations
 
 import os
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from mpistrategy.errors import LaunchError
-from mpistrategy.objects.text import encoded
 from mpistrategy.options import is_on
 
 #: Set to 1 to start several programs of one rank each on purpose.
@@ -37,9 +35,8 @@ _BATCH_PLACES = (
 )
 #: They count this node only, and are used where there are no others.
 _PLACE_ON_NODE = (_MPICH, "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
-#: What leads MPI to the launcher; without any it runs alone.
-_TO_LAUNCHER = ("PMI_FD", "PMI_PORT", "PMIX_NAMESPACE")
-_IS_LAUNCHER = re.compile("mpi(exec|run)|hydra|prte|orte|orted|srun|slurmstepd|flux|jsrun|jsmd|pals|aprun")
+#: The variable in which a rank tells the processes that it starts its process id.
+_RANK_PROCESS = "_MPISTRATEGY_RANK_PROCESS"
 #: Slurm numbers what is no step of srun (the batch script, the shell of salloc, ...) from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
@@ -175,18 +172,21 @@ def check_world(world_size: int, library: str, where: str = "MirroredStrategy") 
         raise error
 
 
+def tell_children() -> None:
+    """Tell the processes that this rank starts that they are no ranks."""
+    os.environ[_RANK_PROCESS] = str(os.getpid())
+
+
 def is_of_rank(claim: Claim) -> bool:
     """Return whether a rank, to which the launcher spoke, has started this process, which MPI would take for the rank.
 
     It aborts there (MPICH), or waits for other such processes (Open MPI).  A single program under srun tells MPI
-    nothing.
+    nothing.  A launcher that a rank has started is the parent of its own ranks.
     """
     is_single = claim.tasks == 1 and claim.variables[0].startswith("SLURM_")
     if is_single or is_on(os.environ.get(ALONE, "")):
         return False
-    if _is_of_multiprocessing():
-        return True
-    return any(name in os.environ for name in _TO_LAUNCHER) and _is_child_of_rank(claim)
+    return _is_of_multiprocessing() or os.environ.get(_RANK_PROCESS) == str(os.getppid())
 
 
 def _is_of_multiprocessing() -> bool:
@@ -239,32 +239,3 @@ def _what_is_missing(error: BaseException) -> str:
     if tried and all("No such file" in line for line in tried):
         return f"no MPI library (there is no {', '.join(names)})"
     return f"no MPI library ({' '.join(' '.join(tried or [str(error)]).split())[:300]})"
-
-
-def _read(process: int, what: str) -> bytes:
-    """Return what the system shows of a process."""
-    with open(f"/proc/{process}/{what}", "rb") as file:
-        return file.read()
-
-
-def _is_child_of_rank(claim: Claim) -> bool:
-    """Return whether a parent of this process was told the same, and is a Python program that uses MPI.
-
-    A shell between launcher and program was told the same, too; but it has no MPI, or one that was preloaded.  A
-    launcher that a rank has started may tell its ranks what that one was told.
-    """
-    told = {encoded(f"{name}={os.environ[name]}") for name in claim.variables}
-    process = os.getpid()
-    try:
-        while (process := int(_read(process, "stat").rpartition(b")")[2].split()[1])) > 1:
-            if not told <= set(_read(process, "environ").split(b"\0")):
-                return False  # the launcher: what is above it does not matter
-            if _IS_LAUNCHER.match(_read(process, "comm").decode(errors="replace")):
-                return False
-            maps = _read(process, "maps").decode(errors="replace")
-            is_python = "python" in os.readlink(f"/proc/{process}/exe") or "libpython" in maps
-            if is_python and re.search(r"/libmpi(ch)?(_[a-z]+)?\.so", maps):
-                return True
-    except OSError:  # of another user, or none is shown here
-        pass
-    return False

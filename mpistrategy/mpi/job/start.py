@@ -60,6 +60,7 @@ def start(where: str, seconds: float | None = None) -> None:
             fix="Call MPI.Init_thread() before it, and MPI.Finalize() at the end of the program; or leave both to "
             "mpi4py: mpi4py.rc.initialize = True.",
         )
+    launcher.tell_children()
 
 
 def _import() -> None:

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import time
+import functools
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import ref
 
 from mpi4py import MPI
 
 from mpistrategy.errors import MpiStrategyError, OptionTypeError
 from mpistrategy.mpi.contract import forks, timeouts
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.channel import growing_pauses
+from mpistrategy.mpi.contract.channel import wait_patiently
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import abort, launcher
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
@@ -67,24 +66,14 @@ def rank_in_job() -> int:
     return int(MPI.COMM_WORLD.rank)
 
 
-# No WeakSet: see `mpistrategy.mpi.contract.forks`.
-_guards: list[ref[Guard]] = []
-_keyval = MPI.KEYVAL_INVALID
+@functools.cache
+def close_at_finalize() -> None:
+    """Let strategies take no more calls from `MPI.Finalize` on, which first deletes the attributes of COMM_SELF."""
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_close_all), True)
 
 
-def close_at_finalize(guard: Guard) -> None:
-    """Let `guard` take no more calls from `MPI.Finalize` on, which first deletes the attributes of COMM_SELF."""
-    global _keyval
-    _guards[:] = [known for known in _guards if known() is not None] + [ref(guard)]
-    if _keyval == MPI.KEYVAL_INVALID:
-        _keyval = MPI.Comm.Create_keyval(delete_fn=_close_guards)
-        MPI.COMM_SELF.Set_attr(_keyval, True)
-
-
-def _close_guards(comm: MPI.Comm, keyval: int, attribute: Any) -> None:
-    for known in _guards:
-        if (guard := known()) is not None:
-            guard.close_with_mpi()
+def _close_all(comm: MPI.Comm, keyval: int, attribute: Any) -> None:
+    forks.close_all(forks.after_finalize)
 
 
 def watch(guard: Guard, free: Any) -> None:
@@ -141,46 +130,35 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
         where: the public name of what makes it.
         comm: the ranks; None for all.
     """
-    # From here on this rank's end is that of the job: the others wait for it, and cannot be told.
-    watched = Guard()
-    watch(watched, lambda: None)
     ranks = ranks_of(comm)
+    guard = Guard(None, ranks.rank, ranks.size)
+    # From here on this rank's end is that of the job: the others wait for it, and cannot be told.
+    watch(guard, lambda: None)
     try:
-        with _meeting(ranks, where) if ranks.size > 1 and MPI.COMM_WORLD.size > 1 else nullcontext():
+        with _meeting(ranks, guard, where) if ranks.size > 1 and MPI.COMM_WORLD.size > 1 else nullcontext():
             yield
     except MpiStrategyError:
-        abort.forget(watched)
+        abort.forget(guard)
         raise
     except Exception as error:
-        if watched.give_up is not None:
-            watched.give_up(error)
+        if guard.give_up is not None:
+            guard.give_up(error)
         raise
-    abort.forget(watched)
+    abort.forget(guard)
 
 
 @contextmanager
-def _meeting(ranks: MPI.Intracomm, where: str) -> Iterator[None]:
-    guard = Guard(None, ranks.rank, ranks.size)
+def _meeting(ranks: MPI.Intracomm, guard: Guard, where: str) -> Iterator[None]:
     board = StatusBoard(private_memory(status_board.BYTES))
-    directory = RunDirectory(new_path(), f"[rank {ranks.rank}] ")
-    group = Group(guard, board, 0, 1, directory)
-    _watch(ranks, group)
+    _watch(ranks, Group(guard, board, 0, 1, RunDirectory(new_path(), f"[rank {ranks.rank}] ")))
     try:
         with Call(guard, where, anywhere=True):
-            _meet(ranks, guard)
+            # So that an error can interrupt it: MPI's own collectives cannot be interrupted.
+            request = ranks.Ibarrier()
+            wait_patiently(lambda: request.Test() or None, guard.look)
             yield
     finally:
         watchdog.forget(guard)
-
-
-def _meet(ranks: MPI.Intracomm, guard: Guard) -> None:
-    """Wait for all ranks so that an error can interrupt it: MPI's own collectives cannot be interrupted."""
-    request = ranks.Ibarrier()
-    for pause in growing_pauses():
-        if request.Test():
-            return
-        guard.look()
-        time.sleep(pause)
 
 
 def _identity(text: str) -> int:

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.mpi.interface.buffers import as_bytes
 
 #: The dtype that travels; None is that of the arrays.
 Wire: TypeAlias = "np.dtype[Any] | None"
@@ -21,7 +22,7 @@ class Rounded:
     """The exchanges of one slice, of which one is under way at a time.
 
     Args:
-        link: the counterparts: one rank of each node.  No other message travels between them by this communicator.
+        link: MPI's communicator of the counterparts, one rank of each node.  Nothing else sends messages by it.
         count: how many elements the slice has at most.
         wire: the dtype that travels.
     """
@@ -32,8 +33,8 @@ class Rounded:
         self._sent, self._received = np.zeros(link.size * block, wire), np.zeros(link.size * block, wire)
         self._total, self._part = np.zeros(block, np.float32), np.zeros(block, np.float32)
 
-    def exchange(self, values: Array) -> Iterator[list[Any]]:
-        """Replace `values` on each of the counterparts by their sum; yields messages that must be done next.
+    def exchange(self, values: Array) -> Iterator[Any]:
+        """Replace `values` on each of the counterparts by their sum; yields requests that must be done next.
 
         Each rank sends every other one a block of what it has, adds up its own block in the order of the nodes, and
         sends all of them the sum.  One rank computes each element, so the bits are equal everywhere.
@@ -43,7 +44,7 @@ class Rounded:
         sent, received = self._sent[: size * block], self._received[: size * block]
         total, part = self._total[:block], self._part[:block]
         sent[: values.size], sent[values.size :] = values, 0
-        yield [self.link.begin_alltoall(sent, received)]
+        yield self.link.Ialltoall(as_bytes(sent), as_bytes(received))
         blocks = received.reshape(size, block)
         total[...] = blocks[0]
         for theirs in blocks[1:]:
@@ -51,5 +52,5 @@ class Rounded:
             total += part
         own = sent[:block]
         own[...] = total
-        yield [self.link.begin_allgather(own, received)]
+        yield self.link.Iallgather(as_bytes(own), as_bytes(received))
         values[...] = received[: values.size]

@@ -119,30 +119,26 @@ class Flight:
     """The exchange of one piece between the nodes.
 
     Args:
-        steps: yields the messages that must be done before the next step.
+        steps: yields the request that must be done before the next step.
     """
 
-    def __init__(self, steps: Iterator[list[Any]]) -> None:
+    def __init__(self, steps: Iterator[Any]) -> None:
         self._steps = steps
-        self._messages: list[Any] = []
+        self._request: Any = None
         self.is_over: bool = False
         self.advance()
 
     def nudge(self) -> None:
         """Let MPI move messages on."""
-        if self._messages:
-            self._messages[-1].Test()
+        if self._request is not None:
+            self._request.Test()
 
     def advance(self) -> bool:
         """Go on as far as messages have arrived; return whether anything happened.  Never waits."""
         moved = False
-        while not self.is_over:
-            while self._messages:
-                if not self._messages[-1].Test():
-                    return moved
-                self._messages.pop()
-            following = next(self._steps, None)
-            self.is_over, self._messages, moved = following is None, following or [], True
+        while not self.is_over and (self._request is None or self._request.Test()):
+            self._request = next(self._steps, None)
+            self.is_over, moved = self._request is None, True
         return moved
 
 
@@ -156,7 +152,8 @@ class AcrossNodes(Freed):
         piece_bytes: how much of a buffer is one piece.
         node_sum: adds up ordinary arrays of this node; None where each rank counts as a node.
         sees_node: whether arrays that all ranks of the node see can be combined by `in_place`.
-        link: the communicator of the counterparts; None on a single node.
+        ranks: the communicator.
+        link: MPI's communicator of the counterparts; None on a single node.
         rounded: how parts are exchanged where they are rounded, for each piece under way.
         flights: the exchanges with other nodes that are under way.
     """
@@ -172,17 +169,16 @@ class AcrossNodes(Freed):
         self.rounded: list[Rounded] = []
         self._manner: Manner = communicator.manner or (CROWDED if communicator.is_crowded else EAGER)
         self.flights: list[Flight] = []
-        self._progress: Callable[[], object] = communicator.progress
-        self._on_all = communicator.guard.on_all
         self._part, self._parts, counterparts = 0, 1, [*range(communicator.size)]
         if memory is not None and self.sees_node:
             self._part, self._parts = memory.local_rank, len(memory.segments)
             by_node = np.argsort(node_of, kind="stable").reshape(-1, self._parts)
             counterparts = by_node[:, self._part].tolist()
             self.node_sum = NodeSum(memory, self.piece_bytes, _AmongMessages(self.wait))
-        self._new_link: Callable[[], Any] = partial(communicator.link, counterparts)
+        self.ranks: Any = communicator
+        self._counterparts = counterparts
         if len(counterparts) > 1:
-            self.link = self._new_link()
+            self.link = communicator.link(counterparts)
 
     def allreduce(self, source: Array, target: Array, op: str, wire: Wire) -> None:
         """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same.
@@ -239,31 +235,28 @@ class AcrossNodes(Freed):
         """Return how this rank's part is exchanged, for each piece under way.  Collective."""
         step = ALIGNMENT // np.dtype(np.float32).itemsize
         most = -(-self.piece_bytes // ALIGNMENT // self._parts) * step  # the longest part of a piece
-        links = [self._new_link() for _ in range(BUFFERS)]  # ranks may start two pieces' messages in any order
-        rounded: list[Rounded] = self._on_all(lambda: [Rounded(link, most, wire) for link in links])
+        links = [
+            self.ranks.link(self._counterparts) for _ in range(BUFFERS)
+        ]  # ranks may start two pieces' messages in any order
+        rounded: list[Rounded] = self.ranks.guard.on_all(lambda: [Rounded(link, most, wire) for link in links])
         return rounded
 
     def free(self) -> None:
         """Free the communicators of the counterparts, where all ranks are known to do so."""
         for link in (self.link, *(each.link for each in self.rounded)):
             if link is not None:
-                link.free()
-
-    def _advance(self) -> bool:
-        moved = False
-        for flight in self.flights:
-            moved = flight.advance() or moved
-        return moved
+                link.Free()
 
     def wait(self, ready: Callable[[], bool]) -> None:
         """Wait until `ready()`, and let messages move on meanwhile."""
         looks = 0
         while not ready():
-            if not self._advance():
+            moved = [flight.advance() for flight in self.flights]
+            if not any(moved):
                 looks += 1
                 self._manner.pause(looks)
                 if not self.flights and looks % _LOOKS_WITHOUT_MPI == 0:
-                    self._progress()  # what this rank sent last may still lie in MPI's own memory
+                    self.ranks.progress()  # what this rank sent last may still lie in MPI's own memory
                 for _ in range(self._manner.nudges if self.flights else 0):
                     self.flights[0].nudge()
 
@@ -284,20 +277,20 @@ class _Pieces(Exchange):
     def begin(self, total: Array) -> Flight:
         """Begin to combine this rank's part of a piece with those of its counterparts."""
         self._count += 1
-        flight = Flight(self._messages(total))
+        flight = Flight(self._requests(total))
         self._across.flights.append(flight)
         return flight
 
-    def _messages(self, total: Array) -> Iterator[list[Any]]:
-        link, op = self._across.link, self._op
+    def _requests(self, total: Array) -> Iterator[Any]:
+        across, link = self._across, self._across.link
         if link is None or total.size == 0:
             return
         if self._wire is not None:
-            yield from self._across.rounded[self._count % BUFFERS].exchange(total)
+            yield from across.rounded[self._count % BUFFERS].exchange(total)
         elif self._blocks:  # nothing can fail on one rank between the agreement and this
-            link.reduce_by_mpi(total, op)
+            across.ranks.allreduce_over(link, total, self._op)
         else:
-            yield [link.begin_to_reduce_by_mpi(total, op)]
+            yield across.ranks.begin_allreduce_over(link, total, self._op)
 
     def end(self, begun: Flight) -> None:
         """Wait until it has been combined."""

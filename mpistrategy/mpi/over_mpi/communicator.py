@@ -1,6 +1,7 @@
-"""The communicator over MPI: its ranks, the shared memory of a node, and how all this is freed.
+"""The communicator over MPI: its ranks, the shared memory of a node, how all this is freed, and the collectives.
 
-`over_mpi.collectives` moves the data.
+Data move by one MPI collective, or in the shared memory of a node.  The upper-case methods of mpi4py send buffers;
+nothing is pickled.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import platform
 from collections.abc import Sequence
 from functools import cache, partial
+from itertools import repeat
 from typing import Any
 
+import numpy as np
 from mpi4py import MPI
 
-from mpistrategy.arrays.devices import Device, parse
+from mpistrategy.arrays.devices import Device
+from mpistrategy.arrays.dtypes import Array, is_buffer
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
@@ -20,9 +24,14 @@ from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
+from mpistrategy.mpi.interface import buffers
+from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.introductions import Introduction, introductions
-from mpistrategy.mpi.over_mpi.collectives import Collectives
+from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across
+from mpistrategy.mpi.over_mpi.gathering import gather
+from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
+from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, chunk_bytes_for
@@ -34,18 +43,22 @@ from mpistrategy.mpi.shared_memory.segments import (
     private_memory,
     share,
 )
-from mpistrategy.mpi.shared_memory.spin_wait import Waiting, cores
+from mpistrategy.mpi.shared_memory.spin_wait import SpinWait, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
-from mpistrategy.mpi.tuning.thresholds import Thresholds
+from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
 
+#: Up to this size MPI reads the source itself; above, a copy and an in-place call are faster.
+_DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
+#: The tag of an exchange of uneven parts.
+_EXCHANGE_TAG = 2**10
 _UNEQUAL = (
     "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
     "See MPI's settings for the algorithm of Allreduce"
 )
 
 
-class MpiCommunicator(Collectives):
+class MpiCommunicator(Communicator):
     """A `mpistrategy.mpi.interface.communicator.Communicator` on a Dup of an mpi4py communicator.
 
     Args:
@@ -58,6 +71,16 @@ class MpiCommunicator(Collectives):
         OptionTypeError: when `comm` is not an intracommunicator of mpi4py.
     """
 
+    has_links = True
+    #: Whether MPI gives all ranks the same bits of one sum.
+    has_equal_sums: bool = True
+    #: How to wait for messages between nodes; None: the usual one of `two_level`.
+    manner: Manner | None = None
+    #: Tells the ranks of each other's failures; None on several nodes.
+    failures: Failures | None = None
+    #: How many elements one MPI call may carry.
+    max_count: int = buffers.MAX_COUNT
+
     def __init__(
         self,
         comm: Any = None,
@@ -68,7 +91,7 @@ class MpiCommunicator(Collectives):
         comm = world.ranks_of(comm)
         world.check("MirroredStrategy", comm)
         try:
-            super().__init__(comm.Dup())
+            self._comm: MPI.Intracomm = comm.Dup()
         except MPI.Exception as error:
             raise LaunchError.at(
                 "MirroredStrategy",
@@ -76,15 +99,16 @@ class MpiCommunicator(Collectives):
                 expected="fewer strategies at a time",
                 fix="Call close() on those that are done with, or use `with MirroredStrategy() as strategy:`.",
             ) from error
+        super().__init__(comm.rank, range(comm.size))
         self._control = MpiControlChannel(comm) if self.size > 1 else None
         if node_key is None:
             self._inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         else:
             self._inside = self._comm.Split(node_key, self.rank)
-        self._peers = NodePeers(self._inside, self.allgather_text)
+        self._peers = NodePeers(self._inside, self.rank, self.allgather_text)
         self.local_size: int = self._peers.local_size
-        leader = int(self._peers.text_of_leader(str(self.rank)))
-        me = Introduction.of_this_rank(self.rank, self.size, leader, self.local_size, sorted(cores()))
+        leader = self._peers.leader
+        me = Introduction.of_this_rank(self.rank, leader, sorted(cores()))
         ranks = introductions(self.allgather_text(me.text()))
         numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
         self._place([numbers[each.leader] for each in ranks])
@@ -106,7 +130,7 @@ class MpiCommunicator(Collectives):
                 warn(_UNEQUAL.format(self.library), FallbackWarning)
         self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
         self._is_free = False
-        world.close_at_finalize(self.guard)
+        world.close_at_finalize()
         world.watch(self.guard, self.free)
         if self.size > 1:
             world.watch_waiting(self._comm, self.guard, memory, self.node_of, ranks[0].directory)
@@ -127,7 +151,7 @@ class MpiCommunicator(Collectives):
         self.shares_memory = shared.is_shared
         if not shared.is_shared or self.local_size == 1:
             return lines, self._control
-        control, wait = self._control, partial(Waiting, self.local_size, self._control.progress, self._cores)
+        control, wait = self._control, partial(SpinWait, self.local_size, self._control.progress, self._cores)
         chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
         add_up = partial(NodeSum, part(shared, segment_bytes(cell_bytes)), chunk_bytes)
         if self.local_size < self.size:
@@ -164,41 +188,38 @@ class MpiCommunicator(Collectives):
         memory = share(nbytes, self._peers, _memory_fence(), sparing=True)
         return None if isinstance(memory, str) else memory
 
-    def share_device(self, device: Device) -> None:
-        """Tell every rank which device this one drives; fills `devices`."""
-        self.devices: tuple[Device, ...] = tuple(parse(text) for text in self.allgather_text(str(device)))
-
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order."""
         if self._control is None:
             return [text]
         self._meet()
-        return self._control.allgather_text(text)
+        return self._control.allgather_text(text, None if self.failures is None else self._look)
 
     def node_barrier(self) -> None:
-        if self.node_sum is None and self.local_size > 1:
+        """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
+        if self.node_sum is not None:
+            self.node_sum.barrier()
+        elif self.local_size > 1:
             self._inside.Barrier()
-        super().node_barrier()
 
     def duplicate(self) -> MpiCommunicator:
         """Return a communicator of the same ranks and nodes with messages of its own.  Collective."""
         made = MpiCommunicator(self._comm, self.node_of[self.rank], contains_errors=self.guard.contains_errors)
-        made.guard.timeout = self.guard.timeout
-        made.guard.check_as(self.guard.level)
-        made.devices = self.devices
-        return made
+        return made._set_as(self, self.devices)
 
     def part(self, ranks: Sequence[int]) -> MpiCommunicator:
         """Return a communicator of some of these ranks, in their order.  Collective over them alone."""
-        comm = self._comm_of(list(ranks))
+        comm = self.link(list(ranks))
         try:
             made = MpiCommunicator(comm, contains_errors=self.guard.contains_errors)
         finally:
             comm.Free()
-        made.guard.timeout = self.guard.timeout
-        made.guard.check_as(self.guard.level)
-        made.devices = tuple(self.devices[rank] for rank in ranks)
-        return made
+        return made._set_as(self, tuple(self.devices[rank] for rank in ranks))
+
+    def _set_as(self, other: MpiCommunicator, devices: tuple[Device, ...]) -> MpiCommunicator:
+        self.devices, self.guard.timeout = devices, other.guard.timeout
+        self.guard.check_as(other.guard.level)
+        return self
 
     @property
     def place_in_job(self) -> tuple[int, int]:
@@ -215,7 +236,7 @@ class MpiCommunicator(Collectives):
         if self._is_free:
             return
         self._is_free = True
-        if self.guard.closed:
+        if self.guard.closed or MPI.Is_finalized():
             # In a forked child it all belongs to the parent; after a failure messages may be under way.
             if not self.guard.is_untold:  # else the others hear of it when the program ends
                 abort.forget(self.guard)
@@ -230,6 +251,193 @@ class MpiCommunicator(Collectives):
         self._comm.Free()
         watchdog.forget(self.guard)
 
+    # ----------------------------------------------------------------------------------------- collectives
+
+    def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
+        """Return the route that `allreduce` takes with so many bytes."""
+        if self.nodes > 1:
+            return self._route_between_nodes(nbytes)
+        is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes
+        return "node_sum" if is_large and self.node_sum is not None else "mpi"
+
+    def _route_between_nodes(self, nbytes: int) -> RouteName:
+        if not self.has_equal_sums:
+            return "root"
+        if self.manner is not None and not self.manner.blocks:
+            return "lanes"
+        return "lanes" if self.shares_memory and self.has_lanes and nbytes >= self.thresholds.lanes_bytes else "mpi"
+
+    def progress(self) -> None:
+        self._comm.Iprobe()
+
+    def allreduce(self, buffer: Array, op: str = "SUM", source: Array | None = None) -> None:
+        """Replace `buffer` on every rank by the sum (MIN, MAX, PROD) over the ranks; NaN wins.
+
+        This rank's value is in `source`, which does not change; None means in `buffer`.
+        """
+        way = self.route(buffer.nbytes, buffer.dtype, op)
+        if way == "node_sum" and self.node_sum is not None:
+            flat = buffer.reshape(-1)
+            self.node_sum.run([(flat if source is None else source.reshape(-1), flat)], op)
+        elif way == "lanes":
+            allreduce_across(self, buffer, op, source=source)
+        elif way == "root":
+            if source is not None:
+                buffer[...] = source
+            self.reduce(buffer, 0, op)
+            self.bcast(buffer, 0)
+        else:
+            self._allreduce_by_mpi(buffer, op, source)
+
+    def _allreduce_by_mpi(self, buffer: Array, op: str, source: Array | None) -> None:
+        brought: Any = MPI.IN_PLACE
+        if source is not None and source is not buffer:
+            if _goes_to_mpi(source, buffer):
+                brought = source
+            elif not _is_the_same(source, buffer):
+                np.copyto(buffer, source)
+        count, by_mpi = self._count(buffer), operation(op, buffer.dtype)
+        self._meet()
+        if 0 < buffer.size <= count:
+            self._comm.Allreduce(brought, buffer, by_mpi)
+        else:
+            parts = repeat(brought) if brought is MPI.IN_PLACE else buffers.pieces(brought, count)
+            for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
+                self._comm.Allreduce(those, piece, by_mpi)
+
+    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int, nbytes: int) -> None:
+        """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
+
+        The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
+        They are part of a list of `nbytes`, which goes through shared memory as a whole or not at all.
+        """
+        if self.route(nbytes, pairs[0][1].dtype, op) == "node_sum" and self.node_sum is not None:
+            self.node_sum.run(pairs, op, divisor)
+        else:
+            super().allreduce_many(pairs, op, divisor, nbytes)
+
+    def allreduce_device_memory(self, buffer: Any, op: str) -> None:
+        """Do `allreduce` with a contiguous array in GPU memory that no stream uses; for CUDA-aware MPIs only."""
+        for piece in buffers.pieces(buffer, self.max_count):
+            self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
+
+    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
+        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
+        pieces, by_mpi = [*buffers.pieces(buffer, self._count(buffer))], operation(op, buffer.dtype)
+        self._meet()
+        for piece in pieces:
+            if self.rank == root:
+                self._comm.Reduce(MPI.IN_PLACE, piece, by_mpi, root)
+            else:
+                self._comm.Reduce(piece, None, by_mpi, root)
+
+    def _count(self, buffer: Any) -> int:
+        """Return how many elements one MPI call combines: MPI may allocate as much memory again, on the host."""
+        if not isinstance(buffer, np.ndarray):
+            return self.max_count
+        return min(self.max_count, max(1, self.thresholds.mpi_piece_bytes(self.nodes) // buffer.itemsize))
+
+    def bcast(self, buffer: Array, root: int) -> None:
+        """Replace `buffer` on every rank by that of `root`; any dtype."""
+        pieces = [*buffers.pieces(buffers.as_bytes(buffer), self.max_count)]
+        self._meet()
+        for piece in pieces:
+            self._comm.Bcast(piece, root)
+
+    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.
+
+        Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
+        `together`, which is None on the other ranks.
+        """
+        gather(self._comm, block, counts, together, root, self.max_count, self._meet)
+
+    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
+        """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
+        self._meet()
+        if blocks is None:
+            self._exchange([(root, block)], [])
+        else:
+            blocks[root][...] = block
+            self._exchange([], [(rank, each) for rank, each in enumerate(blocks) if rank != root])
+
+    def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
+        """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
+        self._meet()
+        if blocks is None:
+            self._exchange([], [(root, block)])
+        else:
+            block[...] = blocks[root]
+            self._exchange([(rank, each) for rank, each in enumerate(blocks) if rank != root], [])
+
+    def _exchange(self, sent: Sequence[tuple[int, Array]], received: Sequence[tuple[int, Array]]) -> None:
+        """Send blocks, of any dtype, to some ranks, and receive blocks from others; empty ones are no messages."""
+        most, comm = max(1, self.max_count // self.size), self._comm
+        requests = [
+            start([piece, MPI.BYTE], rank, _EXCHANGE_TAG)
+            for start, blocks in ((comm.Irecv, received), (comm.Isend, sent))
+            for rank, block in blocks
+            for piece in buffers.pieces(buffers.as_bytes(block), most)
+        ]
+        MPI.Request.Waitall(requests)
+
+    def allgatherv(self, block: Array | None, counts: Sequence[int], together: Array) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
+        gather(self._comm, block, counts, together, None, self.max_count, self._meet)
+
+    def alltoall(self, sent: Array, received: Array) -> None:
+        """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
+
+        Any dtype; so few bytes that one MPI call takes them.
+        """
+        # Of equal parts: for megabytes on a node MPICH's Alltoallv takes up to three times as long.
+        mine, theirs = buffers.as_bytes(sent), buffers.as_bytes(received)
+        self._meet()
+        self._comm.Alltoall(mine, theirs)
+
+    def _meet(self) -> None:
+        """Wait until all ranks are about to call MPI, since a rank cannot leave an MPI call if another one has failed.
+
+        The calls of MPI follow at once: all that can fail comes before.  Does nothing on several nodes.
+        """
+        if self.failures is not None and self.node_sum is not None:
+            self.node_sum.barrier()
+
+    def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
+        """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
+
+        Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
+        """
+        ours, theirs = (np.split(array, np.cumsum(each)[:-1]) for array, each in ((sent, counts), (received, taken)))
+        ranks = (*range(self.rank, self.size), *range(self.rank))  # not all to rank 0 first
+        self._meet()
+        self._exchange([(rank, ours[rank]) for rank in ranks], [*enumerate(theirs)])
+
+    def begin_to_send(self, block: Array, rank: int, tag: int) -> Message:
+        """Begin to send `block`, of any dtype, to one rank, which receives as many bytes with this tag."""
+        return Message(self._comm, buffers.as_bytes(block), rank, PROGRAM_TAG + tag, self.max_count, sends=True)
+
+    def begin_to_receive(self, block: Array, rank: int | None, tag: int) -> Message:
+        """Begin to receive into `block`, of any dtype, from one rank; None means any."""
+        return Message(self._comm, buffers.as_bytes(block), rank, PROGRAM_TAG + tag, self.max_count, sends=False)
+
+    def link(self, ranks: Sequence[int]) -> MPI.Intracomm:
+        """Return MPI's communicator of some of these ranks, in their order.  Collective over them alone."""
+        everybody = self._comm.Get_group()
+        chosen = everybody.Incl(ranks)
+        made = self._comm.Create_group(chosen)
+        chosen.Free()
+        everybody.Free()
+        return made
+
+    def allreduce_over(self, link: MPI.Intracomm, buffer: Array, op: str) -> None:
+        """Do `allreduce` over the ranks of a `link` by one call of MPI, whatever the size."""
+        link.Allreduce(MPI.IN_PLACE, buffer, operation(op, buffer.dtype))
+
+    def begin_allreduce_over(self, link: MPI.Intracomm, buffer: Array, op: str) -> MPI.Request:
+        """Begin to do so; the buffer must not be touched until the request is done."""
+        return link.Iallreduce(MPI.IN_PLACE, buffer, operation(op, buffer.dtype))
+
 
 @cache
 def _memory_fence() -> Fence | None:
@@ -239,3 +447,12 @@ def _memory_fence() -> Fence | None:
     window = MPI.Win.Create_dynamic(comm=MPI.COMM_SELF)
     window.Lock_all(MPI.MODE_NOCHECK)
     return window.Sync
+
+
+def _goes_to_mpi(source: Array, buffer: Array) -> bool:
+    return buffer.nbytes <= _DIRECT_BYTES and is_buffer(source) and not np.may_share_memory(source, buffer)
+
+
+def _is_the_same(source: Array, buffer: Array) -> bool:
+    """Return whether both, of one size and dtype, are the same contiguous memory."""
+    return source.flags.c_contiguous and source.ctypes.data == buffer.ctypes.data

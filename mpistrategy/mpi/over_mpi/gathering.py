@@ -24,76 +24,48 @@ _Piece: TypeAlias = tuple[int, int, Array, Array]
 
 def gather(
     comm: MPI.Intracomm,
-    block: Array,
+    block: Array | None,
     counts: Sequence[int],
     together: Array | None,
-    root: int,
+    root: int | None,
     most: int,
     meet: Callable[[], object] = lambda: None,
 ) -> None:
-    """Write the ranks' blocks, of any dtype, into `together` on `root`; it is None elsewhere.
+    """Write the ranks' blocks, of any dtype, into `together`, which is None on ranks that get none.
 
     Args:
         comm: the ranks.
-        block: this rank's; may be its part of `together`.
+        block: this rank's; may be its part of `together`, which None stands for.
         counts: how many elements each rank's block has.
         together: contiguous.
-        root: who gets them.
+        root: who gets them; None means all ranks.
         most: how many bytes one MPI call may carry.
         meet: is called before the first MPI call.
     """
-    sizes, mine = _sizes(block, counts), as_bytes(block)
-    result = None if together is None else as_bytes(together)
-    first = int(sizes[: comm.rank].sum())
-    if result is not None:
-        _put(mine, result[first:][: mine.size])
-    is_one_call = int(sizes.sum()) <= min(most, _TREE_BYTES) and _are_equal(sizes)
+    array = together if block is None else block
+    assert array is not None
+    sizes, mine = np.asarray(counts, np.int64) * array.itemsize, as_bytes(array)
+    result, first = None if together is None else as_bytes(together), int(sizes[: comm.rank].sum())
+    if result is not None and block is not None:
+        place = result[first:][: mine.size]
+        if mine.ctypes.data != place.ctypes.data:
+            place[...] = mine
+    # For megabytes on a node MPICH's Allgatherv takes two to three times as long.
+    most_at_once = most if root is None else min(most, _TREE_BYTES)
+    is_one_call = int(sizes.sum()) <= most_at_once and bool((sizes == sizes[0]).all())
     pieces = [] if is_one_call else [*_pieces(sizes, most)]
     meet()
-    if is_one_call:
-        comm.Gather(mine if result is None else MPI.IN_PLACE, result, root)
+    if is_one_call and root is None:
+        comm.Allgather(MPI.IN_PLACE, result)
+    elif is_one_call:
+        comm.Gather(mine if result is None else MPI.IN_PLACE, result, root or 0)
     for start, stop, parts, places in pieces:
         if result is None:
-            comm.Gatherv(mine[max(0, start - first) : max(0, stop - first)], None, root)
+            comm.Gatherv(mine[max(0, start - first) : max(0, stop - first)], None, root or 0)
+        elif root is None:
+            comm.Allgatherv(MPI.IN_PLACE, [result[start:stop], parts, places, MPI.BYTE])
         else:
             comm.Gatherv(MPI.IN_PLACE, [result[start:stop], parts, places, MPI.BYTE], root)
-
-
-def allgather(
-    comm: MPI.Intracomm,
-    block: Array | None,
-    counts: Sequence[int],
-    together: Array,
-    most: int,
-    meet: Callable[[], object] = lambda: None,
-) -> None:
-    """Write the ranks' blocks into `together` on every rank; see `gather`.  None: this rank's is in its place."""
-    sizes, result = _sizes(together, counts), as_bytes(together)
-    if block is not None:
-        _put(as_bytes(block), result[int(sizes[: comm.rank].sum()) :][: block.nbytes])
-    # For megabytes on a node MPICH's Allgatherv takes two to three times as long.
-    is_one_call = result.size <= most and _are_equal(sizes)
-    pieces = [] if is_one_call else [*_pieces(sizes, most)]
-    meet()
-    if is_one_call:
-        comm.Allgather(MPI.IN_PLACE, result)
-    for start, stop, parts, places in pieces:
-        comm.Allgatherv(MPI.IN_PLACE, [result[start:stop], parts, places, MPI.BYTE])
-
-
-def _sizes(block: Array, counts: Sequence[int]) -> Array:
-    """Return how many bytes each rank's block has."""
-    return np.asarray(counts, np.int64) * block.itemsize
-
-
-def _are_equal(sizes: Array) -> bool:
-    return bool((sizes == sizes[0]).all())
-
-
-def _put(mine: Array, place: Array) -> None:
-    """Copy this rank's block to where it belongs, unless it is there."""
-    if mine.ctypes.data != place.ctypes.data:
-        place[...] = mine
 
 
 def _pieces(sizes: Array, most: int) -> Iterator[_Piece]:

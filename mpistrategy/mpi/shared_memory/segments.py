@@ -28,7 +28,6 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory import memory_limits
 from mpistrategy.mpi.shared_memory.memory_limits import Room
-from mpistrategy.objects.text import decoded, encoded
 
 #: Every segment starts on such a boundary: a cache line, and enough for any vector instruction.
 ALIGNMENT = 64
@@ -36,6 +35,7 @@ ALIGNMENT = 64
 FOLDER = "/dev/shm"
 _NAME = "mpistrategy"
 _OUT_OF_REACH = "no file for shared memory that all ranks of a node can open"
+_UNOPENED = OSError, AttributeError, MemoryError
 
 Fence = Callable[[], object]
 
@@ -86,22 +86,22 @@ class NodePeers:
 
     Args:
         inside: the mpi4py communicator of the node's ranks.
+        rank: this rank's number in the job.
         allgather_text: returns the texts of all ranks of the job.
     """
 
-    def __init__(self, inside: Any, allgather_text: Callable[[str], list[str]]) -> None:
-        self._inside, self._allgather_text = inside, allgather_text
+    def __init__(self, inside: Any, rank: int, allgather_text: Callable[[str], list[str]]) -> None:
+        self._allgather_text = allgather_text
         self.local_rank: int = inside.rank
         self.local_size: int = inside.size
+        leader = np.array([rank])
+        inside.Bcast(leader, 0)
+        #: The first rank of this node.
+        self.leader: int = int(leader[0])
 
     def text_of_leader(self, text: str) -> str:
         """Return the text of the first rank of this node."""
-        data = encoded(text)
-        length = np.array([len(data)])
-        self._inside.Bcast(length, 0)
-        letters = np.frombuffer(bytearray(data) if self.local_rank == 0 else bytearray(length[0]), np.uint8)
-        self._inside.Bcast(letters, 0)
-        return decoded(letters.data)
+        return self._allgather_text(text)[self.leader]
 
     def any_reason(self, reason: str) -> str:
         """Return the first text that is not empty, of all ranks of the job; "" when all are empty."""
@@ -167,6 +167,8 @@ def _opened_by_all(peers: NodePeers, *, named: bool) -> tuple[int, str]:
     """Return this rank's descriptor of a new file of the node, or -1; and, on all ranks, why one of them has none.
 
     A name is gone when this returns; `mpistrategy doctor` removes that of a job that is killed just now.
+
+    An error among the messages is raised: only this rank has left them, and the next ones would be taken for these.
     """
     handle, path, told, reason = -1, "", "", ""
     try:
@@ -174,13 +176,14 @@ def _opened_by_all(peers: NodePeers, *, named: bool) -> tuple[int, str]:
             if peers.local_rank == 0:
                 handle, path = _new_file(named)
                 told = f"{_identity(handle)} {path}"
-        finally:
-            told = peers.text_of_leader(told)
-        if peers.local_rank:
-            handle = _opened(told)
-    except (OSError, AttributeError, MemoryError) as error:
-        reason = f"{_OUT_OF_REACH}: {error}"
-    try:
+        except _UNOPENED as error:
+            reason = f"{_OUT_OF_REACH}: {error}"
+        told = peers.text_of_leader(told)
+        try:
+            if peers.local_rank:
+                handle = _opened(told)
+        except _UNOPENED as error:
+            reason = f"{_OUT_OF_REACH}: {error}"
         reason = peers.any_reason(reason)
     finally:
         if path and named:

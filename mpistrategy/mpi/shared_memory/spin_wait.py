@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
 
@@ -49,8 +50,20 @@ class Counter:
         self._mine[0] = number
 
 
-class Waiting:
-    """Waits until ``numbers[0]`` has reached a value.
+class Waiting(ABC):
+    """How to wait for a number of a peer."""
+
+    @abstractmethod
+    def until(self, numbers: memoryview, value: int) -> None:
+        """Return when ``numbers[0] >= value``; the writer only ever raises it.
+
+        Raises:
+            RemoteError: when the writer has failed.
+        """
+
+
+class SpinWait(Waiting):
+    """Waits with no messages under way.
 
     First it only looks (a peer that is on its way comes within microseconds), then it gives its core away between two
     looks, and after some milliseconds it naps.  A wait that outlasts the looks halves their number for the next one,
@@ -78,11 +91,6 @@ class Waiting:
         self._look = look
 
     def until(self, numbers: memoryview, value: int) -> None:
-        """Return when ``numbers[0] >= value``; the writer only ever raises it.
-
-        Raises:
-            RemoteError: when the writer has failed.
-        """
         for _ in range(self._looks):
             if numbers[0] >= value:
                 self._looks = min(2 * self._looks, self._most)

@@ -8,6 +8,7 @@ it reads the files of the others first, and prints the roll call.  Nothing here 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import NoReturn
 from mpistrategy.mpi.contract.failures import Failure
 from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import TIMEOUT, as_data, as_error, not_come, roll_call
+from mpistrategy.mpi.watchdog.roll_call import as_data, as_error, not_come, roll_call
 from mpistrategy.mpi.watchdog.run_directory import FILE_SECONDS, ROLL_CALL, in_time, within
 from mpistrategy.mpi.watchdog.status_board import ALARMED, ANSWERED, CALLED, RankStatus
 
@@ -173,7 +174,8 @@ def _written(widest: Group, statuses: Sequence[RankStatus], text: str) -> bool:
     missing = sorted(not_come(statuses, unknown))
     data = {"ranks": as_data(statuses), "unknown": unknown, "missing": missing, "records": widest.records()}
     rank = widest.board.read()[widest.board.local_rank].rank
-    return bool(in_time(lambda: widest.directory.write_error(TIMEOUT, text, rank, data), ""))
+    told = json.dumps({"text": text, "written_by": rank, **data}, indent=1)
+    return in_time(lambda: widest.directory.write(f"error-{rank}.json", told), otherwise=False)
 
 
 def _say_records(widest: Group, title: str) -> None:

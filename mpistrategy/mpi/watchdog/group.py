@@ -19,7 +19,7 @@ from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, in_words
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog.local_process import inside_of
-from mpistrategy.mpi.watchdog.roll_call import TIMEOUT, statuses_in
+from mpistrategy.mpi.watchdog.roll_call import statuses_in
 from mpistrategy.mpi.watchdog.run_directory import (
     BUSY,
     ERROR,
@@ -73,7 +73,7 @@ class Group:
         identity: int = 0,
     ) -> None:
         self.identity = identity
-        guard.record.show_in(board.newest, board.times)
+        guard.record.show_in(*board.entries)
         self.guard = guard
         self.board = board
         self.ranks: Sequence[int] = ()
@@ -135,9 +135,11 @@ class Group:
     def is_excused(self, now: float, limit: float) -> bool:
         """Return whether some rank said that it would be busy, and that time and the limit are not over.
 
-        What other nodes say counts as it is after this rank has become late: it waits until its node has looked.
+        What other nodes say counts as it is after this rank or its GPU has become late: it waits until its node has
+        looked.
         """
-        here = inside_of(self.guard)
+        flight = self.guard.gpu_progress
+        here = inside_of(self.guard) or (None if flight is None else flight.entry)
         if here is not self._late_in:
             self._late_in, self._late_since, self._next_look = here, now, now
         if max(self.board.most("expected"), self.board.most("elsewhere")) + limit > now:
@@ -280,7 +282,7 @@ class Group:
         for name in {*filter(ERROR.fullmatch, self.directory.names())} - self._read:
             with contextlib.suppress(ValueError, TypeError, KeyError):
                 told = json.loads(self.directory.read(name))
-                self.others += statuses_in(told["ranks"]) if told["class"] == TIMEOUT else []
+                self.others += statuses_in(told["ranks"])
                 self._read.add(name)
         return self.board.count + len(self.others) >= len(self.ranks)
 

@@ -22,8 +22,6 @@ _UNKNOWN = (
     "its node does not answer, no strategy connects it yet (where only some ranks make one: "
     "MirroredStrategy(communicator=...)), or it is stopped (ps on its node: state T)"
 )
-#: The class of a late collective in ``error-RANK.json``.
-TIMEOUT = "timeout"
 
 
 def as_data(statuses: Sequence[RankStatus]) -> dict[int, dict[str, object]]:

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import re
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from mpistrategy import own_files
 from mpistrategy.objects.text import decoded, encoded
@@ -26,7 +25,7 @@ VARIABLE = "MPISTRATEGY_RUN_DIR"
 #: The beginning of their names.
 PREFIX = "mpistrategy-run-"
 #: What is in them: until when a node is busy (in the name: its number and a time); and what stays after a collective
-#: was late, or an error of several ranks has ended the job.
+#: was late: a file of each node, which one of its ranks has written.
 BUSY = re.compile(r"busy-([0-9]{1,9})-([0-9]{1,12})")
 ERROR = re.compile(r"error-([0-9]{1,9})\.json")
 #: It is empty at first, made by the node that calls the roll, which makes it the alarm; then it is the roll call.
@@ -134,12 +133,6 @@ class RunDirectory:
                     f"complete. {VARIABLE} names another folder.\n"
                 )
         return self._works
-
-    def write_error(self, kind: str, text: str, rank: int, data: Mapping[str, Any]) -> str:
-        """Write ``error-RANK.json``: an error's class, its text, which rank writes, and more; return the path or ""."""
-        name = f"error-{rank}.json"
-        told = {"class": kind, "text": text, "written_by": rank, **data}
-        return os.path.join(self.path, name) if self.write(name, json.dumps(told, indent=1)) else ""
 
     @contextlib.contextmanager
     def _made(self) -> Iterator[int]:

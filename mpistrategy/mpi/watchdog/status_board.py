@@ -44,9 +44,10 @@ ROW = np.dtype(
         ("looked", _SECONDS),  # when this rank has looked for that
         ("left", _NUMBER),  # whether some rank takes no more calls
         ("caller", _NUMBER),  # whether this node calls the roll
-        ("newest", _NUMBER),  # see `FlightRecord`, as for `entered`
+        ("before", _NUMBER, LENGTH),  # see `FlightRecord`, as for `entered` and `after`
         ("entered", _SECONDS, LENGTH),
-        ("record", "S47000"),
+        ("after", _NUMBER, LENGTH),
+        ("record", "S45000"),
     ],
     align=True,
 )
@@ -56,8 +57,6 @@ MARK = b"mpistrategy rank"
 _LONGEST_TEXT = STATUS["text"].itemsize
 _LONGEST_RECORD = ROW["record"].itemsize
 _CUT = b"\n... (cut)\n"
-#: So many of the oldest entries may be replaced while they are read.
-_OVERWRITTEN = 4
 
 
 @dataclass(frozen=True)
@@ -109,7 +108,7 @@ class StatusBoard:
         memory: `BYTES` for each rank, zeroed; only this rank's where it is not shared.
 
     Attributes:
-        newest, times: memory for the `FlightRecord` of this rank.
+        entries: memory for the `FlightRecord` of this rank, as `FlightRecord.show_in` takes it.
     """
 
     def __init__(self, memory: SharedMemory) -> None:
@@ -119,8 +118,7 @@ class StatusBoard:
         self._rows: list[Any] = [segment[: ROW.itemsize].view(ROW)[0] for segment in memory.segments]
         self._mine = self._rows[self.local_rank]
         mine = memory.mine[: ROW.itemsize].view(ROW)
-        self.newest: Array = mine["newest"]
-        self.times: Array = mine["entered"][0]
+        self.entries: tuple[Array, Array, Array] = (mine["before"][0], mine["entered"][0], mine["after"][0])
 
     def introduce(self, strategy: int, ranks: int) -> None:
         """Say which strategy this is, and how many ranks it has."""
@@ -147,7 +145,7 @@ class StatusBoard:
 
     def calls(self) -> list[LastCalls]:
         """Return the last collectives of the node's ranks, by local rank."""
-        return [LastCalls(int(row["strategy"]), int(row["size"]), _entered(row)) for row in self._rows]
+        return [LastCalls(int(row["strategy"]), int(row["size"]), self._entered(row)) for row in self._rows]
 
     def write_record(self, text: str) -> None:
         """Show the node this rank's record; of a long one its beginning and its end."""
@@ -173,15 +171,18 @@ class StatusBoard:
         values += decoded(text), int(row["state"])
         return RankStatus(*values)
 
+    def _entered(self, row: Any) -> dict[int, float]:
+        """Return when a rank entered its last calls; one that is being written now is left out."""
+        after = row["after"].tolist()
+        self._order()
+        times = row["entered"].tolist()
+        self._order()
+        entries = zip(after, times, row["before"].tolist(), strict=True)
+        return {number: at for number, at, before in sorted(entries) if number == before > 0}
+
     def _order(self) -> None:
         if self._fence is not None:
             self._fence()
-
-
-def _entered(row: Any) -> dict[int, float]:
-    newest, times = int(row["newest"]), row["entered"].tolist()
-    oldest = int(row["newest"]) - LENGTH + 1 + _OVERWRITTEN
-    return {number: times[number % LENGTH] for number in range(max(1, oldest), newest + 1)}
 
 
 def shortened(data: bytes, most: int) -> bytes:

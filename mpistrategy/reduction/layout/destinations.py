@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import devices, nest
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import is_python_number
+from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.values import ArrayLike, IndexedSlices, PerReplica, local_component
 from mpistrategy.errors import DestinationError, DeviceError
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.later import later
-
-if TYPE_CHECKING:
-    from mpistrategy.arrays.foreign import is_foreign
-else:
-    later(globals(), "mpistrategy.arrays.foreign", "is_foreign")
 
 EVERY_RANK_TEXT = "every rank"
 

@@ -9,22 +9,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import accumulate
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
+from mpistrategy.mpi.gpu.transports.setup import any_path, make_room_on_known
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.shared_memory.segments import aligned
-from mpistrategy.objects.later import later
-
-if TYPE_CHECKING:
-    from mpistrategy.mpi.gpu.transports.setup import any_path, make_room_on_known
-else:
-    later(globals(), "mpistrategy.mpi.gpu.transports.setup", "any_path", "make_room_on_known")
 
 _WHAT = "arrays in GPU memory"
 #: So much of an array on the host is sent to the GPUs at a time.

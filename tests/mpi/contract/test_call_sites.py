@@ -14,6 +14,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
+from declared import IN_STEPS, called
 from launching import a_row_a_rank
 from replicas import RANK, SIZE, OnNodes, context, still_works
 
@@ -273,15 +274,16 @@ def test_frames_of_the_library_are_no_callers(strategy: ms.Strategy) -> None:
     assert still_works(strategy)
 
 
+def in_a_step(strategy: ms.Strategy, method: str, name: Any) -> Any:
+    return strategy.run(lambda: called(method, name=name))
+
+
 @several
 def test_a_name_stands_for_all_of_the_place_in_every_call_that_takes_one(strategy: ms.Strategy) -> None:
     extended = strategy.extended
     calls: dict[str, Callable[[str], Any]] = {
-        "all_reduce": lambda name: strategy.run(lambda: context().all_reduce("SUM", 1.0, name=name)),
         "through a helper": lambda name: strategy.run(lambda: allsum(1.0, name)),
-        "all_reduce_async": lambda name: strategy.run(lambda: context().all_reduce_async("SUM", 1.0, name=name).wait()),
-        "all_gather": lambda name: strategy.run(lambda: context().all_gather(np.ones(1), 0, name=name)),
-        "reduce_scatter": lambda name: strategy.run(lambda: context().reduce_scatter("SUM", np.ones(1), name=name)),
+        **{method: partial(in_a_step, strategy, method) for method in IN_STEPS},
         "reduce": lambda name: strategy.reduce("SUM", 1.0, name=name),
         "gather": lambda name: strategy.gather(np.ones(1), 0, name=name),
         "reduce_to": lambda name: extended.reduce_to("SUM", 1.0, "task:0", name=name),

@@ -11,6 +11,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
+from declared import IN_STEPS, called
 from launching import a_row_a_rank
 from replicas import RANK, RANKS, SIZE, OnNodes, context
 
@@ -74,6 +75,19 @@ def test_how_often_calls_are_compared(apart: tuple[ms.Strategy, Counting], reque
         before = channel.compared
         strategy.barrier()
         assert channel.compared == before + 1, count
+
+
+@several
+@pytest.mark.parametrize("apart", ["off"], indirect=True)
+@pytest.mark.parametrize("method", IN_STEPS)
+def test_a_check_is_left_out_where_the_collective_is_declared_so(
+    apart: tuple[ms.Strategy, Counting], method: str
+) -> None:
+    strategy, channel = apart
+    for _ in range(2):  # the first call in the background is compared in any case
+        before = channel.compared
+        strategy.run(lambda: called(method))
+    assert (channel.compared == before) == IN_STEPS[method].may_skip_check
 
 
 @several

@@ -12,6 +12,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
+from declared import IN_STEPS
 from mutations import KINDS, Stage, call
 from replicas import RANK, RANKS, SIZE, OnNodes, gather_texts, in_step, outcomes, still_works
 
@@ -391,18 +392,18 @@ def test_a_rank_that_leaves_while_the_others_send_their_reports(launch: Launch) 
 
 FAILS_AFTER_THE_AGREEMENT = """
 import sys
+from functools import partial
 import numpy as np
 import mpistrategy as ms
+sys.path[:0] = {helpers}
+import declared
 
 LARGE = np.ones(300_000)
-in_step = lambda what, *given: strategy.run(lambda: getattr(ms.get_replica_context(), what)(*given))
 CALLS = {
-    "all_reduce": lambda: in_step("all_reduce", "SUM", LARGE),
+    **{method: partial(declared.called, method, value=LARGE) for method in declared.IN_STEPS},
     "float16": lambda: strategy.reduce("MEAN", np.ones(300_000, np.float16)),
-    "reduce_scatter": lambda: in_step("reduce_scatter", "SUM", LARGE),
-    "all_gather": lambda: in_step("all_gather", np.ones((30, 2)), 1),
     "broadcast": lambda: strategy.broadcast(np.ones(3)),
-    "arena": lambda: in_step("all_reduce", "SUM", arena),
+    "arena": lambda: strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", arena)),
     "barrier": lambda: strategy.barrier("here"),
     "assign": lambda: strategy.run(lambda: variable.assign(LARGE)),
 }
@@ -430,12 +431,13 @@ for kind in kinds:
     with ms.MirroredStrategy(on_error=how) as strategy:
         arena = strategy.arena([LARGE])
         variable = ms.Variable(np.zeros(300_000), aggregation="SUM")
+        call = partial(strategy.run, CALLS[kind]) if kind in declared.IN_STEPS else CALLS[kind]
         for _ in range(3):
-            CALLS[kind]()
+            call()
         sys.settrace(trace if strategy.rank == 1 else None)
         for _ in range(2):
             try:
-                CALLS[kind]()
+                call()
             except (error, ms.errors.RemoteError, ms.errors.ContextError) as caught:  # as a loop that skips a batch
                 print(f"rank {strategy.rank}: {kind}: {type(caught).__name__}: {caught}", flush=True)
         sys.settrace(None)
@@ -444,11 +446,13 @@ for kind in kinds:
 
 
 @pytest.mark.one_rank
-@pytest.mark.parametrize(("what", "nodes"), [("float16", 1), ("reduce_scatter", 1), ("arena", 1), ("float16", 2)])
+@pytest.mark.parametrize(
+    ("what", "nodes"), [("float16", 1), ("arena", 1), ("float16", 2), *((method, 1) for method in IN_STEPS)]
+)
 def test_an_error_after_the_agreement_ends_the_job_though_the_program_catches_it(
     launch: Launch, tmp_path: Path, what: str, nodes: int
 ) -> None:
-    program = launching.program(FAILS_AFTER_THE_AGREEMENT, tmp_path)
+    program = launching.program(FAILS_AFTER_THE_AGREEMENT.replace("{helpers}", repr(launching.HELPERS)), tmp_path)
     nodes_of = {"MPIR_CVAR_NUM_CLIQUES": str(nodes)}
     job = launch(2, [program, "MemoryError", "abort", what], timeout=60, env=nodes_of)
     assert job.returncode
@@ -462,8 +466,8 @@ def test_an_error_after_the_agreement_ends_the_job_though_the_program_catches_it
 def test_a_contained_error_after_the_agreement_reaches_the_others_in_their_next_call_at_the_latest(
     launch: Launch, tmp_path: Path, error: str
 ) -> None:
-    kinds = ["all_reduce", "float16", "reduce_scatter", "all_gather", "broadcast", "arena", "barrier", "assign"]
-    program = launching.program(FAILS_AFTER_THE_AGREEMENT, tmp_path)
+    kinds = [*IN_STEPS, "float16", "broadcast", "arena", "barrier", "assign"]
+    program = launching.program(FAILS_AFTER_THE_AGREEMENT.replace("{helpers}", repr(launching.HELPERS)), tmp_path)
     job = launch(2, [program, error, "raise", *kinds], timeout=100).check()
     for kind in kinds:
         assert f"rank 1: {kind}: {error}: planted" in job.stdout, job

@@ -6,10 +6,12 @@ import inspect
 import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import declared
 import numpy as np
 import pytest
 from checkpoints import shared_folder
@@ -17,6 +19,7 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError
+from mpistrategy.mpi.contract.public_calls import all_declared
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -97,12 +100,13 @@ def after(w: World) -> None:
         w.handler.close()
 
 
+def declared_call(method: str, world: World, name: Any) -> Any:
+    return declared.called(method, name=name)
+
+
 #: The collectives of step functions.
 IN_STEPS: dict[str, Call] = {
-    "ReplicaContext.all_reduce": lambda w, name: context().all_reduce("SUM", ONES, name=name),
-    "ReplicaContext.all_reduce_async": lambda w, name: context().all_reduce_async("SUM", ONES, name=name).wait(),
-    "ReplicaContext.all_gather": lambda w, name: context().all_gather(ONES, 0, name=name),
-    "ReplicaContext.reduce_scatter": lambda w, name: context().reduce_scatter("SUM", ONES, name=name),
+    **{call.name: partial(declared_call, method) for method, call in declared.IN_STEPS.items()},
     "Variable.assign": lambda w, name: w.summed.assign(ONES, name=name),
     "Variable.assign_add": lambda w, name: w.summed.assign_add(ONES, name=name),
     "Variable.assign_sub": lambda w, name: w.summed.assign_sub(ONES, name=name),
@@ -295,6 +299,8 @@ def _owner(kind: type, name: str) -> type:
 
 def test_every_collective_takes_a_name() -> None:
     for which, call in collectives():
+        if which.startswith("ReplicaContext."):
+            assert which in all_declared(), which
         if which not in WITHOUT:
             assert which in COLLECTIVES, which
             name = inspect.signature(call).parameters["name"]

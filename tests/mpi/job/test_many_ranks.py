@@ -22,7 +22,7 @@ FEW, MANY, LOCAL = 2_000, 16_000, 8
 def texts_of(size: int) -> list[str]:
     """Return what the ranks say of themselves, as JSON."""
     ranks = range(size)
-    return [Introduction("0.2.0", "3.12", size, n // LOCAL * LOCAL, LOCAL, (n % LOCAL,)).text() for n in ranks]
+    return [Introduction("0.2.0", "3.12", n // LOCAL * LOCAL, (n % LOCAL,)).text() for n in ranks]
 
 
 def blind(size: int) -> list[Sight]:

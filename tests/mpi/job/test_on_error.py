@@ -29,7 +29,7 @@ from mpi4py import MPI
 import mpistrategy as ms
 
 def hooks():
-    return [sys.excepthook, threading.excepthook, sys.unraisablehook, sys.exit, builtins.exit, builtins.quit]
+    return [sys.excepthook, threading.excepthook, sys.exit, builtins.exit, builtins.quit]
 
 def threads():
     return sorted(thread.name for thread in threading.enumerate())

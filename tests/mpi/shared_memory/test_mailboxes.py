@@ -24,7 +24,7 @@ from mpistrategy.mpi.shared_memory import mailboxes as mailboxes_module
 from mpistrategy.mpi.shared_memory import spin_wait
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
-from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute
 
 Launch = Callable[..., launching.Finished]
@@ -179,14 +179,14 @@ def test_waiting_ends_at_once_when_the_number_is_there(clock: Callable[[float], 
     now = clock(0)
     now.pass_by(0)
     for value in (3, 5):
-        Waiting(ranks, now.make_progress).until(now.number.data, value)
+        SpinWait(ranks, now.make_progress).until(now.number.data, value)
     assert (now.yields, now.naps, now.progress) == (0, 0, 0)
 
 
 @pytest.mark.parametrize("ranks", [1, 10_000])
 def test_waiting_gives_the_core_away_then_naps_and_moves_messages(clock: Callable[[float], Clock], ranks: int) -> None:
     now = clock(0.1)
-    Waiting(ranks, now.make_progress).until(now.number.data, 5)
+    SpinWait(ranks, now.make_progress).until(now.number.data, 5)
     assert now.number[0] == 5
     assert now.yields > 100
     assert now.naps > 100
@@ -213,7 +213,7 @@ def test_ranks_without_a_core_each_do_not_spin(monkeypatch: pytest.MonkeyPatch) 
     for ranks, most in ((len(spin_wait.cores()) + 1, 4), (len(spin_wait.cores()), 100_000)):
         looks = 0
         with pytest.raises(YieldedError):
-            Waiting(ranks, lambda: None).until(Numbers(), 1)  # type: ignore[arg-type]
+            SpinWait(ranks, lambda: None).until(Numbers(), 1)  # type: ignore[arg-type]
         assert looks <= most
     assert looks > 100, "a core of its own is used"
 

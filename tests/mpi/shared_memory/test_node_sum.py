@@ -26,7 +26,7 @@ from mpistrategy.mpi.shared_memory.node_sum import (
     where_they_are,
 )
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
-from mpistrategy.mpi.shared_memory.spin_wait import Waiting
+from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -44,7 +44,7 @@ def sums(strategy: ms.Strategy) -> dict[int, NodeSum]:
     """Sums in other chunks than a strategy's own."""
     ranks = strategy.extended.communicator
     assert strategy.extended.communicator.node_of == (0,) * SIZE
-    waiting = Waiting(SIZE, lambda: None)
+    waiting = SpinWait(SIZE, lambda: None)
     made = {size: NodeSum(ranks.shared(segment_bytes(size)), size, waiting) for size in CHUNKS}
     made[IN_BLOCKS] = NodeSum(ranks.shared(segment_bytes(4096)), 4096, waiting, ranks.shared)
     return made

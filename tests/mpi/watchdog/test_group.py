@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from pretended import LIMIT, PretendedJob
@@ -87,11 +88,15 @@ def test_a_rank_that_nobody_excuses_is_late(job: Callable[[int, int], PretendedJ
     assert not any(ranks.tick(1))
 
 
-def test_a_late_rank_waits_until_its_node_has_looked(job: Callable[[int, int], PretendedJob]) -> None:
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_late_rank_waits_until_its_node_has_looked(job: Callable[[int, int], PretendedJob], on_gpu: bool) -> None:
+    """A GPU may be late in a call that its rank has left long ago."""
     ranks = job(2, 1)
     first, last = ranks.groups
     ranks.tick(1)
-    with Call(first.guard, "a call", anywhere=True):
+    call = Call(first.guard, "a call", anywhere=True)
+    first.guard.gpu_progress = SimpleNamespace(entry=call if on_gpu else None)
+    with nullcontext() if on_gpu else call:
         ranks.busy_until = ranks.now + LIMIT
         ranks.beat()
         last.hear_and_tell(ranks.now)
@@ -182,12 +187,28 @@ def test_the_last_calls_of_a_rank_are_shown_to_whoever_looks(job: Callable[[int,
 
     make_calls(LENGTH + 44)
     shown, nothing = second.board.calls()
-    assert [*shown.entered] == [*range(49, LENGTH + 45)]
-    assert [*shown.entered.values()] == [entry.entered for entry in first.guard.record.entries][4:]
+    assert [*shown.entered] == [*range(45, LENGTH + 45)]
+    assert [*shown.entered.values()] == [entry.entered for entry in first.guard.record.entries]
     assert (shown.strategy, shown.ranks, nothing.entered) == (5, 2, {})
     make_calls(1)
-    assert [*second.board.calls()[0].entered] == [*range(50, LENGTH + 46)]
+    assert [*second.board.calls()[0].entered] == [*range(46, LENGTH + 46)]
     second.board.write_record("the stacks of 1")
     told = second.records()
     assert told[1] == ["the stacks of 1"]
     assert told[0][-1].endswith(f" #{LENGTH + 45}"), "of a rank that has written nothing"
+
+
+def test_a_call_that_is_being_written_is_not_shown(job: Callable[[int, int], PretendedJob]) -> None:
+    """A rank may be stopped in the middle of it, and another processor may show its parts in another order."""
+    ranks = job(1, 2)
+    ranks.beat()
+    first, second = ranks.groups
+    for _ in range(LENGTH + 5):
+        with Call(first.guard, "a call", anywhere=True):
+            pass
+    record, number = first.guard.record, LENGTH + 6
+    record.before[number % LENGTH] = number
+    record.times[number % LENGTH] = 1e9
+    assert [*second.board.calls()[0].entered] == [*range(7, LENGTH + 6)]
+    record.after[number % LENGTH] = number
+    assert [*second.board.calls()[0].entered.items()][-1] == (number, 1e9)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from mpistrategy.cli.doctor.checks import gpu, launch, layout, mpi, network, node, speed
+from mpistrategy.cli.doctor.checks import gpu, launch, layout, mpi, network, node
 from mpistrategy.cli.doctor.checks.finding import Finding
 from mpistrategy.cli.doctor.facts.facts import Job
 
@@ -30,10 +30,7 @@ TOGETHER: tuple[Check, ...] = (
     gpu.network,
     network.network,
     mpi.start,
-    speed.sums,
-    speed.speed,
-    speed.links,
-    speed.clock,
+    mpi.sums,
     mpi.leftovers,
 )
 

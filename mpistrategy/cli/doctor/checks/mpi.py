@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, groups, in_words, odd_ones
+from mpistrategy.cli.doctor.checks.launch_lines import line
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.objects.shown import ranks_in_words
 
@@ -109,30 +110,38 @@ def thread_level(job: Job) -> Iterator[Finding]:
 
 
 def start(job: Job) -> Iterator[Finding]:
-    """Find imports that take long, and the file systems that Python sits on."""
+    """Find imports that take long."""
     slowest = max(job.facts, key=lambda each: each.start_seconds)
     slowest_mpi = max(job.facts, key=lambda each: each.mpi_seconds)
-    first = job.facts[0]
-    kinds: dict[str, list[str]] = {}
-    for name, (_, kind) in first.homes.items():
-        kinds.setdefault(kind, []).append(name)
-    shown = "; ".join(f"{', '.join(names)} on {kind}" for kind, names in kinds.items())
-    network = sorted({kind for each in job.facts for _, kind in each.homes.values() if kind in NETWORKED})
     rank = f" (rank {slowest.rank} on {slowest.host})" if len(job.facts) > 1 else ""
-    took = f"imports took {slowest.start_seconds:.1f} s{rank}, MPI {slowest_mpi.mpi_seconds:.1f} s; {shown}"
-    if slowest.start_seconds < _SLOW_SECONDS and not (network and len(job.facts) >= _MANY):
+    took = f"imports took {slowest.start_seconds:.1f} s{rank}, MPI {slowest_mpi.mpi_seconds:.1f} s; from {slowest.home}"
+    if slowest.start_seconds < _SLOW_SECONDS:
         yield Finding("start", OK, took)
         return
-    fix = "Copy the environment to the nodes' own disks first: mpistrategy slurm staged_env; or use a container"
-    if slowest.start_seconds >= _SLOW_SECONDS and not network:
-        fix += ". The file system is a local one: is the node busy with something else?"
-    yield Finding("start", NOTE, took, fix, (slowest.rank,) if slowest.start_seconds > 1 else ())
+    fix = f"Is that a shared file system (findmnt -T {slowest.home})? Copy the environment to the nodes' own disks "
+    fix += "first: mpistrategy slurm staged_env; or use a container. On a local disk: is the node busy?"
+    yield Finding("start", NOTE, took, fix, (slowest.rank,))
 
 
-#: File systems that can stall when a thousand interpreters look for thousands of small files each.
-NETWORKED = {"NFS", "Lustre", "GPFS", "BeeGFS", "CephFS", "SMB", "AFS", "PanFS", "PVFS2", "9P"}
 _SLOW_SECONDS = 5.0
-_MANY = 256
+
+
+def sums(job: Job) -> Iterator[Finding]:
+    """Find ranks that do not add up right."""
+    if job.sums_right is None:
+        if job.untried:
+            yield Finding("sums", NOTE, f"not tried: {job.untried}", "Fix what is bad above first")
+        return
+    if job.sums_right:
+        yield Finding("sums", OK, f"{job.facts[0].size} ranks meet and add up right")
+        return
+    elsewhere = line(job.facts[0].launcher, "without", host="NODE")
+    yield Finding(
+        "sums",
+        BAD,
+        "an all-reduce of known numbers came out wrong",
+        f"Do not compute with this: another MPI, or other nodes ({elsewhere}); tell your cluster's support",
+    )
 
 
 def leftovers(job: Job) -> Iterator[Finding]:

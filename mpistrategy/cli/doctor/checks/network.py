@@ -24,7 +24,7 @@ def network(job: Job) -> Iterator[Finding]:
         return
     by = first.network or "a network that cannot be seen"
     how = ", ".join(filter(None, (first.carrier and f"by {first.carrier}", _setting(first))))
-    said = f"between nodes {first.library} talks by {by}{f' ({how})' * bool(how)}{_measured(job)}"
+    said = f"between nodes {first.library} talks by {by}{f' ({how})' * bool(how)}"
     beside = next((each.fabric for each in job.facts if each.fabric), "")
     if first.network == "TCP" and beside:
         chosen = f"unset {' '.join(name.partition('=')[0] for name in first.network_settings)}, or: "
@@ -48,14 +48,3 @@ def network(job: Job) -> Iterator[Finding]:
 
 def _setting(first: Facts) -> str:
     return ", ".join(first.network_settings)
-
-
-def _measured(job: Job) -> str:
-    """Return how fast the slowest node was reached, and what its Ethernet allows."""
-    links = [each for each in job.speeds if each.where.startswith("to ")]
-    slowest = min((each.nbytes / max(each.seconds, 1e-9) for each in links), default=0.0)
-    text = f": {slowest / 1e6:.0f} MB/s" if slowest else ""
-    most = min((each.ethernet_megabits for each in job.facts), default=0)
-    if job.facts[0].network == "TCP" and most > 0:
-        text += f" (the Ethernet allows {most / 8:.0f} MB/s)"
-    return text

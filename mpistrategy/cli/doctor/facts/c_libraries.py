@@ -1,4 +1,4 @@
-"""Facts from C libraries: kinds of file systems, threads of linear algebra, and which GPUs can read each other."""
+"""Facts from C libraries: threads of linear algebra, and which GPUs can read each other."""
 
 from __future__ import annotations
 
@@ -7,48 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
-
-#: By the number that Linux gives each kind of file system.
-_KINDS = {
-    0x6969: "NFS",
-    0x0BD00BD0: "Lustre",
-    0x47504653: "GPFS",
-    0x19830326: "BeeGFS",
-    0x00C36400: "CephFS",
-    0xFF534D42: "SMB",
-    0xFE534D42: "SMB",
-    0x517B: "SMB",
-    0x5346414F: "AFS",
-    0xAAD7AAEA: "PanFS",
-    0x20030528: "PVFS2",
-    0x01021997: "9P",
-    0x65735546: "FUSE",
-    0xEF53: "ext4",
-    0x58465342: "XFS",
-    0x9123683E: "Btrfs",
-    0x2FC12FC1: "ZFS",
-    0x01021994: "tmpfs",
-    0x858458F6: "ramfs",
-    0x794C7630: "overlay",
-    0x73717368: "squashfs",
-    0xE0F5E1E2: "EROFS",
-    0xF2F52010: "F2FS",
-}
-_STATFS_BYTES = 512  # more than any system's struct statfs
-
-
-def kind_of(path: str) -> str:
-    """Return the kind of the file system: ``"NFS"``; a number for one without a name here; "unknown" for no answer."""
-    try:
-        statfs = ctypes.CDLL(None, use_errno=True).statfs
-        block = ctypes.create_string_buffer(_STATFS_BYTES)
-        if statfs(os.fsencode(path), block):
-            return "unknown"
-    except (OSError, AttributeError):
-        return "unknown"
-    number = ctypes.c_long.from_buffer(block).value & 0xFFFFFFFF  # its first member
-    return _KINDS.get(number, f"file system {number:#x}")
-
 
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 _ASK = {

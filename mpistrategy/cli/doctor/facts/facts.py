@@ -33,7 +33,7 @@ class Facts:
         room_free, room_of: how many bytes the ranks of this node may still share, and what limits them; "" if unknown.
         room_needed: what they share for each strategy.
         start_seconds: from the start of the process until this command ran: the imports.
-        homes: where things lie: the path and the kind of file system, by their names.
+        home: the folder of this package.
         sight: what it sees of GPUs, as `mpistrategy.mpi.gpu.inventory.Sight.text` has it; "" if not looked for.
         gpu_devices: how many GPUs the system of the node has device files for.
         amd: whether there are AMD's GPUs, which this library cannot use.
@@ -46,7 +46,6 @@ class Facts:
         distribution: how Slurm was asked to place the ranks: SLURM_DISTRIBUTION.
         network, carrier, network_settings: what messages between nodes go by, which library below MPI sends them, and
             the variables that choose it; see `mpistrategy.cli.doctor.facts.network`.
-        ethernet_megabits: how many a second the fastest network interface can send; 0 if unknown.
         from_pip: the package of pip that the MPI library belongs to.
         shm_free: how many bytes are free in /dev/shm; -1 if unknown.
         leftovers: what killed jobs have left on the node of a local rank 0, in words; "" for nothing.
@@ -83,7 +82,7 @@ class Facts:
     room_of: str = ""
     room_needed: int = 0
     start_seconds: float = 0.0
-    homes: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    home: str = ""
     sight: str = ""
     gpu_devices: int = 0
     amd: bool = False
@@ -96,7 +95,6 @@ class Facts:
     network: str = ""
     carrier: str = ""
     network_settings: Sequence[str] = ()
-    ethernet_megabits: int = 0
     from_pip: str = ""
     shm_free: int = -1
     cuda_aware: str = ""
@@ -111,40 +109,6 @@ class Facts:
         """Return what `text` was made of."""
         known = {each.name for each in fields(cls)}
         return cls(**{key: value for key, value in json.loads(text).items() if key in known})
-
-
-@dataclass(frozen=True)
-class Speed:
-    """How fast something went.
-
-    Attributes:
-        what: in words.
-        nbytes: how much.
-        seconds: the slowest rank's time.
-        expected: what it should take, in seconds; 0 if unknown.
-        where: the route, or the part of the job; may be empty.
-    """
-
-    what: str
-    nbytes: int
-    seconds: float
-    expected: float = 0.0
-    where: str = ""
-
-
-@dataclass(frozen=True)
-class Clock:
-    """How far the clock of a node is from that of rank 0's node.
-
-    Attributes:
-        rank: the first rank of the node.
-        offset: in seconds; positive when it is ahead.
-        error: how exact that is.
-    """
-
-    rank: int
-    offset: float
-    error: float
 
 
 @dataclass(frozen=True)
@@ -177,7 +141,6 @@ class Job:
         patience: how many seconds the others waited for them.
         sums_right: whether a sum over the ranks was right; None if not tried.
         untried: why not.
-        speeds, clocks: what was measured.
         trial: of GPU memory; None if not tried.
     """
 
@@ -187,8 +150,6 @@ class Job:
     patience: float = 0.0
     sums_right: bool | None = None
     untried: str = ""
-    speeds: Sequence[Speed] = ()
-    clocks: Sequence[Clock] = ()
     trial: Trial | None = None
 
     @property

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mpistrategy.cli.doctor.checks.finding import mebibytes
 from mpistrategy.cli.doctor.checks.gpu import parts_of
 from mpistrategy.cli.doctor.facts import fabric, network
-from mpistrategy.cli.doctor.facts.c_libraries import blas_threads, kind_of, pairs_without_peer_access
+from mpistrategy.cli.doctor.facts.c_libraries import blas_threads, pairs_without_peer_access
 from mpistrategy.cli.doctor.facts.facts import Facts
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import loaded_mpi
@@ -85,7 +85,7 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
         room_free=shared.free if shared else 0,
         room_of=f"{shared.of}, {mebibytes(shared.total)}" if shared else "",
         start_seconds=round(start_seconds, 3),
-        homes=homes(),
+        home=str(Path(__file__).parents[3]),
         gpu_devices=len(glob("/dev/nvidia[0-9]*")),
         amd=os.path.exists("/dev/kfd"),
         fabric=fabric.fabric(),
@@ -94,7 +94,6 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
         visible=visible if visible is None or _VISIBLE.fullmatch(visible) else "(something else)",
         wanted=_library_wanted(environment.get("MPI4PY_LIBMPI", "")),
         distribution=_first_word(environment.get("SLURM_DISTRIBUTION", "")),
-        ethernet_megabits=network.ethernet_megabits(),
     )
 
 
@@ -129,7 +128,6 @@ def with_mpi(facts: Facts, ranks: Ranks, seconds: float) -> Facts:
         carrier=network.carrier(ranks.library, loaded_mpi.mapped_files()),
         from_pip=network.from_pip(mapped),
         shm_free=shm.free if (shm := file_system("/dev/shm")) else -1,
-        homes=dict(facts.homes) | ({"MPI": (mapped[0], kind_of(mapped[0]))} if mapped else {}),
     )
 
 
@@ -174,18 +172,6 @@ def offered(environment: Mapping[str, str]) -> tuple[str, ...]:
     if "PMI_RANK" in environment and not {"PMI_FD", "PMI_PORT", "PMI_CONTROL_PORT", "PMI_SIZE"}.isdisjoint(environment):
         kinds.append("PMI")
     return tuple(kinds)
-
-
-def homes() -> dict[str, tuple[str, str]]:
-    """Return where Python, its packages and this one lie, and on what kind of file system."""
-    import numpy
-
-    places = {
-        "Python": sys.prefix,
-        "NumPy": os.path.dirname(numpy.__file__),
-        "mpistrategy": str(Path(__file__).parents[3]),
-    }
-    return {name: (path, kind_of(path)) for name, path in places.items()}
 
 
 def _leftovers() -> str:

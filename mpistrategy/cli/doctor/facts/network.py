@@ -78,18 +78,6 @@ def settings(environment: Mapping[str, str], library: str) -> tuple[str, ...]:
     return tuple(f"{name}={value}" for name, value in heeded if _VALUE.fullmatch(value))
 
 
-def ethernet_megabits(root: str = "/sys/class/net") -> int:
-    """Return how many megabits a second the fastest network interface that is up can send; 0 if unknown."""
-    most = 0
-    for path in glob(os.path.join(root, "*", "speed")):
-        with suppress(OSError, ValueError):  # some have none
-            with open(os.path.join(os.path.dirname(path), "operstate"), encoding="utf-8") as state:
-                is_up = state.read().strip() == "up"
-            with open(path, encoding="utf-8") as file:
-                most = max(most, int(file.read()) * is_up)
-    return most
-
-
 def from_pip(libraries: Sequence[str], prefix: str = sys.prefix) -> str:
     """Return which package of pip has brought the MPI library; "" for none."""
     if not any(os.path.abspath(path).startswith(os.path.join(prefix, "")) for path in libraries):

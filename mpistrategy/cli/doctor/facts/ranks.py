@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import mpi4py
@@ -16,7 +15,7 @@ from mpi4py import MPI
 
 from mpistrategy.objects.text import decoded, encoded
 
-_TEXT, _TURN, _PING, _PONG = 71, 72, 73, 74
+_TEXT = 71
 _NAP_SECONDS = 1e-3
 _LEVELS = {
     MPI.THREAD_SINGLE: "single",
@@ -109,44 +108,6 @@ class Ranks:
     def swap(self, mine: Any, theirs: Any) -> None:
         """Exchange buffers, on whatever device they are, with the other of two ranks."""
         self._comm.Sendrecv(mine, 1 - self.rank, recvbuf=theirs, source=1 - self.rank)
-
-    # ------------------------------------------------------------------------------------- rank 0 and another one
-
-    def serve(self) -> None:
-        """Answer rank 0's turns until it says that it was the last; on every rank but 0."""
-        turn = np.zeros(2, np.int64)
-        while True:
-            self._comm.Recv(turn, 0, _TURN)
-            rounds, nbytes = map(int, turn)
-            if rounds == 0:
-                return
-            block, now = np.zeros(nbytes, np.uint8), np.zeros(1)
-            for _ in range(rounds):
-                self._comm.Recv(block, 0, _PING)
-                now[0] = time.time()
-                self._comm.Send(now, 0, _PONG)
-
-    def turn(self, other: int, rounds: int, nbytes: int, each: Callable[[float, float, float], object]) -> None:
-        """Send so many messages to a rank that serves; on rank 0.
-
-        Args:
-            other: that rank.
-            rounds: how many.
-            nbytes: of each.
-            each: is given the time before and after each, and that of the other rank in between; of time.time().
-        """
-        self._comm.Send(np.array([rounds, nbytes], np.int64), other, _TURN)
-        block, then = np.zeros(nbytes, np.uint8), np.zeros(1)
-        for _ in range(rounds):
-            before = time.time()
-            self._comm.Send(block, other, _PING)
-            self._comm.Recv(then, other, _PONG)
-            each(before, time.time(), float(then[0]))
-
-    def end_turns(self) -> None:
-        """Say to all others that there are no more; on rank 0."""
-        for other in range(1, self.size):
-            self._comm.Send(np.zeros(2, np.int64), other, _TURN)
 
     def abort(self, status: int) -> None:
         """End the job."""

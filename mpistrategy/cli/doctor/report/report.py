@@ -37,8 +37,8 @@ def as_json(job: Job, findings: Sequence[Finding], cover: Callable[[str], str]) 
     """Return the report as one JSON object.
 
     Its keys: ``format`` (1), ``verdict`` (ok, note, bad: the worst), ``ranks``, ``nodes``, ``findings`` (each with
-    ``check``, ``verdict``, ``found``, ``fix``, ``ranks``), ``speeds``, ``clocks``, and ``facts``, one object for each
-    rank.  The last three have the names of the classes in `mpistrategy.cli.doctor.facts.facts`.
+    ``check``, ``verdict``, ``found``, ``fix``, ``ranks``) and ``facts``, one object for each rank, with the names of
+    `mpistrategy.cli.doctor.facts.facts.Facts`.
 
     Args:
         job: what is known of the job.
@@ -51,8 +51,6 @@ def as_json(job: Job, findings: Sequence[Finding], cover: Callable[[str], str]) 
         "ranks": job.facts[0].size,
         "nodes": len(job.nodes),
         "findings": [asdict(each) for each in findings],
-        "speeds": [asdict(each) for each in job.speeds],
-        "clocks": [asdict(each) for each in job.clocks],
         "facts": [_shown(each) for each in job.facts],
     }
     return json.dumps(covered(told, cover), indent=1)

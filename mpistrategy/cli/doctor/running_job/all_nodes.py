@@ -17,7 +17,7 @@ from typing import Any
 
 from mpistrategy.cli.doctor.running_job import node_view
 from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls
-from mpistrategy.cli.doctor.running_job.run_files import Seen
+from mpistrategy.cli.doctor.running_job.node_view import Seen
 from mpistrategy.cli.doctor.running_job.slurm_job import answer_of
 from mpistrategy.mpi.watchdog.local_process import node_name
 from mpistrategy.objects.text import printable

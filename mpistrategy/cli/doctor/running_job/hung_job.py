@@ -7,15 +7,14 @@ import json
 import os
 import shlex
 import sys
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
 from mpistrategy.cli.doctor.checks.finding import count
 from mpistrategy.cli.doctor.report.privacy import covered, veil
-from mpistrategy.cli.doctor.running_job import all_nodes, last_calls, node_view, run_files, slurm_job
+from mpistrategy.cli.doctor.running_job import all_nodes, last_calls, node_view, slurm_job
 from mpistrategy.cli.doctor.running_job.last_calls import Lateness, NodeCalls
-from mpistrategy.cli.doctor.running_job.run_files import Seen
+from mpistrategy.cli.doctor.running_job.node_view import Seen
 from mpistrategy.mpi.watchdog import run_directory
 from mpistrategy.mpi.watchdog.local_process import node_name
 from mpistrategy.mpi.watchdog.roll_call import absent_in_words
@@ -26,7 +25,7 @@ _LONG_SECONDS = 10.0
 #: Watchdogs write once a second: a shorter wait may be over.
 _SHORT_SECONDS = 2.0
 _MOST_ROWS = 64
-_MOST_LEFT_OUT = 8
+_MOST_TROUBLES = 8
 _HANGS, _COULD_NOT = 1, 2
 _MEMORY = "the memory that its ranks share"
 _MYSELF = (sys.executable, "-m", "mpistrategy", "doctor")
@@ -41,9 +40,8 @@ class Told:
         source: where that is from.
         seen: its ranks.
         calls: when they came to their last collectives.
-        roll_call: what the job wrote at its end.
         trouble: why nothing more is known.
-        left_out: what was not read, and why.
+        troubles: what was not seen, and why.
         job: its number for Slurm; "" for none.
         one_node: whether other nodes than this one were not looked at.
     """
@@ -52,9 +50,8 @@ class Told:
     source: str
     seen: Sequence[Seen] = ()
     calls: Sequence[NodeCalls] = ()
-    roll_call: str = ""
     trouble: str = ""
-    left_out: Sequence[str] = ()
+    troubles: Sequence[str] = ()
     job: str = ""
     one_node: bool = False
 
@@ -67,12 +64,7 @@ class Told:
 def run(options: argparse.Namespace) -> int:
     """Tell about the job that the options name; return 0 when nothing hangs, 1 when something does, 2 if unknown."""
     hint = ""
-    if options.run_dir:
-        if not os.path.isdir(options.run_dir):
-            return _fail(f"there is no folder {options.run_dir}")
-        files = run_files.read(options.run_dir, time.time(), follow=True)
-        told = Told("the job", options.run_dir, files.seen, (), files.roll_call, "", files.left_out)
-    elif options.pid:
+    if options.pid:
         view = node_view.of_process(options.pid)
         title = f"the job of process {options.pid}"
         told = Told(title, _MEMORY, view.seen, view.calls, trouble=view.trouble, one_node=True)
@@ -84,47 +76,39 @@ def run(options: argparse.Namespace) -> int:
         told.title = f"job {options.job}" + (f" ({job.state})" if job.state else "")
         if job.nodes and not told.seen:
             hint = shlex.join([*all_nodes.step(job.number), "--nodes=1", "--ntasks=1", *_MYSELF, "--job", job.number])
-    if told.left_out:
-        _say("\n".join(f"mpistrategy doctor: left out {each}" for each in told.left_out[:_MOST_LEFT_OUT]))
-    if not told.seen and not told.roll_call:
+    if told.troubles:
+        _say("\n".join(f"mpistrategy doctor: not seen: {each}" for each in told.troubles[:_MOST_TROUBLES]))
+    if not told.seen:
         return _fail(f"{told.title}: {told.trouble or f'nothing is known of its ranks in {told.source}'}", hint)
     cover = veil(os.environ)
     late = last_calls.compare(told.calls)
     if options.json:
         shown = {"format": 1, "job": told.title, "source": told.source, "hangs": hangs(told.seen)}
         ranks, slow = [asdict(each) for each in told.seen], [{**asdict(each), "slow": each.slow()} for each in late]
-        shown |= {"ranks": ranks, "last_calls": slow, "roll_call": told.roll_call}
+        shown |= {"ranks": ranks, "last_calls": slow}
         print(json.dumps(covered(shown, cover), indent=1))
     else:
         print(printable(cover("\n".join(lines(told, late)))))
-    return _HANGS if hangs(told.seen) or told.roll_call else 0
+    return _HANGS if hangs(told.seen) else 0
 
 
 def _of(job: slurm_job.SlurmJob) -> Told:
     """Return what is known of a Slurm job."""
-    places = [os.environ.get(run_directory.VARIABLE, ""), job.folder, os.getcwd()]
-    left_out: list[str] = []
-    written: run_files.RunFiles | None = None
-    for folder in run_files.folders_of(job.number, places):
-        files = run_files.read(folder, time.time())
-        left_out += files.left_out
-        if files.seen or files.roll_call:
-            written = files
-            break
-    if job.state == "RUNNING" and job.count and not (written and written.roll_call):
+    troubles: Sequence[str] = ()
+    if job.state == "RUNNING" and job.count:
         live = all_nodes.look(job.number, job.count)
-        left_out += live.troubles
+        troubles = live.troubles
         if live.seen:
             nodes = f"{_MEMORY} on {count(job.count, 'node')}"
-            return Told("", nodes, live.seen, live.calls, "", "", left_out, job.number)
-    if written is not None:
-        return Told("", written.folder, written.seen, (), written.roll_call, "", left_out, job.number)
+            return Told("", nodes, live.seen, live.calls, troubles=troubles, job=job.number)
     view = node_view.of_slurm_job(job.number)
     if view.seen:
-        return Told("", f"{_MEMORY} on this node", view.seen, view.calls, "", "", left_out, job.number, one_node=True)
-    looked = " and ".join(dict.fromkeys(filter(None, places)))
-    trouble = f"no mpistrategy-run-{job.number}-* in {looked} (--run-dir names another); {view.trouble}"
-    return Told("", "", trouble=f"{job.trouble}; {trouble}" if job.trouble else trouble, left_out=left_out)
+        here = f"{_MEMORY} on this node"
+        return Told("", here, view.seen, view.calls, troubles=troubles, job=job.number, one_node=True)
+    why = "; ".join(filter(None, (job.trouble, view.trouble)))
+    folder = os.path.join(os.environ.get(run_directory.VARIABLE) or job.folder, f"{run_directory.PREFIX}{job.number}-*")
+    ended = f"If it has ended because a collective was late, its roll call is {folder}/{run_directory.ROLL_CALL}"
+    return Told("", "", trouble=f"{why}. {ended}", troubles=troubles)
 
 
 def hangs(seen: Sequence[Seen]) -> bool:
@@ -143,16 +127,13 @@ def _waits(each: Seen) -> float:
 
 def lines(told: Told, late: Sequence[Lateness] = ()) -> list[str]:
     """Return the report."""
-    seen, roll_call = told.seen, told.roll_call
+    seen = told.seen
     shown = [f"{told.title}: {count(len(seen), 'rank')} heard of, in {told.source}"]
     missing = [each for each in seen if not each.waited or each.silent]
     most = seen if len(seen) <= _MOST_ROWS else sorted(seen, key=lambda each: bool(each.waited))[:_MOST_ROWS]
     shown += [f"  rank {each.rank:<4} {_state(each):<16} {each.text}{_said(each)}" for each in most]
     if len(seen) > _MOST_ROWS:
         shown.append(f"  and {len(seen) - _MOST_ROWS} more")
-    if roll_call:
-        shown += ["The job has ended because of it; what it said:", *(f"  {line}" for line in roll_call.splitlines())]
-        return shown
     hosts = {each.rank: each.host for each in seen}
     for each in late:
         shown += last_calls.lines(each, hosts)

@@ -15,13 +15,41 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls, of_node
-from mpistrategy.cli.doctor.running_job.run_files import Seen
 from mpistrategy.mpi.shared_memory.segments import FOLDER, SharedMemory
 from mpistrategy.mpi.watchdog import local_process
 from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, MARK, ROW, RankStatus, StatusBoard
 
 _MOST_RANKS = 1024
 _FILES = ("/memfd:mpistrategy", f"{FOLDER}/mpistrategy-")
+
+
+@dataclass(frozen=True)
+class Seen:
+    """The last report of one rank.
+
+    Attributes:
+        rank: its number.
+        age: how long ago that was, in seconds.
+        waited: how long it had waited in a collective by then; 0 when it was in none.
+        limit: after how long it gives up; 0 if unknown.
+        text: where it was.
+        process: its number on its node; 0 if unknown.
+        shows_stacks: whether SIGQUIT makes it show its stacks.
+        silent: why it cannot say anything any more; "" when it can.
+        host: the name of its node; "" if unknown.
+
+    Texts are printable.
+    """
+
+    rank: int
+    age: float
+    waited: float
+    limit: float
+    text: str
+    process: int = 0
+    shows_stacks: bool = False
+    silent: str = ""
+    host: str = ""
 
 
 @dataclass(frozen=True)

@@ -1,1 +1,0 @@
-"""How the cases of the benchmark are timed and reported."""

@@ -1,0 +1,275 @@
+"""What runs in the background: one thread, its queue of jobs, and the engine that reduces in it.
+
+The thread sleeps between two looks at its messages, to leave the core to the program.  While the program itself waits
+for a job the naps are short: on two nodes at 1 Gbit/s, long ones would leave the network idle in between.
+
+An engine uses a duplicate of the strategy's communicator, with a guard of its own.  It says its own goodbye when it is
+freed, once it has no more jobs.  A job that some rank never started ends then with an error.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.channel import wait_patiently
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.faults import injection
+from mpistrategy.mpi.interface.buffers import Freed
+from mpistrategy.mpi.multi_node.two_level import Manner
+
+_SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
+#: While the program waits: so many looks without a nap, then the shortest naps.
+_LOOKS = 200
+
+
+def patiently(looks: int) -> None:
+    """Sleep between two looks at the messages: briefly at first, for small values, then some milliseconds."""
+    time.sleep(min(_SHORTEST_NAP * 2 ** min(looks, 10), _LONGEST_NAP))
+
+
+def promptly(looks: int) -> None:
+    """Look on for a moment, then sleep briefly: also a core that nobody computes on may be wanted for the network.
+
+    A step of torch's DDP, 25 M parameters, two nodes of one core each without a limit of the network: 247 ms, with naps
+    of 0.5 ms 255, over gloo 252.  At 1 Gbit/s both take as long.
+    """
+    if looks <= _LOOKS:
+        os.sched_yield()
+    else:
+        time.sleep(_SHORTEST_NAP)
+
+
+class Job:
+    """A function to be called once, and its result.
+
+    Args:
+        work: the function.
+    """
+
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self._work: Callable[[], Any] | None = work
+        #: Held until it has ended; an event takes longer to make than a small sum.
+        self._under_way = threading.Lock()
+        self._under_way.acquire()
+        self._is_over = False
+        self._result: Any = None
+        self.error: BaseException | None = None
+        self.was_waited_for: bool = False
+
+    def run(self) -> None:
+        """Call the function in this thread; keep its error for `result`."""
+        assert self._work is not None
+        try:
+            self._result = self._work()
+        except BaseException as error:
+            self.error = error
+        finally:  # whoever waits must not do so for ever
+            self._work = None  # it refers to the caller's arrays
+            self._is_over = True
+            self._under_way.release()
+
+    def is_over(self) -> bool:
+        """Return whether it has ended, with a result or an error; does not wait."""
+        return self._is_over
+
+    def wait(self) -> None:
+        """Wait for the end."""
+        with self._under_way:
+            pass
+
+    def result(self) -> Any:
+        """Wait for the end; return the result or raise the error."""
+        self.wait()
+        self.was_waited_for = True
+        if self.error is not None:
+            raise self.error
+        return self._result
+
+
+class Worker:
+    """The thread, from the first job on, and the jobs that have not begun.
+
+    Args:
+        ended: called in the thread with each job that has ended.
+    """
+
+    def __init__(self, ended: Callable[[Job], object] = lambda job: None) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._ended = ended
+        #: The jobs that threads of the program wait for.
+        self._awaited: list[Job] = []
+        self._thread = threading.Thread(target=self._run, name="mpistrategy background", daemon=True)
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is this one."""
+        return threading.get_ident() == self._thread.ident
+
+    def submit(self, job: Job) -> None:
+        """Run `job` after all earlier ones."""
+        if self._thread.ident is None:
+            self._thread.start()
+        self._jobs.put(job)
+
+    def finish(self, job: Job) -> None:
+        """Wait for `job`; meanwhile the thread has the core of this one."""
+        self._awaited.append(job)
+        try:
+            job.wait()
+        finally:
+            self._awaited.remove(job)
+
+    def take(self, ranks: Any) -> Any:
+        """Let the data of a communicator over MPI travel as this thread can wait for them; return it."""
+        # Over TCP each call moves only a part of MPICH's messages; with long sleeps many must be under way.  And the
+        # thread could not sleep inside one blocking MPI call.
+        ranks.manner = Manner(self.pause, nudges=8, blocks=False)
+        return ranks
+
+    def pause(self, looks: int) -> None:
+        """Give the core away between two looks at the messages."""
+        if self.is_here:
+            (promptly if self._awaited else patiently)(looks)
+        else:
+            os.sched_yield()  # the program's own thread: 4 MiB at 1 Gbit/s took 43 ms with naps, and 37 without
+
+    def end(self) -> None:
+        """Finish all jobs, and end the thread."""
+        if self._thread.ident is not None:
+            self._jobs.put(None)
+            self._thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            job.run()
+            self._ended(job)
+            del job  # its result is the program's
+
+
+class AtOnce(Freed):
+    """Runs every job when it is submitted, in the calling thread.
+
+    Attributes:
+        communicator: that of the jobs.
+        submitted: the number of jobs so far.
+        known_to_all: how many of them all ranks are known to have submitted.
+        is_at_once: whether a job is done when it has been submitted.
+    """
+
+    is_at_once: bool = True
+
+    def __init__(self, communicator: Any) -> None:
+        self.communicator = communicator
+        self.submitted: int = 0
+        self.known_to_all: int = 0
+        self._failed: list[Job] = []
+
+    def submit(self, job: Job) -> None:
+        """Run `job`; raise its error, which no rank need wait for."""
+        self.submitted += 1
+        self.known_to_all = self.submitted
+        job.run()
+        if job.error is not None:
+            raise job.error
+
+    def finish(self, job: Job) -> None:
+        """Do what is needed for `job` to end by itself: nothing."""
+
+    def keep_failed(self, job: Job) -> None:
+        """Remember a job that has failed until somebody waits for it."""
+        if job.error is not None:
+            self._failed = [*(failed for failed in self._failed if not failed.was_waited_for), job]
+
+    def free(self) -> None:
+        """Warn of failed jobs that nobody has waited for."""
+        for job in self._failed:
+            if not job.was_waited_for:
+                text = f"an all_reduce_async failed and nobody waited for it: {job.error}"
+                warn(text, RuntimeWarning)
+
+
+class Engine(AtOnce):
+    """A thread and a communicator for jobs in the background.  Collective.
+
+    Args:
+        communicator: the strategy's; all its ranks make an engine at the same time.
+    """
+
+    submitted: int
+    is_at_once: bool = False
+
+    def __init__(self, communicator: Any) -> None:
+        self.worker: Worker = Worker(self.keep_failed)
+        self._program: Guard = communicator.guard
+        super().__init__(self.worker.take(communicator.duplicate()))
+        guard: Guard = self.communicator.guard
+        guard.is_in_background = guard.is_patient = True
+        self.worker.submit(Job(_count_no_calls))
+
+    def submit(self, job: Job) -> None:
+        """Run `job` after all earlier ones.
+
+        A signal's handler may raise between any two lines.  Whether the other ranks have a job more is not known then:
+        the strategy takes no more calls.
+        """
+        try:
+            self.worker.submit(job)
+            self.submitted += 1
+        except BaseException as error:
+            for guard in (self.communicator.guard, self._program):
+                guard.break_off("ReplicaContext.all_reduce_async", error)
+            raise
+
+    def finish(self, job: Job) -> None:
+        """Wait for `job`; meanwhile the thread has the core of this one."""
+        self.worker.finish(job)
+
+    def free(self) -> None:
+        """Finish the jobs that all ranks have started, then end the engine.  Collective.
+
+        A job that some rank has not started ends with an error on the others.
+        """
+        self.worker.end()
+        guard = self.communicator.guard
+        guard.start_leaving()
+        while not wait_patiently(guard.peers_have_left):
+            guard.tell_peers("it starts no further all_reduce_async")
+        self.communicator.free()
+        super().free()
+
+
+def _count_no_calls() -> None:
+    """Let planned faults count no calls of this thread: they were counted when they were started."""
+    injection.inside.depth = 1
+
+
+def engine_of(communicator: Any, agree: Callable[[Callable[[], Any]], Any], *, waits_for_gpu: bool = False) -> AtOnce:
+    """Return what runs the jobs of a communicator; the first call is collective.
+
+    It is an `Engine` where the MPI of all ranks allows several threads: on several nodes, and on one node for jobs that
+    wait for a GPU.  Else jobs run at once: the ranks of a single node have no core to spare, and simulated ranks have
+    no progress thread.
+
+    Args:
+        communicator: a strategy's.
+        agree: compares the first call between the ranks, and returns what its argument makes in that call.
+        waits_for_gpu: whether the jobs do.
+    """
+    has_nodes = communicator.nodes > 1
+
+    def together() -> AtOnce:
+        threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
+        return Engine(communicator) if threads else AtOnce(communicator)
+
+    def make() -> Any:
+        is_alone = not has_nodes and not (waits_for_gpu and communicator.size > 1)
+        return AtOnce(communicator) if is_alone else agree(together)
+
+    made: AtOnce = communicator.once(AtOnce if has_nodes or not waits_for_gpu else Engine, make)
+    return made

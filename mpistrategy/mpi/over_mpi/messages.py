@@ -1,0 +1,74 @@
+"""Messages between two ranks, in pieces that MPI can count, and waits for them that end."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+
+from mpi4py import MPI
+
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.errors import CollectiveTimeoutError
+
+#: The first tag of those that a program chooses.
+PROGRAM_TAG = 2**11
+#: The greatest tag that every MPI takes.
+GREATEST_TAG = 2**15 - 1 - PROGRAM_TAG
+#: Messages that were not answered in time: MPI may still use their memory.
+_abandoned: list[Message] = []
+
+
+class Message:
+    """A message between two ranks that is under way, in pieces that MPI can count.
+
+    Attributes:
+        source: the rank that has sent what was received; None before.
+    """
+
+    def __init__(
+        self, comm: MPI.Intracomm, block: Array, rank: int | None, tag: int, most: int, *, sends: bool
+    ) -> None:
+        self._comm, self._block, self._tag, self._most = comm, block, tag, most
+        self.source: int | None = rank
+        self._requests: list[MPI.Request] = []
+        if rank is not None:
+            self._begin(comm.Isend if sends else comm.Irecv, rank)
+
+    def _begin(self, start: Callable[..., MPI.Request], rank: int) -> None:
+        size = self._block.size
+        spans = [(at, min(at + self._most, size)) for at in range(0, size, self._most)] or [(0, 0)]
+        self._requests = [start([self._block[begin:end], MPI.BYTE], rank, self._tag) for begin, end in spans]
+
+    def test(self) -> bool:
+        """Return whether the block has been sent or received."""
+        if self.source is None:  # by looking for one: MPICH 5.0.2 loses messages to MPI_ANY_SOURCE between nodes
+            status = MPI.Status()
+            if not self._comm.Iprobe(MPI.ANY_SOURCE, self._tag, status):
+                return False
+            self.source = status.Get_source()
+            self._begin(self._comm.Irecv, self.source)
+        return bool(MPI.Request.Testall(self._requests))
+
+    def wait(self, where: str, timeout: float) -> None:
+        """Wait until the block has been sent or received; in steps, since no other rank may come.
+
+        Args:
+            where: the public name.
+            timeout: for how many seconds.
+
+        Raises:
+            CollectiveTimeoutError: when it takes longer.
+        """
+        end = time.monotonic() + timeout
+        while not self.test():
+            if time.monotonic() > end:
+                _abandoned.append(self)
+                peer = "any rank" if self.source is None else f"rank {self.source}"
+                raise CollectiveTimeoutError.at(
+                    where,
+                    found=f"no message between this rank and {peer} for {timeout:g} s",
+                    expected="send and recv on both",
+                    fix="A longer limit is the group's timeout, or MPISTRATEGY_TIMEOUT_SECONDS.",
+                )
+            os.sched_yield()

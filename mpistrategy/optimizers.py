@@ -1,0 +1,226 @@
+"""The optimizers: SGD, Adam and AdamW; `mpistrategy.training.optimizer` describes a step.
+
+Gradients are summed over the replicas, so divide the loss by the global batch size, or pass ``aggregation="MEAN"``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Unpack
+
+import numpy as np
+
+from mpistrategy.arrays.convert import any_array
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.objects.nearest import not_in_module
+from mpistrategy.objects.settings import Setting, amount, decay, switch
+from mpistrategy.options import NonFinite, SumOrMean
+from mpistrategy.schedules import Schedule
+from mpistrategy.training import kernels
+from mpistrategy.training.hyperparameters import Momentum, OldNames
+from mpistrategy.training.optimizer import Optimizer
+from mpistrategy.variables.variable import Variable
+
+__all__ = [
+    "SGD",
+    "Adam",
+    "AdamW",
+    "Optimizer",
+]
+
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        raise not_in_module(name, __name__)
+
+
+class SGD(Optimizer):
+    """Gradient descent, as `keras.optimizers.SGD` (keras.io/api/optimizers/sgd) does it: with momentum,
+    ``v = momentum * v - learning_rate * g``, and v is added to the variable (with nesterov,
+    ``momentum * v - learning_rate * g``, with the new v).  So v keeps the learning rates of the steps before, where
+    torch's SGD multiplies all of v by the present one.  A sparse gradient changes only the rows that it names, as in
+    TensorFlow.
+
+    Args:
+        learning_rate: the step size, or a schedule of it.
+        momentum: from 0 to 1; with 0 there is no slot.
+        nesterov: whether to use Nesterov momentum.
+        aggregation: "SUM" or "MEAN".
+        global_clipnorm: limits the norm of all reduced gradients together; None does not.
+        mirrored_check_steps: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        nonfinite: what to do if reduced gradients are not finite: "raise", "skip" the step, "warn", or None.
+    """
+
+    only_named_rows = True
+    momentum: Setting[float] = Momentum()
+    nesterov: Setting[bool] = switch()
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule = 0.01,
+        momentum: float = 0.0,
+        nesterov: bool = False,
+        *,
+        aggregation: SumOrMean = "SUM",
+        global_clipnorm: float | None = None,
+        mirrored_check_steps: int = 0,
+        nonfinite: NonFinite | None = None,
+        **old: Unpack[OldNames],
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            aggregation=aggregation,
+            global_clipnorm=global_clipnorm,
+            mirrored_check_steps=mirrored_check_steps,
+            nonfinite=nonfinite,
+            **old,
+        )
+        self.momentum = momentum
+        self.nesterov = nesterov
+
+    def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
+        """Update the momentum; return what the variable loses."""
+        step = float(self.learning_rate) * gradient
+        if not self.momentum:
+            return any_array(step)
+        velocity = slots["momentum"]
+        _store(velocity, self.momentum * velocity - step)
+        return any_array(step - self.momentum * velocity if self.nesterov else -velocity[...])
+
+    def _kernel(self) -> kernels.Kernel | None:
+        """Return `change` as one pass over memory."""
+        if not self.momentum:
+            return kernels.Sgd(float(self.learning_rate))
+        return kernels.Momentum(float(self.learning_rate), float(self.momentum), bool(self.nesterov))
+
+
+class Adam(Optimizer):
+    """Adam (Kingma and Ba, 2015, with the bias correction in the step size, as `keras.optimizers.Adam` does it, where
+    epsilon is the "epsilon hat" of the paper's section 2):
+    ``m = b1 m + (1 - b1) g``, ``v = b2 v + (1 - b2) g^2``, and the variable loses
+    ``learning_rate * sqrt(1 - b2^t) / (1 - b1^t) * m / (sqrt(v) + epsilon)``.
+
+    Args:
+        learning_rate: the step size, or a schedule of it.
+        beta_1: the decay of m.
+        beta_2: the decay of v.
+        epsilon: added to the divisor.
+        aggregation: "SUM" or "MEAN".
+        global_clipnorm: limits the norm of all reduced gradients together; None does not.
+        mirrored_check_steps: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        nonfinite: what to do if reduced gradients are not finite: "raise", "skip" the step, "warn", or None.
+    """
+
+    slot_values: Mapping[str, float] = {"m": 0.0, "v": 0.0}
+    beta_1: Setting[float] = decay()
+    beta_2: Setting[float] = decay()
+    epsilon: Setting[float] = amount()
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule = 0.001,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        *,
+        aggregation: SumOrMean = "SUM",
+        global_clipnorm: float | None = None,
+        mirrored_check_steps: int = 0,
+        nonfinite: NonFinite | None = None,
+        **old: Unpack[OldNames],
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            aggregation=aggregation,
+            global_clipnorm=global_clipnorm,
+            mirrored_check_steps=mirrored_check_steps,
+            nonfinite=nonfinite,
+            **old,
+        )
+        self.beta_1 = beta_1
+        self.beta_2 = beta_2
+        self.epsilon = epsilon
+
+    def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
+        """Update m and v; return the step."""
+        m, v = slots["m"], slots["v"]
+        _store(m, self.beta_1 * m + (1 - self.beta_1) * gradient)
+        _store(v, self.beta_2 * v + (1 - self.beta_2) * gradient * np.conj(gradient))
+        return any_array(self.step_size(self.next_step()) * m / (np.sqrt(v) + self.epsilon))
+
+    def _kernel(self) -> kernels.Kernel | None:
+        """Return `change` as one pass over memory."""
+        return kernels.Adam(
+            self.step_size(self.next_step()), float(self.beta_1), float(self.beta_2), float(self.epsilon)
+        )
+
+    def step_size(self, t: int) -> float:
+        """Override: return the learning rate of step `t` (from 1 on), with the correction of the bias of m and v."""
+        return float(self.learning_rate) * float(np.sqrt(1 - self.beta_2**t)) / (1 - self.beta_1**t)
+
+
+class AdamW(Adam):
+    """Adam with decoupled weight decay (Loshchilov and Hutter, 2019), as `keras.optimizers.AdamW` does it: before
+    Adam's step the variable loses ``learning_rate * weight_decay * variable``.
+
+    Args:
+        learning_rate: the step size, or a schedule of it.
+        weight_decay: from 0 on.
+        beta_1: the decay of m.
+        beta_2: the decay of v.
+        epsilon: added to the divisor.
+        aggregation: "SUM" or "MEAN".
+        global_clipnorm: limits the norm of all reduced gradients together; None does not.
+        mirrored_check_steps: every so many steps, make sure that all ranks' copies are equal; 0 never does.
+        nonfinite: what to do if reduced gradients are not finite: "raise", "skip" the step, "warn", or None.
+    """
+
+    weight_decay: Setting[float] = amount()
+
+    def __init__(
+        self,
+        learning_rate: float | Schedule = 0.001,
+        weight_decay: float = 0.004,
+        beta_1: float = 0.9,
+        beta_2: float = 0.999,
+        epsilon: float = 1e-7,
+        *,
+        aggregation: SumOrMean = "SUM",
+        global_clipnorm: float | None = None,
+        mirrored_check_steps: int = 0,
+        nonfinite: NonFinite | None = None,
+        **old: Unpack[OldNames],
+    ) -> None:
+        super().__init__(
+            learning_rate,
+            beta_1,
+            beta_2,
+            epsilon,
+            aggregation=aggregation,
+            global_clipnorm=global_clipnorm,
+            mirrored_check_steps=mirrored_check_steps,
+            nonfinite=nonfinite,
+            **old,
+        )
+        self.weight_decay = weight_decay
+
+    def update(self, var: Variable, gradient: Array, slots: dict[str, Variable], rows: Array | None) -> None:
+        """Let the variable decay, all of it, before Adam's step."""
+        decay = float(self.learning_rate) * self.weight_decay
+        var.assign_sub(any_array(decay * var).astype(var.dtype, copy=False))
+        super().update(var, gradient, slots, rows)
+
+    def _kernel(self) -> kernels.Kernel | None:
+        """Return the decay and Adam's step as one pass over memory."""
+        adam = super()._kernel()
+        return adam and kernels.AfterDecay(float(self.learning_rate) * float(self.weight_decay), adam)
+
+
+def _store(slot: Variable, value: Any) -> None:
+    # bfloat16 times a Python number is float32.
+    slot.assign(any_array(value).astype(slot.dtype, copy=False))

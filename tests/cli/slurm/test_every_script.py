@@ -1,0 +1,98 @@
+"""What every template is on every cluster: clean for shellcheck, and taken by Slurm."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import replicas
+from slurm_bed import SlurmBed
+from slurm_user import NEEDS_SLURM, started
+
+from mpistrategy.cli.slurm import sites
+from mpistrategy.cli.slurm.keys import ON_PBS, TEMPLATES
+from mpistrategy.cli.slurm.render import render
+from mpistrategy.cli.slurm.spec import JobSpec
+
+pytestmark = pytest.mark.one_rank
+
+SITES = [name for name in sites.names() if name != "pbs"]
+KEYS = {"job_name": "j", "account": "a", "partition": "test", "memory": "60G", "exclusive": True, "mail_user": "me"}
+KEYS |= {"mail_type": "END", "output": "log/%j", "modules": "gcc mpi/5", "venv": "~/v", "time": "1-06"}
+#: The templates, and the statement.
+CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    **{f"sites/{site}": (sites.load(site).templates or tuple(TEMPLATES), {"site": site}) for site in SITES},
+    **{f"statements/pbs-{mpi}": (ON_PBS, {"site": "pbs", "mpiexec": mpi}) for mpi in ("mpich", "intel", "pals")},
+    **{f"statements/mpirun-{mpi}": (("multi_node_mpirun",), {"mpiexec": mpi}) for mpi in ("mpich", "intel")},
+    "statements/pbs-keys": (ON_PBS, {"site": "pbs", "gpus_per_node": 4, **KEYS, "output": "log/j.out"}),
+    "statements/keys": (
+        ("single_node", "multi_node", "requeue", "chain", "array"),
+        {"gpus_per_node": 4, "gpu_option": "gres", "mpi": "pmix", **KEYS},
+    ),
+}
+
+
+def script(template: str, statement: dict[str, Any]) -> str:
+    return render(JobSpec.of(template, statement))
+
+
+ALL = {
+    f"{case.replace('/', '-')}-{template}": script(template, said)
+    for case, (some, said) in CASES.items()
+    for template in some
+}
+ALL |= {f"none-{template}": script(template, {}) for template in TEMPLATES}
+ALL |= {f"pbs-{template}": script(template, {"site": "pbs"}) for template in ON_PBS}
+
+
+def at_once(commands: dict[str, list[str]], **options: object) -> dict[str, subprocess.CompletedProcess[str]]:
+    """Run commands, some at a time; return what became of each."""
+    with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        run = lambda command: subprocess.run(command, capture_output=True, text=True, check=False, **options)  # noqa: E731
+        return dict(zip(commands, pool.map(run, commands.values()), strict=True))
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="not run: no shellcheck on this machine")
+def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
+    """The templates; and in scripts/soak what they are on each cluster."""
+    tried = {name: text for name, text in ALL.items() if replicas.ALL or name.startswith(("none-", "pbs-", "keys-"))}
+    # One script of those that differ in comments only.
+    different = {"\n".join(line for line in text.splitlines() if line[:1] != "#"): name for name, text in tried.items()}
+    names = sorted(different.values())
+    for name in names:
+        (tmp_path / name).write_text(ALL[name])
+    parts = [names[first :: os.cpu_count()] for first in range(os.cpu_count() or 1)]
+    done = at_once({str(number): ["shellcheck", *part] for number, part in enumerate(parts)}, cwd=tmp_path)
+    assert [each.stdout for each in done.values()] == [""] * len(parts)
+
+
+PARTITIONS = sorted(
+    {str(sites.load(site).defaults["partition"]) for site in SITES if "partition" in sites.load(site).defaults}
+)
+
+
+@pytest.fixture(scope="module")
+def paper() -> Iterator[SlurmBed]:
+    yield from started(nodes=8, cpus=288, gpus=4, paper=True, partitions=PARTITIONS)
+
+
+class TestOnPaper:
+    pytestmark = NEEDS_SLURM
+
+    @replicas.long_lane
+    def test_slurm_takes_every_script(self, paper: SlurmBed) -> None:
+        there = {name: text for name, text in ALL.items() if "#SBATCH" in text}
+        refused = {}
+        with concurrent.futures.ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            ask = lambda text: paper.run("sbatch", "--test-only", input=text)  # noqa: E731
+            for name, done in zip(there, pool.map(ask, there.values()), strict=True):
+                if done.returncode or "to start at" not in done.stderr:
+                    refused[name] = done.stderr
+        assert refused == {}
+        assert len(there) > 80
