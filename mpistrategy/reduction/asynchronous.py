@@ -160,7 +160,7 @@ def _started_on_device(
     agree: Callable[[Callable[[], Any]], Any],
 ) -> AllReduceHandle[Any] | None:
     """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
-    from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here, for the quick import
+    from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here: on CPUs nothing reads it
     from mpistrategy.reduction.asynchronous_gpu import engine as engine_for_gpus
 
     communicator, site = reducer.communicator, call_site()

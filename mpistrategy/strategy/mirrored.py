@@ -35,15 +35,8 @@ _USED_LATER = (
 )
 #: The same of ranks that drive GPUs.
 _USED_LATER_ON_GPUS = (
-    "mpistrategy.mpi.gpu.communication_stream",
-    "mpistrategy.mpi.gpu.transports.ordered_keys",
-    "mpistrategy.mpi.gpu.transports.setup",
     "mpistrategy.reduction.asynchronous_gpu",
     "mpistrategy.reduction.routes.device_plan",
-    "mpistrategy.reduction.routes.gpu",
-    "mpistrategy.reduction.routes.gpu_copy",
-    "mpistrategy.reduction.routes.gpu_operations",
-    "mpistrategy.reduction.routes.on_device",
 )
 
 
