@@ -8,7 +8,19 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, TypeAlias, TypeVar, Unpack, cast, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    Self,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from mpistrategy import context
 from mpistrategy.arrays import nest
@@ -22,7 +34,7 @@ from mpistrategy.input.options import InputContext, InputOptions, check_options
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.copies import not_pickled
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Fixed, cannot_be_set
 from mpistrategy.options import (
@@ -58,7 +70,7 @@ E = TypeVar("E")
 CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"]
 
 
-class Strategy(NamesOurs, NotPickled):
+class Strategy:
     """Runs one program on all replicas and keeps their variables together.
 
     Args:
@@ -74,9 +86,6 @@ class Strategy(NamesOurs, NotPickled):
     extended: Fixed[StrategyExtended] = Fixed(cannot_be_set)
     _words_of = "Strategy"
     _is_default = False
-    _instead_of_pickling = (
-        "Send arrays, such as np.asarray(variable), or the name of a Checkpoint, and make what is needed there."
-    )
 
     def __init__(self, extended: StrategyExtended) -> None:
         if not isinstance(extended, StrategyExtended):
@@ -704,6 +713,15 @@ class Strategy(NamesOurs, NotPickled):
         TensorFlow fits the configuration of its sessions to the strategy here; there is no session to configure.
         """
         return copy.copy(config_proto)
+
+    if not TYPE_CHECKING:
+        __getattr__ = NamesOurs.__getattr__
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise not_pickled(
+            self,
+            "Send arrays, such as np.asarray(variable), or the name of a Checkpoint, and make what is needed there.",
+        )
 
     def __copy__(self) -> NoReturn:
         raise CopyError.at(
