@@ -37,8 +37,7 @@ class Site:
         launcher_options: for the launcher.
         gpu_option: how to request GPUs: "gpus-per-node", "gres", or "" where the partition says it all.
         gpus: how many GPUs a node has that this library can use.
-        cpus: how many CPUs a node has, as the batch system counts them; 0 for unknown.
-        threads_per_core: how many of them are one core.
+        threads_per_core: how many CPUs, as the batch system counts them, are one core.
         cray: whether its MPI is Cray MPICH, of which its scripts then speak.
         module_use: folders of modules that are not searched without being named.
         templates: those that work there; empty for all.
@@ -60,7 +59,6 @@ class Site:
     launcher_options: tuple[str, ...] = ("--cpu-bind=cores",)
     gpu_option: str = "gpus-per-node"
     gpus: int = 64
-    cpus: int = 0
     threads_per_core: int = 1
     cray: bool = False
     module_use: tuple[str, ...] = ()
