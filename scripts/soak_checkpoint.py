@@ -230,7 +230,7 @@ def soak(kills: int, seed: int) -> int:
 
             def job(kind: str = kind, place: Path = place, new: int = new, ranks: int = ranks) -> None:
                 if new % 4 < 2:  # each rank writes a part, as of large checkpoints; else one rank writes all
-                    collecting.BYTES_A_WRITER = collecting.LEAST_CUT_BYTES = 1
+                    collecting.BYTES_A_WRITER = collecting.BYTES_A_PART = 1
                 run_replicas(lambda: Program(kind, place, new).save(new), ranks)
 
             ended, changes = saved_by_child(way, turns[kind, way], new, job, place)
@@ -273,7 +273,7 @@ def job_of_ranks(folder: Path, seed: int) -> int:
     """Restore, see that nothing was lost, and save until a rank of this job kills itself; see `look`."""
     dice = random.Random(seed)
     if seed % 2:
-        collecting.BYTES_A_WRITER = collecting.LEAST_CUT_BYTES = 1
+        collecting.BYTES_A_WRITER = collecting.BYTES_A_PART = 1
     program = Program("manager", folder, 0)
     strategy, notes = program.strategy, folder / "committed.txt"
     rank, ranks = strategy.replica_id_in_sync_group, strategy.num_replicas_in_sync
@@ -326,7 +326,7 @@ def job_in_background(folder: Path, seed: int) -> int:
     """Restore, and save without waiting until the job is killed; note when this rank's part is on the disk."""
     dice, write = random.Random(seed), Saving._write
     if seed % 2:
-        collecting.BYTES_A_WRITER = collecting.LEAST_CUT_BYTES = 1
+        collecting.BYTES_A_WRITER = collecting.BYTES_A_PART = 1
     program = Program("manager", folder, 0)
     assert program.strategy.size == 3
     notes = os.open(folder / f"notes-{seed}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)

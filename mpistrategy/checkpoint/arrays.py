@@ -16,18 +16,10 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, wire_dtype
+from mpistrategy.checkpoint.reading import array_of, check_own
 from mpistrategy.checkpoint.storage.files import Folder, OpenFile, check_is_trusted, reading
-from mpistrategy.checkpoint.storage.manifest import OWN, ROWS, Item, Manifest, parse, read_text
-from mpistrategy.checkpoint.storage.shards import (
-    MOST_BYTES,
-    NAMES,
-    Stored,
-    byte_count,
-    dtype_of,
-    open_shard,
-    parsed,
-    part_name,
-)
+from mpistrategy.checkpoint.storage.manifest import OWN, ROWS, Manifest, parse, read_text
+from mpistrategy.checkpoint.storage.shards import MOST_BYTES, NAMES, Own, byte_count, dtype_of, open_shard, parsed
 from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError, MpiStrategyError, OptionError
 
 _WHERE = "Checkpoint.arrays"
@@ -57,50 +49,40 @@ def arrays_of(path: str) -> dict[str, Array]:
         parent.trusted_folder(name) as folder,
         _sound(path),
     ):
-        manifest, shards = parse(read_text(folder), path), {}
+        manifest, found, owns = parse(read_text(folder), path), {}, {}
         for number, each in enumerate(manifest.shards):
-            entries = manifest.entries_of(number, manifest.members_of(number))
-            with open_shard(folder, number, each.nbytes, each.checksum, entries, each.members) as shard:
+            entries = manifest.entries_of(number)
+            with open_shard(folder, number, each.nbytes, each.checksum, entries) as shard:
                 shard.check()
-                if shard.entries:
-                    shards[number] = _mapped(shard.file), shard.stored
-        return dict(_arrays_in(manifest, shards))
+                memory = _mapped(shard.file)
+                for name, (_, shape, dtype) in entries.items():
+                    found[name] = _array_in(memory, dtype_of(dtype), shape, shard.stored[name].start)
+                for rank, name in shard.ranks.items():
+                    stored = shard.stored[name]
+                    owns[rank] = Own(np.frombuffer(memory, np.uint8, stored.nbytes, stored.start), path)
+                    check_own(owns[rank], manifest)
+        if manifest.of_each_rank and owns.keys() != set(range(manifest.ranks)):
+            raise _damaged(path, f"what {len(owns)} of {manifest.ranks} ranks had for themselves")
+        return dict(_arrays_in(manifest, found, owns))
 
 
-def _arrays_in(manifest: Manifest, shards: dict[int, tuple[Any, dict[str, Stored]]]) -> Iterator[tuple[str, Array]]:
-    def found(name: str, number: int, item: Item, shape: tuple[int, ...]) -> Array:
-        memory, stored = shards[number]
-        return _array_in(memory, dtype_of(item.dtype), shape, stored[name].start)
-
-    def only(path: str, item: Item) -> Array:
-        if not item.parts:
-            return found(path, item.shard, item, item.shape)
-        parts = [found(part_name(path, start), number, item, (count,)) for number, start, count in item.places]
-        return np.concatenate(parts).reshape(item.shape)
-
-    def of_ranks(path: str, item: Item) -> Iterator[Array]:
-        """Yield the arrays of the ranks, in their order."""
-        parts = {}
-        for number in np.unique(manifest.shard_of).tolist():
-            counts = item.counts(manifest.members_of(number))
-            flat = found(path, number, item, (int(counts.sum()),))
-            parts[number] = iter(np.split(flat, np.cumsum(counts)[:-1]))
-        for rank, number in enumerate(manifest.shard_of.tolist()):
-            yield next(parts[number]).reshape(item.shape_of(rank))
-
+def _arrays_in(manifest: Manifest, once: dict[str, Array], owns: dict[int, Own]) -> Iterator[tuple[str, Array]]:
     for path, item in manifest.items.items():
         if not item.is_array:
             continue
         if not item.is_of_each_rank:
-            yield path, only(path, item)
-        elif item.copies == OWN:
-            yield from ((f"{path}@{rank}", array) for rank, array in enumerate(of_ranks(path, item)))
+            parts = [once[name] for _, name, _, _ in item.parts(path)]
+            yield path, parts[0] if len(parts) == 1 else np.concatenate(parts).reshape(item.shape)
+            continue
+        copies = [array_of(owns[rank], path, manifest) for rank in range(manifest.ranks)]
+        if item.copies == OWN:
+            yield from ((f"{path}@{rank}", array) for rank, array in enumerate(copies))
         elif item.copies == ROWS:
-            yield path, np.concatenate(list(of_ranks(path, item)))
+            yield path, np.concatenate(copies)
         elif item.copies == "ONLY_FIRST_REPLICA":
-            yield path, next(of_ranks(path, item))
+            yield path, copies[0]
         else:
-            yield path, _combined(list(of_ranks(path, item)), item.copies)
+            yield path, _combined(copies, item.copies)
 
 
 def _combined(copies: list[Array], how: str) -> Array:

@@ -1,13 +1,13 @@
-"""Who reads which part of a checkpoint, and what the ranks tell each other of it.
+"""Who reads which part of a checkpoint, and how each rank gets what it had for itself.
 
-Rank 0 reads and parses the manifest.  Each shard is read by one rank of the job: on as many ranks as saved, by the one
-that has written it; else the shards are spread over the nodes.  So each byte is read once, and then sent: networks are
-faster than the file system that the nodes share.
+Rank 0 reads the manifest.  Each shard is read by one rank of the job: on as many ranks as saved, by the one that has
+written it; else the shards are spread over the nodes.  So each byte is read once, and then sent: networks are faster
+than the file system that the nodes share.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import os
 from collections.abc import Collection
 from typing import Any
@@ -15,13 +15,16 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.saving import REPORT, replaced_names
+from mpistrategy.checkpoint.saving import replaced_names
 from mpistrategy.checkpoint.storage.files import Folder
-from mpistrategy.checkpoint.storage.manifest import NAME, Manifest, bad, of_contents, parse, read_text
-from mpistrategy.checkpoint.storage.shards import VALUES, loads, open_shard
+from mpistrategy.checkpoint.storage.manifest import NAME, ROWS, Manifest, bad, parse, read_text
+from mpistrategy.checkpoint.storage.shards import MOST_BYTES, Own, open_shard, values_in
 from mpistrategy.errors import CheckpointMissingError
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.own_files import is_trusted
+
+_NOTHING = np.empty(0, np.uint8)
 
 
 class Reading:
@@ -32,157 +35,138 @@ class Reading:
         path: the checkpoint.
 
     Attributes:
-        communicator: as given.
-        manifest: what all ranks know of the manifest: no files, and no values that each rank had for itself.
+        communicator, path: as given.
+        manifest: as all ranks know it.
         readers: the rank that reads each shard.
-        shard_of: the shard that has what each rank that saved had for itself; empty if there is nothing.
-        arrays: the arrays that this rank has read, by shard and by the name that they have there.
+        arrays: the arrays that were saved once and that this rank has read, by shard and by the name that they have
+            there.
+        owns: the bytes that this rank has read of what ranks that saved had for themselves, by rank.
+        reader_of: the rank that has read what each rank that saved had for itself; empty if there is nothing.
+        rows: by path, how many rows of a global array each rank that saved had.
+        own: what this rank had for itself, on as many ranks as saved; None on another number.
+        first: the values of the first rank that saved.
+        nearest: those of this rank; if it was not there, those of another one.
     """
 
     manifest: Manifest
-    readers: Array
-    shard_of: Array
+    readers: list[int]
 
     def __init__(self, communicator: Communicator, path: str) -> None:
         self.communicator = communicator
+        self.path = path
         self.arrays: dict[int, dict[str, Array]] = {}
-        self._path = path
-        self._folder = ""
-        self._told = b""
-        self._files: dict[int, tuple[int, str]] = {}
-        self._whole: Manifest | None = None
-        self._lines: dict[int, bytes] = {}
+        self.owns: dict[int, Array] = {}
+        self.reader_of: Array = np.empty(0, np.int64)
+        self.rows: dict[str, Array] = {}
+        self.own: Own | None = None
+        self.first: dict[str, Any] = {}
+        self.nearest: dict[str, Any] = {}
+        self._text = self._folder = self._first = b""
+        self._nearest: Array = _NOTHING
+        self._told: Array = np.empty((0, 0), np.int64)
+        self._lines: dict[int, Array] = {}
 
     @property
     def same_ranks(self) -> bool:
         """Whether as many ranks saved as there are now."""
         return self.manifest.ranks == self.communicator.size
 
-    def members_of(self, shard: int) -> Array:
-        """Return the ranks of which a shard has what they had for themselves, in the order in which it is there."""
-        return np.flatnonzero(self.shard_of == shard)
-
-    def parts_of(self, shard: int, path: str) -> list[Array]:
-        """Return the flat array of each of `members_of`, on the rank that has read the shard."""
-        stack, item = self.arrays[shard][path], self.manifest.items[path]
-        if not item.shapes:
-            return list(stack)
-        return np.split(stack, np.cumsum(item.counts(self.members_of(shard)))[:-1])
+    def own_of(self, rank: int) -> Own:
+        """Return what a rank that saved had for itself, where it was read."""
+        return Own(self.owns[rank], self.path)
 
     # ------------------------------------------------------------------------------------------- the manifest
 
     def read_manifest(self) -> None:
         """Read the manifest, on rank 0."""
-        with Folder.parent_of(self._path) as parent:
-            name = _name_of(parent, os.path.basename(self._path))
+        with Folder.parent_of(self.path) as parent:
+            name = _name_of(parent, os.path.basename(self.path))
             with parent.trusted_folder(name) as folder:
-                whole = self._whole = parse(read_text(folder), self._path)
-        more = {"folder": name, "shards": len(whole.shards)}
-        self._told = json.dumps(whole.contents() | more, separators=(",", ":")).encode()
+                self._text = read_text(folder)
+        parse(self._text, self.path)
+        self._folder = os.fsencode(name)
 
     def tell_manifest(self) -> Manifest:
-        """Return on every rank what all need of the manifest, and tell each reader of its shards.  Collective."""
-        communicator, whole = self.communicator, self._whole
-        contents = loads(self._from(0, self._told), self._path)
-        manifest = self.manifest = of_contents(contents)
-        self._folder, count = contents["folder"], contents["shards"]
-        numbers = np.empty(count + (manifest.ranks if manifest.of_each_rank or manifest.lines else 0), np.int32)
-        if whole is not None:
-            self.shard_of = whole.shard_of[: numbers.size - count]
-            numbers[:count], numbers[count:] = self._readers(count), self.shard_of
-        communicator.bcast(numbers, 0)
-        self.readers, self.shard_of = numbers[:count], numbers[count:]
-        mine = np.flatnonzero(self.readers == communicator.rank)
-        files, blocks = np.zeros(mine.size, REPORT), None
-        if whole is not None:
-            reports = np.zeros(count, REPORT)
-            for number, shard in enumerate(whole.shards):
-                reports[number] = shard.nbytes, np.frombuffer(bytes.fromhex(shard.checksum), np.uint8)
-            blocks = [reports[:0]] * communicator.size
-            for reader in np.unique(self.readers).tolist():
-                blocks[reader] = reports[self.readers == reader]
-        communicator.scatter_blocks(blocks, files, 0)
-        found = zip(files["nbytes"].tolist(), files["checksum"], strict=True)
-        self._files = {
-            number: (nbytes, checksum.tobytes().hex())
-            for number, (nbytes, checksum) in zip(mine.tolist(), found, strict=True)
-        }
-        return manifest
-
-    def _readers(self, count: int) -> Array:
-        """Return which rank is to read each of the shards."""
-        communicator = self.communicator
-        if self.same_ranks and self.shard_of.size:
-            found = np.zeros(count, np.int32)
-            first, indices = np.unique(self.shard_of, return_index=True)
-            found[first] = indices
-            return found
-        nodes = np.asarray(communicator.node_of)
-        by_node = np.argsort(nodes, kind="stable")
-        begins = np.cumsum(np.bincount(nodes)) - np.bincount(nodes)
-        within = np.empty(communicator.size, np.int64)
-        within[by_node] = np.arange(communicator.size) - begins[nodes[by_node]]
-        spread = np.lexsort((nodes, within))  # the first rank of each node, then the second ones
-        return spread[np.arange(count) % communicator.size]
+        """Return the manifest on every rank.  Collective."""
+        self._folder, self._text = self._from(0, self._folder), self._from(0, self._text)
+        self.manifest = parse(self._text, self.path)
+        shards, by_node = self.manifest.shards, np.argsort(self.communicator.node_of, kind="stable")
+        spread = np.arange(len(shards)) * max(len(by_node), len(shards)) // len(shards) % len(by_node)
+        self.readers = [shard.writer for shard in shards] if self.same_ranks else by_node[spread].tolist()
+        return self.manifest
 
     # ------------------------------------------------------------------------------------------- shards
 
     def read_shards(self, names: Collection[str]) -> None:
-        """Read the shards that this rank reads, whole; keep the arrays below some names.
+        """Read the shards that this rank reads, whole; keep the arrays below some names, and what ranks have.
 
         Raises:
             CheckpointDamagedError: for another size or checksum than the manifest says, or missing arrays.
         """
-        if not self._files:
-            return
-        with Folder.parent_of(self._path) as parent, parent.trusted_folder(self._folder) as folder:
-            for number, (nbytes, checksum) in self._files.items():
-                members = self.members_of(number)
-                entries = self.manifest.entries_of(number, members)
-                wanted = [name for name, entry in entries.items() if entry.path.partition("/")[0] in names]
-                has_lines = bool(members.size and self.manifest.lines)
-                with open_shard(folder, number, nbytes, checksum, entries, members.size) as shard:
-                    arrays = shard.read([*wanted, VALUES] if has_lines else wanted)
-                    if has_lines:
-                        self._lines |= zip(members.tolist(), shard.lines_in(arrays.pop(VALUES)), strict=True)
-                self.arrays[number] = arrays
+        of_each, manifest = self.manifest.of_each_rank, self.manifest
+        rows = [path for path, item in of_each.items() if item.copies == ROWS]
+        self._told = np.zeros((4 + len(rows), manifest.ranks if of_each else 0), np.int64)
+        mine = [number for number, reader in enumerate(self.readers) if reader == self.communicator.rank]
+        if mine:
+            with Folder.parent_of(self.path) as parent, parent.trusted_folder(os.fsdecode(self._folder)) as folder:
+                for number in mine:
+                    self._read_shard(folder, number, names)
+        for rank in self.owns:
+            own = self.own_of(rank)
+            check_own(own, manifest)
+            self._lines[rank] = own.line
+            counts = [own.values[path][0] for path in rows]
+            self._told[:, rank] = 1, self.communicator.rank, self.owns[rank].size, own.line.size, *counts
 
-    # ------------------------------------------------------------------------------------------- plain values
+    def _read_shard(self, folder: Folder, number: int, names: Collection[str]) -> None:
+        entries, each = self.manifest.entries_of(number), self.manifest.shards[number]
+        wanted = [name for name, entry in entries.items() if entry.path.partition("/")[0] in names]
+        with open_shard(folder, number, each.nbytes, each.checksum, entries) as shard:
+            ranks = {rank: name for rank, name in shard.ranks.items() if rank < self._told.shape[1]}
+            found = shard.read([*wanted, *ranks.values()])
+        self.owns |= {rank: found.pop(name) for rank, name in ranks.items()}
+        self.arrays[number] = found
 
-    def tell_values(self) -> tuple[bytes, bytes]:
-        """Return the line of the first rank that saved, and the one of the rank nearest to this one.  Collective.
+    def tell_owns(self, call: Call) -> None:
+        """Send each rank what it had for itself, or the values of another rank: see `parse_owns`.  Collective.
 
-        That is this rank, if it was there.  Nothing, if there are no values that each rank had for itself.
+        Raises:
+            CheckpointDamagedError: on every rank, if what a rank had is nowhere.
         """
-        communicator, manifest = self.communicator, self.manifest
-        if not manifest.lines:
-            return b"", b""
-        keepers = self.readers[self.shard_of]
-        first = self._from(int(keepers[0]), self._lines.get(0, b""))
-        me, nearest = communicator.rank, np.arange(communicator.size) % manifest.ranks
-        line = self._lines.get(int(nearest[me]), b"")
-        roots = keepers[nearest]
-        for root in np.unique(roots[roots != np.arange(communicator.size)]).tolist():
-            length, lines, lengths = np.zeros(int(root == roots[me] != me), np.int64), None, None
-            if root == me:
-                sent = [b"" if rank == me else self._lines.get(near, b"") for rank, near in enumerate(nearest.tolist())]
-                lines = [np.frombuffer(each, np.uint8) for each in sent]
-                lengths = [np.array([each.size][: each.size], np.int64) for each in lines]
-            communicator.scatter_blocks(lengths, length, root)
-            block = np.empty(int(length.sum()), np.uint8)
-            communicator.scatter_blocks(lines, block, root)
-            line = block.tobytes() or line
-        return first, line
+        communicator, told = self.communicator, self._told
+        if not told.size:
+            return
+        me, size, ranks = communicator.rank, communicator.size, told.shape[1]
+        communicator.allreduce(told)
+        rows = [path for path, item in self.manifest.items.items() if item.copies == ROWS]
+        self.reader_of, self.rows = told[1], dict(zip(rows, told[4:], strict=True))
+        call.expect_more()
+        if not (told[0] == 1).all() or any(sum(counts.tolist()) > MOST_BYTES for counts in told[4:]):
+            raise bad(self.path, "more or less of a rank than it had for itself")
+        call.agree("find what each rank had")
+        self._first = self._from(int(self.reader_of[0]), self._lines.get(0, _NOTHING).tobytes())
+        nearest = np.arange(size) % ranks
+        blocks, lengths = (self.owns, told[2]) if self.same_ranks else (self._lines, told[3])
+        readers = self.reader_of[nearest]
+        if self.same_ranks and (readers == np.arange(size)).all():
+            self._nearest = self.owns[me]
+            return
+        sent = [blocks[rank] for rank in nearest[readers == me].tolist()]
+        counts, taken = np.where(readers == me, lengths[nearest], 0), np.zeros(size, np.int64)
+        taken[readers[me]] = lengths[nearest[me]]
+        self._nearest = np.empty(int(taken.sum()), np.uint8)
+        communicator.alltoallv(np.concatenate([_NOTHING, *sent]), counts.tolist(), self._nearest, taken.tolist())
 
-    def parsed(self, lines: tuple[bytes, bytes]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what is in the lines of `tell_values`; CheckpointDamagedError for other values than the manifest's."""
-        if not self.manifest.lines:
-            return {}, {}
-        first, nearest = (loads(line, self._path) for line in lines)
-        for values in (first, nearest):
-            if not isinstance(values, dict) or values.keys() != self.manifest.lines.keys():
-                raise bad(self._path, "other plain values of a rank than the manifest names")
-        return first, nearest
+    def parse_owns(self) -> None:
+        """Make `own`, `first` and `nearest`, and the shapes of global arrays, of what was told."""
+        if not self._told.size:
+            return
+        self.first = values_in(np.frombuffer(self._first, np.uint8), self.path)
+        self.own = Own(self._nearest, self.path) if self.same_ranks else None
+        self.nearest = values_in(self._nearest, self.path) if self.own is None else self.own.values
+        for path, counts in self.rows.items():
+            item = self.manifest.items[path]
+            self.manifest.items[path] = dataclasses.replace(item, shape=(int(counts.sum()), *item.shape[1:]))
 
     def _from(self, root: int, data: bytes) -> bytes:
         """Return the bytes of one rank.  Collective."""
@@ -193,6 +177,24 @@ class Reading:
             buffer[...] = np.frombuffer(data, np.uint8)
         self.communicator.bcast(buffer, root)
         return buffer.tobytes()
+
+
+def check_own(own: Own, manifest: Manifest) -> None:
+    """Raise CheckpointDamagedError unless a rank has for itself what the manifest says."""
+    expected = {path for path, item in manifest.of_each_rank.items() if item.has_lines}
+    if own.values.keys() != expected:
+        raise bad(own.where, "other plain values of a rank than the manifest names")
+    for path, item in manifest.of_each_rank.items():
+        if item.is_array:
+            array = array_of(own, path, manifest)
+            if item.copies == ROWS and (not array.ndim or array.shape[1:] != item.shape[1:]):
+                raise bad(own.where, f"rows of another shape than the others of {path[:80]!r}")
+
+
+def array_of(own: Own, path: str, manifest: Manifest) -> Array:
+    """Return an array of a rank; CheckpointDamagedError for another size than the manifest says."""
+    item = manifest.items[path]
+    return own.array(path, item.dtype, None if item.has_lines else item.shape)
 
 
 def _name_of(parent: Folder, name: str) -> str:

@@ -88,10 +88,11 @@ def restore(
     with _sound(call.where, path), reading(call.where, path):
         source.read_shards(objects)
     call.agree("read shards", patiently=True)
-    values = source.tell_values()
+    source.tell_owns(call)
     call.expect_more()
     with _sound(call.where, path):
-        fit = Fit(manifest, state, source.parsed(values), communicator, partial)
+        source.parse_owns()
+        fit = Fit(manifest, state, (source.first, source.nearest), communicator, partial)
         changes = {name: fit.restore_of(name, value) for name, value in objects.items()}
         for missing in [other for other in manifest.names if other not in objects]:
             if partial:
@@ -258,17 +259,17 @@ class Fit:
     def expect(self, holds: bool, path: str, item: Item, value: Any) -> bool:
         """Return `holds`, whether the checkpoint has what is here; note a problem if it is False."""
         if not holds:
-            shape = f" {item.dtype}{list(self._shape_of(item))}" if item.is_array else ""
+            shape = f" {item.dtype}{list(self._shape_of(path, item))}" if item.is_array else ""
             self.problem(path, f"{item.kind}{shape} in the checkpoint, {_named(value)} here")
         return holds
 
-    def has_layout(self, item: Item, array: Array) -> bool:
+    def has_layout(self, path: str, item: Item, array: Array) -> bool:
         """Return whether an item is an array of this dtype and shape."""
-        return item.is_array and dtype_text(array.dtype, "") == item.dtype and array.shape == self._shape_of(item)
+        return item.is_array and dtype_text(array.dtype, "") == item.dtype and array.shape == self._shape_of(path, item)
 
-    def _shape_of(self, item: Item) -> tuple[int, ...]:
+    def _shape_of(self, path: str, item: Item) -> tuple[int, ...]:
         """Return the shape of what this rank gets back; of rows, that of the global array."""
-        return item.shape_of(self.rank) if item.copies == OWN and self.same_ranks else item.shape
+        return tuple(self._nearest[path]) if item.copies == OWN and self.same_ranks else item.shape
 
     def knows_own(self, path: str, item: Item) -> bool:
         """Return whether this rank's copy is known; note a problem if not."""

@@ -35,7 +35,7 @@ from mpistrategy.checkpoint.collecting import Collected
 from mpistrategy.checkpoint.state import State
 from mpistrategy.checkpoint.storage.files import CHECKSUM_BYTES, TOKEN, TOKEN_LETTERS, Folder, make_folders, writing
 from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Manifest, Shard, is_checkpoint
-from mpistrategy.checkpoint.storage.shards import check_can_be_read, pieces_of, shard_name
+from mpistrategy.checkpoint.storage.shards import check_can_be_read, shard_name
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.observers import Interval
@@ -130,7 +130,7 @@ class Saving(NotPickled):
             call.agree("commit a checkpoint", patiently=True)
             self._end(committed=True)
             return
-        collected.arrays = {name: np.array(array, copy=True) for name, array in collected.arrays.items()}
+        collected.pieces = [bytes(piece) for piece in collected.pieces]
         if self._communicator.rank == 0:
             self._text(call.where, np.zeros(len(collected.writers), REPORT))  # too much of it is refused here
         call.agree("begin to write")  # no rank starts to write if another cannot
@@ -203,8 +203,8 @@ class Saving(NotPickled):
         assert collected.shard is not None
         name = shard_name(collected.shard)
         with Interval("span", "write a checkpoint"), writing("Checkpoint.save", os.path.join(self._folder.path, name)):
-            nbytes, checksum = self._folder.write(name, pieces_of(collected.arrays))
-        collected.arrays = {}
+            nbytes, checksum = self._folder.write(name, collected.pieces)
+        collected.pieces = []
         report = np.zeros(1, REPORT)
         report[0] = nbytes, np.frombuffer(bytes.fromhex(checksum), np.uint8)
         return report
@@ -240,7 +240,7 @@ class Saving(NotPickled):
                 with contextlib.suppress(OSError):
                     folder.mark(_FAILED.format(collected.shard))
         finally:
-            collected.arrays = {}
+            collected.pieces = []
             self._written.set()
             self._close()
 
@@ -409,8 +409,8 @@ class Saving(NotPickled):
             for path, item in self._collected.items.items()
         }
         shards = tuple(
-            Shard(int(nbytes), checksum.tobytes().hex(), runs)
-            for (nbytes, checksum), runs in zip(reports, self._collected.runs(), strict=True)
+            Shard(int(nbytes), checksum.tobytes().hex(), writer)
+            for (nbytes, checksum), writer in zip(reports, self._collected.writers, strict=True)
         )
         names = tuple(path for path in items if "/" not in path)
         text = Manifest(self._communicator.size, shards, items, names, self._layout, version()).text()

@@ -11,7 +11,6 @@ To keep something new in checkpoints, write one Kind and enter it in the table i
 from __future__ import annotations
 
 import dataclasses
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
@@ -20,6 +19,7 @@ import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array
+from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import library_of
 from mpistrategy.checkpoint.storage.files import checksum_of
@@ -31,7 +31,6 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.copies import Created
 from mpistrategy.objects.text import encoded
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.variables.mirrored_check import digest
 from mpistrategy.variables.variable import Variable
 
 _DEEPEST = 100
@@ -72,7 +71,7 @@ class Fitting(Protocol):
     def problem(self, path: str, text: str) -> Restore: ...
     def missing(self, path: str, value: Any) -> Restore: ...
     def expect(self, holds: bool, path: str, item: Item, value: Any) -> bool: ...
-    def has_layout(self, item: Item, array: Array) -> bool: ...
+    def has_layout(self, path: str, item: Item, array: Array) -> bool: ...
     def knows_own(self, path: str, item: Item) -> bool: ...
     def own_value(self, path: str, item: Item) -> Any: ...
     def first_value(self, path: str, item: Item) -> Any: ...
@@ -223,15 +222,14 @@ class State:
 
     # ------------------------------------------------------------------------------------------- what is kept once
 
-    def digests(self) -> dict[str, tuple[int, int]]:
-        """Return a digest of each item that may be equal on all ranks, and one of its shape; make `of_names`."""
-        compared = [path for path, item in self.items.items() if item.copies in (UNDECIDED, ROWS)]
-        found = {path: (self._digest(path), _summary(self.items[path].shape)) for path in compared}
+    def digests(self) -> dict[str, int]:
+        """Return a digest of each item that may be equal on all ranks; make `of_names`."""
+        found = {path: self._digest(path) for path, item in self.items.items() if item.copies in (UNDECIDED, ROWS)}
         by_value = {kind.name for kind in self._kinds if kind.is_replaceable} | {ROWS}
         names: dict[str, list[int]] = {}
         for path in self.items:
             if path in found and self._has_data(path):
-                names.setdefault(path.partition("/")[0], []).extend(found[path])
+                names.setdefault(path.partition("/")[0], []).append(found[path])
         never_change = {
             path.partition("/")[0] for path, value in self.live.items() if library_of(value) in NEVER_WRITTEN
         }
@@ -240,16 +238,16 @@ class State:
             if item.kind not in by_value and not (item.kind == "object" and name in never_change):
                 names.pop(name, None)  # changed in place, or asked for its state
         self.of_names = {name: _summary(numbers) for name, numbers in names.items()}
-        return {path: pair for path, pair in found.items() if self.items[path].copies == UNDECIDED}
+        return {path: number for path, number in found.items() if self.items[path].copies == UNDECIDED}
 
-    def decide(self, mine: Mapping[str, tuple[int, int]], communicator: Communicator) -> None:
-        """Decide which items are saved once, tell the ranks the shapes that differ, make `unchanged`.  Collective.
+    def decide(self, mine: Mapping[str, int], communicator: Communicator) -> None:
+        """Decide which items are saved once, and make `unchanged`.  Collective.
 
         Args:
             mine: this rank's `digests`.
             communicator: the ranks.
         """
-        digests = [digest for pair in mine.values() for digest in pair]
+        digests = list(mine.values())
         equal = np.ones(len(digests), bool)
         names = [path for path in self.items if "/" not in path]
         # A rank without data of a name neither says that they have changed nor that they have not.
@@ -258,26 +256,8 @@ class State:
         self.unchanged = [name for name, number in zip(names, most, strict=True) if number == 1]
         if not are_equal.all():
             equal, _ = _compared(digests, communicator)
-        differing = []
-        for path, (has_value, has_shape) in zip(mine, equal.reshape(-1, 2).tolist(), strict=True):
-            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if has_value and has_shape else OWN)
-            if not has_shape:
-                differing.append(path)
-        self._tell_shapes(differing, communicator)
-
-    def _tell_shapes(self, differing: Sequence[str], communicator: Communicator) -> None:
-        """Enter the shapes of all ranks' rows, and of all ranks' arrays at some paths.  Collective."""
-        paths = [*differing, *(path for path, item in self.items.items() if item.copies == ROWS)]
-        if not paths:
-            return
-        mine = json.dumps([self.items[path].shape for path in paths])
-        of_ranks = [json.loads(text) for text in communicator.allgather_text(mine)]
-        for number, path in enumerate(paths):
-            shapes = tuple(tuple(shapes[number]) for shapes in of_ranks)
-            item, shape = self.items[path], ()
-            if item.copies == ROWS:
-                shape = (sum(each[0] for each in shapes), *item.shape[1:])
-            self.items[path] = dataclasses.replace(item, shape=shape, shapes=shapes)
+        for path, is_equal in zip(mine, equal.tolist(), strict=True):
+            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if is_equal else OWN)
 
     def _has_data(self, path: str) -> bool:
         """Return whether there is anything at a path that could change: a rank may never have rows, a list no items."""
@@ -288,9 +268,10 @@ class State:
         if array is None:
             return int.from_bytes(checksum_of(encoded(repr(self.values[path]))).digest()[:8], "little")
         array = host_array(array)
+        shape = array.shape
         if array.dtype.kind in "SUmM" or not array.flags.c_contiguous:
             array = np.frombuffer(array.tobytes(), np.uint8)
-        return digest(array)
+        return _summary([digest(array), *shape])
 
     # ------------------------------------------------------------------------------------------- what must be equal
 

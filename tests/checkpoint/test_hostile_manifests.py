@@ -19,9 +19,9 @@ from mpistrategy.checkpoint import arrays as checkpoint_arrays
 from mpistrategy.checkpoint.kinds import generators
 from mpistrategy.checkpoint.storage import shards
 from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.manifest import NAME, Item, Manifest, Run, Shard, parse
+from mpistrategy.checkpoint.storage.manifest import NAME, Item, Manifest, Shard, parse
 from mpistrategy.checkpoint.storage.plain_values import to_json
-from mpistrategy.checkpoint.storage.shards import VALUES, loads, pieces_of, shard_name
+from mpistrategy.checkpoint.storage.shards import loads, own_pieces, pieces_of, shard_name
 
 pytestmark = pytest.mark.one_rank
 
@@ -41,18 +41,20 @@ def peak_of(call: Callable[[], object]) -> int:
         tracemalloc.stop()
 
 
-def forged(
-    folder: Path, items: dict[str, Item], arrays: dict[str, Any] | None = None, ranks: int = 1, text: bytes = b"{}\n"
-) -> Path:
-    """Write a checkpoint with these items, and the same arrays in each shard, which has the rows of one rank."""
+def forged(folder: Path, items: dict[str, Item], arrays: dict[str, Any] | None = None, ranks: int = 1) -> Path:
+    """Write a checkpoint with these items, and the same arrays in each shard, which has what one rank has."""
     folder.mkdir()
-    lines = {VALUES: np.frombuffer(text, np.uint8)}
-    data = b"".join(bytes(piece) for piece in pieces_of({**(arrays or {}), **lines}))
+    once = {path: array for path, array in (arrays or {}).items() if items[path].copies == "one"}
+    own = {path: array for path, array in (arrays or {}).items() if path not in once}
+    values = {path: own[path].shape if path in own else 1.0 for path in items if items[path].copies in ("own", "rows")}
+    shards = []
     for rank in range(ranks):
+        blocks = {} if all(item.copies in ("", "one") for item in items.values()) else own_pieces(own, values, "x")
+        data = b"".join(bytes(piece) for piece in pieces_of(once, {rank: blocks} if blocks else {}))
         (folder / shard_name(rank)).write_bytes(data)
-    shards = tuple(Shard(len(data), checksum_of(data).hexdigest(), (Run(rank, 1, 1),)) for rank in range(ranks))
+        shards.append(Shard(len(data), checksum_of(data).hexdigest(), rank))
     names = tuple(path for path in items if "/" not in path)
-    (folder / NAME).write_bytes(Manifest(ranks, shards, items, names, {}, "x").text())
+    (folder / NAME).write_bytes(Manifest(ranks, tuple(shards), items, names, {}, "x").text())
     return folder
 
 
@@ -201,7 +203,7 @@ def test_a_name_that_stands_twice(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("copies", ["one", "own", "SUM", "MEAN", "ONLY_FIRST_REPLICA"])
 def test_arrays_of_many_ranks(tmp_path: Path, copies: str) -> None:
-    item = Item("array", copies, "<f8", (3,), shard=39 if copies == "one" else 0)
+    item = Item("array", copies, "<f8", (3,), shards=(39,) if copies == "one" else ())
     path = forged(tmp_path / "c", {"a": item}, {"a": np.arange(3.0)}, ranks=40)
     found = ms.Checkpoint.arrays(path)
     total = 40 if copies == "SUM" else 1
@@ -210,7 +212,7 @@ def test_arrays_of_many_ranks(tmp_path: Path, copies: str) -> None:
 
 
 def test_a_map_ends_with_its_arrays(tmp_path: Path) -> None:
-    path = forged(tmp_path / "c", {"a": Item("array", "one", "<f8", (3,))}, {"a": np.arange(3.0)})
+    path = forged(tmp_path / "c", {"a": Item("array", "one", "<f8", (3,), (0,))}, {"a": np.arange(3.0)})
 
     def maps() -> int:
         return Path("/proc/self/maps").read_text().count(str(path))
@@ -225,20 +227,10 @@ def test_a_map_ends_with_its_arrays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(0, 2**46, 2**46), (2**20, 0, 2**45), (0,) + (2,) * 63])
 def test_a_shape_that_no_array_can_have(tmp_path: Path, shape: tuple[int, ...]) -> None:
-    path = forged(tmp_path / "c", {"a": Item("array", "one", "<f8", shape)}, {"a": np.zeros((0, 1))})
+    path = forged(tmp_path / "c", {"a": Item("array", "one", "<f8", shape, (0,))}, {"a": np.zeros((0, 1))})
     for read in (ms.Checkpoint.arrays, local(a=np.zeros(3)).restore, local(a=1.0).restore):
         with pytest.raises(ms.errors.CheckpointDamagedError):
             read(path)
-
-
-def test_many_lines_of_plain_values_take_no_memory(tmp_path: Path) -> None:
-    path = forged(tmp_path / "c", {"a": Item("plain", "own")}, text=b"\n" * 2**21)
-
-    def restore() -> None:
-        with pytest.raises(ms.errors.CheckpointDamagedError, match="other plain values than of 1 ranks"):
-            local(a=1.0).restore(path)
-
-    assert peak_of(restore) < 6 * 2**21
 
 
 def test_no_memory_for_the_arrays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,8 +295,8 @@ def test_large_checkpoints_that_are_as_they_should_be() -> None:
     ranks, floats = 1000, np.random.default_rng(0).random(500_000).tolist()
     state = to_json(generators.state_of(np.random.RandomState(1)))
     items = {"rng": Item("rng", "one", values=(state,)), "a": Item("plain", "one", values=(to_json(floats),))}
-    items |= {f"{number}": Item("variable", "one", "<f4", (128, 64)) for number in range(20_000)}
-    shards = tuple(Shard(10**6, "0" * 32, (Run(rank, 1, 1),)) for rank in range(ranks))
+    items |= {f"{number}": Item("variable", "one", "<f4", (128, 64), (0,)) for number in range(20_000)}
+    shards = tuple(Shard(10**6, "0" * 32, rank) for rank in range(ranks))
     text = Manifest(ranks, shards, items, ("rng", "a"), {}, "x").text()
     assert parse(text, "x").items["rng"].values[0] == state
 

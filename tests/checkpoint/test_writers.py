@@ -20,7 +20,7 @@ import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.checkpoint import collecting
 from mpistrategy.checkpoint.collecting import plan
-from mpistrategy.checkpoint.storage.manifest import Item, Manifest, Shard, parse, runs_of
+from mpistrategy.checkpoint.storage.manifest import Item, Manifest, Shard, parse
 from mpistrategy.testing import run_replicas
 
 Launch = Callable[..., launching.Finished]
@@ -46,22 +46,16 @@ def test_everything_is_written_once(nodes: list[int], sizes: list[int], own: int
     arrays = {str(number): sized(size) for number, size in enumerate(sizes)}
     found = plan(node_of, arrays, own)
     assert found.writers[0] == 0
-    assert found.writers == [group[0] for group in found.groups]
-    assert sorted(np.concatenate(found.groups).tolist()) == list(range(len(node_of)))
-    for group in found.groups:
-        assert np.all(np.diff(group) > 0)
-        within = {node_of[rank] for rank in group}
-        whole = {rank for rank, node in enumerate(node_of) if node in within}
-        assert len(within) == 1 or set(group.tolist()) == whole
+    assert sorted(set(found.writers)) == sorted(set(found.writer_of.tolist()))
+    assert found.writer_of[found.writers].tolist() == found.writers, "a writer writes what it has itself"
     loads = [0] * len(found.writers)
-    for path, (shard, parts) in found.places.items():
-        counts = parts or (arrays[path].size,)
-        assert sum(counts) == arrays[path].size
-        assert all(count >= 0 for count in counts)
-        for number, count in enumerate(counts):
-            loads[shard + number] += 4 * count
-    even = sum(sizes) / len(loads)
-    assert max(loads) <= even + 3 * collecting.LEAST_CUT_BYTES * len(sizes)
+    for path, shards in found.shards.items():
+        item = Item("array", "one", "<f4", arrays[path].shape, shards)
+        parts = item.parts(path)
+        assert sum(count for *_, count in parts) == arrays[path].size
+        for shard, _, _, count in parts:
+            loads[shard] += 4 * count
+    assert max(loads) <= sum(sizes) / len(loads) + collecting.BYTES_A_WRITER + max(sizes, default=0) / len(loads)
 
 
 PLANS = {
@@ -81,20 +75,12 @@ def test_the_bytes_say_how_many_write(what: str) -> None:
     assert len({node_of[rank] for rank in found.writers}) == nodes
 
 
-@given(st.sets(st.integers(0, 200)))
-def test_runs_of_ranks(ranks: set[int]) -> None:
-    runs = runs_of(sorted(ranks))
-    assert [first + step * number for first, count, step in runs for number in range(count)] == sorted(ranks)
-
-
-@pytest.mark.parametrize("node_of", ["blocks", "in turns"])
-def test_the_manifest_does_not_grow_with_the_ranks(node_of: str) -> None:
+def test_the_manifest_does_not_grow_with_the_ranks() -> None:
     def length(ranks: int) -> int:
-        nodes = [rank // 8 if node_of == "blocks" else rank % (ranks // 8) for rank in range(ranks)]
-        groups = plan(nodes, {}, 6900 * 16).groups
-        shards = tuple(Shard(ranks * 6900, "0" * 32, runs_of(group.tolist())) for group in groups)
+        writers = plan([rank // 8 for rank in range(ranks)], {}, 6900 * 16).writers
+        shards = tuple(Shard(ranks * 6900, "0" * 32, writer) for writer in writers)
         text = Manifest(ranks, shards, {"mine": Item("rng", "own")}, ("mine",), {}, "x").text()
-        assert parse(text, "x").shard_of.tolist() == [0] * ranks
+        assert parse(text, "x").ranks == ranks
         return len(text)
 
     assert length(10_000) < length(16) + 20
@@ -121,19 +107,17 @@ def objects(strategy: ms.Strategy, on: float, rank: int) -> dict[str, Any]:
 def test_no_memory_on_the_rank_that_gathers(
     strategy: ms.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, empty = shared_folder(tmp_path), np.empty
+    folder, parts = shared_folder(tmp_path), collecting.Collected._parts
 
-    def refuse(shape: Any, dtype: Any = float) -> Any:
-        if shape == (SIZE, 4):  # only rank 0 has rows of all ranks
-            raise MemoryError
-        return empty(shape, dtype)
+    def refuse(*_: object) -> Any:  # only rank 0 has parts
+        raise MemoryError
 
     with strategy.scope():
         checkpoint = ms.Checkpoint(mine=np.arange(4.0) + RANK)
-    monkeypatch.setattr(np, "empty", refuse)
+    monkeypatch.setattr(collecting.Collected, "_parts", refuse)
     with pytest.raises(MemoryError if RANK == 0 else errors.RemoteError):
         checkpoint.save(folder / "c")
-    monkeypatch.undo()
+    monkeypatch.setattr(collecting.Collected, "_parts", parts)
     checkpoint.save(folder / "c")
     assert ms.Checkpoint.arrays(folder / "c")[f"mine@{SIZE - 1}"].tolist() == [SIZE - 1.0, SIZE, SIZE + 1, SIZE + 2]
 

@@ -57,12 +57,12 @@ def held(change: str = "fsync") -> Iterator[threading.Event]:
 @contextmanager
 def many_writers() -> Iterator[None]:
     """Have each rank write a shard, whatever there is to write, and split what can be split."""
-    before = collecting.BYTES_A_WRITER, collecting.LEAST_CUT_BYTES
-    collecting.BYTES_A_WRITER = collecting.LEAST_CUT_BYTES = 1
+    before = collecting.BYTES_A_WRITER, collecting.BYTES_A_PART
+    collecting.BYTES_A_WRITER = collecting.BYTES_A_PART = 1
     try:
         yield
     finally:
-        collecting.BYTES_A_WRITER, collecting.LEAST_CUT_BYTES = before
+        collecting.BYTES_A_WRITER, collecting.BYTES_A_PART = before
 
 
 class Counting:

@@ -68,7 +68,7 @@ class AnyArray(Kind):
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         in_place = _is_array(value) and not fresh
         here = _looked_at(value) if in_place else value
-        fits = item.is_array and (fit.has_layout(item, here) if in_place else fit.is_replaceable(path, value))
+        fits = item.is_array and (fit.has_layout(path, item, here) if in_place else fit.is_replaceable(path, value))
         if not fit.knows_own(path, item) or not fit.expect(fits, path, item, value):
             return lambda: None
         if in_place and isinstance(value, np.ndarray) and not value.flags.writeable:

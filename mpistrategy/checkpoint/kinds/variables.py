@@ -39,7 +39,7 @@ class OneVariable(Kind):
     def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if fresh:
             value = fit.here.live.get(path, ABSENT)
-        fits = isinstance(value, Variable) and fit.has_layout(item, value.local_view)
+        fits = isinstance(value, Variable) and fit.has_layout(path, item, value.local_view)
         if not fit.knows_own(path, item) or not fit.expect(fits, path, item, value):
             return lambda: value
         if item.copies in COMBINED and _has_own_copies(value):
@@ -174,7 +174,7 @@ class _OptimizerFit:
         self._variables = [self._variable(number, path) for number, path in enumerate(more["variables"])]
         steps = fit.manifest.items.get(below(self._path, "iterations"))
         like = np.zeros((), np.int64) if optimizer.iterations is None else optimizer.iterations.local_view
-        if steps is not None and not fit.has_layout(steps, like):
+        if steps is not None and not fit.has_layout(below(self._path, "iterations"), steps, like):
             fit.problem(below(self._path, "iterations"), f"no number of steps, but {steps.kind} {list(steps.shape)}")
         elif steps is not None:
             fit.knows_own(below(self._path, "iterations"), steps)
@@ -231,7 +231,7 @@ class _OptimizerFit:
         item = self._fit.manifest.items.get(path)
         if item is not None and not self._fit.knows_own(path, item):
             return
-        if item is None or not self._fit.has_layout(item, var.local_view):
+        if item is None or not self._fit.has_layout(path, item, var.local_view):
             self._fit.problem(path, f"no slot of shape {list(var.shape)} in the checkpoint, as {var.name!r} needs")
             return
         self._fit.fetched[path] = lambda: self._optimizer._slots.by_id[id(var)][1][name]

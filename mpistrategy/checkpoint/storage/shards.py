@@ -4,6 +4,8 @@ Eight bytes have the length of a JSON header.  The header has the dtype, shape a
 the arrays follow.  Nothing in it is executed.  An array of a dtype that safetensors does not have is stored as bytes;
 the manifest has the dtype.
 
+What a rank has for itself, its arrays and a line of JSON, is a shard of its own within a shard: the entry `_rank N`.
+
 A file may be forged: sizes are checked before memory is allocated for them.  The limits of JSON texts, and the names of
 dtypes, are those of manifests, too.
 """
@@ -60,10 +62,9 @@ _LENGTH_BYTES = 8
 #: The arrays begin at a multiple of this.  Those of the widest dtypes come first, so that each is aligned.
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
-#: The entry of a shard with the plain values of ranks: a line of JSON for each.
-VALUES = "_values"
-#: The shortest line, in bytes.
-LEAST_LINE = len(b"{}\n")
+#: The entry with the line of JSON of a rank, in what it has for itself; and that of what a rank has for itself.
+_LINE, _RANK = "_line", "_rank {}"
+_RANKS = re.compile(r"_rank (0|[1-9][0-9]{0,6})")
 
 
 class Stored(NamedTuple):
@@ -86,25 +87,50 @@ class Stored(NamedTuple):
         return self.stop - self.start
 
 
-def pieces_of(arrays: Mapping[str, Array]) -> Iterator[Any]:
-    """Yield the bytes of a shard."""
+def pieces_of(arrays: Mapping[str, Array], own: Mapping[int, Sequence[Any]] | None = None) -> Iterator[Any]:
+    """Yield the bytes of a shard.
+
+    Args:
+        arrays: by name.
+        own: of some ranks, what `own_pieces` returned.
+    """
     header: dict[str, Any] = {_METADATA: {"format": "mpistrategy"}}
     start = 0
+
+    def enter(path: str, name: str, shape: list[int], nbytes: int) -> None:
+        nonlocal start
+        header[path] = {"dtype": name, "shape": shape, "data_offsets": [start, start + nbytes]}
+        start += nbytes
+
+    for rank, pieces in (own or {}).items():
+        nbytes = sum(memoryview(piece).nbytes for piece in pieces)
+        enter(_RANK.format(rank), "U8", [nbytes], nbytes)
     ordered = sorted(arrays.items(), key=lambda item: -item[1].dtype.itemsize)
     for path, array in ordered:
-        name, shape = NAMES.get(dtype_text(array.dtype, path)), list(array.shape)
-        if name is None:
-            name, shape = "U8", [array.nbytes]
-        header[path] = {"dtype": name, "shape": shape, "data_offsets": [start, start + array.nbytes]}
-        start += array.nbytes
+        name = NAMES.get(dtype_text(array.dtype, path))
+        enter(path, name or "U8", list(array.shape) if name else [array.nbytes], array.nbytes)
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode(errors="surrogatepass")
     check_can_be_read(text, "Checkpoint.save")
     text += b" " * (-(_LENGTH_BYTES + len(text)) % _ALIGNMENT)
     yield len(text).to_bytes(_LENGTH_BYTES, "little") + text
+    for pieces in (own or {}).values():
+        yield from pieces
     for _, array in ordered:
         if array.nbytes:
             little = np.ascontiguousarray(array, array.dtype.newbyteorder("<"))
             yield little.reshape(-1).view(np.uint8).data
+
+
+def own_pieces(arrays: Mapping[str, Array], values: Mapping[str, Any], where: str) -> list[Any]:
+    """Return the bytes of what a rank has for itself: arrays, and values as JSON; their number is a multiple of 64.
+
+    Raises:
+        OptionError: for more plain values than `loads` accepts.
+    """
+    line = json.dumps(values, separators=(",", ":")).encode()
+    check_can_be_read(line, where)
+    line += b" " * (-(len(line) + sum(array.nbytes for array in arrays.values())) % _ALIGNMENT)
+    return list(pieces_of({**arrays, _LINE: np.frombuffer(line, np.uint8)}))
 
 
 def parsed(read: Callable[[int, int], bytes], size: int, where: str) -> dict[str, Stored]:
@@ -161,13 +187,11 @@ class Entry(NamedTuple):
 
     Attributes:
         path: of the item.
-        start: the first element, of a part of an array.
-        shape: its shape; of rows: their number, and the elements of each.
+        shape: its shape.
         dtype: its dtype.
     """
 
     path: str
-    start: int
     shape: tuple[int, ...]
     dtype: str
 
@@ -189,29 +213,27 @@ class OpenShard:
         file: the open file.
         checksum: of all its bytes, as the manifest says.
         entries: the arrays in it by name, as the manifest says.
-        lines: how many lines of plain values it has, as the manifest says.
 
     Attributes:
-        entries: as given.
-        stored: their entries in the header.
+        stored: the entries in the header.
+        ranks: the names of what ranks have for themselves, by rank.
 
     Raises:
         CheckpointDamagedError: if one is missing or has another size.
     """
 
-    def __init__(self, file: OpenFile, checksum: str, entries: Mapping[str, Entry], lines: int) -> None:
+    def __init__(self, file: OpenFile, checksum: str, entries: Mapping[str, Entry]) -> None:
         self.file = file
         self._head = bytearray()
         self.stored: dict[str, Stored] = parsed(self._read_head, file.size, file.path)
+        matches = map(_RANKS.fullmatch, self.stored)
+        self.ranks: dict[int, str] = {int(match[1]): match[0] for match in matches if match is not None}
         self._checksum = checksum
-        self.entries = entries
-        self._lines = lines
+        self._entries = entries
         for name, entry in entries.items():
             nbytes = byte_count(entry.shape, dtype_of(entry.dtype))
             if name not in self.stored or self.stored[name].nbytes != nbytes:
                 raise _damaged(file.path, f"no {nbytes} bytes for {name[:80]!r}")
-        if lines and (VALUES not in self.stored or self.stored[VALUES].nbytes < lines * LEAST_LINE):
-            raise _damaged(file.path, f"no plain values of {lines} ranks")
 
     def check(self) -> None:
         """Read all bytes; raise CheckpointDamagedError if the checksum is wrong."""
@@ -249,17 +271,8 @@ class OpenShard:
         self._head += data
         return data
 
-    def lines_in(self, values: Array) -> list[bytes]:
-        """Return the lines of the ranks in the entry `VALUES`; CheckpointDamagedError for another number of them."""
-        data = values.tobytes()
-        lines = data.split(b"\n") if data.count(b"\n") == self._lines else []  # a forged file may have many
-        if not lines or lines[-1] or not all(lines[:-1]):
-            raise _damaged(self.file.path, f"other plain values than of {self._lines} ranks")
-        return lines[:-1]
-
     def _room_for(self, name: str) -> Array:
-        values = Entry("", 0, (self.stored[name].nbytes,), "|u1")
-        _, _, shape, dtype = values if name == VALUES else self.entries[name]
+        _, shape, dtype = self._entries.get(name) or Entry("", (self.stored[name].nbytes,), "|u1")
         try:
             return np.empty(shape, dtype_of(dtype))
         except MemoryError as error:
@@ -270,7 +283,7 @@ class OpenShard:
 
 @contextmanager
 def open_shard(
-    folder: Folder, number: int, nbytes: int, checksum: str, entries: Mapping[str, Entry], lines: int
+    folder: Folder, number: int, nbytes: int, checksum: str, entries: Mapping[str, Entry]
 ) -> Iterator[OpenShard]:
     """Open a shard of `nbytes`; the rest as of `OpenShard`.
 
@@ -283,7 +296,56 @@ def open_shard(
             file = stack.enter_context(folder.file(name, nbytes, MOST_BYTES))
         except FileNotFoundError as error:
             raise _damaged(f"{folder.path}/{name}", "a missing file") from error
-        yield OpenShard(file, checksum, entries, lines)
+        yield OpenShard(file, checksum, entries)
+
+
+# ------------------------------------------------------------------------------------------------ of one rank
+
+
+class Own:
+    """What a rank had for itself, in the bytes of `own_pieces`.
+
+    Args:
+        data: the bytes.
+        where: the name of the file, for errors.
+
+    Attributes:
+        line: the bytes of the values.
+        values: by path; of arrays whose shape may differ between ranks, the shape.
+
+    Raises:
+        CheckpointDamagedError: for other bytes.
+    """
+
+    def __init__(self, data: Array, where: str) -> None:
+        self._data = data
+        self.where = where
+        self._stored = parsed(lambda start, count: data[start : start + count].tobytes(), data.size, where)
+        if _LINE not in self._stored:
+            raise _damaged(where, "no values of a rank")
+        self.line: Array = data[self._stored[_LINE].start : self._stored[_LINE].stop]
+        self.values: dict[str, Any] = values_in(self.line, where)
+
+    def array(self, path: str, dtype: str, shape: tuple[int, ...] | None) -> Array:
+        """Return an array in native byte order, not copied where that can be; `shape` is None where ranks may differ.
+
+        Raises:
+            CheckpointDamagedError: for another size.
+        """
+        kind, found = dtype_of(dtype), self.values[path] if shape is None else shape
+        stored = self._stored.get(path)
+        if stored is None or not is_shape(found, kind) or byte_count(found, kind) != stored.nbytes:
+            raise _damaged(self.where, f"no {dtype}{shown(found)} for {path[:80]!r} of a rank")
+        flat = self._data[stored.start : stored.stop].view(kind) if stored.nbytes else np.empty(0, kind)
+        return flat.reshape(found).astype(kind.newbyteorder("="), copy=False)
+
+
+def values_in(line: Array, where: str) -> dict[str, Any]:
+    """Return the values of a rank from their bytes; CheckpointDamagedError for other bytes."""
+    values = loads(line.tobytes(), where)
+    if not isinstance(values, dict):
+        raise _damaged(where, "values of a rank that are no JSON object")
+    return values
 
 
 # ------------------------------------------------------------------------------------------------ JSON text
@@ -389,12 +451,19 @@ def _dtype_of(text: str) -> np.dtype[Any] | None:
         return None
 
 
-def byte_count(shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+def byte_count(shape: Sequence[int], dtype: np.dtype[Any]) -> int:
     """Return how many bytes an array has."""
     return math.prod(shape) * dtype.itemsize
 
 
-def is_possible(shape: Sequence[int], dtype: np.dtype[Any]) -> bool:
-    """Return whether NumPy can make such an array; an axis of length 0 does not lift the limit for the others."""
+def is_shape(shape: Any, dtype: np.dtype[Any]) -> bool:
+    """Return whether it is the shape of an array that NumPy can make, and is not too large.
+
+    An axis of length 0 does not lift the limit for the others.
+    """
+    if not (isinstance(shape, (list, tuple)) and len(shape) <= MOST_AXES):
+        return False
+    if not all(type(count) is int and 0 <= count <= MOST_BYTES for count in shape):
+        return False
     elements = math.prod(max(count, 1) for count in shape)
-    return len(shape) <= MOST_AXES and elements * max(dtype.itemsize, 1) <= sys.maxsize
+    return byte_count(tuple(shape), dtype) <= MOST_BYTES and elements * dtype.itemsize <= sys.maxsize
