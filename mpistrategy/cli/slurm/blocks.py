@@ -27,7 +27,7 @@ def environment(spec: JobSpec) -> list[str]:
     lines = ["# EDIT 2: the Python environment, with mpistrategy and the MPI that your launcher can start."]
     modules, venv = spec["modules"], spec["venv"]
     if spec.site.module_use:
-        lines.append(f"module use {' '.join(spec.site.module_use)}")
+        lines.append(f"module use {' '.join(map(shell, spec.site.module_use))}")
     lines.append(f"module load {' '.join(map(shell, modules))}" if modules else "# module load python openmpi")
     if "venv" in spec.values:
         activate = "/bin/activate"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -71,11 +70,6 @@ class Site:
 
 
 GENERIC = Site()
-_FORMS = {
-    "checked": (r"\d{4}-\d\d-\d\d", "a day such as 2026-11-25"),
-    "pages": (r'https://[\x21-\x7e]+ ".+"', 'ADDRESS "A SENTENCE OF IT"'),
-    "module_use": (r"/[\w./+-]*", "whole paths of folders"),
-}
 _ALLOWED = {
     "batch": ("slurm", "pbs"),
     "launcher": ("srun", "ibrun", "mpiexec"),
@@ -154,14 +148,6 @@ def _site(table: dict[str, Any], path: Path) -> Site:
         wrong = [part for part in parts if key in _ALLOWED and part not in _ALLOWED[key]]
         if wrong:
             raise _refusal(path, f"{key}={wrong[0]!r}", f"out of {', '.join(filter(None, _ALLOWED[key]))}")
-    for key, (pattern, expected) in _FORMS.items():
-        given = table.get(key, ())
-        wrong = [part for part in ([given] if isinstance(given, str) else given) if not re.fullmatch(pattern, part)]
-        if wrong:
-            raise _refusal(path, f"{key}={wrong[0]!r}", expected)
-    for line in table.get("directives", ()):
-        if not re.match(r"-[-A-Za-z]", line):
-            raise _refusal(path, f"directives={line!r}", "options, each beginning with - or --")
     for key in table.get("defaults", {}):
         if key not in KEYS:
             raise _refusal(path, f"the default of an unknown key {key!r}", f"keys out of {', '.join(KEYS)}")
