@@ -54,9 +54,9 @@ from mpistrategy.variables.variable import Variable
 if TYPE_CHECKING:
     from mpistrategy import gradients, losses, metrics, optimizers, schedules, telemetry, testing
     from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, Stateful
-    from mpistrategy.checkpoint.kinds.rows import Rows
     from mpistrategy.checkpoint.manager import CheckpointManager
     from mpistrategy.checkpoint.preemption import PreemptionCheckpointHandler, TerminationConfig
+    from mpistrategy.checkpoint.rows import Rows
     from mpistrategy.training.gradient_buckets import GradientBuckets
 
 __version__ = "0.2.0"
@@ -68,7 +68,7 @@ _LATER = {
     "GradientBuckets": "training.gradient_buckets",
     "PreemptionCheckpointHandler": "checkpoint.preemption",
     "Restored": "checkpoint.checkpoint",
-    "Rows": "checkpoint.kinds.rows",
+    "Rows": "checkpoint.rows",
     "Saving": "checkpoint.checkpoint",
     "Stateful": "checkpoint.checkpoint",
     "TerminationConfig": "checkpoint.preemption",

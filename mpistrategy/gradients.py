@@ -11,7 +11,6 @@ from mpistrategy.arrays.convert import host_array, is_on_device, like_given, on_
 from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import DTypeError, OptionError, OptionTypeError, ShapeError
-from mpistrategy.objects.copies import Created
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed, Settable, checked_count
 from mpistrategy.options import ReduceOp
@@ -112,7 +111,7 @@ def scaled_by(arrays: Sequence[Array], scale: float) -> list[Array]:
 _WHERE = "GradientAccumulator.add"
 
 
-class GradientAccumulator(Created, Settable):
+class GradientAccumulator(Settable):
     """Adds up gradients over several steps without communication, so that one reduction is enough for all of them.
 
     Args:

@@ -104,7 +104,6 @@ class Checkpoint(NamesOurs):
         self.objects = objects
         self._made_in: Strategy = context.current_strategy()
         self._pending: Saving | None = None
-        self._layout: tuple[Any, dict[str, Any]] = (None, {})
         self._last: dict[str, int] = {}
         self._has_warned = False
         if self.objects:
@@ -176,7 +175,7 @@ class Checkpoint(NamesOurs):
         with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.save", called=name) as call:
             path, _, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call)
             state.last = self._last
-            saving = Saving(communicator, path, bool(overwrite), self._layout_of(strategy))
+            saving = Saving(communicator, path, bool(overwrite), strategy.layout())
             cleaning.enter_context(saving._cleaned_up())
             saving._begin(state, call, prepare, wait=bool(wait))
         if not wait:
@@ -227,7 +226,7 @@ class Checkpoint(NamesOurs):
         context.require_cross_replica(strategy, "Checkpoint.restore")
         with Call(strategy.extended.communicator.guard, "Checkpoint.restore", called=name) as call:
             path, objects, state = self._agreed("restore", directory, f"{partial=}", strategy, call)
-            restored = restore(objects, state, self._layout_of(strategy), path, bool(partial), call)
+            restored = restore(objects, state, strategy.layout(), path, bool(partial), call)
             self.objects.update({name: objects[name] for name in objects if not _is_function(self.objects.get(name))})
         self._last = {}
         return restored
@@ -256,14 +255,6 @@ class Checkpoint(NamesOurs):
         if pending is not None:
             pending._settle(where, name)
 
-    def _layout_of(self, strategy: Strategy) -> dict[str, Any]:
-        """Return `strategy.layout()`; ask for it again only when something in it has changed."""
-        extended = strategy.extended
-        changes = (extended._reducer.changes, len(extended._bucket_orders), extended.communicator.thresholds)
-        if self._layout[0] != (strategy, changes):
-            self._layout = (strategy, changes), strategy.layout()
-        return self._layout[1]
-
     def _agreed(
         self, what: str, directory: Any, options: str, strategy: Strategy, call: Call
     ) -> tuple[str, dict[str, Any], State]:
@@ -279,7 +270,6 @@ class Checkpoint(NamesOurs):
         state = State(objects, strategy, call.where, KINDS)
         call.structure = state.structure()
         call.agree(what, destination=path, options=options)
-        state.check_generators(strategy.extended.communicator, call)
         return path, objects, state
 
     @staticmethod

@@ -17,7 +17,7 @@ from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.checkpoint.kinds.variables import store
 from mpistrategy.checkpoint.reading import Reading, array_of
-from mpistrategy.checkpoint.state import Fitting
+from mpistrategy.checkpoint.state import Fit
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item
 from mpistrategy.checkpoint.storage.shards import dtype_of
 from mpistrategy.options import VariableAggregation, VariableSynchronization
@@ -31,7 +31,7 @@ _NOTHING = np.empty(0, np.uint8)
 _OWN, _ROWS, _TOTALS, _COPIES = "own", "rows", "totals", "copies"
 
 
-def deliver(source: Reading, fit: Fitting) -> None:
+def deliver(source: Reading, fit: Fit) -> None:
     """Put the arrays that `fit` has fetched into variables and into ``fit.staged``.  Collective."""
     rank, size = source.communicator.rank, source.communicator.size
     variables = {path: None if make is None else make() for path, make in fit.fetched.items()}

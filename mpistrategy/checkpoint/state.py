@@ -1,9 +1,12 @@
-"""The state of objects as a flat table, and `Kind`: how one kind of object is entered into it, and restored.
+"""The state of objects as a flat table; `Kind`: how one kind of object is entered into it, and restored; and `Fit`.
 
 The table has an item for each path.  It says kinds, dtypes and shapes, and must be equal on all ranks; beside it are
 this rank's arrays and values.
 The ranks compare their arrays, numbers and generators: those that are equal everywhere are saved once, others once for
 each rank.
+
+`Fit` is a checkpoint beside these objects.  They are compared path by path, with a list of everything that does not
+fit.  The comparison is the same on all ranks, except for per-rank values.
 
 To keep something new in checkpoints, write one Kind and enter it in the table in `mpistrategy.checkpoint.kinds`.
 """
@@ -13,7 +16,7 @@ from __future__ import annotations
 import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,25 +25,29 @@ from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import library_of
+from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.storage.files import checksum_of
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manifest
+from mpistrategy.checkpoint.storage.plain_values import ABSENT, from_json
 from mpistrategy.checkpoint.storage.shards import dtype_text
-from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
-from mpistrategy.mpi.contract.call import Call
+from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.objects.copies import Created
-from mpistrategy.objects.text import encoded
+from mpistrategy.objects.text import encoded, printable
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.variable import Variable
 
 _DEEPEST = 100
-#: The most generators that an error names.
-_MOST_NAMED = 3
 _ACCEPTED = (
     "Variables, optimizers, gradient accumulators, metrics, arrays, ms.Rows, numbers, strings, random generators, "
     "strategy.rng(seed), iterators of distributed datasets, torch's modules, tensors, JAX's arrays, dicts, lists and "
     "tuples of these, objects with state_dict() and load_state_dict(), and functions that return one of these"
 )
+
+#: What kinds raise over items that no save has written.
+_UNSOUND = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
+#: The longest text about one problem, and how many problems are shown.
+_LONGEST, _MOST_PROBLEMS = 1000, 10
+IN_PART = "; partial=True restores the others"
 
 #: Copies of an item before the ranks have compared them: kept once if they are equal, else one for each rank.
 UNDECIDED = "?"
@@ -50,35 +57,6 @@ _EMPTY: tuple[Any, ...] = (None, "", [], {"tuple": []}, {"dict": []})
 
 #: Returns the value of an object after restoring: the object, changed in place, or another one.
 Restore = Callable[[], Any]
-
-
-class Fitting(Protocol):
-    """What kinds use of `mpistrategy.checkpoint.restoring.Fit`, a checkpoint beside the objects."""
-
-    manifest: Manifest
-    strategy: Strategy
-    rank: int
-    same_ranks: bool
-    problems: list[str]
-    fetched: dict[str, Callable[[], Variable] | None]
-    shared: set[str]
-    prepare: list[Callable[[], None]]
-    staged: dict[str, Array]
-
-    @property
-    def here(self) -> State: ...
-    def restore_of(self, path: str, value: Any, *, fresh: bool = False) -> Restore: ...
-    def problem(self, path: str, text: str) -> Restore: ...
-    def missing(self, path: str, value: Any) -> Restore: ...
-    def expect(self, holds: bool, path: str, item: Item, value: Any) -> bool: ...
-    def has_layout(self, path: str, item: Item, array: Array) -> bool: ...
-    def knows_own(self, path: str, item: Item) -> bool: ...
-    def own_value(self, path: str, item: Item) -> Any: ...
-    def first_value(self, path: str, item: Item) -> Any: ...
-    def nearest_value(self, path: str, item: Item) -> Any: ...
-    def of_its_own(self, item: Item) -> str: ...
-    def is_replaceable(self, path: str, value: Any) -> bool: ...
-    def is_lasting(self, path: str) -> bool: ...
 
 
 def has_state(value: Any) -> bool:
@@ -110,7 +88,7 @@ class Kind(ABC):
         """Enter an object into the table; raise for one that cannot be saved."""
 
     @abstractmethod
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         """Note what does not fit and which arrays are needed; return what restores the object.  Changes nothing.
 
         Args:
@@ -120,15 +98,6 @@ class Kind(ABC):
             value: the object; `ABSENT` if there is none.
             fresh: make new arrays; do not write into those that are here.
         """
-
-    def identity(self, value: Any, number: str) -> str:
-        """Return words for the object, equal on all ranks for the same object and different for another; "" for none.
-
-        Args:
-            value: the object.
-            number: its number among those of its class that this program made, if they are counted: "1 of 2".
-        """
-        return f"{type(value).__name__} {number}" if number else ""
 
     def variables(self, value: Any) -> Iterable[Variable]:
         """Return the variables that belong to an object."""
@@ -153,7 +122,7 @@ class State:
         kinds: the table of kinds.
 
     Attributes:
-        strategy, where: as given.
+        strategy, where, kinds: as given.
         items: the table.
         live: the object at each path.
         variables: the variable at each path, slots of optimizers included.
@@ -173,7 +142,7 @@ class State:
     def __init__(self, objects: Mapping[str, Any], strategy: Strategy, where: str, kinds: Sequence[Kind]) -> None:
         self.strategy = strategy
         self.where = where
-        self._kinds = kinds
+        self.kinds = kinds
         self.items: dict[str, Item] = {}
         self.live: dict[str, Any] = {}
         self.variables: dict[str, Variable] = {}
@@ -194,7 +163,7 @@ class State:
         depth = path.count("/")
         if depth > _DEEPEST:
             raise OptionError.at(self.where, found=f"{path[:80]!r}, {depth} levels deep", expected="fewer levels")
-        kind = kind_of(value, self._kinds)
+        kind = kind_of(value, self.kinds)
         if kind is None:
             raise OptionTypeError.at(self.where, found=f"a {type(value).__name__} as {path!r}", expected=_ACCEPTED)
         self.live[path] = value
@@ -225,7 +194,7 @@ class State:
     def digests(self) -> dict[str, int]:
         """Return a digest of each item that may be equal on all ranks; make `of_names`."""
         found = {path: self._digest(path) for path, item in self.items.items() if item.copies in (UNDECIDED, ROWS)}
-        by_value = {kind.name for kind in self._kinds if kind.is_replaceable} | {ROWS}
+        by_value = {kind.name for kind in self.kinds if kind.is_replaceable} | {ROWS}
         names: dict[str, list[int]] = {}
         for path in self.items:
             if path in found and self._has_data(path):
@@ -276,67 +245,16 @@ class State:
     # ------------------------------------------------------------------------------------------- what must be equal
 
     def structure(self) -> str:
-        """Return what must be equal on all ranks, in words that show a difference."""
-        who = self._identities()
+        """Return what must be equal on all ranks, in words that show a difference.
+
+        Names are not enough: a rank with two names swapped would save one variable as the other.
+        """
+        who = {path: var._key for path, var in self.variables.items() if not var.strategy.extended._is_local}
         return "; ".join(
             f"{path}{f' is {who[path]}' if path in who else ''}: {item.kind} {item.copies} {item.dtype}"
             f"{_comparable(item)} {item.more or ''}"
             for path, item in self.items.items()
         )
-
-    def _identities(self) -> dict[str, str]:
-        """Return words for the object at each path, equal on all ranks for the same object.
-
-        Names are not enough: a rank with two names swapped would save one variable as the other.  Variables have
-        numbers that all ranks share; optimizers are known by their variables; other objects by the order in which those
-        of their class in the checkpoint were made.  Arrays, plain values and random generators have no identity: see
-        `check_generators`.
-        """
-        objects = self.live | self.variables
-        made: dict[type, list[tuple[tuple[int], str]]] = {}
-        for path, value in objects.items():
-            if isinstance(value, Created):
-                made.setdefault(type(value), []).append((value._creation_order, path))
-        numbers = {
-            path: f"{number} of {len(paths)}"
-            for paths in made.values()
-            for number, (_, path) in enumerate(sorted(paths), 1)
-        }
-        kinds = {kind.name: kind for kind in self._kinds}
-        found = {
-            path: kinds[self.items[path].kind].identity(value, numbers.get(path, "")) for path, value in objects.items()
-        }
-        return {path: text for path, text in found.items() if text}
-
-    def check_generators(self, communicator: Communicator, call: Call) -> None:
-        """Raise on every rank if a rank has rank 0's generators under other names.  Collective, in an agreed call.
-
-        Generators may differ between ranks, but no rank has the states of another by chance.
-
-        Raises:
-            CollectiveMismatchError: names the generators and the rank.
-        """
-        states = {path: self._digest(path) for path, item in self.items.items() if item.kind == "rng"}
-        if communicator.size == 1 or len(states) < 2:
-            return
-        mine = list(states.values())
-        theirs = np.array(mine, np.uint64)
-        communicator.bcast(theirs, 0)
-        call.expect_more()
-        first: list[int] = theirs.tolist()
-        if mine != first and sorted(mine) == sorted(first):
-            swapped = [
-                f"{path!r} on rank {communicator.rank} is {list(states)[first.index(number)]!r} on rank 0"
-                for path, number, there in zip(states, mine, first, strict=True)
-                if number != there
-            ]
-            raise CollectiveMismatchError.at(
-                self.where,
-                found=f"random generators under other names than on rank 0: {'; '.join(swapped[:_MOST_NAMED])}",
-                expected="the same objects under the same names on all ranks",
-                fix="Where each rank has its own on purpose, keep generator.bit_generator.state.",
-            )
-        call.agree("compare random generators")
 
 
 def _comparable(item: Item) -> str:
@@ -395,3 +313,173 @@ def _variables_in(values: Sequence[Any], kinds: Sequence[Kind], depth: int) -> I
                 yield from _variables_in(list(value.values()) if type(value) is dict else value, kinds, depth + 1)
         elif (kind := kind_of(value, kinds)) is not None:
             yield from kind.variables(value)
+
+
+# ------------------------------------------------------------------------------------------------ how it fits
+
+
+class Fit:
+    """How these objects are restored from this checkpoint.
+
+    Args:
+        manifest: what the checkpoint has.
+        state: the objects.
+        values: the plain values that each rank had, as JSON by path: those of the first rank, and those of the rank
+            nearest to this one, which is this rank if it was there.
+        communicator: the ranks.
+        partial: restore what is on both sides, and leave the rest.
+
+    Attributes:
+        manifest: as given.
+        strategy: whose ranks they are.
+        here: `state`.
+        rank: this rank.
+        same_ranks: whether as many ranks saved as there are now.
+        problems: what does not fit, in words; the other attributes are valid only if there is none.
+        more_problems: how many more problems there are.
+        left_out: with `partial`, the names that are on one side only.
+        fetched: the paths of the arrays that are needed, each with the variable that it goes into; None for an array
+            that goes into `staged`.
+        shared: the paths among them of which each rank gets its own or, on another number of ranks, a part.
+        prepare: functions that make missing variables; collective.
+        staged: the arrays that were fetched, by path.
+    """
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        state: State,
+        values: tuple[dict[str, Any], dict[str, Any]],
+        communicator: Communicator,
+        partial: bool,
+    ) -> None:
+        self.manifest = manifest
+        self._first, self._nearest = values
+        self.here = state
+        self._kinds = {kind.name: kind for kind in state.kinds}
+        self._replaceable = {kind.name for kind in state.kinds if kind.is_replaceable}
+        self.strategy: Strategy = state.strategy
+        self.rank: int = communicator.rank
+        self.same_ranks: bool = communicator.size == manifest.ranks
+        self._partial = partial
+        self._lasting = _holders_of_lasting(state, self._replaceable)
+        self.problems: list[str] = []
+        self.more_problems: int = 0
+        self.left_out: list[str] = []
+        self.fetched: dict[str, Callable[[], Variable] | None] = {}
+        self.shared: set[str] = set()
+        self.prepare: list[Callable[[], None]] = []
+        self.staged: dict[str, Array] = {}
+
+    def restore_of(self, path: str, value: Any, *, fresh: bool = False) -> Restore:
+        """Return what restores the object at `path`.
+
+        Args:
+            path: where it is, in the checkpoint and among the objects.
+            value: the object, or `ABSENT`.
+            fresh: make new arrays; do not write into those that are here.
+        """
+        item = self.manifest.items.get(path)
+        if item is None:
+            return self.missing(path, value)
+        kind = self._kinds.get(item.kind)
+        if kind is None:
+            return self.problem(path, f"the checkpoint has something of an unknown kind, {item.kind[:40]!r}")
+        try:
+            return kind.restore(self, path, item, value, fresh)
+        except _UNSOUND as error:
+            return self.problem(path, f"{type(error).__name__}: {error}")
+
+    def problem(self, path: str, text: str) -> Restore:
+        """Note what does not fit; the text may come from a checkpoint."""
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(printable(f"{path}: {text}", "")[:_LONGEST])
+        else:
+            self.more_problems += 1
+        return lambda: None
+
+    def missing(self, path: str, value: Any) -> Restore:
+        """Note an object that the checkpoint does not have."""
+        if value is ABSENT:
+            return self.problem(path, "the checkpoint names it and does not have it")
+        if not self._partial:
+            return self.problem(path, f"{_named(value)} here, nothing in the checkpoint{IN_PART}")
+        self.left_out.append(path)
+        return lambda: value
+
+    def expect(self, holds: bool, path: str, item: Item, value: Any) -> bool:
+        """Return `holds`, whether the checkpoint has what is here; note a problem if it is False."""
+        if not holds:
+            shape = f" {item.dtype}{list(self._shape_of(path, item))}" if item.is_array else ""
+            self.problem(path, f"{item.kind}{shape} in the checkpoint, {_named(value)} here")
+        return holds
+
+    def has_layout(self, path: str, item: Item, array: Array) -> bool:
+        """Return whether an item is an array of this dtype and shape."""
+        return item.is_array and dtype_text(array.dtype, "") == item.dtype and array.shape == self._shape_of(path, item)
+
+    def _shape_of(self, path: str, item: Item) -> tuple[int, ...]:
+        """Return the shape of what this rank gets back; of rows, that of the global array."""
+        return tuple(self._nearest[path]) if item.copies == OWN and self.same_ranks else item.shape
+
+    def knows_own(self, path: str, item: Item) -> bool:
+        """Return whether this rank's copy is known; note a problem if not."""
+        if item.copies != OWN or self.same_ranks:
+            return True
+        self.problem(path, self.of_its_own(item))
+        return False
+
+    def own_value(self, path: str, item: Item) -> Any:
+        """Return this rank's value; None, and a problem is noted, if it is not known."""
+        return self.nearest_value(path, item) if self.knows_own(path, item) else None
+
+    def first_value(self, path: str, item: Item) -> Any:
+        """Return the value of the first rank."""
+        return from_json(item.values[0] if item.copies == ONE else self._first[path])
+
+    def nearest_value(self, path: str, item: Item) -> Any:
+        """Return the value of this rank; if it was not there, of another one."""
+        return from_json(item.values[0] if item.copies == ONE else self._nearest[path])
+
+    def of_its_own(self, item: Item) -> str:
+        """Return why per-rank data cannot be restored here."""
+        now = self.strategy.num_replicas_in_sync
+        return (
+            f"each of the {self.manifest.ranks} ranks that saved had a {item.kind} of its own; now there are {now}; "
+            "save rows of a global array as ms.Rows(array), sums and means in an ON_READ Variable with that "
+            "aggregation, or make it equal on all ranks"
+        )
+
+    def is_replaceable(self, path: str, value: Any) -> bool:
+        """Return whether the object at `path` may become another object: nothing in it is changed in place."""
+        here = self.here.items.get(path)
+        can_be = here is None or here.kind in self._replaceable or (value is ABSENT and here.kind != ROWS)
+        return can_be and path not in self._lasting
+
+    def is_lasting(self, path: str) -> bool:
+        """Return whether a restore must not remove the object at `path`."""
+        item = self.here.items.get(path)
+        return item is not None and (item.kind not in self._replaceable or path in self._lasting)
+
+
+def _holders_of_lasting(state: State, replaceable: set[str]) -> set[str]:
+    """Return the paths of what holds objects that must be there, and cannot be made anew."""
+    found: set[str] = set()
+    for path, item in state.items.items():
+        above = path.rpartition("/")[0]
+        while item.kind not in replaceable and above and above not in found:
+            found.add(above)
+            above = above.rpartition("/")[0]
+    return found
+
+
+def _named(value: Any) -> str:
+    if value is ABSENT:
+        return "nothing"
+    if isinstance(value, Variable):
+        return f"variable {dtype_text(value.dtype, '')}{list(value.shape)}"
+    if isinstance(value, Rows):
+        return f"Rows {dtype_text(np.asarray(value).dtype, '')}[*{''.join(f', {n}' for n in value.shape[1:])}]"
+    if isinstance(value, np.ndarray):
+        return f"array {value.dtype.str}{list(value.shape)}"
+    return f"a {type(value).__name__}"

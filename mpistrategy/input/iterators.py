@@ -8,7 +8,7 @@ from typing import Any, Generic, Self, TypeVar
 
 from mpistrategy.errors import CopyError, OptionError, OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.copies import Created, NotPickled
+from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 
 #: An element: a batch, or this rank's part of one.
@@ -38,7 +38,7 @@ class Walk:
     is_compared: bool = False
 
 
-class DistributedIterator(Created, NotPickled, Iterator[E]):
+class DistributedIterator(NotPickled, Iterator[E]):
     """An iterator over a distributed dataset, from `iter(dataset)`.  A `Checkpoint` saves its position."""
 
     _instead_of_pickling = "Send the batches that it yields, or save its position with a Checkpoint."

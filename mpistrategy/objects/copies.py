@@ -2,33 +2,9 @@
 
 from __future__ import annotations
 
-import itertools
-from typing import Any, ClassVar, NoReturn, Self, SupportsIndex
+from typing import ClassVar, NoReturn, Self, SupportsIndex
 
 from mpistrategy.errors import CopyError
-
-_numbers = itertools.count()
-
-
-class Created:
-    """Base of objects that each rank creates for itself, and that mean the same on all ranks.
-
-    Attributes:
-        _creation_order: greater for objects created later in this process.  Ranks may have created other objects in
-            between, so only the order means something.  It is a tuple because it is not a setting of the object.
-    """
-
-    _creation_order: tuple[int]
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        made = super().__new__(cls)
-        made._creation_order = (next(_numbers),)
-        return made
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the state without the number: a copy is created when it is copied."""
-        state: Any = super().__getstate__()
-        return {name: value for name, value in state.items() if name != "_creation_order"}
 
 
 def not_pickled(value: object, instead: str) -> CopyError:

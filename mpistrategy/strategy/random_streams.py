@@ -12,14 +12,13 @@ from typing import Any, SupportsIndex
 import numpy as np
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.objects.copies import Created
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 
 _SHARED, _REPLICA, _NUMBERED = range(3)
 _WORD = 2**32
 
 
-class Streams(Created):
+class Streams:
     """The random generators of one replica; made by `Strategy.rng(seed)`.
 
     Make it once, outside the step function: each one made starts its streams from the beginning.

@@ -22,7 +22,7 @@ from mpistrategy.errors import ContextError, UnsupportedError
 from mpistrategy.gradients import as_dense
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.copies import Created, NotPickled
+from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Settable, Setting, limit, steps
 from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
@@ -48,7 +48,7 @@ Arrays = Sequence[Array] | None
 _OUTSIDE_STEPS = "Make variables inside strategy.scope(), and call it in the function given to strategy.run."
 
 
-class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
+class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
     """Base of optimizers: reduces gradients over the replicas and applies them.
 
     A subclass says in `slot_values` which slots each variable has, and returns from `change` what a step subtracts.
@@ -391,7 +391,7 @@ class Optimizer(NamesOurs, Created, GradientArenas, NotPickled, Settable):
         """
         result = super().__copy__()
         memo[id(self)] = result
-        result.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in self.__getstate__().items())
+        result.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in vars(self).items())
         return result
 
     def _step_counter(self) -> Variable:

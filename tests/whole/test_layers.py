@@ -180,7 +180,7 @@ SHARED = {
     *("_key", "_memory_slot", "_storage"),  # of variables
     *("_buckets", "_leaves", "_places"),  # of arenas
     *("_in_rank_order", "_parse"),  # of algorithms and operations
-    *("_begin", "_cleaned_up", "_save_after", "_creation_order"),  # of checkpoints, and what they save:
+    *("_begin", "_cleaned_up", "_save_after"),  # of checkpoints, and what they save:
     *("_settle", "_wait", "_raise_failure", "_is_left", "_end_of_program"),  # of saves in the background
     *("_check_can_go", "_go_to", "_walk", "_go_on_with", "_partial_sums", "_position", "_slots"),
     *("_describe", "_empty_batch", "_lazy_batches"),  # of datasets

@@ -3,7 +3,7 @@
 The first kind that owns an object saves it.  So kinds that ask for methods stand after those that ask for a class.
 """
 
-from mpistrategy.checkpoint.kinds import containers, generators, rows, values, variables
+from mpistrategy.checkpoint.kinds import containers, generators, values, variables
 from mpistrategy.checkpoint.state import Kind
 
 KINDS: tuple[Kind, ...] = (
@@ -11,7 +11,7 @@ KINDS: tuple[Kind, ...] = (
     variables.OneVariable(),
     variables.AnyOptimizer(),
     variables.Accumulator(),
-    rows.GlobalRows(),
+    values.GlobalRows(),
     containers.Component(),
     containers.Dict(),
     containers.List(),
@@ -26,5 +26,3 @@ KINDS: tuple[Kind, ...] = (
     containers.StatefulObject(),
     containers.WithVariables(),
 )
-#: By the kinds of items in manifests.
-BY_NAME = {kind.name: kind for kind in KINDS}

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, ClassVar
 
 from mpistrategy.arrays.values import DistributedValues
-from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, has_state, members_of
+from mpistrategy.checkpoint.state import UNDECIDED, Fit, Kind, Restore, State, has_state, members_of
 from mpistrategy.checkpoint.storage.manifest import Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN, below, to_json
 from mpistrategy.checkpoint.storage.shards import shown
@@ -44,7 +44,7 @@ class Container(Kind):
     def _add_item(self, entries: State, path: str, value: Any) -> None:
         entries.items[path] = Item(self.name, more=len(value))
 
-    def _expect(self, fit: Fitting, path: str, item: Item, value: Any) -> bool:
+    def _expect(self, fit: Fit, path: str, item: Item, value: Any) -> bool:
         return fit.expect(value is ABSENT or self.owns(value), path, item, value)
 
 
@@ -65,7 +65,7 @@ class Dict(Container):
             )
         entries.items[path] = Item(self.name, more=keys)
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not self._expect(fit, path, item, value):
             return lambda: None
         there = _empty_like(fit.here.live.get(path)) if value is ABSENT else value
@@ -92,7 +92,7 @@ class List(Container):
     name = "list"
     types: ClassVar[tuple[type, ...]] = (list,)
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not self._expect(fit, path, item, value):
             return lambda: None
         children = _elements(fit, path, item, value, fresh)
@@ -116,7 +116,7 @@ class Tuple(Container):
     def owns(self, value: Any) -> bool:
         return super().owns(value) or (isinstance(value, tuple) and hasattr(value, "_fields"))
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not self._expect(fit, path, item, value):
             return lambda: None
         children = _elements(fit, path, item, value, fresh)
@@ -139,7 +139,7 @@ class Component(Kind):
         for number, component in enumerate(value.values):
             entries.add(below(path, number), component)
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         here = fit.here.live.get(path, ABSENT) if value is ABSENT else value
         fits = isinstance(here, DistributedValues) and fit.here.items[path].more == item.more
         if not fit.expect(fits, path, item, here):
@@ -168,9 +168,6 @@ class LoadsItsState(Kind):
 
         return restore
 
-    def identity(self, value: Any, number: str) -> str:
-        return super().identity(value, number) or f"a {type(value).__name__}"
-
 
 class Module(LoadsItsState):
     """A module of torch's, known by its methods: its parameters and buffers are restored in place."""
@@ -184,7 +181,7 @@ class Module(LoadsItsState):
         entries.items[path] = Item(self.name)
         entries.add(below(path, "state"), dict(value.state_dict()))
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not fit.expect(self.owns(value), path, item, value):
             return lambda: None
         here = dict(value.state_dict())
@@ -208,7 +205,7 @@ class StatefulObject(LoadsItsState):
         entries.items[path] = Item(self.name)
         entries.add(below(path, "state"), value.state_dict())
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not fit.expect(callable(getattr(value, "load_state_dict", None)), path, item, value):
             return lambda: None
         state = fit.restore_of(below(path, "state"), ABSENT, fresh=True)
@@ -229,15 +226,12 @@ class WithVariables(Kind):
         for number, member in enumerate(members):
             entries.add(below(path, number), member)
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         here = fit.here.items.get(path)
         if not fit.expect(here is not None and here.kind == self.name, path, item, value):
             return lambda: None
         _elements(fit, path, item, value.variables, fresh)  # the arrays go into the variables
         return lambda: value
-
-    def identity(self, value: Any, number: str) -> str:
-        return super().identity(value, number) or f"a {type(value).__name__}"
 
 
 def _empty_like(value: Any) -> dict[Any, Any]:
@@ -247,7 +241,7 @@ def _empty_like(value: Any) -> dict[Any, Any]:
     return empty
 
 
-def _elements(fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> list[Restore]:
+def _elements(fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> list[Restore]:
     """Return what restores each element."""
     there = () if value is ABSENT else value
     if type(item.more) is not int or item.more < 0:
@@ -259,7 +253,7 @@ def _elements(fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> l
     return elements + [fit.missing(below(path, index), there[index]) for index in extra]
 
 
-def _check_complete(fit: Fitting, path: str, keys: Iterable[Any]) -> None:
+def _check_complete(fit: Fit, path: str, keys: Iterable[Any]) -> None:
     """Raise ValueError unless the checkpoint has all elements that it names."""
     for key in keys:
         if below(path, key) not in fit.manifest.items:

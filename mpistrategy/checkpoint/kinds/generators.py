@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State
+from mpistrategy.checkpoint.state import UNDECIDED, Fit, Kind, Restore, State
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, Item
 from mpistrategy.checkpoint.storage.plain_values import to_json
 from mpistrategy.checkpoint.storage.shards import shown
@@ -44,7 +44,7 @@ class Generator(Kind):
     def add(self, entries: State, path: str, value: Any) -> None:
         entries.add_value(path, self.name, UNDECIDED, to_json(state_of(value)))
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not fit.expect(self.owns(value), path, item, value):
             return lambda: None
         state, times = fit.nearest_value(path, item), fit.rank // fit.manifest.ranks
@@ -68,7 +68,7 @@ class RankStreams(Kind):
     def add(self, entries: State, path: str, value: Streams) -> None:
         entries.add_value(path, self.name, OWN, to_json(state_of_streams(value)))
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not fit.expect(self.owns(value), path, item, value):
             return lambda: None
         first = fit.first_value(path, item)
@@ -82,9 +82,6 @@ class RankStreams(Kind):
             return value
 
         return restore
-
-    def identity(self, value: Streams, number: str) -> str:
-        return f"streams {number} of seed {value.seed}"
 
 
 class Position(Kind):
@@ -101,7 +98,7 @@ class Position(Kind):
         more = {"of": walk.of, "any_ranks": walk.any_ranks}
         entries.add_value(path, self.name, UNDECIDED, walk.position, more)
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not fit.expect(self.owns(value), path, item, value):
             return lambda: None
         walk = value._walk

@@ -1,4 +1,7 @@
-"""Plain values and arrays.  Those that are equal on all ranks are saved once, others once for each rank."""
+"""Plain values, arrays and rows of global arrays.
+
+Values and arrays that are equal on all ranks are saved once, others once for each rank.
+"""
 
 from __future__ import annotations
 
@@ -18,8 +21,9 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import as_tensor, is_foreign, is_without_data, library_of
-from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State
-from mpistrategy.checkpoint.storage.manifest import Item
+from mpistrategy.checkpoint.rows import Rows
+from mpistrategy.checkpoint.state import UNDECIDED, Fit, Kind, Restore, State
+from mpistrategy.checkpoint.storage.manifest import ROWS, Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, to_json
 
 
@@ -34,7 +38,7 @@ class Plain(Kind):
     def add(self, entries: State, path: str, value: Any) -> None:
         entries.add_value(path, self.name, UNDECIDED, to_json(value))
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not fit.expect(not _is_array(value) and fit.is_replaceable(path, value), path, item, value):
             return lambda: None
         plain = fit.own_value(path, item)
@@ -65,7 +69,7 @@ class AnyArray(Kind):
     def add(self, entries: State, path: str, value: Any) -> None:
         entries.add_array(path, self.name, UNDECIDED, host_array(value, "Checkpoint.save", path))
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         in_place = _is_array(value) and not fresh
         here = _looked_at(value) if in_place else value
         fits = item.is_array and (fit.has_layout(path, item, here) if in_place else fit.is_replaceable(path, value))
@@ -123,10 +127,42 @@ class Scalar(AnyArray):
     def owns(self, value: Any) -> bool:
         return isinstance(value, self.types)
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         is_number = item.is_array and item.shape == () and not isinstance(value, np.ndarray)
         if not fit.expect(is_number and fit.is_replaceable(path, value), path, item, value):
             return lambda: None
         if fit.knows_own(path, item):
             fit.fetched[path] = None
         return lambda: fit.staged.pop(path)[()]
+
+
+class GlobalRows(Kind):
+    """Rows; restored in place."""
+
+    name = ROWS
+    types: ClassVar[tuple[type, ...]] = (Rows,)
+
+    def add(self, entries: State, path: str, value: Rows) -> None:
+        entries.add_array(path, self.name, ROWS, host_array(value.value))
+
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+        here = fit.here.live.get(path, ABSENT) if value is ABSENT else value
+        fits = here is ABSENT or (isinstance(here, Rows) and (fresh or _fits(fit.here.items[path], item)))
+        if not fit.expect(fits, path, item, here):
+            return lambda: None
+        fit.fetched[path] = None
+
+        def restore() -> Any:
+            array = fit.staged.pop(path)
+            made = array if here is ABSENT else like_given(array, here.value)
+            if value is ABSENT:
+                return Rows(made)
+            value.value = made
+            return value
+
+        return restore
+
+
+def _fits(here: Item, saved: Item) -> bool:
+    """Return whether saved rows are of this dtype, with these axes after the first."""
+    return here.dtype == saved.dtype and here.shape[1:] == saved.shape[1:]

@@ -13,13 +13,12 @@ import numpy as np
 
 from mpistrategy.arrays.convert import host_array, on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.state import UNDECIDED, Fitting, Kind, Restore, State, has_state
+from mpistrategy.checkpoint.state import UNDECIDED, Fit, Kind, Restore, State, has_state
 from mpistrategy.checkpoint.storage.manifest import COMBINED, ONE, Item
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, to_json
 from mpistrategy.checkpoint.storage.shards import dtype_of, dtype_text, is_numeric
 from mpistrategy.errors import OptionError
 from mpistrategy.gradients import GradientAccumulator
-from mpistrategy.mpi.contract.call_sites import names_in_words
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
@@ -36,7 +35,7 @@ class OneVariable(Kind):
     def add(self, entries: State, path: str, value: Variable) -> None:
         _add_variable(entries, path, value)
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if fresh:
             value = fit.here.live.get(path, ABSENT)
         fits = isinstance(value, Variable) and fit.has_layout(path, item, value.local_view)
@@ -46,9 +45,6 @@ class OneVariable(Kind):
             return fit.problem(path, f"aggregation {item.copies} in the checkpoint, NONE here")
         fit.fetched[path] = lambda: value
         return lambda: value
-
-    def identity(self, value: Variable, number: str) -> str:
-        return "" if value.strategy.extended._is_local else value._key
 
     def variables(self, value: Variable) -> Iterable[Variable]:
         return (value,)
@@ -73,7 +69,7 @@ class Accumulator(Kind):
             if total is not None:
                 entries.add_array(below(path, number), "array", copies, host_array(total))
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         if not fit.expect(isinstance(value, GradientAccumulator), path, item, value):
             return lambda: None
         steps, count = item.more["steps"], item.more["count"]
@@ -125,17 +121,11 @@ class AnyOptimizer(Kind):
         if has_state(optimizer.schedule):
             entries.add(below(path, "schedule"), optimizer.schedule)
 
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
+    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
         here = fit.here.items.get(path)
         if not fit.expect(here is not None and here.kind == self.name, path, item, value):
             return lambda: None
         return _OptimizerFit(fit, path, item, value).restore()
-
-    def identity(self, value: Optimizer, number: str) -> str:
-        slotted = [var for var, _ in value._slots.by_id.values()]
-        counter = [] if value.iterations is None else [value.iterations]
-        keys = [var._key for var in (*slotted, *counter) if not var.strategy.extended._is_local]
-        return f"{type(value).__name__} {f'of {names_in_words(keys)}' if keys else number}"
 
     def variables(self, value: Optimizer) -> Iterable[Variable]:
         if value.iterations is not None:
@@ -154,7 +144,7 @@ class _OptimizerFit:
         optimizer: the one here.
     """
 
-    def __init__(self, fit: Fitting, path: str, item: Item, optimizer: Optimizer) -> None:
+    def __init__(self, fit: Fit, path: str, item: Item, optimizer: Optimizer) -> None:
         self._fit = fit
         self._path = path
         self._item = item

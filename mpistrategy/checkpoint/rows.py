@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import host_array, is_on_device, like_given
+from mpistrategy.arrays.convert import host_array, is_on_device
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import is_foreign
-from mpistrategy.checkpoint.state import Fitting, Kind, Restore, State
-from mpistrategy.checkpoint.storage.manifest import ROWS, Item
-from mpistrategy.checkpoint.storage.plain_values import ABSENT
 from mpistrategy.errors import OptionTypeError, ShapeError
 from mpistrategy.objects.nearest import NamesOurs
 
@@ -88,35 +85,3 @@ class Rows(NamesOurs):
 
     def __repr__(self) -> str:
         return f"Rows({self.value!r})"
-
-
-class GlobalRows(Kind):
-    """Rows; restored in place."""
-
-    name = ROWS
-    types: ClassVar[tuple[type, ...]] = (Rows,)
-
-    def add(self, entries: State, path: str, value: Rows) -> None:
-        entries.add_array(path, self.name, ROWS, host_array(value.value))
-
-    def restore(self, fit: Fitting, path: str, item: Item, value: Any, fresh: bool) -> Restore:
-        here = fit.here.live.get(path, ABSENT) if value is ABSENT else value
-        fits = here is ABSENT or (isinstance(here, Rows) and (fresh or _fits(fit.here.items[path], item)))
-        if not fit.expect(fits, path, item, here):
-            return lambda: None
-        fit.fetched[path] = None
-
-        def restore() -> Any:
-            array = fit.staged.pop(path)
-            made = array if here is ABSENT else like_given(array, here.value)
-            if value is ABSENT:
-                return Rows(made)
-            value.value = made
-            return value
-
-        return restore
-
-
-def _fits(here: Item, saved: Item) -> bool:
-    """Return whether saved rows are of this dtype, with these axes after the first."""
-    return here.dtype == saved.dtype and here.shape[1:] == saved.shape[1:]
