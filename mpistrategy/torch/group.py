@@ -7,7 +7,6 @@ line of the program is reported and not compared, since ranks of torch programs 
 from __future__ import annotations
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -110,7 +109,8 @@ class Group:
         self._background.wait()
         with self._turn, Call(self.communicator.guard, f"torch.distributed.{name}", anywhere=True) as call:
             self.communicator.guard.site = site
-            call.frame = sys._getframe(2)  # this generator is suspended, and says nothing of what the call does
+            entering = call.frame and call.frame.f_back  # this generator is suspended: it says nothing of the call
+            call.frame = entering and entering.f_back
             yield call
 
     # ------------------------------------------------------------------------------------------------- reductions
