@@ -8,15 +8,14 @@ from __future__ import annotations
 import enum
 import gc
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from mpistrategy.errors import ContextError, OptionTypeError
-from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.over_threads import SimulatedCommunicator
 
@@ -66,15 +65,13 @@ class Frame:
     replica_context: Any = None
 
     def __enter__(self) -> Frame:
-        current.entered.communicators.append(self.strategy.extended.communicator)
-        entered.frames.append(self)
+        _thread.entered.append((self, self.strategy.extended.communicator))
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        current.entered.communicators.pop()
-        entered.frames.pop()
+        _thread.entered.pop()
 
 
 def call_in(frame: Frame, fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
@@ -82,23 +79,23 @@ def call_in(frame: Frame, fn: Callable[..., R], args: Sequence[Any], kwargs: Map
 
     As ``with frame:``, but nothing runs at its end that the handler of a signal could keep from leaving the context.
     """
-    communicators, frames = current.entered.communicators, entered.frames
-    before, depth = len(communicators), len(frames)
+    stack = _thread.entered
+    depth = len(stack)
     try:
         frame.__enter__()
         return fn(*args, **kwargs)
     finally:
-        del communicators[before:]
-        del frames[depth:]
+        del stack[depth:]
 
 
-class _Stack(threading.local):
+class _Thread(threading.local):
+    """What this thread has entered, the innermost last: contexts, and the ranks that it works for in each."""
+
     def __init__(self) -> None:
-        self.frames: list[Frame] = []
+        self.entered: list[tuple[Frame | None, Communicator]] = []
 
 
-#: The contexts of the calling thread are ``entered.frames``, the innermost last.
-entered: _Stack = _Stack()
+_thread = _Thread()
 
 
 _default: list[Callable[[], Strategy]] = []
@@ -111,8 +108,33 @@ def set_default_strategy_factory(factory: Callable[[], Strategy]) -> None:
 
 def current_frame() -> Frame | None:
     """Return the innermost context that this thread has entered, or None."""
-    frames = entered.frames
-    return frames[-1] if frames else None
+    stack = _thread.entered
+    return stack[-1][0] if stack else None
+
+
+def frames() -> list[Frame]:
+    """Return the contexts that this thread has entered, the innermost last."""
+    return [frame for frame, _ in _thread.entered if frame is not None]
+
+
+def current_communicator() -> Communicator | None:
+    """Return the ranks that this thread works for, or None outside every strategy.
+
+    Users make a CrossDeviceOps without a communicator, and may call it directly or from another one: here it finds its
+    ranks.
+    """
+    stack = _thread.entered
+    return stack[-1][1] if stack else None
+
+
+@contextmanager
+def working_on(communicator: Communicator) -> Iterator[None]:
+    """Let this thread work for other ranks in the same context."""
+    _thread.entered.append((current_frame(), communicator))
+    try:
+        yield
+    finally:
+        _thread.entered.pop()
 
 
 def current_strategy() -> Any:

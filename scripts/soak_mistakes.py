@@ -4,7 +4,8 @@
     python scripts/soak_mistakes.py --lines [--every N] [--ranks N] [--on-error abort|raise] [NAME...]
     MPIR_CVAR_NUM_CLIQUES=2 python scripts/soak_mistakes.py ...               on 2 nodes that MPICH pretends
 
-The whole mutation matrix: every mistake on 2 and 3 ranks, made by the first and by the last, at first and later.
+The whole mutation matrix: every mistake on 2 and 3 ranks of one node, and on 3 and 4 ranks of several, made by the
+first and by the last, at first and later.
 
 With --lines rank 1 raises MemoryError or KeyboardInterrupt at one line of this package in a call, catches it, and goes
 on with its program; with on_error="raise" all ranks catch what the library raises, too.  Each job tries line after
@@ -275,16 +276,17 @@ def main() -> int:
     if options.lines:
         return fail_at_lines(options)
     table, began = load(), time.monotonic()
+    nodes = int(os.environ.get("MPIR_CVAR_NUM_CLIQUES", 1))
     cases = [
         (name, ranks, odd, rounds)
-        for name, ranks, rounds in product(options.names or table, (2, 3), (0, 2))
+        for name, ranks, rounds in product(options.names or table, (2, 3) if nodes == 1 else (3, 4), (0, 2))
         for odd in (0, ranks - 1)
     ][options.offset :: options.every]
     counts: Counter[str] = Counter()
     wrong = 0
     for name, ranks, odd, rounds in cases:
         with tempfile.TemporaryDirectory() as folder:
-            verdict = judge(name, ranks, odd, rounds, Path(folder))
+            verdict = judge(name, ranks, odd, rounds, Path(folder), nodes)
         expected = table[name][1]
         counts[expected if verdict.is_as(expected) else f"{verdict.kind}, not {expected}"] += 1
         if not verdict.is_as(expected):
@@ -292,7 +294,8 @@ def main() -> int:
             title = f"--- {name}: {verdict.kind} in place of {expected}"
             print(f"{title}; {ranks} ranks, rank {odd}, {rounds} rounds before\n{verdict.story}", flush=True)
     figures = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
-    print(f"mistakes: {len(cases)} jobs in {time.monotonic() - began:.0f} s: {figures}; {wrong} not as they should be")
+    seconds = time.monotonic() - began
+    print(f"mistakes: {len(cases)} jobs, nodes: {nodes}, {seconds:.0f} s: {figures}; {wrong} not as they should be")
     return 1 if wrong else 0
 
 

@@ -22,6 +22,7 @@ import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array
+from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import library_of
 from mpistrategy.checkpoint.rows import Rows
@@ -33,7 +34,6 @@ from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.text import encoded, printable
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.variables.mirrored_check import digest
 from mpistrategy.variables.variable import Variable
 
 _DEEPEST = 100

@@ -43,7 +43,7 @@ class Command:
 
 
 COMMANDS = {
-    "bench": Command("time collectives and training steps beside mpi4py", "bench.command"),
+    "bench": Command("time sums beside mpi4py, on CPUs or GPUs; save thresholds", "bench.command"),
     "doctor": Command("examine a job's ranks, or one that hangs, and say what to fix", "doctor.command"),
     "guide": Command("show a page of the user guide, or what an error means", "guide.command"),
     "run": Command("run a program on every rank, in place of python", "run"),

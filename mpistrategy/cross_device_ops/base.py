@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, local_component
+from mpistrategy.context import current_communicator, working_on
 from mpistrategy.errors import (
     ContextError,
     EmptyBatchError,
@@ -16,7 +17,6 @@ from mpistrategy.errors import (
 )
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
@@ -42,7 +42,7 @@ class CrossDeviceOps(Algorithm):
             ContextError: outside every strategy, for a value that belongs to none.
         """
         where = f"{type(self).__name__}.{method}"
-        communicator = current.current() or (value._group if isinstance(value, PerReplica) else None)
+        communicator = current_communicator() or (value._group if isinstance(value, PerReplica) else None)
         if communicator is None:
             raise ContextError.at(
                 where,
@@ -80,7 +80,7 @@ class CrossDeviceOps(Algorithm):
             CollectiveMismatchError: when the ranks' calls differ.
         """
         communicator, call = self._call("reduce", per_replica_value, name)
-        with current.working_on(communicator), call:
+        with working_on(communicator), call:
             op = ReduceOp._parse(reduce_op, call.where)
             destinations = placing.for_value(per_replica_value, destinations)
             placing.resolve(destinations, communicator, call.where)
@@ -117,7 +117,7 @@ class CrossDeviceOps(Algorithm):
             next(iter(value_destination_pairs), None) if isinstance(value_destination_pairs, (list, tuple)) else None
         )
         communicator, call = self._call("batch_reduce", first[0] if isinstance(first, tuple) and first else None, name)
-        with current.working_on(communicator), call:
+        with working_on(communicator), call:
             op = ReduceOp._parse(reduce_op, call.where)
             pairs = _checked_pairs(value_destination_pairs, call.where)
             pairs = [(value, placing.for_value(value, destinations)) for value, destinations in pairs]

@@ -33,8 +33,7 @@ from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.gpu import GpuRoute
-    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
+    from mpistrategy.reduction.routes.gpu import GpuOperation, GpuRoute
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
@@ -103,14 +102,14 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _gpu_word(self, ranks: Communicator, options: CommunicationOptions) -> str | None:
         """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
-        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE  # here, for the quick import
+        from mpistrategy.reduction.routes.gpu import ALL_REDUCE  # here: on CPUs nothing reads it
 
         is_plain = options.wire is None and self._is_usual and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
         return path_word(options, self._device_path) if is_plain else None
 
     def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None: on the host."""
-        from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, on_one_rank  # here, for the quick import
+        from mpistrategy.reduction.routes.gpu import ALL_REDUCE, on_one_rank  # here: on CPUs nothing reads it
 
         root = destination.only_rank
         return ALL_REDUCE if root is None else on_one_rank(root, destination)
@@ -125,7 +124,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         outs: Sequence[Any] | None = None,
     ) -> GpuRoute:
         """Return the route of arrays in GPU memory that are combined there; in place if they are their own `outs`."""
-        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs, own_result  # here, for the quick import
+        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs, own_result  # here: on CPUs nothing reads it
 
         packs = gpu_packs(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
         targets = None if outs is None else [own_result(*both) for both in zip(arrays, outs, strict=True)]

@@ -18,6 +18,7 @@ from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sor
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import Destination
@@ -27,8 +28,7 @@ from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.shared_memory.node_sum import NodeSum
-    from mpistrategy.reduction.routes.gpu_operations import GpuOperation
+    from mpistrategy.reduction.routes.gpu import GpuOperation
 
 #: About so much of a buffer is exchanged at a time where the ranks do not share memory.  As much is needed besides;
 #: three times as much for a last piece that cannot be cut into equal shares.

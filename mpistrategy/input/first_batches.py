@@ -13,6 +13,7 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import to_array
+from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import CollectiveMismatchError, DatasetWarning, MpiStrategyError, OptionError
 from mpistrategy.input.datasets import common_length, to_rows
@@ -23,7 +24,6 @@ from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.objects.text import encoded
-from mpistrategy.variables.mirrored_check import digest
 
 WARN, RAISE, OFF = "warn", "raise", "off"
 WHERE = "experimental_distribute_dataset"

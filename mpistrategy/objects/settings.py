@@ -87,7 +87,12 @@ class Settable:
 
     def _refuse_misspelt(self, name: str) -> None:
         bases = type(self).__mro__
-        declared = {known for base in bases for known in vars(base).get("__annotations__", ())}
+        declared = {
+            known
+            for base in bases
+            for known in vars(base).get("__annotations__", ())
+            if not callable(vars(base).get(known))  # a method in one line
+        }
         if name in declared:
             return
         settable = (item for base in bases for item in vars(base).items() if isinstance(item[1], property))
@@ -158,11 +163,6 @@ def not_negative(number: float) -> bool:
 def number(expected: str, fits: Callable[[float], bool]) -> Setting[float]:
     """Return a setting that is a finite number."""
     return Setting(lambda where, name, value: checked_number(where, name, value, expected, fits))
-
-
-def rate() -> Setting[float]:
-    """Return a setting that is a positive number."""
-    return number("a positive number", positive)
 
 
 def decay() -> Setting[float]:

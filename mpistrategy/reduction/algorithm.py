@@ -50,6 +50,15 @@ class Algorithm(ABC):
         super().__init_subclass__(**others)
         cls._in_rank_order = bool(cls.__dict__.get("_in_rank_order"))
 
+    def explain_implementation(self, reduce_op: ReduceOp, count: int) -> str:
+        """Return what `Strategy.explain` says of so many arrays and this operation, in a line; to be overridden.
+
+        Args:
+            reduce_op: how they are combined.
+            count: how many there are.
+        """
+        return f"{type(self).__name__} reduces them: its routes are not known"
+
     @property
     def _configuration(self) -> str:
         """What must be equal on all ranks for their messages to fit together."""

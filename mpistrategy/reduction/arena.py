@@ -280,7 +280,7 @@ class Arena(ArenaBase, Generic[T]):
                 ranks, into_result = self._communicator, not in_place
                 self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=into_result, wire=wire)
             return self._routes[key]
-        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here, for the quick import
+        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here: on CPUs nothing reads it
 
         packs = gpu_packs(packing.layouts_of(self._mine), 1, 0)  # each by itself
         targets = self._mine if in_place else [bucket.result for bucket in self._buckets]

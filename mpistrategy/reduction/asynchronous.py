@@ -12,13 +12,12 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.values import Mirrored, contribution
-from mpistrategy.context import current_frame
+from mpistrategy.context import current_frame, working_on
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.mpi.interface import current
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.over_mpi.engine import AtOnce, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
@@ -125,7 +124,7 @@ def _in_background(
     """Return what `work` does, in the engine's thread, as if it was called where the program started it."""
     ranks.guard.site = site
     try:
-        with in_step, current.working_on(ranks):
+        with in_step, working_on(ranks):
             return work()
     finally:
         ranks.guard.site = None
@@ -161,7 +160,7 @@ def _started_on_device(
     agree: Callable[[Callable[[], Any]], Any],
 ) -> AllReduceHandle[Any] | None:
     """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
-    from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here, for the quick import
+    from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here: on CPUs nothing reads it
     from mpistrategy.reduction.asynchronous_gpu import engine as engine_for_gpus
 
     communicator, site = reducer.communicator, call_site()

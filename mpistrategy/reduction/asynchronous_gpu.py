@@ -11,8 +11,10 @@ from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
+from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.arrays.values import event_of_reads
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.gpu.communication_stream import communication_stream
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
 from mpistrategy.mpi.over_mpi.engine import AtOnce, engine_of
@@ -40,8 +42,6 @@ class Begun:
         results: Callable[[], list[Any]],
         build: Callable[[list[Any]], Any],
     ) -> None:
-        from mpistrategy.mpi.gpu.communication_stream import communication_stream  # here, for the quick import
-
         self._begun, self._results, self._build, self._device = begun, results, build, begun.arrays[0].device
         with self._device:
             self._stream = communication_stream(communicator)
@@ -75,8 +75,6 @@ class Begun:
     @cached_property
     def results(self) -> Any:
         """Return what the program gets, on the current stream, behind the reduction."""
-        from mpistrategy.arrays.gpu import cupy_for
-
         with self._device:
             cupy_for("arrays in GPU memory").cuda.get_current_stream().wait_event(self._sent)
             results = self._results()

@@ -25,6 +25,7 @@ from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Transfer
 from mpistrategy.reduction.plans import NestPlan
 from mpistrategy.reduction.reducer import General
+from mpistrategy.reduction.routes import on_device
 from mpistrategy.reduction.routes.base import CallPlan, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxArrays
 
@@ -67,8 +68,6 @@ def broadcast(
     on_host = [array for array in arrays if not is_on_device(array)]
     way = FromRoot(communicator, layouts_of(on_host), root)
     if placed:
-        from mpistrategy.reduction.routes import on_device  # here, for the quick import
-
         check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
         on_device.prepare(communicator, placed, call.where)
         memory, copies = on_device.packed(placed)

@@ -87,7 +87,7 @@ def _of_leaves(
     checked_leaves(values, lambda: nest.paths_without_none(value), _WHERE)
     algorithm: Any = reducer.algorithm
     if not algorithm._is_built_in:
-        return [], [f"{type(algorithm).__name__} reduces them: its routes are not known"]
+        return [], [algorithm.explain_implementation(op, len(leaves))]
     reduced_precision.check(options.wire)
     communicator = reducer.communicator
     parts = [checked_value(own_component(each, op, _WHERE), op, _WHERE) for each in values]

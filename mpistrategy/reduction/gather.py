@@ -24,6 +24,7 @@ from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
 from mpistrategy.reduction.plans import NestPlan
 from mpistrategy.reduction.reducer import EachArray
+from mpistrategy.reduction.routes import on_device
 from mpistrategy.reduction.routes.base import CallPlan, Targets
 from mpistrategy.reduction.routes.mailboxes import MailboxArrays
 from mpistrategy.reduction.sparse import gather_all
@@ -129,8 +130,6 @@ def gather(
     axes = [checked_axis(axis, array.ndim, call.where) for array in arrays]
     placed = [array for array in arrays if is_on_device(array)]
     if placed:
-        from mpistrategy.reduction.routes import on_device  # here, for the quick import
-
         check_device(placed, gpu_of(communicator.devices, communicator.rank), call.where)
         on_device.prepare(communicator, placed, call.where)
     compared = _compared([_layout(array) for array in arrays], axes)

@@ -114,29 +114,28 @@ def as_leaf(result: Any, leaf: Any) -> Any:
     return result[()] if kind in NUMBERS else like_given(result, leaf)
 
 
-def direct_targets(
-    out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]], useful: bool
-) -> list[Array | None] | None:
-    """Return for each leaf of `out` the array itself where a result may be written to it while others are read.
-
-    None for a leaf means that its result must be copied there at the end; without `useful` that holds for all leaves.
-    None instead of a list means that `out` needs the checks of the general way.
-    """
+def targets_in(
+    out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]
+) -> Sequence[Array] | None:
+    """Return the leaves of `out`, which take the results; None where it needs the checks of the general way."""
     if out is not value and not where.single and not alike(value, out):
         return None
     targets = where.take(out)
-    if not all(map(_takes, targets, arrays, dtypes)):
-        return None
-    if not where.single and len({*map(id, targets)}) < len(targets):
-        return None
-    if not useful:
-        return [None] * len(targets)
+    is_one_twice = not where.single and len({*map(id, targets)}) < len(targets)
+    return targets if not is_one_twice and all(map(_takes, targets, arrays, dtypes)) else None
+
+
+def direct(targets: Sequence[Array], arrays: Sequence[Array]) -> list[Array | None] | None:
+    """Return for each array the target itself where its result may be written there while others are read.
+
+    None for an array means that its result is copied there at the end; None instead of a list, that all are.
+    """
     sources = [array for target, array in zip(targets, arrays, strict=True) if target is not array]
     # Arrays that own their memory share none with each other.
     alone = not sources and all(target.base is None for target in targets)
     if alone or _apart([*targets, *sources]):
         return [target if is_buffer(target) else None for target in targets]
-    return [None] * len(targets)
+    return None
 
 
 def _takes(target: Any, array: Array, dtype: np.dtype[Any]) -> bool:

@@ -20,7 +20,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import is_arena
-from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct_targets, in_kind
+from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct, in_kind, targets_in
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.plan import Plan, Transfer
 from mpistrategy.reduction.routes.base import CallPlan, Targets
@@ -65,12 +65,16 @@ class NestPlan(CallPlan):
         leaves: Sequence[Any] = self.leaves.take(value)
         arrays = leaves if self._only_arrays else arrays_of(leaves, transfer.layouts)
         if out is not None and arrays is not None:
-            targets = direct_targets(out, value, self.leaves, arrays, transfer.results, transfer.writes_targets)
+            targets = targets_in(out, value, self.leaves, arrays, transfer.results)
         if arrays is None or (out is not None and targets is None):
             return self.otherwise.run(call, value, out, weight)
-        results = self._sent(call, arrays, targets, weight)
-        if out is not None:
-            return written(results, self.leaves.take(out), out)
+        written = None if targets is None or not transfer.writes_targets else direct(targets, arrays)
+        results = self._sent(call, arrays, written, weight)
+        if targets is not None:
+            for target, result in zip(targets, results, strict=True):
+                if result is not target:
+                    target[...] = result
+            return out
         return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
 
     def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
@@ -136,14 +140,6 @@ class PlacedPlan(NestPlan):
         if not self._only_own:
             results = [*map(in_kind, results, leaves)]
         return self.leaves.build([Mirrored((result,), text) for result in results])
-
-
-def written(results: Sequence[Array], targets: Sequence[Array], out: Any) -> Any:
-    """Return `out` after the results have been written into its arrays, where they are not yet."""
-    for target, result in zip(targets, results, strict=True):
-        if result is not target:
-            target[...] = result
-    return out
 
 
 def kind_of(value: Any) -> Any:

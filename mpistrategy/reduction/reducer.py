@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
 from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.reduction.algorithm import Algorithm, OnDevice
 from mpistrategy.reduction.inputs import (
     arrays_of,
     as_given,
@@ -47,9 +48,6 @@ from mpistrategy.reduction.weights import (
     product,
     sums_of,
 )
-
-if TYPE_CHECKING:
-    from mpistrategy.reduction.algorithm import Algorithm, OnDevice
 
 #: So many plans are kept.
 _MOST_PLANS = 1024
@@ -179,7 +177,7 @@ class AllReduce(General):
             and destination is None
             and [(kind.__module__, kind.__name__) for kind in kinds] == [("cupy", "ndarray")]
         ):
-            from mpistrategy.reduction.routes.device_plan import plan_on_gpu  # here, for the quick import
+            from mpistrategy.reduction.routes.device_plan import plan_on_gpu  # here: on CPUs nothing reads it
 
             word = algorithm._gpu_word(ranks, options)
             if word is None:
@@ -531,7 +529,7 @@ def _write(results: Sequence[Any], targets: Sequence[Any]) -> None:
         else:
             target[...] = host_array(result)
     if on_device:
-        from mpistrategy.reduction.routes.gpu_copy import move  # here, for the quick import
+        from mpistrategy.reduction.routes.gpu_copy import move  # here: on CPUs nothing reads it
 
         with on_device[0][0].device:
             move([result for result, _ in on_device], [target for _, target in on_device])

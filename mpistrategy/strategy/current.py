@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from typing import TYPE_CHECKING, Any
 
-from mpistrategy.context import Frame, Mode, check_strategy, current_frame, current_strategy, entered, in_words
+from mpistrategy.context import Frame, Mode, check_strategy, current_frame, current_strategy, frames, in_words
 from mpistrategy.errors import ContextError
 from mpistrategy.strategy import replica_context
 from mpistrategy.strategy.outside_steps import warn_if_alone
@@ -79,7 +79,7 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     if strategy is not None:
         check_strategy(strategy, "experimental_set_strategy")
     frame = current_frame()
-    if frame is not None and not (len(entered.frames) == 1 and entered.frames[0] is _set_frame.frame):
+    if frame is not None and frames() != [_set_frame.frame]:
         raise ContextError.at(
             "experimental_set_strategy",
             found=f"a call in {in_words(frame)}",

@@ -35,15 +35,8 @@ _USED_LATER = (
 )
 #: The same of ranks that drive GPUs.
 _USED_LATER_ON_GPUS = (
-    "mpistrategy.mpi.gpu.communication_stream",
-    "mpistrategy.mpi.gpu.transports.ordered_keys",
-    "mpistrategy.mpi.gpu.transports.setup",
     "mpistrategy.reduction.asynchronous_gpu",
     "mpistrategy.reduction.routes.device_plan",
-    "mpistrategy.reduction.routes.gpu",
-    "mpistrategy.reduction.routes.gpu_copy",
-    "mpistrategy.reduction.routes.gpu_operations",
-    "mpistrategy.reduction.routes.on_device",
 )
 
 
@@ -67,7 +60,7 @@ class MirroredStrategy(Strategy):
         communication_options: the default options of every collective.
         check: whether calls are compared between nodes, before their data moves: "always", or "off".  None means what
             MPISTRATEGY_CHECK says, else "always".  Within a node calls are always compared, in the message that carries
-            the data.  "first", of earlier versions, warns and means "always".
+            the data.
         on_error: what happens after an error that a rank's program does not catch.  "abort" ends the whole job: all of
             COMM_WORLD.  "raise" ends this strategy alone: the other ranks of its communicator raise RemoteError, other
             communicators go on, and the rank waits in MPI_Finalize for the others; for ensembles.  An error that leaves

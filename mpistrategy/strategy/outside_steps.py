@@ -33,7 +33,7 @@ def warn_if_alone(
         return
     if strategy.extended.communicator.guard.current is not None:
         return
-    if any(frame.mode is Mode.REPLICA for frame in context.entered.frames):
+    if any(frame.mode is Mode.REPLICA for frame in context.frames()):
         return
     warn(
         f"{where} {how}: it works on this rank alone, and the value stays this rank's own. {cure} If this rank alone "

@@ -31,6 +31,7 @@ from mpistrategy.reduction.inputs import unpacked
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.outside_steps import warn_outside_steps
 from mpistrategy.strategy.reduce_scatter import Scattered
+from mpistrategy.strategy.scan import Scan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
     from mpistrategy.reduction.arena import Arena
     from mpistrategy.reduction.asynchronous import AllReduceHandle
     from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
-    from mpistrategy.strategy.reduce_scatter import Scattered
     from mpistrategy.variables.variable import Variable
 
 Hints: TypeAlias = CommunicationOptions | None
@@ -359,6 +359,61 @@ class ReplicaContext(NotPickled):
             return self._strategy.extended._reducer.run(
                 "ReplicaContext.reduce_scatter", Scattered, reduce_op, value, options, name=name, out=axis
             )
+
+    @overload
+    def scan(
+        self, reduce_op: Op, value: int, exclusive: bool = False, options: Hints = None, **more: Unpack[Named]
+    ) -> np.int64: ...
+    @overload
+    def scan(
+        self, reduce_op: Op, value: float, exclusive: bool = False, options: Hints = None, **more: Unpack[Named]
+    ) -> np.float64: ...
+    @overload
+    def scan(
+        self, reduce_op: Op, value: Variable, exclusive: bool = False, options: Hints = None, **more: Unpack[Named]
+    ) -> NDArray[Any]: ...
+    @overload
+    def scan(
+        self, reduce_op: Op, value: T, exclusive: bool = False, options: Hints = None, **more: Unpack[Named]
+    ) -> T: ...
+    @collective("scan", outside="strategy.gather")
+    def scan(
+        self,
+        reduce_op: Any,
+        value: Any,
+        exclusive: bool = False,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+    ) -> Any:
+        """Combine the values of replicas 0 to this one, in rank order: a prefix reduction, MPI's Scan.  Collective.
+
+        Args:
+            reduce_op: "SUM", "MIN", "MAX" or "PROD", or the ReduceOp.
+            value: as in `all_reduce`, without IndexedSlices and arenas.
+            exclusive: leave out this replica's own value, as MPI's Exscan does.  Replica 0 gets what changes nothing:
+                0 for SUM, 1 for PROD, for MIN and MAX the infinity or the end of the range of an integer.
+            options: hints; None for the strategy's own.
+            name: is compared between the ranks instead of the call site.
+
+        Returns:
+            A structure like `value`; each result has its value's dtype and shape.  The 16-bit floats are combined in
+            float32 and rounded once.  Equal runs have equal bits.  Arrays in GPU memory go through the host.
+
+        Raises:
+            ContextError: outside this context's step function.
+            ReduceOpError: for a MEAN, too, whose divisor would be another one on each rank.
+            OptionTypeError, DTypeError, LeafError, UnsupportedError, EmptyBatchError: on every rank, for bad input.
+            CollectiveMismatchError: on every rank, when structures, dtypes, shapes, operations or calls differ.
+
+        >>> import mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> strategy.run(lambda: ms.get_replica_context().scan("SUM", 3, exclusive=True))
+        np.int64(0)
+        """
+        asked = reduce_op, exclusive, type(exclusive)  # a plan is found by it: 1 and True are equal
+        with self._required("scan"):
+            return self._strategy.extended._reducer.run("ReplicaContext.scan", Scan, asked, value, options, name=name)
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

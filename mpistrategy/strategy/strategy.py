@@ -3,44 +3,74 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NoReturn,
+    Self,
+    SupportsIndex,
+    TypeAlias,
+    TypeVar,
+    Unpack,
+    cast,
+    overload,
+)
 
 from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
 from mpistrategy.context import Scope
-from mpistrategy.errors import OptionError, OptionTypeError, RemoteError
+from mpistrategy.errors import CopyError, OptionError, OptionTypeError, RemoteError
+from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
+from mpistrategy.input.first_batches import FirstBatches, checked_level
+from mpistrategy.input.iterators import DatasetIterator, DistributedIterator, InputFunctionIterator
+from mpistrategy.input.options import InputContext, InputOptions, check_options
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.objects.copies import not_pickled
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Fixed, cannot_be_set
-from mpistrategy.options import Mean, Op, ReduceOp
+from mpistrategy.options import (
+    CommunicationOptions,
+    InputReplicationMode,
+    Mean,
+    Op,
+    ReduceOp,
+    ReplicationMode,
+    checked_member,
+)
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.broadcast import Broadcast
+from mpistrategy.reduction.explain import explanation
 from mpistrategy.reduction.gather import Gather
 from mpistrategy.reduction.reducer import Reduce
 from mpistrategy.strategy.along_axis import reduce_along
 from mpistrategy.strategy.extended import StrategyExtended
-from mpistrategy.strategy.input_methods import InputMethods
-from mpistrategy.strategy.legacy_names import OldNames
+from mpistrategy.strategy.mirrored_check import check_mirrored
 from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.random_streams import Streams
-from mpistrategy.strategy.services import Services
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from mpistrategy.arrays.dtypes import Array
     from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
     from mpistrategy.variables.variable import Variable
 
+E = TypeVar("E")
+#: What is compared of the first batches, as an argument.
+CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"]
 
-class Strategy(NamesOurs, InputMethods, OldNames, Services):
+
+class Strategy:
     """Runs one program on all replicas and keeps their variables together.
 
     Args:
@@ -334,6 +364,391 @@ class Strategy(NamesOurs, InputMethods, OldNames, Services):
                 communicator.free()
         while guard.at_close:
             guard.at_close.pop()()
+
+    # ---------------------------------------------------------------------- arenas, routes, comparing variables
+
+    @overload
+    def arena(
+        self, like: Sequence[Variable], *, shared_result: bool = False, name: str | None = None
+    ) -> Arena[Sequence[Array]]: ...
+    @overload
+    def arena(self, like: T, *, shared_result: bool = False, name: str | None = None) -> Arena[T]: ...
+    def arena(self, like: Any, *, shared_result: bool = False, name: str | None = None) -> Arena[Any]:
+        """Lay out a nest of arrays so that reducing it copies nothing.  Collective.
+
+        Args:
+            like: arrays, numbers or variables in any nest; only structure, shapes and dtypes count.
+            shared_result: give all ranks of a node one read-only result, and leave `values` as they are.
+            name: is compared between the ranks instead of the call site.
+
+        Returns:
+            An `Arena`: fill its `values` in place, then ``context.all_reduce(op, arena)``.
+
+        Raises:
+            EmptyBatchError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
+
+        >>> import numpy as np, mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> arena = strategy.arena({"w": np.ones((2, 2)), "b": np.ones(2)})
+        >>> arena.values["b"][...] = 1
+        >>> strategy.reduce("SUM", arena)["b"]
+        array([1., 1.])
+        """
+        return Arena(self, like, shared_result=shared_result, name=name)
+
+    def explain(self, value: Any, reduce_op: Op = "SUM", options: CommunicationOptions | None = None) -> str:
+        """Say which route an all_reduce of `value` would take: in any context, on any number of ranks; nothing is sent.
+
+        Args:
+            value: what would be reduced: a nest of arrays, numbers, variables and None, or an `Arena`.
+            reduce_op: a ReduceOp, or its name.
+            options: hints; None for the strategy's own.
+
+        Returns:
+            The text, which replica 0 also prints: the buffers that are made of the value, the way that each takes,
+            what is copied, and where the thresholds come from.
+
+        Raises:
+            ReduceOpError, DTypeError, LeafError, EmptyBatchError, ContextError: as all_reduce, but on this rank alone.
+
+        >>> import numpy as np, mpistrategy as ms
+        >>> text = ms.OneDeviceStrategy("CPU:0").explain([np.ones(3), 2.0])
+        all_reduce SUM of 2 arrays, 32 B, on 1 rank of 1 node by MpiAllReduce
+          1 pack of 2 arrays, float64, 32 B: stays here, the only replica
+            1 copy: all into the pack
+          thresholds: the defaults
+        """
+        text = explanation(self.extended._reducer, value, reduce_op, options)
+        if self.extended._reducer.communicator.rank == 0:
+            print(text)
+        return text
+
+    def layout(self) -> dict[str, Any]:
+        """Return what the bits of sums depend on besides the values: ranks, nodes, algorithm, options, thresholds.
+
+        With it goes how `Optimizer.gradient_buckets` has cut gradients so far: the numbers of the variables in each
+        bucket, in the order of reduction.
+        Two runs of one version with the same layout give the same bits.  It is the same on all ranks and consists of
+        what JSON can hold, to be kept beside results; `source` is for people alone.  Never communicates.
+        """
+        extended = self.extended
+        communicator, algorithm = extended._reducer.communicator, extended._reducer.algorithm
+        return {
+            "ranks": communicator.size,
+            "node_of": list(communicator.node_of),
+            "mpi": communicator.library,
+            "shared_memory": communicator.shares_memory,
+            "algorithm": algorithm._configuration,
+            "bytes_per_pack": int(extended._reducer.options.bytes_per_pack),
+            "wire": extended._reducer.options.wire,
+            "thresholds": communicator.thresholds.sizes(),
+            "gradient_buckets": [[list(members) for members in order] for order in extended._bucket_orders],
+            "source": communicator.thresholds.source,
+        }
+
+    def assert_mirrored(self, variables: Any = None, *, name: str | None = None) -> None:
+        """Make sure that mirrored variables have the same bits on all ranks.  Collective; in any context.
+
+        Each rank reads its copies and sends 16 bytes; where the copies differ, 16 more for each variable.  Most of the
+        time is hashing: 0.6 to 0.9 GB/s was measured on one core.
+
+        Args:
+            variables: a nest of variables, and of objects with an attribute `variables`, such as optimizers.  None
+                checks all variables of this strategy that are still in use on every rank, with slots and step
+                counters of optimizers.  The copies of ON_READ variables may differ: they are skipped, and refused
+                where the nest names them.
+            name: is compared between the ranks instead of the call site.
+
+        Raises:
+            ReplicasDivergedError: on every rank, with a table of the variables that differ, and the ranks that differ
+                from the majority.  -0.0 differs from 0.0, and NaN from NaN with other bits.
+            OptionError, OptionTypeError, EmptyBatchError: on every rank, when `variables` has anything but mirrored
+                variables of this strategy, or none.
+            CollectiveMismatchError: on every rank, when the ranks name different variables.
+
+        >>> import mpistrategy as ms
+        >>> strategy = ms.OneDeviceStrategy("CPU:0")
+        >>> with strategy.scope():
+        ...     weights = ms.Variable([1.0, 2.0])
+        >>> strategy.assert_mirrored([weights])
+        """
+        check_mirrored(self.extended, variables, name)
+
+    # ------------------------------------------------------------------------------------------------ input
+
+    def distribute_dataset(
+        self,
+        dataset: Iterable[E],
+        options: InputOptions | None = None,
+        *,
+        drop_remainder: bool = False,
+        pad: bool = False,
+        check_batches: CheckBatches = "warn",
+        name: str | None = None,
+    ) -> DistributedDataset[E]:
+        """Return a dataset that gives each rank its part of every global batch.  Collective.
+
+        Args:
+            dataset: a `Dataset`, or any iterable (a list, a generator, an object that can be iterated anew) of global
+                batches: arrays or nests of arrays with equal first axes.  Every rank iterates over the same batches.
+            options: accepted for TensorFlow's sake.
+            drop_remainder: leave out the rows that would make the ranks' parts unequal.
+            pad: fill the ranks' parts up with zeros until they are equal.
+            check_batches: what to do when the first batch that an iterator takes has other rows on another rank:
+                "warn" on rank 0 with a DatasetWarning, "raise", or "off": compare nothing.  The first element of an
+                iterator is collective with the former two.  Of a large batch the first and the last rows of each
+                array are compared, 1 MiB in all; arrays whose bytes cannot be had (of objects, sparse ones) are left
+                out.
+            name: is compared between the ranks instead of the call site, for this call and for the iterators.
+
+        Returns:
+            An iterable of this rank's contiguous parts, a `DistributedDataset`; for the default strategy `dataset`
+            itself.
+
+        Raises:
+            OptionTypeError, OptionError, BatchError: on every rank; see `DistributedDataset`.
+            CollectiveMismatchError: on every rank, for datasets known to differ; from the first element of an iterator,
+                for first batches of another structure, shape or dtype, none on some rank, another number of batches,
+                and with "raise" for other rows.
+        """
+        where = "Strategy.distribute_dataset"
+        return self._distribute(where, dataset, options, drop_remainder, pad, check_batches, name=name)
+
+    def experimental_distribute_dataset(
+        self,
+        dataset: Iterable[E],
+        options: InputOptions | None = None,
+        *,
+        drop_remainder: bool = False,
+        pad: bool = False,
+        check_batches: CheckBatches = "warn",
+        name: str | None = None,
+    ) -> DistributedDataset[E]:
+        """Do `distribute_dataset`, under the name that TensorFlow has for it."""
+        where = "Strategy.experimental_distribute_dataset"
+        return self._distribute(where, dataset, options, drop_remainder, pad, check_batches, name=name)
+
+    def distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[E]],
+        options: InputOptions | None = None,
+        *,
+        drop_remainder: bool = False,
+        name: str | None = None,
+    ) -> DistributedDatasetsFromFunction[E]:
+        """Call `dataset_fn` once on each rank and return what it returns, as an iterable in step with the other ranks.
+
+        Collective, and so is iterating.  The batches are used as they are: `dataset_fn` batches for one replica
+        (`context.get_per_replica_batch_size`) and picks the rank's share of the data (`context.input_pipeline_id` of
+        `context.num_input_pipelines`).
+
+        Args:
+            dataset_fn: gets an `InputContext`, returns an iterable of batches.
+            options: accepted for TensorFlow's sake.
+            drop_remainder: end with the first rank that has no more batches; otherwise it goes on with empty ones.
+            name: is compared between the ranks instead of the call site, for this call and for the iterators.
+
+        Raises:
+            OptionTypeError: on every rank, when `dataset_fn` is not a function, or does not return an iterable.
+            Exception: what `dataset_fn` raises; RemoteError on the other ranks.
+        """
+        where = "Strategy.distribute_datasets_from_function"
+        dataset = self._make_input(where, dataset_fn, options, name=name)
+        if self._is_default:
+            found: DistributedDatasetsFromFunction[E] = dataset  # it acts as one
+            return found
+        communicator = self.extended.communicator
+        return DistributedDatasetsFromFunction(dataset, communicator, drop_remainder=drop_remainder, name=name)
+
+    def experimental_distribute_datasets_from_function(
+        self,
+        dataset_fn: Callable[[InputContext], Iterable[E]],
+        options: InputOptions | None = None,
+        *,
+        name: str | None = None,
+    ) -> DistributedDatasetsFromFunction[E]:
+        """Return `distribute_datasets_from_function(dataset_fn, options)`: its old name."""
+        return self.distribute_datasets_from_function(dataset_fn, options, name=name)
+
+    def make_dataset_iterator(self, dataset: Iterable[E], *, name: str | None = None) -> DatasetIterator[E]:
+        """Return an iterator over this rank's parts of the global batches of `dataset`.  Collective.
+
+        Args:
+            dataset: as in `distribute_dataset`.
+            name: is compared between the ranks instead of the call site, for this call and for the iterator.
+
+        Returns:
+            An iterator with `initialize()`, which starts again, and `get_next()`, which raises OutOfRangeError after
+            the last batch; to be given to `experimental_run`.
+
+        Raises:
+            OptionTypeError, BatchError: as `distribute_dataset`.
+        """
+        return DatasetIterator(self._distribute("Strategy.make_dataset_iterator", dataset, name=name))
+
+    def make_input_fn_iterator(
+        self,
+        input_fn: Callable[[InputContext], Iterable[E]],
+        replication_mode: ReplicationMode = InputReplicationMode.PER_WORKER,
+        *,
+        name: str | None = None,
+    ) -> InputFunctionIterator[E]:
+        """Return an iterator over what `input_fn`, called once on each rank, returns.  Collective.
+
+        Args:
+            input_fn: as `dataset_fn` of `distribute_datasets_from_function`.
+            replication_mode: PER_WORKER.
+            name: is compared between the ranks instead of the call site, for this call and for the iterator.
+
+        Returns:
+            An iterator as that of `make_dataset_iterator`.
+
+        Raises:
+            OptionError: for another replication mode.
+            OptionTypeError: as `distribute_datasets_from_function`.
+        """
+        where = "Strategy.make_input_fn_iterator"
+        dataset = self._make_input(where, input_fn, mode=replication_mode, name=name)
+        return InputFunctionIterator(DistributedDatasetsFromFunction(dataset, self.extended.communicator, name=name))
+
+    def _distribute(
+        self,
+        where: str,
+        dataset: Iterable[E],
+        options: Any = None,
+        drop_remainder: bool = False,
+        pad: bool = False,
+        check_batches: str = "warn",
+        *,
+        name: str | None = None,
+    ) -> DistributedDataset[E]:
+        extended, communicator = self.extended, self.extended.communicator
+        with Call(communicator.guard, where, called=name) as call:
+            check_options(options, where)
+            level, number = checked_level(check_batches, where), extended._datasets_made + 1
+            compares = level != "off" and communicator.size > 1
+            first = FirstBatches(communicator, level, f"dataset {number} of the strategy", name) if compares else None
+            distributed = DistributedDataset(
+                dataset, communicator.rank, communicator.size, drop_remainder=drop_remainder, pad=pad, first=first
+            )
+            call.structure = describe(dataset)
+            call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}, check_batches={level!r}")
+            extended._datasets_made = number  # after the agreement: the ranks' counts must not differ
+        if self._is_default:
+            warn_if_alone(self, where)
+            return cast("DistributedDataset[E]", dataset)
+        return distributed
+
+    def _make_input(
+        self,
+        where: str,
+        function: Callable[[InputContext], Any],
+        options: Any = None,
+        mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
+        *,
+        name: str | None = None,
+    ) -> Any:
+        communicator = self.extended.communicator
+        with Call(communicator.guard, where, called=name) as call:
+            context.check_call(where, function)
+            check_options(options, where)
+            if (
+                checked_member(InputReplicationMode, mode, where, "replication_mode")
+                is not InputReplicationMode.PER_WORKER
+            ):
+                raise OptionError.at(
+                    where, found=f"replication_mode={mode!r}", expected="InputReplicationMode.PER_WORKER"
+                )
+            with call.own_work():
+                dataset = function(InputContext(communicator.size, communicator.rank, communicator.size))
+            check_iterable(dataset, where)
+            call.agree("make input")
+        if self._is_default:
+            warn_if_alone(self, where)
+        return dataset
+
+    # --------------------------------------------------------------------------- names of TensorFlow 1; copies
+
+    def experimental_run_v2(
+        self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> T:
+        """Return `run(fn, args, kwargs)`: its old name."""
+        return self.run(fn, args, {} if kwargs is None else kwargs)
+
+    def experimental_run(self, fn: Callable[..., T], input_iterator: DistributedIterator[Any] | None = None) -> T:
+        """Run ``fn(element)`` on every replica, with this rank's next element of `input_iterator`.
+
+        Args:
+            fn: the step function; without an iterator it is called without arguments.
+            input_iterator: what `make_dataset_iterator` or `make_input_fn_iterator` returned.
+
+        Raises:
+            OutOfRangeError: after the iterator's last element.
+            ContextError, OptionTypeError: as `run`.
+        """
+        if input_iterator is None:
+            return self.run(fn, (), {})
+        if not hasattr(input_iterator, "get_next"):
+            raise OptionTypeError.at(
+                "Strategy.experimental_run",
+                found=f"input_iterator={input_iterator!r}",
+                expected="an iterator with get_next()",
+                fix="Pass what make_dataset_iterator(dataset) returns.",
+            )
+        with self.scope():
+            element = input_iterator.get_next()
+        return self.run(fn, (element,), {})
+
+    def experimental_initialize(self) -> list[Any]:
+        """Return an empty list: nothing must run before the first step."""
+        return []
+
+    def experimental_finalize(self) -> list[Any]:
+        """Return an empty list: nothing must run after the last step."""
+        return []
+
+    def update_config_proto(self, config_proto: T) -> T:
+        """Return a shallow copy of `config_proto`: a new object with the same attributes, unchanged.
+
+        TensorFlow fits the configuration of its sessions to the strategy here; there is no session to configure.
+        """
+        return copy.copy(config_proto)
+
+    if not TYPE_CHECKING:
+        __getattr__ = NamesOurs.__getattr__
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
+        raise not_pickled(
+            self,
+            "Send arrays, such as np.asarray(variable), or the name of a Checkpoint, and make what is needed there.",
+        )
+
+    def __copy__(self) -> NoReturn:
+        raise CopyError.at(
+            "copy.copy(strategy)",
+            found="a shallow copy",
+            expected="one strategy for each set of variables",
+            fix="Use the strategy itself, or copy.deepcopy(strategy).",
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return a strategy of its own with the same ranks: the copy shares the communicator, and its close().
+
+        Variables of the original are not the copy's.
+
+        Raises:
+            CopyError: for the default strategy, of which there is one.
+        """
+        if self._is_default:
+            raise CopyError.at("copy.deepcopy(strategy)", found="the default strategy", expected="another strategy")
+        result = type(self).__new__(type(self))
+        memo[id(self)] = result
+        for name, value in vars(self).items():
+            belongs_to_self = hasattr(value, "_copy_for")
+            setattr(result, name, value._copy_for(result) if belongs_to_self else copy.deepcopy(value, memo))
+        return result
+
+    # ------------------------------------------------------------------------------- the strategy as a context
 
     def __enter__(self) -> Self:
         """Enter the `scope`; the outermost `with` block closes the strategy at its end.

@@ -7,11 +7,11 @@ line of the program is reported and not compared, since ranks of torch programs 
 from __future__ import annotations
 
 import functools
+import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
-from sys import _getframe
 from typing import Any
 
 import torch
@@ -110,7 +110,7 @@ class Group:
         self._background.wait()
         with self._turn, Call(self.communicator.guard, f"torch.distributed.{name}", anywhere=True) as call:
             self.communicator.guard.site = site
-            call.frame = _getframe(2)  # this generator is suspended, and says nothing of what the call does
+            call.frame = sys._getframe(2)  # this generator is suspended, and says nothing of what the call does
             yield call
 
     # ------------------------------------------------------------------------------------------------- reductions

@@ -29,6 +29,7 @@ from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregat
 from mpistrategy.schedules import Schedule
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended
+from mpistrategy.strategy.mirrored_check import is_mirrored
 from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training import hyperparameters as setting
@@ -40,7 +41,6 @@ from mpistrategy.training.nonfinite import warn_of
 from mpistrategy.training.plans import Slots, StepPlan, StepPlans
 from mpistrategy.training.screening import Screened, screened
 from mpistrategy.training.sliced.step import SlicedStep
-from mpistrategy.variables.mirrored_check import is_mirrored
 from mpistrategy.variables.variable import Variable
 
 Arrays = Sequence[Array] | None

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays.convert import host_array, is_on_device, on_device_of, placed_as
+from mpistrategy.arrays.convert import host_array, placed_as
 from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices, PerReplica, local_component
 from mpistrategy.context import Mode
@@ -22,7 +22,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
 from mpistrategy.options import VariableAggregation as Aggregation
 from mpistrategy.options import VariableSynchronization as Synchronization
-from mpistrategy.reduction.broadcast import FromRoot
+from mpistrategy.reduction.broadcast import broadcast
 from mpistrategy.variables.protocols import Replica
 from mpistrategy.variables.writes import Write, refuse_drift
 
@@ -162,51 +162,20 @@ def replica_0s(write: Write) -> None:
 
 def _rows_of_replica_0(write: Write, mine: IndexedSlices, call: Call) -> IndexedSlices:
     """Return a copy of replica 0's rows, where the variable is, and of its indices, on the host."""
-    variable, storage = write.variable, write.variable.local_view
-    communicator, on_gpu = variable._extended.communicator, is_on_device(storage)
-    if on_gpu:
-        from mpistrategy.reduction.routes import on_device  # here, for the quick import
-
-        on_device.prepare(communicator, [storage], call.where)
-    layout, count = ((dtype_name(variable.dtype), variable.shape),), np.array(mine.indices.size, np.int64)
-    call.agree("broadcast slices", values=layout, sparingly=not on_gpu)
-    communicator.bcast(count, 0)
-    here, shape = communicator.rank == 0, (int(count), *variable.shape[1:])
-
-    def memory() -> tuple[Array, Array]:
-        indices = np.array(mine.indices if here else np.empty(int(count), np.int64), order="C", copy=True)
-        if on_gpu:
-            with on_device_of(storage):
-                return indices, np.empty_like(storage, shape=shape)
-        return indices, np.array(mine.values if here else np.empty(shape, variable.dtype), order="C", copy=True)
-
-    indices, rows = communicator.guard.on_all(memory)
-    communicator.bcast(indices, 0)
-    if on_gpu:
-        on_device.write_that_of_rank_0(communicator, mine.values, rows)
-    else:
-        communicator.bcast(rows, 0)
-    return IndexedSlices(rows, indices)
+    variable, communicator = write.variable, write.variable._extended.communicator
+    call.expect_more()
+    count = int(broadcast(communicator, [np.array(mine.indices.size)], 0, call)[0])
+    call.expect_more()
+    if communicator.rank != 0:
+        mine = IndexedSlices(np.empty((count, *variable.shape[1:]), variable.dtype), np.empty(count, np.int64))
+    rows = placed_as(mine.values, variable.local_view)
+    return IndexedSlices(*broadcast(communicator, [rows, mine.indices], 0, call))
 
 
 def _of_replica_0(variable: Replica, mine: Array, call: Call) -> Array:
     """Return a copy of replica 0's array, where the variable is."""
-    reducer, communicator = variable._extended._reducer, variable._extended.communicator
-    values = ((dtype_name(mine.dtype), mine.shape),)
-    if is_on_device(mine):
-        from mpistrategy.reduction.routes import on_device  # here, for the quick import
-
-        on_device.prepare(communicator, [mine], call.where)
-        memory, copies = on_device.packed([mine])
-        call.agree("broadcast", values=values)
-        on_device.bcast(communicator, memory, 0)
-        copy: Array = copies[0]
-        return copy
-    layout = mine.dtype, mine.shape
-    way: FromRoot = reducer.kept((FromRoot, layout), lambda: FromRoot(communicator, (layout,), 0))
-    room = way.bring([mine])
-    call.agree("broadcast", values=values, sparingly=True)
-    return way.run([mine], room)[0]
+    copy: Array = broadcast(variable._extended.communicator, [mine], 0, call)[0]
+    return copy
 
 
 def alike(write: Write) -> None:

@@ -8,11 +8,20 @@ import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays.convert import array_where_it_is, copy_of, host_array, is_on_device
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
 from mpistrategy.arrays.values import ArrayLike, may_differ
 from mpistrategy.context import Mode
-from mpistrategy.errors import ContextError, CopyError, OptionTypeError, UnsupportedError
+from mpistrategy.errors import (
+    ContextError,
+    CopyError,
+    DTypeError,
+    OptionError,
+    OptionTypeError,
+    OutsideStepWarning,
+    UnsupportedError,
+)
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.jax_traces import in_jax_trace, refusal
 from mpistrategy.objects.nearest import refuses
@@ -24,8 +33,7 @@ from mpistrategy.options import (
     VariableSynchronization,
     checked_member,
 )
-from mpistrategy.variables.creation import check_dtype, check_place, kept_as, parsed_dtype
-from mpistrategy.variables.policies import CREATION, Policy, own, policies_of
+from mpistrategy.variables.policies import CREATION, NEEDS_FLOATING, Policy, own, policies_of
 from mpistrategy.variables.protocols import Extended
 from mpistrategy.variables.writes import Write, converted, differing, plain
 
@@ -110,8 +118,8 @@ class Variable(ArrayLike, Settable):
             self.aggregation = checked_member(VariableAggregation, aggregation, "Variable", "aggregation")
             given = checked_member(VariableSynchronization, synchronization, "Variable", "synchronization")
             creation = CREATION[given]
-            check_place(given, self.aggregation)
-            self.synchronization = kept_as(given, extended)
+            _check_place(given, self.aggregation)
+            self.synchronization = _kept_as(given, extended)
             self.trainable = creation.trainable if trainable is None else trainable
             if name is not None and not isinstance(name, str):
                 raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
@@ -125,8 +133,8 @@ class Variable(ArrayLike, Settable):
             if not extended._is_local and may_differ(value):
                 raise differing(call.where, "all copies start with it")
             array = array_where_it_is(plain(value), call.where, name="initial_value")
-            wanted = array.dtype if dtype is None else parsed_dtype(dtype)
-            check_dtype(wanted, self.aggregation, extended)
+            wanted = array.dtype if dtype is None else _parsed_dtype(dtype)
+            _check_dtype(wanted, self.aggregation, extended)
             if array.dtype != wanted:
                 array = converted(host_array(array), wanted, f"Variable {own_name!r} with dtype={dtype_name(wanted)}")
             on_device = extended._device_memory(wanted, array.shape)
@@ -382,3 +390,64 @@ def _no_copy(variable: Variable) -> CopyError:
         expected="a new variable, which all ranks create together",
         fix="Copy or send v.read_value() (an array), or save the variable with a Checkpoint.",
     )
+
+
+# ------------------------------------------------------------------------------------- arguments of the constructor
+
+
+def _check_place(synchronization: VariableSynchronization, aggregation: VariableAggregation) -> None:
+    """Raise ContextError, or warn, outside every scope once a strategy of several ranks was made.
+
+    A variable is then this rank's own.  It raises where the ranks' values are to be combined.
+    """
+    is_combined = synchronization is VariableSynchronization.ON_READ or aggregation is not VariableAggregation.NONE
+    if is_combined:
+        context.refuse_outside("Variable", f"a variable {synchronization.name}/{aggregation.name}")
+    elif context.current_frame() is None and context.has_peers():
+        warn(
+            "Variable was made outside scope(): it is this rank's own, and its values may differ between ranks. Make "
+            "it in `with strategy.scope():`. If this rank alone is meant, make it in the scope of a OneDeviceStrategy.",
+            OutsideStepWarning,
+        )
+
+
+def _kept_as(given: VariableSynchronization, extended: Extended) -> VariableSynchronization:
+    """Return the synchronization that a variable gets.
+
+    Raises:
+        OptionError: for one that variables of several replicas cannot have.
+    """
+    if extended._is_local:
+        return given
+    kept = CREATION[given].kept_as
+    if kept is None:
+        raise OptionError.at(
+            "Variable",
+            found=f"synchronization={given.name} in the scope of a strategy of several replicas",
+            expected="AUTO, ON_WRITE or ON_READ",
+            fix="Create variables of one rank in the scope of a OneDeviceStrategy.",
+        )
+    return kept
+
+
+def _check_dtype(dtype: np.dtype[Any], aggregation: VariableAggregation, extended: Extended) -> None:
+    """Raise DTypeError or OptionError for a dtype that variables with this aggregation cannot have."""
+    if dtype.hasobject or dtype.kind in "SU":
+        raise DTypeError.at("Variable", found=f"dtype {dtype}", expected="a numeric or bool dtype")
+    floating = dtype.kind == "f" or is_bfloat16(dtype)
+    if aggregation in NEEDS_FLOATING and not floating and not extended._is_local:
+        raise OptionError.at(
+            "Variable",
+            found=f"aggregation={aggregation.name} of dtype {dtype_name(dtype)}",
+            expected="a floating dtype",
+            fix="Use SUM.",
+        )
+
+
+def _parsed_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return a dtype; raise DTypeError for what is none."""
+    try:
+        parsed: np.dtype[Any] = np.dtype(dtype)
+        return parsed
+    except TypeError as error:
+        raise DTypeError.at("Variable", found=f"dtype={dtype!r}", expected="a NumPy dtype") from error

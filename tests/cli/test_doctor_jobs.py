@@ -133,7 +133,7 @@ cuda = SimpleNamespace(
 
 @pytest.mark.slow
 def test_gpus_that_are_shared_an_mpi_that_takes_their_memory_and_two_mpis(launch: Launch, tmp_path: Path) -> None:
-    """The word of the user says that MPI takes GPU memory; two ranks of their own try it, with a CuPy that errs."""
+    """The word of the user says that MPI takes GPU memory; two ranks try it, with a CuPy that errs."""
     (tmp_path / "cupy.py").write_text(CUPY)
     (tmp_path / "cupyx.py").write_text("from numpy import empty as empty_pinned")
     (tmp_path / "libmpi.so.99").write_bytes(bytes(4096))
@@ -141,22 +141,26 @@ def test_gpus_that_are_shared_an_mpi_that_takes_their_memory_and_two_mpis(launch
         import mmap, os, sys
         {MY_RANK}
         sys.path[:0] = {launching.HELPERS!r}
-        from gpu_doubles import pretended
+        from gpu_doubles import PretendedGpus
         from mpistrategy.cli import main as cli
+        from mpistrategy.mpi.gpu.inventory import Gpu, seen_through
         if rank == 1:
             with open({str(tmp_path / "libmpi.so.99")!r}, "rb") as file:
                 held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with pretended("GPU-1"):
+        with seen_through(lambda: PretendedGpus([Gpu(0, "GPU-1")])):
             raise SystemExit(cli.main(["doctor", "--json"]))
         """
     path = os.pathsep.join((str(tmp_path), str(PACKAGE.parent)))
-    job = launch(2, source, env={"PYTHONPATH": path, "MPISTRATEGY_CUDA_AWARE": "1"})
+    job = launch(2, source, env={"PYTHONPATH": path, "MPISTRATEGY_CUDA_AWARE": "1", "XDG_CACHE_HOME": str(tmp_path)})
     told = findings(job)
     assert job.returncode == 1, job
     assert "ranks 0, 1" in told["gpus"][0]["found"]
     assert told["gpus"][0]["verdict"] == told["cuda-aware"][0]["verdict"] == told["mpi"][0]["verdict"] == "bad"
     assert "came back wrong" in told["cuda-aware"][0]["found"], job
+    assert "gives GPU memory to MPI. If this ends here: export MPISTRATEGY_CUDA_AWARE=0" in job.stderr, job
     assert told["cuda-aware"][0]["fix"].startswith("export MPISTRATEGY_CUDA_AWARE=0")
+    [kept] = (tmp_path / "mpistrategy").glob("*-gpu*")
+    assert json.loads(kept.read_text())["outcome"] == "wrong"
     assert "libmpi.so.99" in told["mpi"][0]["found"]
     assert told["mpi"][0]["ranks"] == [1]
 

@@ -163,6 +163,7 @@ def test_a_site_names_the_pages_and_the_day_that_it_was_held_against(name: str) 
     site = sites.load(name)
     assert date.fromisoformat(site.checked) <= date.today()
     assert site.pages
+    assert all(re.fullmatch(r'https://\S+ ".+"', page) for page in site.pages)
     text = text_of("single_node", site=name)
     assert f"held on {site.checked} against copies of these pages:\n#   {site.pages[0].split()[0]}\n" in text
 
@@ -208,7 +209,7 @@ def test_values_are_where_they_belong() -> None:
         "multi_node", account="m1234", partition="gpu", qos="debug", constraint="gpu&hbm80g", nodes="16", time="90",
         gpus_per_node=4, cpus_per_task=32, memory="0", exclusive=True, mpi="pmix", venv="~/my venv", extra="--nice=5",
         modules="gcc cuda/12", program="my train.py", arguments="--rate 0.1 'two words'", reservation="r1",
-        output="o %j",
+        output="o-%j",
     )  # fmt: skip
     for line in (
         "#SBATCH --account=m1234", "#SBATCH --partition=gpu", "#SBATCH --qos=debug",
@@ -216,7 +217,7 @@ def test_values_are_where_they_belong() -> None:
         "#SBATCH --nodes=16", "#SBATCH --ntasks-per-node=4", "#SBATCH --gpus-per-node=4", "#SBATCH --cpus-per-task=32",
         "#SBATCH --mem=0", "#SBATCH --exclusive", "#SBATCH --time=01:30:00", "#SBATCH --nice=5",
         "module load gcc cuda/12",
-        "#SBATCH --reservation=r1", "source \"$HOME\"/'my venv/bin/activate'", '#SBATCH --output="o %j"',
+        "#SBATCH --reservation=r1", "source \"$HOME\"/'my venv/bin/activate'", "#SBATCH --output=o-%j",
     ):  # fmt: skip
         assert line in text.splitlines(), line
     assert array_in(text, "program") == ["my train.py", "--rate", "0.1", "two words"]
@@ -305,7 +306,6 @@ def test_every_key_is_tried_with_wrong_values() -> None:
         ),
         ({"site": "perlmutter", "gpus_per_node": 8}, "found gpus_per_node=8; expected at most 4 on perlmutter"),
         ({"site": "lumi", "gpus_per_node": 8}, "none that this library can use"),
-        ({"site": "leonardo", "cpus_per_task": 9}, "expected at most 32 CPUs on a node of leonardo"),
         (
             {"site": "atlantis"},
             "one of alps, aurora, frontier, jupiter, juwels, leonardo, levante, lonestar6, lumi, pbs, perlmutter, ",
@@ -314,8 +314,7 @@ def test_every_key_is_tried_with_wrong_values() -> None:
         ({"site": "tacc", "mpi": "pmix"}, "found the key 'mpi'"),
         ({"site": "tacc", "memory": "64G"}, "found memory=; expected no such key: tacc refuses jobs that have it"),
         ({"time": "1:30"}, "Slurm takes two numbers for minutes and seconds; write H:MM:SS."),
-        ({"extra": "--nodes=3"}, "Write nodes=... instead."),
-        ({"extra": "--wrap=id"}, "This script depends on its own."),
+        ({"extra": "-n4"}, "options such as --nice=10 or --contiguous"),
         ({"program": "$HOME/x.py"}, "Nothing is expanded but a leading ~/; write the whole path out."),
         ({"account": "a\nb"}, r"Take '\n' out."),
     ],
@@ -336,11 +335,7 @@ def test_templates_that_a_site_does_not_have_and_leads_that_are_too_long() -> No
         ("name = 'x'", "the unknown key 'name'; expected keys out of summary, notes"),
         ("gpus = '4'", "gpus='4'; expected a int"),
         ("launcher = 'aprun'", "launcher='aprun'; expected out of srun, ibrun, mpiexec"),
-        ("directives = ['nodes']", "options, each beginning with - or --"),
         ('setup = ["a\\nb"]', "Take '\\n' out"),
-        ("checked = 'today'", "checked='today'; expected a day such as 2026-11-25"),
-        ("pages = ['http://a \"b\"']", "expected ADDRESS"),
-        ("module_use = ['a; b']", "expected whole paths of folders"),
         ("[defaults]\nnode = 1", "the default of an unknown key 'node'"),
         ("[defaults]\nnodes = 0", "nodes=0"),
         ("summary =", "a file in TOML that can be read"),
@@ -639,19 +634,17 @@ def test_a_file_of_a_chain_that_was_killed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.glob(".mpistrategy-*")) == [".mpistrategy-6.unfinished"]
 
 
-@pytest.mark.parametrize(
-    ("statement", "what"),
-    [
-        ({"output": "my logs/out.txt"}, "output='my logs/out.txt'"),
-        ({"output": "a;touch b"}, "output='a;touch b'"),
-        ({"output": "%x-%j.out"}, "replaces no %j"),
-        ({"constraint": "gpu&hbm80g"}, "constraint='gpu&hbm80g'"),
-        ({"constraint": "arch=linux:mem=4gb"}, "Write memory=... instead"),
-        ({"constraint": "arch=linux+1"}, "constraint='arch=linux+1'"),
-    ],
-)
-def test_pbs_directives_take_no_more_than_was_meant(statement: dict[str, str], what: str) -> None:
-    assert what in refusal("single_node", site="pbs", **statement)
+def test_a_word_for_the_batch_system_brings_no_other_words() -> None:
+    for key, given_text in (
+        ("output", "my logs/out.txt"),
+        ("constraint", "a b"),
+        ("account", 'a" --x="'),
+        ("mpi", "a b"),
+    ):
+        assert f"found {key}=" in refusal("single_node", **{key: given_text})
+    text = text_of("single_node", mpi="pmi2;id", modules="gcc;id")
+    assert "--mpi='pmi2;id')" in text
+    assert "module load 'gcc;id'" in text
 
 
 def test_pbs_directives_with_an_output_and_resources() -> None:

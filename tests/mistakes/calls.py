@@ -12,7 +12,7 @@ import numpy as np
 from declared import IN_STEPS, called, variants
 
 import mpistrategy as ms
-from mistakes.matrix import BY_DESIGN, RIGHT, Program, add, mistake
+from mistakes.matrix import BY_DESIGN, RIGHT, RIGHT_AT_ONCE, Program, add, mistake
 
 SAME_PLACE = "two equal calls of one place"
 
@@ -266,10 +266,8 @@ def another_arena(p: Program, wrong: bool) -> Any:
     return p.sum(arenas[1 if wrong else 0])
 
 
-@mistake(RIGHT)
+@mistake(BY_DESIGN, "on one node the sum is made at the start; between nodes the array travels until `wait`")
 def a_write_after_the_start(p: Program, wrong: bool) -> Any:
-    """On one node the reduction is done when it is started."""
-
     def step(ctx: Any) -> Any:
         value = np.ones(3)
         handle = ctx.all_reduce_async("SUM", value)
@@ -291,7 +289,7 @@ def waits_in_another_order(p: Program, wrong: bool) -> Any:
     return p.step(step)
 
 
-@mistake(RIGHT)
+@mistake(RIGHT_AT_ONCE)
 def no_wait(p: Program, wrong: bool) -> Any:
     def step(ctx: Any) -> Any:
         handle = ctx.all_reduce_async("SUM", 1.0)

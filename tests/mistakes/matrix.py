@@ -15,6 +15,10 @@ import numpy as np
 import mpistrategy as ms
 
 RAISES, RIGHT, BY_DESIGN, WARNS = "raises", "right", "by design", "warns"
+#: Right on one node; where the ranks go on computing, between nodes, it raises.
+RIGHT_AT_ONCE = "right at once"
+#: Ranks that use strategies in another order wait for each other, until the roll call says where.
+ROLL_CALL = "roll call"
 
 
 @dataclass

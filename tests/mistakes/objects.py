@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
-from mistakes.matrix import BY_DESIGN, RIGHT, Program, mistake
+from mistakes.matrix import BY_DESIGN, RIGHT, RIGHT_AT_ONCE, ROLL_CALL, Program, mistake
 
 # ------------------------------------------------------------------------------------------------- variables
 
@@ -225,9 +225,8 @@ def buckets_in_another_order(p: Program, wrong: bool) -> Any:
     p.step(step)
 
 
-@mistake(RIGHT)
+@mistake(RIGHT_AT_ONCE)
 def a_bucket_that_is_not_said_to_be_ready(p: Program, wrong: bool) -> Any:
-    """On one node nothing starts before the step."""
     optimizer, buckets = _buckets(p)
 
     def step(_: Any) -> None:
@@ -309,7 +308,7 @@ def an_on_read_variable_read_on_one_rank_only(p: Program, wrong: bool) -> Any:
 # ------------------------------------------------------------------------------------------------- strategies
 
 
-@mistake()
+@mistake(ROLL_CALL)
 def a_strategy_closed_on_one_rank_first(p: Program, wrong: bool) -> Any:
     other = ms.MirroredStrategy()
     if wrong:
@@ -319,14 +318,14 @@ def a_strategy_closed_on_one_rank_first(p: Program, wrong: bool) -> Any:
     return total
 
 
-@mistake()
+@mistake(ROLL_CALL)
 def two_strategies_in_another_order(p: Program, wrong: bool) -> Any:
     other = p.made["other"] = p.made.get("other") or ms.MirroredStrategy()
     pair = (p.strategy, other)
     return [strategy.reduce("SUM", 1.0) for strategy in (reversed(pair) if wrong else pair)]
 
 
-@mistake()
+@mistake(ROLL_CALL)
 def a_strategy_too_many(p: Program, wrong: bool) -> Any:
     if wrong:
         ms.MirroredStrategy()

@@ -154,6 +154,18 @@ def test_an_algorithm_of_ones_own() -> None:
         assert strategy.layout()["algorithm"] == "Own"
 
 
+class Telling(Own):
+    """An algorithm that says what it does."""
+
+    def explain_implementation(self, reduce_op: ms.ReduceOp, count: int) -> str:
+        return f"{count} of them, {reduce_op.value} by hand"
+
+
+def test_an_algorithm_says_its_own_words() -> None:
+    with ms.MirroredStrategy(cross_device_ops=Telling()) as strategy:
+        assert "\n  2 of them, MAX by hand\n" in strategy.explain([SMALL, 1], "MAX")
+
+
 # ------------------------------------------------------------------------------------------------- any ranks
 
 

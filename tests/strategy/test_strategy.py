@@ -105,7 +105,7 @@ class TestDevices:
 
     def test_a_rank_takes_the_entry_at_its_index_on_the_node(self) -> None:
         strategy = ms.MirroredStrategy([f"CPU:{index}" for index in range(WORLD.size)])
-        assert strategy.extended.worker_devices[0].endswith(f"/task:{WORLD.rank}/device:CPU:{WORLD.rank}")
+        assert strategy.extended.worker_devices[0].endswith(f"/task:{WORLD.rank}/device:CPU:{strategy.local_rank}")
         strategy.close()
 
     def test_an_empty_list_means_automatic(self) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from mpi4py import MPI
-from replicas import RANK, RANKS, SIZE, outcomes, same_everywhere, still_works
+from replicas import RANK, RANKS, SIZE, one_node, outcomes, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -120,6 +120,7 @@ def test_one_replica_can_be_closed_too() -> None:
     assert ms.get_strategy().devices_by_rank == strategy.devices_by_rank
 
 
+@one_node
 def test_devices_by_rank_names_every_replicas_device_on_every_rank() -> None:
     with ms.MirroredStrategy([f"CPU:{i}" for i in reversed(RANKS)]) as strategy:
         devices = strategy.devices_by_rank

@@ -15,11 +15,11 @@ from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, gather_texts, outcome
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 from mpistrategy.testing import run_replicas
-from mpistrategy.variables.mirrored_check import digest
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -136,7 +136,7 @@ def test_padding_does_not_count() -> None:
 def test_large_arrays_are_hashed_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     array = np.arange(1000.0)
     whole = digest(array)
-    monkeypatch.setattr("mpistrategy.variables.mirrored_check._PIECE_BYTES", 24)
+    monkeypatch.setattr("mpistrategy.arrays.digests._PIECE_BYTES", 24)
     assert digest(array) == whole
     record = np.zeros(100, RECORD)
     before = digest(record)

@@ -186,7 +186,9 @@ SHARED = {
     *("_describe", "_empty_batch", "_lazy_batches"),  # of datasets
     *("_kernel", "_reduced_early", "_abandon"),  # of optimizers, gradient buckets, traces
     *("_C", "_distributed_c10d", "_create_work_from_future", "_debug_has_internal_overlap", "_nnz"),  # of torch
+    "_getframe",  # of sys
     *("_current_graph_task_id", "_execution_engine", "_pytree"),
+    "_getframe",  # of Python: what has entered a call
 }
 
 

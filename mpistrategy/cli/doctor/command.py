@@ -19,7 +19,7 @@ from mpistrategy.cli.doctor.checks.finding import BAD, Finding, worst
 from mpistrategy.cli.doctor.checks.gpu import parts_of
 from mpistrategy.cli.doctor.deadline import STATUS, Deadline
 from mpistrategy.cli.doctor.facts import gather
-from mpistrategy.cli.doctor.facts.facts import Facts, Job, Trial
+from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.cli.doctor.report import report
 from mpistrategy.cli.doctor.report.privacy import covered, veil
 from mpistrategy.errors import FallbackWarning, LaunchError, MpiStrategyError
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 _SECONDS = 60.0
 #: The other ranks wait longer than rank 0, which says who is missing.
 _LONGER_SECONDS = 5.0
-_TRIAL_SECONDS = 20.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -141,7 +140,12 @@ def _meet(
     everyone = [Facts.read(texts[rank]) for rank in sorted(texts)]
     deadline.stage = "adding up"
     sums_right, untried = _sums(ranks, everyone)
-    trial = _trial(ranks, everyone, deadline)
+    trial = None
+    if ranks.told(int(any(each.cuda_aware for each in everyone))):
+        from mpistrategy.cli.doctor.facts import cuda_trial
+
+        deadline.stage = "giving GPU memory to MPI"
+        trial = cuda_trial.try_all(ranks, everyone)
     return Job(everyone, wanted, (), 0.0, sums_right, untried, trial)
 
 
@@ -165,19 +169,6 @@ def _sums(ranks: Ranks, everyone: list[Facts]) -> tuple[bool | None, str]:
             return is_right(ranks), ""
     except MpiStrategyError as error:  # on all ranks alike
         return None, str(error)
-
-
-def _trial(ranks: Ranks, everyone: list[Facts], deadline: Deadline) -> Trial | None:
-    """Return what came of GPU memory in two ranks of their own; None where there is nothing to try."""
-    if ranks.rank or not any(each.cuda_aware for each in everyone):
-        return None
-    if any(each.cuda_aware.startswith("no ") for each in everyone):
-        return None
-    from mpistrategy.cli.doctor.facts import cuda_trial
-
-    deadline.stage = "giving GPU memory to MPI"
-    seconds = min(_TRIAL_SECONDS, 0.4 * deadline.left)
-    return cuda_trial.try_all(ranks.library, [each.host for each in everyone], os.environ, seconds)
 
 
 def _without_mpi(options: argparse.Namespace, facts: Facts, error: BaseException, cover: Callable[[str], str]) -> int:

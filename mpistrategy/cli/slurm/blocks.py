@@ -27,8 +27,8 @@ def environment(spec: JobSpec) -> list[str]:
     lines = ["# EDIT 2: the Python environment, with mpistrategy and the MPI that your launcher can start."]
     modules, venv = spec["modules"], spec["venv"]
     if spec.site.module_use:
-        lines.append(f"module use {' '.join(spec.site.module_use)}")
-    lines.append(f"module load {' '.join(modules)}" if modules else "# module load python openmpi")
+        lines.append(f"module use {' '.join(map(shell, spec.site.module_use))}")
+    lines.append(f"module load {' '.join(map(shell, modules))}" if modules else "# module load python openmpi")
     if "venv" in spec.values:
         activate = "/bin/activate"
         lines += (
@@ -81,7 +81,7 @@ def _srun(spec: JobSpec) -> list[str]:
         )
     options += spec.site.launcher_options
     if spec["mpi"]:
-        options.append(f"--mpi={spec['mpi']}")
+        options.append(f"--mpi={shell(spec['mpi'])}")
     elif spec.site.cray:
         lines.append("# If every rank says that it is the only one, mpi4py has not found Cray MPICH: see above.")
     else:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -145,7 +144,7 @@ def _derived(filled: dict[str, Any], checked: Mapping[str, object], site: sites.
 
 def _check(spec: JobSpec) -> None:
     """Raise OptionError for values that do not fit together."""
-    gpus, tasks, cpus, site = spec.gpus, spec["tasks_per_node"], spec["cpus_per_task"], spec.site
+    gpus, tasks, site = spec.gpus, spec["tasks_per_node"], spec.site
     if gpus and tasks != gpus:
         raise OptionError.at(
             _WHERE,
@@ -160,12 +159,6 @@ def _check(spec: JobSpec) -> None:
             expected=f"at most {site.gpus} on {site.name}",
             fix="" if site.gpus else "Its GPUs are none that this library can use: leave gpus_per_node out.",
         )
-    if site.cpus and tasks * cpus > site.cpus:
-        raise OptionError.at(
-            _WHERE,
-            found=f"tasks_per_node={tasks} times cpus_per_task={cpus}",
-            expected=f"at most {site.cpus} CPUs on a node of {site.name}",
-        )
     lead = spec["signal_lead"]
     if lead is not None and lead >= values.in_seconds(spec["time"]):
         raise OptionError.at(
@@ -173,110 +166,5 @@ def _check(spec: JobSpec) -> None:
             found=f"signal_lead={lead} and time={spec['time']}",
             expected="a signal_lead in seconds that is less than the time limit",
         )
-    _check_launcher(spec)
-    for option in spec["extra"] or ():
-        name, _, value = option[2:].partition("=")
-        if name in _FREE and _FREE[name](spec.template, value):
-            continue
-        if name in _COVERED:
-            instead = f"Write {_COVERED[name]}=... instead." if _COVERED[name] else "This script depends on its own."
-            if name == "gres":
-                instead = f"Write gpus_per_node={value.partition(':')[2] or 'NUMBER'} gpu_option=gres instead."
-            raise OptionError.at(
-                _WHERE,
-                found=f"extra={option!r}",
-                expected="options that no key stands for",
-                fix=instead,
-            )
-
-
-def _check_launcher(spec: JobSpec) -> None:
-    site = spec.site
     if spec["mpiexec"] == "pals" and site.batch != "pbs":
         raise OptionError.at(_WHERE, found="mpiexec=pals", expected="openmpi, mpich or intel: PALS is there under PBS")
-    if site.batch == "pbs" and spec["array"] and not re.fullmatch(r"\d+-\d+(:\d+)?(%\d+)?", spec["array"]):
-        raise OptionError.at(
-            _WHERE,
-            found=f"array={spec['array']!r}",
-            expected="one range under PBS: FIRST-LAST, with :STEP and %MOST behind it or not",
-        )
-    if site.batch == "pbs" and spec["output"] and not _PBS_OUTPUT.fullmatch(spec["output"]):
-        raise OptionError.at(
-            _WHERE,
-            found=f"output={spec['output']!r}",
-            expected="under PBS a path of letters, digits and _ . / + -: qsub reads it as words, and replaces no %j",
-            fix="Leave output out: PBS names the file after job and number.",
-        )
-    if site.batch == "pbs" and spec["constraint"]:
-        _check_resources(spec["constraint"])
-    if site.batch == "pbs" and spec["memory"] == "0":
-        raise OptionError.at(
-            _WHERE,
-            found="memory=0",
-            expected="an amount under PBS, such as 64G",
-            fix="exclusive=true gives whole nodes.",
-        )
-
-
-_PBS_OUTPUT = re.compile(r"[A-Za-z0-9_./][A-Za-z0-9_./+-]*")
-_PBS_RESOURCE = re.compile(r"([A-Za-z][A-Za-z0-9_]*)=[A-Za-z0-9_.@-]+")
-#: What the script itself asks of each chunk, by the key that says it.
-_OF_CHUNKS = {"ncpus": "cpus_per_task", "mpiprocs": "tasks_per_node", "ngpus": "gpus_per_node", "mem": "memory"}
-
-
-def _check_resources(text: str) -> None:
-    """Raise OptionError unless a constraint is what PBS takes in the chunks of a select line."""
-    for part in text.split(":"):
-        found = _PBS_RESOURCE.fullmatch(part)
-        instead = _OF_CHUNKS.get(found[1], "") if found else ""
-        if found is None or instead:
-            raise OptionError.at(
-                _WHERE,
-                found=f"constraint={text!r}",
-                expected="resources of a node under PBS, such as gpu_type=a100 or host=n17:arch=linux",
-                fix=f"Write {instead}=... instead." if instead else "",
-            )
-
-
-#: Options of sbatch that are covered by a key, and yet have values, or templates, of which no key knows.
-_FREE: dict[str, Callable[[str, str], bool]] = {
-    "gres": lambda template, value: not value.startswith("gpu"),
-    "exclusive": lambda template, value: bool(value),
-    "requeue": lambda template, value: template not in ("requeue", "chain"),
-    "no-requeue": lambda template, value: template not in ("requeue", "chain"),
-}
-
-
-#: Options of sbatch that have a key; "" for those that the scripts set themselves.
-_COVERED = {
-    "job-name": "job_name",
-    "account": "account",
-    "partition": "partition",
-    "qos": "qos",
-    "constraint": "constraint",
-    "reservation": "reservation",
-    "nodes": "nodes",
-    "gpus-per-node": "gpus_per_node",
-    "gres": "gpus_per_node",
-    "gpus": "gpus_per_node",
-    "gpus-per-task": "gpus_per_node",
-    "ntasks": "tasks_per_node",
-    "ntasks-per-node": "tasks_per_node",
-    "cpus-per-task": "cpus_per_task",
-    "mem": "memory",
-    "exclusive": "exclusive",
-    "time": "time",
-    "output": "output",
-    "array": "array",
-    "mail-user": "mail_user",
-    "mail-type": "mail_type",
-    "signal": "signal_lead",
-    "requeue": "",
-    "no-requeue": "",
-    "open-mode": "",
-    "dependency": "",
-    "wrap": "",
-    "export": "",
-    "parsable": "",
-    "test-only": "",
-}

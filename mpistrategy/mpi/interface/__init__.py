@@ -1,1 +1,1 @@
-"""What every layer above MPI works with: the Communicator, the current one, and buffers."""
+"""What every layer above MPI works with: the Communicator, and buffers."""

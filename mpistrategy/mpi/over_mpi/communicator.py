@@ -255,17 +255,13 @@ class MpiCommunicator(Communicator):
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""
-        if self.nodes > 1:
-            return self._route_between_nodes(nbytes)
-        is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes
-        return "node_sum" if is_large and self.node_sum is not None else "mpi"
-
-    def _route_between_nodes(self, nbytes: int) -> RouteName:
+        if self.nodes == 1:
+            is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes
+            return "node_sum" if is_large and self.node_sum is not None else "mpi"
         if not self.has_equal_sums:
             return "root"
-        if self.manner is not None and not self.manner.blocks:
-            return "lanes"
-        return "lanes" if self.shares_memory and self.has_lanes and nbytes >= self.thresholds.lanes_bytes else "mpi"
+        is_large = self.shares_memory and self.has_lanes and nbytes >= self.thresholds.lanes_bytes
+        return "lanes" if is_large or (self.manner is not None and not self.manner.blocks) else "mpi"
 
     def progress(self) -> None:
         self._comm.Iprobe()
@@ -355,20 +351,12 @@ class MpiCommunicator(Communicator):
     def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
         self._meet()
-        if blocks is None:
-            self._exchange([(root, block)], [])
-        else:
-            blocks[root][...] = block
-            self._exchange([], [(rank, each) for rank, each in enumerate(blocks) if rank != root])
+        self._exchange([(root, block)], [*enumerate(blocks or ())])
 
     def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
         """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
         self._meet()
-        if blocks is None:
-            self._exchange([], [(root, block)])
-        else:
-            block[...] = blocks[root]
-            self._exchange([(rank, each) for rank, each in enumerate(blocks) if rank != root], [])
+        self._exchange([*enumerate(blocks or ())], [(root, block)])
 
     def _exchange(self, sent: Sequence[tuple[int, Array]], received: Sequence[tuple[int, Array]]) -> None:
         """Send blocks, of any dtype, to some ranks, and receive blocks from others; empty ones are no messages."""

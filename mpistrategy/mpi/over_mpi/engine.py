@@ -14,6 +14,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from mpistrategy.mpi.contract.call_sites import warn
@@ -218,6 +219,8 @@ class Engine(AtOnce):
         A signal's handler may raise between any two lines.  Whether the other ranks have a job more is not known then:
         the strategy takes no more calls.
         """
+        if self._program.closed:  # in a forked child, say, which has no such thread
+            raise self._program.refusal("ReplicaContext.all_reduce_async")
         try:
             self.worker.submit(job)
             self.submitted += 1
@@ -267,9 +270,7 @@ def engine_of(communicator: Any, agree: Callable[[Callable[[], Any]], Any], *, w
         threads = set(communicator.allgather_text(str(communicator.may_use_threads))) == {"True"}
         return Engine(communicator) if threads else AtOnce(communicator)
 
-    def make() -> Any:
-        is_alone = not has_nodes and not (waits_for_gpu and communicator.size > 1)
-        return AtOnce(communicator) if is_alone else agree(together)
-
+    is_alone = not has_nodes and not (waits_for_gpu and communicator.size > 1)
+    make = partial(AtOnce, communicator) if is_alone else partial(agree, together)
     made: AtOnce = communicator.once(AtOnce if has_nodes or not waits_for_gpu else Engine, make)
     return made

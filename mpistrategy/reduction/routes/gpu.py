@@ -22,10 +22,10 @@ from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_me
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
+from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.gpu_copy import fill
-from mpistrategy.reduction.routes.gpu_operations import ALL_REDUCE, GpuOperation
 
 _PATHS = {
     "alone": "on the only replica",
@@ -70,6 +70,51 @@ class _Bucket:
     wide: DeviceArray | None = None
     quotient: DeviceArray | None = None
     spare: DeviceArray | None = None
+
+
+@dataclass(frozen=True)
+class GpuOperation:
+    """An operation of a path.
+
+    Attributes:
+        root: the rank that combines buffers; None: all ranks do, as the path does it best, and all get the result.
+        sends: whether `root` sends the result to the others.
+    """
+
+    root: int | None = None
+    sends: bool = False
+
+    def run(
+        self,
+        path: DevicePath,
+        ranks: Communicator,
+        buffer: DeviceArray,
+        op: str,
+        wire: str | None,
+        room: DeviceArray | None,
+    ) -> None:
+        """Combine a buffer, on agreed ranks; `wire` and `room` are those of `DevicePath.allreduce`."""
+        if self.root is None:
+            path.allreduce(ranks, buffer, op, wire, room)
+            return
+        path.reduce(ranks, buffer, self.root, op)
+        if self.sends:
+            path.bcast(ranks, buffer, self.root)
+
+    @property
+    def text(self) -> str:
+        """What is special about it, for `Strategy.explain`."""
+        if self.root is None:
+            return ""
+        return f"combined on rank {self.root}{' and sent from there' if self.sends else ''}"
+
+
+ALL_REDUCE: GpuOperation = GpuOperation()
+
+
+def on_one_rank(root: int, destination: Destination) -> GpuOperation:
+    """Return the operation that combines buffers on `root`, and sends them to others that want them."""
+    return GpuOperation(root, sends=destination.only_rank != root)
 
 
 class GpuRoute:

@@ -27,6 +27,7 @@ from mpistrategy.mpi.shared_memory.node_sum import where_they_are
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack, layouts_of, plan
+from mpistrategy.reduction.routes import on_device
 from mpistrategy.reduction.routes.base import Copies, Description, Route, Targets
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described, names_of
 
@@ -188,8 +189,6 @@ class InPlaceRoute:
 def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
     """Write rank 0's array into everybody's; to be called inside an agreed call by all ranks."""
     if is_on_device(replicas.mine):
-        from mpistrategy.reduction.routes import on_device  # here, for the quick import
-
         on_device.bcast(communicator, replicas.mine, 0)
         return
     if not replicas.is_shared or communicator.nodes > 1:

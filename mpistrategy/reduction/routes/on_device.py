@@ -39,7 +39,7 @@ def prepare(communicator: Communicator, arrays: Sequence[DeviceArray], where: st
 
 def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray]]:
     """Return memory that every path takes, as bytes, with copies of the arrays; and the copies.  One kernel."""
-    from mpistrategy.reduction.routes.gpu_copy import move
+    from mpistrategy.reduction.routes.gpu_copy import move  # here: on CPUs nothing reads it
 
     cupy: Any = cupy_for(_WHAT)
     with arrays[0].device:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from declared import IN_STEPS
 from mutations import KINDS, Stage, call
-from replicas import RANK, RANKS, SIZE, OnNodes, gather_texts, in_step, outcomes, still_works
+from replicas import RANK, RANKS, SIZE, OnNodes, gather_texts, in_step, one_node, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import ContextError, RemoteError
@@ -78,6 +78,7 @@ class Armed:
         return failing
 
 
+@one_node
 @several
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("odd", sorted({0, SIZE - 1}))
@@ -116,6 +117,7 @@ def no_error(ending: Any) -> None:
         raise getattr(ms.errors, ending.error)(ending.text)
 
 
+@one_node
 @several
 def test_the_others_hear_of_it_within_five_seconds(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
     """And say which rank, and what has happened there; whoever is left makes another strategy."""
@@ -214,6 +216,7 @@ def all_reduce(ctx: Any, value: Any) -> Any:
     return ctx.all_reduce("SUM", value)
 
 
+@one_node
 @several
 @pytest.mark.usefixtures("quickly")
 @pytest.mark.parametrize("what", ["a number", "an array", "a large array", "an arena", "Strategy.reduce", "assign"])

@@ -15,7 +15,7 @@ import pytest
 from gpu_doubles import PretendedGpus, pretended
 from hypothesis import given
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, gather_texts, outcomes, still_works
+from replicas import RANK, SIZE, gather_texts, one_node, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, DeviceError, FallbackWarning, OptionTypeError
@@ -418,6 +418,7 @@ def test_each_rank_is_told_its_own_number_of_a_gpu() -> None:
         assert sorted(gather_texts(mine[number])) == seen
 
 
+@one_node
 @pytest.mark.mpi
 @pytest.mark.parametrize("devices", ["gpu", "auto", [f"GPU:{(index + 1) % SIZE}" for index in range(SIZE)]], ids=str)
 def test_the_device_of_each_rank_is_the_one_that_it_is_bound_to(devices: object) -> None:
@@ -462,6 +463,7 @@ def test_different_words_are_refused_on_every_rank() -> None:
                 assert one.error is CollectiveMismatchError, one
 
 
+@one_node
 @TWO_OR_MORE
 def test_cpus_and_gpus_in_one_list_are_refused() -> None:
     with pretended(f"GPU-{RANK}"):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, in_step, still_works
+from replicas import RANK, SIZE, in_step, one_node, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import ForkedProcessError
@@ -88,6 +88,7 @@ def test_a_grandchild_has_what_the_child_has_written(strategy: ms.Strategy) -> N
     assert (arena.values[0] == 1).all()
 
 
+@one_node
 @several
 def test_a_child_without_memory_of_its_own_can_only_read(strategy: ms.Strategy) -> None:
     """The limit stands for a system that promises no more memory than it has."""

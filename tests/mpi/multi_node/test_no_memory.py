@@ -15,7 +15,7 @@ import pytest
 from replicas import RANK, SIZE, OnNodes, context, outcomes, still_works
 
 import mpistrategy as ms
-from mpistrategy.cross_device_ops import accumulation, ordered
+from mpistrategy.cross_device_ops import ordered, reduction_to_one_device
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.options import GPU_PATH
@@ -210,7 +210,7 @@ def test_an_accumulation(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> Non
     """The last rank puts the values together; it takes memory for each pack before the copies travel."""
     how = ms.ReductionToOneDevice(f"task:{LAST}", lambda values: np.sum(values, axis=0))
     with OnNodes(range(SIZE), how) as made:
-        limit_new(memory, accumulation, monkeypatch, "empty")
+        limit_new(memory, reduction_to_one_device, monkeypatch, "empty")
         right = np.full(1000, SIZE * (SIZE + 1) / 2, np.float32)
         check_first_call(made, memory, lambda: made.run(summed, args=(1000,)), right)
 

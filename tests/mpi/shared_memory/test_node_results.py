@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, RANKS, SIZE, in_step
+from replicas import RANK, RANKS, SIZE, in_step, one_node
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
@@ -17,7 +17,7 @@ from mpistrategy.mpi.shared_memory.memory_limits import Room
 from mpistrategy.mpi.tuning.files import trying
 from mpistrategy.mpi.tuning.thresholds import DEFAULT
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), one_node]
 
 #: Elements of the smallest array that has a block.
 COUNT = node_results.LEAST_BYTES // 8

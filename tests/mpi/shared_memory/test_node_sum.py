@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, in_step, part_of, same_everywhere
+from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, in_step, one_node, part_of, same_everywhere
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype
@@ -28,7 +28,7 @@ from mpistrategy.mpi.shared_memory.node_sum import (
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
 from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
 
-pytestmark = pytest.mark.mpi(min_size=2)
+pytestmark = [pytest.mark.mpi(min_size=2), one_node]
 
 WIRE_DTYPES = [dtype for dtype in DTYPES if dtype not in SIXTEEN_BITS]
 CHUNKS = [64, 192, 4096]

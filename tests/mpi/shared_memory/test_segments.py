@@ -24,7 +24,7 @@ from mpistrategy.mpi.shared_memory import memory_limits, segments
 from mpistrategy.mpi.shared_memory.memory_limits import Room
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, FOLDER, private_memory
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, one_node]
 
 
 def files_in_memory() -> set[str]:
@@ -189,7 +189,6 @@ def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, w
     assert len(os.listdir("/proc/self/fd")) <= open_files + 1
 
 
-@one_node
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("where", [0, SIZE - 1])
 def test_an_error_among_the_messages_of_new_memory_ends_the_strategy(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import asdict
 
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count
 from mpistrategy.cli.doctor.facts import fabric
@@ -11,7 +10,6 @@ from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.errors import DeviceError, MpiStrategyError
 from mpistrategy.mpi.gpu import binding
 from mpistrategy.mpi.gpu.cuda_aware import NO, VARIABLE, Answer, weakest
-from mpistrategy.mpi.gpu.cuda_trials import Outcome
 from mpistrategy.mpi.gpu.inventory import Sight
 from mpistrategy.objects.shown import ranks_in_words
 
@@ -103,19 +101,18 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
         return
     answer = weakest([Answer.read(each.cuda_aware or "unverified nothing is known") for each in job.facts])
     trial = job.trial
-    if answer.is_yes and trial is not None and trial.outcome in ("wrong", "died"):
+    if answer.is_yes and trial is not None and trial.outcome == "wrong":
         yield Finding(
             "cuda-aware",
             BAD,
-            f"{answer.reason}, but GPU memory given to it in two ranks "
-            f"{'came back wrong' if trial.outcome == 'wrong' else 'ended them'}: {trial.reason}",
+            f"{answer.reason}, but GPU memory given to it in two ranks came back wrong: {trial.reason}",
             f"export {VARIABLE}=0; or load the module of an MPI that was built with CUDA (for Cray MPICH: the GTL "
             "library, and MPICH_GPU_SUPPORT_ENABLED=1)",
         )
     elif trial is not None and trial.outcome == "right":
         verdict = OK if answer.is_yes else NOTE
         fix = "" if answer.is_yes else f"export {VARIABLE}=1"
-        by_mpi = answer.is_yes and not Outcome(**asdict(trial)).is_slower
+        by_mpi = answer.is_yes and not trial.is_slower
         path = "by MPI (mpi)" if by_mpi else "through the host (staged)"
         found = f"{answer.verdict} ({answer.reason}); tried: {trial.reason}; without NCCL arrays travel {path}"
         yield Finding("cuda-aware", verdict, found, fix)
@@ -137,22 +134,16 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
 
 
 def network(job: Job) -> Iterator[Finding]:
-    """Find an NCCL that talks between nodes through sockets, beside a fast network."""
+    """Find a fast network that NCCL needs a plugin for, and has none."""
     if len(job.nodes) < 2 or not any(Sight.read(each.sight).gpus for each in job.facts if each.sight):
         return
     there = sorted({each.fabric for each in job.facts} - {""})
-    name, trial = there[0] if there else "", job.trial
-    if trial is not None and trial.network:
-        speed = f"{trial.nccl / 1e9:.1f} GB/s between two nodes"
-        if trial.network != "sockets" or not name:
-            yield Finding("nccl", OK if name or trial.network != "sockets" else NOTE, f"over {trial.network}: {speed}")
-            return
-        yield Finding("nccl", BAD, f"over sockets, beside {name}: {speed}", fabric.cure(name))
-    elif name in fabric.BY_PLUGIN and (
+    name = there[0] if there else ""
+    if name in fabric.BY_PLUGIN and (
         without := [each.rank for each in job.facts if each.fabric == name and not each.has_net_plugin]
     ):
         found = f"{name} is here, and NCCL has no plugin for it: it would talk between nodes through sockets"
-        yield Finding("nccl", NOTE, found, fabric.cure(name), tuple(without))
+        yield Finding("nccl", NOTE, found, fabric.CURE, tuple(without))
     elif name:
         plugin = ", by a plugin" if name in fabric.BY_PLUGIN else ""
         yield Finding("nccl", OK, f"{name} is here, which NCCL can use{plugin}; not measured")

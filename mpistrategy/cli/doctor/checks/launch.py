@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from mpistrategy.cli.doctor.checks import layout
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count
 from mpistrategy.cli.doctor.checks.launch_lines import line
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
@@ -86,8 +85,6 @@ _KNOWN_WRONG = "Programs that choose a GPU or a file by it all take the same."
 
 def local_rank(job: Job) -> Iterator[Finding]:
     """Find local ranks that the launcher's variables give wrongly, such as 0 on every rank."""
-    if layout.is_arbitrary(job) and layout.has_torn_hosts(job):
-        return  # MPI is wrong, not the launcher
     told = sorted({name for each in job.facts for name in each.local_hints})
     wrong: dict[str, list[Facts]] = {}
     for name in told:

@@ -5,8 +5,7 @@ from __future__ import annotations
 _LINES = {
     "": {
         "start": "srun --ntasks={ranks}, mpiexec -n {ranks}",
-        "evenly": "srun --nodes={nodes} --ntasks={ranks} --ntasks-per-node={each} (Open MPI: --map-by ppr:{each}:node; "
-        "MPICH: -ppn {each})",
+        "evenly": "srun --ntasks-per-node={each} (Open MPI: --map-by ppr:{each}:node; MPICH: -ppn {each})",
         "one each": "srun --nodes=N --ntasks-per-node=1 hostname",
         "without": "srun --exclude={host}",
         "cores": "srun --cpu-bind=cores --cpus-per-task=N; mpiexec --bind-to none (Open MPI), -bind-to none (MPICH)",
@@ -14,7 +13,7 @@ _LINES = {
     },
     "jsrun": {
         "start": "jsrun -n {ranks} -a 1",
-        "evenly": "jsrun -n {ranks} -a 1 -r {each}",
+        "evenly": "jsrun -a 1 -r {each}",
         "one each": "jsrun -n NODES -r 1 hostname",
         "without": 'bsub -R "select[hname!={host}]"',
         "cores": "jsrun --bind=packed:N --cpu_per_rs=N, N cores for each rank",
@@ -22,7 +21,7 @@ _LINES = {
     },
     "flux run": {
         "start": "flux run -n {ranks}",
-        "evenly": "flux run -N {nodes} -n {ranks}",
+        "evenly": "flux run --tasks-per-node={each}",
         "one each": "flux run -N NODES -n NODES hostname",
         "without": "flux run --requires=-host:{host}",
         "cores": "flux run --cores-per-task=N -o cpu-affinity=per-task",
@@ -36,7 +35,7 @@ def line(launcher: str, what: str, **values: object) -> str:
 
     Args:
         launcher: as `mpistrategy.mpi.job.launcher.Claim` names it.
-        what: "start" (`ranks`), "evenly" (`ranks` on `nodes`, `each` of them on one), "one each" (one process on each
+        what: "start" (`ranks`), "evenly" (`each` on every node), "one each" (one process on each
             node), "without" (a `host`), "cores" (its own ones for each rank) or "more cores" (for each rank).
         values: what stands in the line.
     """

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding
 from mpistrategy.cli.doctor.checks.node import node_without_room_for_mpi
-from mpistrategy.cli.doctor.facts.facts import Facts, Job
+from mpistrategy.cli.doctor.facts.facts import Job
 
 _CLUSTERS_OWN = (
     "The cluster's own MPI knows its network: load its module and name it, export MPI4PY_LIBMPI=/path/to/its/libmpi.so "
@@ -20,20 +20,14 @@ def network(job: Job) -> Iterator[Finding]:
     if len(job.nodes) == 1:
         if first.size > 1:
             way = "by TCP within it (see shared memory)" if node_without_room_for_mpi(job) else "through its memory"
-            yield Finding("network", OK, f"none: one node; {_setting(first) or way}")
+            yield Finding("network", OK, f"none: one node; {way}")
         return
     by = first.network or "a network that cannot be seen"
-    how = ", ".join(filter(None, (first.carrier and f"by {first.carrier}", _setting(first))))
-    said = f"between nodes {first.library} talks by {by}{f' ({how})' * bool(how)}"
+    said = f"between nodes {first.library} talks by {by}{f' (by {first.carrier})' * bool(first.carrier)}"
     beside = next((each.fabric for each in job.facts if each.fabric), "")
     if first.network == "TCP" and beside:
-        chosen = f"unset {' '.join(name.partition('=')[0] for name in first.network_settings)}, or: "
-        yield Finding(
-            "network",
-            BAD,
-            f"{said}, beside {beside}",
-            f"{chosen * bool(first.network_settings)}{_CLUSTERS_OWN}",
-        )
+        chosen = "Unset variables that choose a network (FI_PROVIDER, UCX_TLS, OMPI_MCA_btl, ...). "
+        yield Finding("network", BAD, f"{said}, beside {beside}", f"{chosen}{_CLUSTERS_OWN}")
     elif first.network == "TCP" and first.from_pip:
         yield Finding(
             "network",
@@ -44,7 +38,3 @@ def network(job: Job) -> Iterator[Finding]:
         )
     else:
         yield Finding("network", OK, said)
-
-
-def _setting(first: Facts) -> str:
-    return ", ".join(first.network_settings)

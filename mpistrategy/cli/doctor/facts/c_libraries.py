@@ -1,56 +1,33 @@
-"""Facts from C libraries: threads of linear algebra, and which GPUs can read each other."""
+"""Facts from libraries of the process: threads of linear algebra, and which GPUs can read each other."""
 
 from __future__ import annotations
 
 import ctypes
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-_ASK = {
-    "openblas": [
-        f"{prefix}openblas_get_num_threads{suffix}" for prefix in ("scipy_", "") for suffix in ("64_", "", "_64")
-    ],
-    "mkl_rt": ["MKL_Get_Max_Threads"],
-    "blis": ["bli_thread_get_num_threads"],
-}
 
 
-def blas_threads(
-    files: Sequence[str],
-    environment: Mapping[str, str],
-    cores: int,
-    load: Callable[[str], object] = ctypes.CDLL,
-) -> tuple[int, str]:
+def blas_threads(environment: Mapping[str, str], cores: int) -> tuple[int, str]:
     """Return how many threads NumPy's linear algebra takes, and how that is known.
 
+    threadpoolctl asks the libraries, where it is installed (it comes with scikit-learn); else the variables say.
+
     Args:
-        files: the libraries that the process has loaded.
-        environment: its variables.
+        environment: the variables of the process.
         cores: how many it may use; the default number of threads.
-        load: opens a library.
     """
-    for path in files:
-        for part, names in _ASK.items():
-            if part not in os.path.basename(path):
-                continue
-            try:
-                library = load(path)
-            except OSError:
-                continue
-            for name in names:
-                ask = getattr(library, name, None)
-                if ask is not None:
-                    return int(ask()), _said(environment)
-    told = next((int(environment[name]) for name in VARIABLES if environment.get(name, "").isdigit()), cores)
-    return told, _said(environment)
+    told = next((name for name in VARIABLES if environment.get(name, "").isdigit()), "")
+    source = f"{told}={environment[told]}" if told else f"no {VARIABLES[0]} is set"
+    threads = int(environment[told]) if told else cores
+    with suppress(ImportError):
+        from threadpoolctl import threadpool_info
 
-
-def _said(environment: Mapping[str, str]) -> str:
-    told = (f"{name}={environment[name]}" for name in VARIABLES if environment.get(name, "").isdigit())
-    return next(told, f"no {VARIABLES[0]} is set")
+        asked = [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
+        threads = max(asked, default=threads)
+    return threads, source
 
 
 def pairs_without_peer_access(count: int, library: Any = None) -> tuple[tuple[int, int], ...]:

@@ -12,6 +12,10 @@ from glob import glob
 
 #: The fabrics that NCCL needs a plugin for.
 BY_PLUGIN = ("Slingshot", "EFA")
+CURE = (
+    "Load your cluster's module of aws-ofi-nccl, so that libnccl-net.so is on LD_LIBRARY_PATH, and export "
+    "NCCL_NET='AWS Libfabric': NCCL then refuses to start without it"
+)
 
 
 def fabric(root: str = "/sys/class") -> str:
@@ -42,13 +46,3 @@ def has_plugin(environment: Mapping[str, str], usual: tuple[str, ...] = ("/opt/a
     folders = [each for each in environment.get("LD_LIBRARY_PATH", "").split(":") if each]
     folders += [folder for root in usual for folder in glob(os.path.join(root, "lib*"))]
     return any(glob(os.path.join(folder, f"{name}*")) for folder in folders for name in names)
-
-
-def cure(of: str) -> str:
-    """Return what makes NCCL use this fabric."""
-    if of in BY_PLUGIN:
-        return (
-            "Load your cluster's module of aws-ofi-nccl, so that libnccl-net.so is on LD_LIBRARY_PATH, and export "
-            "NCCL_NET='AWS Libfabric': NCCL then refuses to start without it"
-        )
-    return "unset NCCL_NET and NCCL_IB_DISABLE; NCCL_DEBUG=INFO tells why it does not take it (is libibverbs there?)"

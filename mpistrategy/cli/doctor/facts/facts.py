@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
+from mpistrategy.mpi.gpu.cuda_trials import Outcome
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -43,9 +45,8 @@ class Facts:
         cuda_aware: what is known of the MPI library and GPU memory; `mpistrategy.mpi.gpu.cuda_aware.Answer.text`.
         fabric: the fast network of the node; see `mpistrategy.cli.doctor.facts.fabric.fabric`.
         has_net_plugin: whether NCCL would find a network plugin.
-        distribution: how Slurm was asked to place the ranks: SLURM_DISTRIBUTION.
-        network, carrier, network_settings: what messages between nodes go by, which library below MPI sends them, and
-            the variables that choose it; see `mpistrategy.cli.doctor.facts.network`.
+        network, carrier: what messages between nodes go by, and which library below MPI sends them; see
+            `mpistrategy.cli.doctor.facts.network`.
         from_pip: the package of pip that the MPI library belongs to.
         shm_free: how many bytes are free in /dev/shm; -1 if unknown.
         leftovers: what killed jobs have left on the node of a local rank 0, in words; "" for nothing.
@@ -91,10 +92,8 @@ class Facts:
     no_peer_access: Sequence[Sequence[int]] = ()
     fabric: str = ""
     has_net_plugin: bool = False
-    distribution: str = ""
     network: str = ""
     carrier: str = ""
-    network_settings: Sequence[str] = ()
     from_pip: str = ""
     shm_free: int = -1
     cuda_aware: str = ""
@@ -112,25 +111,6 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class Trial:
-    """The outcome of passing GPU memory to MPI in a separate job.
-
-    Attributes:
-        outcome: "right", "wrong" (the values), "died", or "unverified": it could not be tried.
-        reason: in words.
-        direct, staged, nccl: bytes a second summed by MPI in GPU memory, through the host, and by NCCL; 0: unknown.
-        network: what NCCL found between the two ranks; "" if unknown.
-    """
-
-    outcome: str
-    reason: str = ""
-    direct: float = 0.0
-    staged: float = 0.0
-    nccl: float = 0.0
-    network: str = ""
-
-
-@dataclass(frozen=True)
 class Job:
     """All that is known of a job.
 
@@ -141,7 +121,7 @@ class Job:
         patience: how many seconds the others waited for them.
         sums_right: whether a sum over the ranks was right; None if not tried.
         untried: why not.
-        trial: of GPU memory; None if not tried.
+        trial: what came of GPU memory given to MPI; None if not tried.
     """
 
     facts: Sequence[Facts]
@@ -150,7 +130,7 @@ class Job:
     patience: float = 0.0
     sums_right: bool | None = None
     untried: str = ""
-    trial: Trial | None = None
+    trial: Outcome | None = None
 
     @property
     def nodes(self) -> dict[int, list[Facts]]:

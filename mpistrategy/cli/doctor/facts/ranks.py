@@ -26,10 +26,10 @@ _LEVELS = {
 
 
 class Ranks:
-    """COMM_WORLD.  Nothing collective happens before `collect` has seen that all are there."""
+    """All ranks, or some.  Nothing collective happens before `collect` has seen that all are there."""
 
-    def __init__(self) -> None:
-        self._comm: MPI.Intracomm = MPI.COMM_WORLD
+    def __init__(self, comm: MPI.Intracomm = MPI.COMM_WORLD) -> None:
+        self._comm = comm
         self.rank: int = self._comm.rank
         self.size: int = self._comm.size
 
@@ -86,6 +86,11 @@ class Ranks:
         place = int(leader[0]), int(inside.rank), int(inside.size)
         inside.Free()
         return place
+
+    def among(self, *members: int) -> Ranks | None:
+        """Return these ranks by themselves; None on the others.  Collective."""
+        chosen = self._comm.Split(0 if self.rank in members else MPI.UNDEFINED, self.rank)
+        return Ranks(MPI.Intracomm(chosen)) if self.rank in members else None
 
     def slowest(self, seconds: float) -> float:
         """Return the greatest number of all ranks.  Collective."""

@@ -10,7 +10,7 @@ themselves bound how far two clocks are apart; a difference that is not possible
 from __future__ import annotations
 
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from mpistrategy.mpi.watchdog.status_board import LastCalls
 
 #: So many calls are compared at most.
 MOST_CALLS = 64
-#: A rank, or the ranks of a node, are called slow that came last in so many of the calls, where the others waited for
+#: A rank is called slow that came last in so many of the calls, where the others waited for
 #: so much of the time, and usually for so long; shorter waits come and go with the system's own work.
 _SLOW_CALLS, _SLOW_TIME, _SLOW_SECONDS = 2 / 3, 0.05, 1e-4
 #: Nobody is called slow from fewer calls.
@@ -99,21 +99,13 @@ class Lateness:
         return sum(self.waits[rank]) / self.seconds if self.seconds > 0 else 0.0
 
     def slow(self) -> int | None:
-        """Return the rank that keeps the others waiting; None where there is none."""
+        """Return the rank that keeps the others waiting; None where there is none, or some ranks are not known."""
         first = next(iter(self.by_times()), None)
-        return first if first is not None and self.are_slow([first]) else None
-
-    def are_slow(self, ranks: Collection[int]) -> bool:
-        """Return whether some of these ranks keep the others waiting, one or another of them at a time.
-
-        Where some ranks are not known, nobody is: one of those may have come later still.
-        """
-        waits = [wait for rank in ranks for wait in self.waits.get(rank, ())]
-        if self.missing > 0 or self.calls < _FEWEST_CALLS or len(waits) < _SLOW_CALLS * self.calls:
-            return False
-        if statistics.median(waits) < _SLOW_SECONDS:
-            return False
-        return sum(waits) >= _SLOW_TIME * self.seconds
+        if first is None or self.missing > 0 or self.calls < _FEWEST_CALLS:
+            return None
+        waits = self.waits[first]
+        is_slow = len(waits) >= _SLOW_CALLS * self.calls and self.share(first) >= _SLOW_TIME
+        return first if is_slow and statistics.median(waits) >= _SLOW_SECONDS else None
 
 
 def of_node(ranks: Sequence[int], calls: Sequence[LastCalls], offset: float, own: int) -> list[NodeCalls]:
@@ -210,19 +202,10 @@ def lines(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
         )
     if len(ranked) > _MOST_ROWS:
         told.append(f"  and {len(ranked) - _MOST_ROWS} more, less often")
-    nodes = dict.fromkeys(hosts.values())
-    by_node = {node: [rank for rank in ranked if hosts.get(rank) == node] for node in nodes if node}
-    if len(nodes) > 1 and late.missing <= 0:
-        times = {node: sum(len(late.waits[rank]) for rank in ranks) for node, ranks in by_node.items()}
-        most = sorted(times.items(), key=lambda pair: -pair[1])[:_MOST_ROWS]
-        told.append(f"  by node: {', '.join(f'{node} {number}' for node, number in most)}")
-    slow_node = next((node for node, ranks in by_node.items() if late.are_slow(ranks)), "")
     if late.missing > 0:
         told.append(f"  Whom they all wait for cannot be said without the other {count(late.missing, 'rank')}.")
     elif late.slow() is not None:
         told.append(f"  Rank {late.slow()} keeps the others waiting.")
-    elif slow_node and len(nodes) > 1:
-        told.append(f"  The ranks of {slow_node} keep the others waiting.")
     else:
         told.append("  No rank keeps the others waiting for long.")
     return told

@@ -13,27 +13,23 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import host_array
+from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ReplicasDivergedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import VariableSynchronization
-from mpistrategy.variables.registry import Placement
+from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.variables.variable import Variable
 
 #: The most variables and groups of ranks that a report names.
 _MOST_ROWS, _MOST_GROUPS = 10, 4
-#: The most bytes that are hashed or copied at once: signals are handled between two pieces.
-_PIECE_BYTES = 2**24
-#: An x87 extended double uses 10 of its 12 or 16 bytes; the others are undefined.
-_X87_BYTES, _X87_DIGITS = 10, 63
-
 
 _FIX = "Look for values that differ by rank (random numbers, an assign outside a step), and restore the variables."
 
 
-def check_mirrored(extended: Placement, variables: Any, name: str | None) -> None:
+def check_mirrored(extended: StrategyExtended, variables: Any, name: str | None) -> None:
     """Do `Strategy.assert_mirrored`."""
     communicator = extended.communicator
     with Call(communicator.guard, "Strategy.assert_mirrored", called=name) as call:
@@ -64,37 +60,7 @@ def is_mirrored(var: Variable) -> bool:
     return var.synchronization is not VariableSynchronization.ON_READ
 
 
-def digest(array: Array) -> int:
-    """Return a 64-bit digest of a C-contiguous array, without padding bytes, which are undefined."""
-    import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
-
-    whole = hashlib.blake2b(digest_size=8)
-    for piece in _pieces(array.reshape(-1)):
-        whole.update(piece.data)
-    return int.from_bytes(whole.digest(), "little")
-
-
-def _pieces(array: Array) -> Iterator[Array]:
-    """Yield the bytes of an array; views of it where it is contiguous and without padding."""
-    dtype = array.dtype
-    if dtype.names is not None:
-        for name in dtype.names:
-            yield from _pieces(array[name])
-        return
-    significant = dtype.itemsize
-    if dtype.char in "gG" and np.finfo(dtype).nmant == _X87_DIGITS:
-        significant = _X87_BYTES
-    row_bytes = array.nbytes // len(array) if len(array) else 0
-    step = max(1, _PIECE_BYTES // max(1, row_bytes))
-    for start in range(0, len(array), step):
-        piece = np.ascontiguousarray(array[start : start + step]).reshape(-1).view(np.uint8)
-        if significant < dtype.itemsize:
-            width = dtype.itemsize // (2 if dtype.kind == "c" else 1)
-            piece = np.ascontiguousarray(piece.reshape(-1, width)[:, :significant])
-        yield piece
-
-
-def _named(extended: Placement, variables: Any, where: str) -> list[Variable]:
+def _named(extended: StrategyExtended, variables: Any, where: str) -> list[Variable]:
     """Return the mirrored variables of a nest, each once."""
     found: dict[int, Variable] = {}
     for leaf in nest.flatten(variables)[0]:

@@ -1,0 +1,44 @@
+"""Digests of arrays: ranks compare them in place of the arrays."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array
+
+#: The most bytes that are hashed or copied at once: signals are handled between two pieces.
+_PIECE_BYTES = 2**24
+#: An x87 extended double uses 10 of its 12 or 16 bytes; the others are undefined.
+_X87_BYTES, _X87_DIGITS = 10, 63
+
+
+def digest(array: Array) -> int:
+    """Return a 64-bit digest of a C-contiguous array, without padding bytes, which are undefined."""
+    import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
+
+    whole = hashlib.blake2b(digest_size=8)
+    for piece in _pieces(array.reshape(-1)):
+        whole.update(piece.data)
+    return int.from_bytes(whole.digest(), "little")
+
+
+def _pieces(array: Array) -> Iterator[Array]:
+    """Yield the bytes of an array; views of it where it is contiguous and without padding."""
+    dtype = array.dtype
+    if dtype.names is not None:
+        for name in dtype.names:
+            yield from _pieces(array[name])
+        return
+    significant = dtype.itemsize
+    if dtype.char in "gG" and np.finfo(dtype).nmant == _X87_DIGITS:
+        significant = _X87_BYTES
+    row_bytes = array.nbytes // len(array) if len(array) else 0
+    step = max(1, _PIECE_BYTES // max(1, row_bytes))
+    for start in range(0, len(array), step):
+        piece = np.ascontiguousarray(array[start : start + step]).reshape(-1).view(np.uint8)
+        if significant < dtype.itemsize:
+            width = dtype.itemsize // (2 if dtype.kind == "c" else 1)
+            piece = np.ascontiguousarray(piece.reshape(-1, width)[:, :significant])
+        yield piece
