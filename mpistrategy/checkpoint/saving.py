@@ -435,6 +435,7 @@ class Saving(NotPickled):
             parent.rename(name, old)
         try:
             parent.rename(self._temporary, name)
+            self._check_is_ours(where, parent, name)
         except OSError as error:
             if old:
                 parent.rename(old, name)
@@ -444,6 +445,17 @@ class Saving(NotPickled):
             raise
         parent.sync()
         _remove_replaced(parent, name)
+
+    def _check_is_ours(self, where: str, parent: Folder, name: str) -> None:
+        """Raise, and undo the rename, if somebody has put something else under the temporary name."""
+        assert self._folder is not None
+        if not parent.holds(name, self._folder):
+            parent.rename(name, self._temporary)
+            raise CheckpointWriteError.at(
+                where,
+                found=f"something else at {self._temporary!r} than the folder that was written there",
+                expected=f"nobody else who renames things in {parent.path!r}",
+            )
 
     # ------------------------------------------------------------------------------------------- its end
 

@@ -180,6 +180,23 @@ def test_a_link_in_the_place_of_a_lock(tmp_path: Path, outside: Path) -> None:
     assert program("manager", tmp_path, 0.0, save=False) == OLD
 
 
+def test_a_save_does_not_end_well_when_another_folder_was_put_in_its_place(tmp_path: Path) -> None:
+    """Nor is the checkpoint lost that was there before."""
+    program("overwrite", tmp_path, OLD, save=True)
+
+    def put_another(what: str, name: str) -> None:
+        if what == "rename" and name.startswith(".c.saving-"):
+            (mine,) = tmp_path.glob(".c.saving-*")
+            mine.rename(tmp_path / "elsewhere")
+            mine.mkdir()
+            (mine / NAME).write_text("foreign")
+
+    with watched(put_another), pytest.raises(errors.CheckpointWriteError, match="found something else at"):
+        program("overwrite", tmp_path, NEW, save=True)
+    assert program("overwrite", tmp_path, 0.0, save=False) == OLD
+    assert sorted(os.listdir(tmp_path / "elsewhere")) == [NAME, shard_name(0), shard_name(1)]
+
+
 @pytest.mark.parametrize("file", [shard_name(0), shard_name(1), NAME])
 def test_a_link_where_a_file_is_about_to_be_made(tmp_path: Path, outside: Path, file: str) -> None:
     program("overwrite", tmp_path, OLD, save=True)

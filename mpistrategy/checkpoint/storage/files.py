@@ -197,6 +197,11 @@ class Folder:
         kinds = ((stat.S_ISDIR, "folder"), (stat.S_ISREG, "file"), (stat.S_ISLNK, "link"))
         return next((kind for is_kind, kind in kinds if is_kind(mode)), "other")
 
+    def holds(self, name: str, folder: Folder) -> bool:
+        """Return whether `name` is this open folder, and not something that replaced it."""
+        there, ours = os.stat(name, dir_fd=self.descriptor, follow_symlinks=False), os.fstat(folder.descriptor)
+        return os.path.samestat(there, ours)
+
     # ------------------------------------------------------------------------------------------- writing
 
     def write(self, name: str, pieces: Iterable[Any]) -> tuple[int, str]:
