@@ -133,8 +133,6 @@ CALLS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "the kind of array that was given": (built_in, "in_kind", lambda c: c.all_reduce("SUM", np.ones(3, ">f8"))),
     "numbers in a list": (plans, "as_leaf", lambda c: c.all_reduce("SUM", [1.0, 2.0])),
     "a nest of the program's": (Pair, "__post_init__", lambda c: c.all_reduce("SUM", PAIR).second),
-    "out": (plans, "written", lambda c: c.all_reduce("SUM", [1.0, np.ones(3)], out=[np.ones(()), np.ones(3)])),
-    "a weighted mean": (plans, "written", lambda c: c.all_reduce("MEAN", np.ones(3), weight=1.0, out=np.ones(3))),
     "a gather": (gather, "like_given", lambda c: c.all_gather(np.ones(3, ">f8"), 0)),
 }
 
