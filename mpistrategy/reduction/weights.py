@@ -22,7 +22,7 @@ from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer
 from mpistrategy.reduction.plans import NestPlan
 from mpistrategy.reduction.routes.base import Targets
-from mpistrategy.reduction.routes.mailboxes import MailboxArrays
+from mpistrategy.reduction.routes.mailboxes import MailboxArrays, MailboxRoute
 
 #: The operation, as the ranks compare it.
 WEIGHTED = "weighted MEAN"
@@ -107,7 +107,8 @@ class WeightedMeans(Transfer):
         self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
         self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
         self._in_mailboxes: MailboxArrays | None = None
-        boxes = communicator.mailboxes
+        # The sums of other routes are those of the algorithm: in the order of the values, say.
+        boxes = communicator.mailboxes if isinstance(plan.route, MailboxRoute) else None
         if boxes is not None and MailboxArrays.has_room(boxes, (_WEIGHT, *layouts), boxes.size):
             self._in_mailboxes = MailboxArrays(boxes, (_WEIGHT, *layouts))
         else:

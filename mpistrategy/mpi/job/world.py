@@ -7,6 +7,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
+from weakref import ref
 
 from mpi4py import MPI
 
@@ -66,14 +67,26 @@ def rank_in_job() -> int:
     return int(MPI.COMM_WORLD.rank)
 
 
+# No WeakSet: see `mpistrategy.mpi.contract.forks`.
+_guards: list[ref[Guard]] = []
+
+
+def close_at_finalize(guard: Guard) -> None:
+    """Let `guard` take no more calls from `MPI.Finalize` on; one of a single rank, too."""
+    _guards[:] = [known for known in _guards if known() is not None] + [ref(guard)]
+    _look_for_finalize()
+
+
 @functools.cache
-def close_at_finalize() -> None:
+def _look_for_finalize() -> None:
     """Let strategies take no more calls from `MPI.Finalize` on, which first deletes the attributes of COMM_SELF."""
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_close_all), True)
 
 
 def _close_all(comm: MPI.Comm, keyval: int, attribute: Any) -> None:
-    forks.close_all(forks.after_finalize)
+    for known in _guards:
+        if (guard := known()) is not None:
+            guard.close(forks.after_finalize)
 
 
 def watch(guard: Guard, free: Any) -> None:
@@ -132,19 +145,20 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     """
     ranks = ranks_of(comm)
     guard = Guard(None, ranks.rank, ranks.size)
-    # From here on this rank's end is that of the job: the others wait for it, and cannot be told.
-    watch(guard, lambda: None)
+    # From here on this rank's end is that of the job: the others wait for it, and this guard of one rank tells nobody.
+    watched = Guard()
+    watch(watched, lambda: None)
     try:
         with _meeting(ranks, guard, where) if ranks.size > 1 and MPI.COMM_WORLD.size > 1 else nullcontext():
             yield
     except MpiStrategyError:
-        abort.forget(guard)
+        abort.forget(watched)
         raise
     except Exception as error:
-        if guard.give_up is not None:
-            guard.give_up(error)
+        if watched.give_up is not None:
+            watched.give_up(error)
         raise
-    abort.forget(guard)
+    abort.forget(watched)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ class Background(Worker):
     """
 
     def __init__(self, communicator: MpiCommunicator) -> None:
-        super().__init__()
+        super().__init__(self._tell_of)
         self._is_of_use = communicator.nodes > 1 and communicator.may_use_threads
         self._communicator = communicator
         self._ranks: MpiCommunicator | None = None
@@ -42,19 +42,30 @@ class Background(Worker):
 
         After an error nothing is done, and all that was submitted fails with it, until `wait` has raised it.
         """
+        guard = self._communicator.guard
+        if guard.closed:
+            raise guard.refusal("torch.distributed.all_reduce")
         if self._last is None:  # the program may end without a wait, before the ranks say goodbye
             atexit.register(self.end)
-        self._last = Job(partial(self._unless_failed, work, ended))
-        self.submit(self._last)
-        return Submitted(self, self._last)
+        job = Reported(partial(self._unless_failed, work), ended)
+        self.submit(job)
+        self._last = job
+        return Submitted(self, job)
 
-    def _unless_failed(self, work: Callable[[], object], ended: Callable[[], object]) -> None:
+    def _tell_of(self, job: Job) -> None:
+        """Call what the program wants to be called; it may wait for the job."""
+        assert isinstance(job, Reported)
+        try:
+            job.ended()
+        except BaseException as error:
+            self._error = self._error or error
+
+    def _unless_failed(self, work: Callable[[], object]) -> None:
         try:
             if self._error is None:
                 work()
         except BaseException as error:
             self._error = error
-        ended()
         if self._error is not None:
             raise self._error
 
@@ -85,6 +96,18 @@ class Background(Worker):
             atexit.unregister(self.end)
             if self._ranks is not None and not self._communicator.guard.closed:
                 self._ranks.free()
+
+
+class Reported(Job):
+    """A job, and what is called when it has ended.
+
+    Args:
+        work, ended: both are called in the thread.
+    """
+
+    def __init__(self, work: Callable[[], object], ended: Callable[[], object]) -> None:
+        super().__init__(work)
+        self.ended: Callable[[], object] = ended
 
 
 class Submitted:

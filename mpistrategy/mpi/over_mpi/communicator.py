@@ -130,7 +130,7 @@ class MpiCommunicator(Communicator):
                 warn(_UNEQUAL.format(self.library), FallbackWarning)
         self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
         self._is_free = False
-        world.close_at_finalize()
+        world.close_at_finalize(self.guard)
         world.watch(self.guard, self.free)
         if self.size > 1:
             world.watch_waiting(self._comm, self.guard, memory, self.node_of, ranks[0].directory)

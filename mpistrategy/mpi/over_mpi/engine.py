@@ -103,6 +103,8 @@ class Worker:
     def __init__(self, ended: Callable[[Job], object] = lambda job: None) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._ended = ended
+        self._turn = threading.RLock()
+        self._takes_no_more = False
         #: The jobs that threads of the program wait for.
         self._awaited: list[Job] = []
         self._thread = threading.Thread(target=self._run, name="mpistrategy background", daemon=True)
@@ -113,18 +115,26 @@ class Worker:
         return threading.get_ident() == self._thread.ident
 
     def submit(self, job: Job) -> None:
-        """Run `job` after all earlier ones."""
-        if self._thread.ident is None:
-            self._thread.start()
-        self._jobs.put(job)
+        """Run `job` after all earlier ones.
+
+        Raises:
+            RuntimeError: after `end`.
+        """
+        with self._turn:
+            if self._takes_no_more:
+                raise RuntimeError("the thread for work in the background has ended")
+            if self._thread.ident is None:
+                self._thread.start()
+            self._jobs.put(job)
 
     def finish(self, job: Job) -> None:
         """Wait for `job`; meanwhile the thread has the core of this one."""
-        self._awaited.append(job)
         try:
+            self._awaited.append(job)
             job.wait()
         finally:
-            self._awaited.remove(job)
+            if job in self._awaited:
+                self._awaited.remove(job)
 
     def take(self, ranks: Any) -> Any:
         """Let the data of a communicator over MPI travel as this thread can wait for them; return it."""
@@ -142,8 +152,10 @@ class Worker:
 
     def end(self) -> None:
         """Finish all jobs, and end the thread."""
-        if self._thread.ident is not None:
+        with self._turn:
+            self._takes_no_more = True
             self._jobs.put(None)
+        if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
