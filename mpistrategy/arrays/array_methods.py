@@ -18,6 +18,9 @@ Method: TypeAlias = Callable[..., Any]
 ArrayMethod: TypeAlias = Callable[..., Array]
 Refused: TypeAlias = Callable[..., NoReturn]
 
+#: Arguments of NumPy's methods that may be None, which says nothing.
+_NONE_BY_DEFAULT = {"dtype", "out", "kind", "order", "mode", "side", "sorter", "min", "max", "stable"}
+
 
 def _reads(name: str, gives: str, out: int | None = None) -> Callable[..., Any]:
     """Return a method that this rank's array does, and which takes what NumPy's takes.
@@ -33,8 +36,8 @@ def _reads(name: str, gives: str, out: int | None = None) -> Callable[..., Any]:
         if isinstance(result, ArrayMethods):
             result._refuse(f" as {name}(out=...)", f"a.{name}(...)")
         plain = [each._read() if isinstance(each, ArrayMethods) else each for each in args]
-        # None is the default of most arguments, and CuPy's methods lack some of them; axis=None may be another axis.
-        given = {key: value for key, value in named.items() if value is not None or key == "axis"}
+        # None is the default of these arguments, and CuPy's methods lack some of them.
+        given = {key: value for key, value in named.items() if value is not None or key not in _NONE_BY_DEFAULT}
         return getattr(self._array(name), name)(*plain, **given)
 
     method.__name__, method.__qualname__ = name, f"ArrayMethods.{name}"

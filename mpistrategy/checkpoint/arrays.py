@@ -19,13 +19,24 @@ from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.checkpoint.reading import array_of, check_own
 from mpistrategy.checkpoint.storage.files import Folder, OpenFile, check_is_trusted, reading
 from mpistrategy.checkpoint.storage.manifest import OWN, ROWS, Manifest, parse, read_text
-from mpistrategy.checkpoint.storage.shards import MOST_BYTES, NAMES, Own, byte_count, dtype_of, open_shard, parsed
+from mpistrategy.checkpoint.storage.shards import (
+    MOST_BYTES,
+    NAMES,
+    Own,
+    byte_count,
+    dtype_of,
+    is_shape,
+    open_shard,
+    parsed,
+)
 from mpistrategy.errors import CheckpointDamagedError, CheckpointReadError, MpiStrategyError, OptionError
 
 _WHERE = "Checkpoint.arrays"
 _DTYPES = {name: text for text, name in NAMES.items()}
 #: The most elements that are combined at a time.
 _PIECE_ELEMENTS = 2**20
+#: So many links are followed, as Linux does.
+_MOST_LINKS = 40
 #: The longest header of a NumPy file that NumPy reads.
 _LONGEST_HEADER = 2**16
 #: The largest table of contents of a .npz file.
@@ -122,15 +133,25 @@ def arrays_of_file(path: str) -> dict[str, Array]:
         raise OptionError.at(
             _WHERE, found=f"{path!r}", expected="a checkpoint's folder, or a .safetensors, .npz or .npy file"
         )
-    whole = os.path.realpath(path)
+    whole = _followed(os.path.abspath(path))
     with (
         reading(_WHERE, path),
         Folder.parent_of(whole) as folder,
         folder.file(os.path.basename(whole), None, MOST_BYTES) as file,
         _sound(path),
     ):
-        check_is_trusted(os.lstat(path), os.stat(os.path.dirname(path)), path)
         return read(file, path)
+
+
+def _followed(path: str) -> str:
+    """Follow the symbolic links that a file's name is; CheckpointReadError as `check_is_trusted`, for each link."""
+    for _ in range(_MOST_LINKS):
+        if not os.path.islink(path):
+            break
+        folder = os.path.dirname(path)
+        check_is_trusted(os.lstat(path), os.stat(folder), path)
+        path = os.path.join(folder, os.readlink(path))
+    return path
 
 
 @contextmanager
@@ -172,6 +193,8 @@ def _npy(file: OpenFile, path: str) -> dict[str, Array]:
     shape, is_fortran, dtype = readers[version](text)
     if dtype.hasobject or not dtype.itemsize:
         raise _damaged(path, f"an array of dtype {dtype}")
+    if not is_shape(list(shape), dtype):
+        raise _damaged(path, f"an array of shape {shape}"[:200])
     return {"": np.ndarray(shape, dtype, _mapped(file), text.tell(), order="F" if is_fortran else "C")}
 
 
@@ -188,7 +211,10 @@ class _Limited(io.BufferedReader):
 
 def _npz(file: OpenFile, path: str) -> dict[str, Array]:
     with _Limited(io.FileIO(file.descriptor, closefd=False)) as limited:
-        archive = np.load(limited, allow_pickle=False)
+        loaded = np.load(limited, allow_pickle=False)
+        if not isinstance(loaded, np.lib.npyio.NpzFile):
+            raise _damaged(path, "no archive")
+        archive: Any = loaded
         nbytes = sum(member.file_size for member in archive.zip.infolist())
         if nbytes > _SMALL_BYTES + _MOST_TIMES * file.size:
             told = f"{nbytes} bytes of arrays in {file.size}, which is far too much,"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
+from itertools import islice, permutations
 from typing import Any
 
 import numpy as np
@@ -268,6 +269,16 @@ def test_under_mpi_the_bits_are_those_of_the_definition(
         assert same_everywhere(total)
         sample = slice(None) if size < 100 else slice(size // 2 - 300, size // 2 + 300)
         assert bits(total[sample]) == bits(by_definition([array[sample] for array in everyones]))
+
+
+@pytest.mark.mpi(min_size=3)
+@pytest.mark.parametrize("size", [1, 100_000])
+def test_a_weighted_mean_is_that_of_the_values(strategies: dict[str, ms.Strategy], size: int) -> None:
+    found = set()
+    for order in islice(permutations([0.1, 0.2, 0.3, 0.4][:SIZE]), 6):
+        mine = np.full(size, order[RANK])
+        found.add(bits(strategies["one node"].run(lambda mine=mine: context().all_reduce("MEAN", mine, weight=1.0))))
+    assert len(found) == 1
 
 
 @pytest.mark.parametrize("where", ["one node", "each its node"])

@@ -37,6 +37,8 @@ FORMAT, VERSION = "mpistrategy checkpoint", 1
 ONE, OWN, ROWS = "one", "own", "rows"
 COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 MOST_RANKS = 1_000_000
+#: So many bytes, at least, a rank has for itself where ranks have anything.
+_LEAST_OF_A_RANK = 64
 _LONGEST_VERSION = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
 _LONGEST_HEAD = 200
@@ -227,6 +229,9 @@ def _checked(body: Any) -> Manifest:
     _require(all(_is_count(each.writer) and each.writer < ranks for each in shards), "writers")
     _require(isinstance(layout, dict) and all(isinstance(name, str) for name in names), "names")
     items = {path: _item(len(shards), *packed) for path, packed in body["items"].items()}
+    of_each = any(item.is_of_each_rank for item in items.values())
+    # A small file cannot speak of many ranks: what each has for itself takes memory.
+    _require(not of_each or ranks * _LEAST_OF_A_RANK <= sum(each.nbytes for each in shards), "ranks")
     _require(all(name in items for name in names) and len(set(names)) == len(names), "names")
     _require(not any(path.startswith("_") for path, item in items.items() if item.is_array), "paths")
     _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION, "written_by")
@@ -243,6 +248,7 @@ def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: An
         _require(is_shape(shape, elements) and copies != "" and not values, "sizes")
         _require(copies not in COMBINED or is_numeric(elements), "copies")
         _require(all(_is_count(number) and number < count for number in shards), "shards")
+        _require(len(set(shards)) == len(shards), "shards")
         _require(bool(shards) == (copies == ONE) and len(shards) <= max(1, math.prod(shape)), "shards")
         _require(copies != ROWS or bool(shape), "rows")
     else:

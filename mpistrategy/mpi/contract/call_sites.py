@@ -13,7 +13,7 @@ import os
 import re
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from itertools import islice
 from threading import main_thread
@@ -27,7 +27,6 @@ _FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "
 _PROGRAMS = os.path.join(_FOLDER, "cli", "bench", "")
 _REMEMBERED = 4096
 _CALLERS = 2
-_MOST_NAMED = 3
 _MODULE = "<module>"
 _FROM = " from "
 
@@ -183,14 +182,6 @@ class Signature(NamedTuple):
         values = ", ".join(f"{dtype}{list(shape)}" for dtype, shape in self.values)
         words = {**self._asdict(), "values": values}
         return {field: str(value) for field, value in words.items() if value}
-
-
-def names_in_words(names: Sequence[str]) -> str:
-    """Return names for a signature: of many the first, and a digest, so that other names are another text."""
-    if len(names) <= _MOST_NAMED:
-        return ", ".join(names)
-    digest = _hashed("\n".join(names)).hex()
-    return f"{', '.join(names[:_MOST_NAMED])} and {len(names) - _MOST_NAMED} more ({digest})"
 
 
 @lru_cache(_REMEMBERED)

@@ -123,3 +123,26 @@ def test_one_rank_is_told_and_goes_on_with_its_program(launch: Launch, tmp_path:
         r"\[rank [12]/3\] waits in vain: rank 0 failed in ReplicaContext.all_reduce: KeyboardInterrupt",
         job.stderr,
     ), job
+
+
+ENDS = """
+import signal, sys
+from mpi4py import MPI
+import mpistrategy as ms
+
+def told(*_):
+    sys.exit(3)
+
+if MPI.COMM_WORLD.rank == 0:
+    signal.signal(signal.SIGALRM, told)
+    signal.alarm(1)
+    ms.MirroredStrategy()
+signal.pause()  # the others never make it
+"""
+
+
+def test_a_rank_ends_while_a_strategy_is_made(launch: Launch, tmp_path: Path) -> None:
+    """No other rank can hear of it: the job ends."""
+    job = launch(2, [launching.program(ENDS, tmp_path)], timeout=30)
+    assert job.returncode == 3, job
+    assert "the whole job ends here" in job.stderr, job
