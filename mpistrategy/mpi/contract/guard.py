@@ -485,7 +485,9 @@ class Guard:
         except BaseException as error:
             if texts:  # a signal: no rank tells this again
                 self._hear_of_ends(_reports_in(texts))
-            if not isinstance(error, MpiStrategyError):  # of the channel, which has ended the wait
+            if isinstance(error, MpiStrategyError):  # of the channel, which has ended the wait
+                self.has_begun_to_leave = True  # the exchange goes on at the end of this rank's program
+            else:
                 self._leave_comparison(self._where(), error)
             raise
         if interruptions:

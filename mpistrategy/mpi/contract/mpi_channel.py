@@ -161,10 +161,13 @@ class MpiControlChannel(ControlChannel):
         interruptions: list[BaseException] | None = None,
     ) -> list[str]:
         """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
-        exchange = self._texts = _Exchange(self._comm, text)
+        # The other ranks may be in an exchange that this rank has left: that one comes first, with its text.
+        exchange = self._texts = self._texts or _Exchange(self._comm, text)
         while True:
             try:
-                return exchange.run(look)
+                texts = exchange.run(look)
+                self._texts = None
+                return texts
             except MpiStrategyError:  # of `look`
                 raise
             except BaseException as interruption:  # a signal's: the other ranks are in the exchange

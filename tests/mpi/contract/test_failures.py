@@ -157,6 +157,7 @@ def test_an_error_that_nobody_waits_for_is_told_in_the_next_call(strategy: ms.St
 
 
 @several
+@one_node
 @pytest.mark.parametrize("what", ["arrays", "one array", "an arena"])
 def test_an_error_before_the_agreement_leaves_the_strategy_as_it_is(
     strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch, what: str

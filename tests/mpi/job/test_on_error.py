@@ -279,6 +279,49 @@ for end in (with_block, closed, closed_early):
 """
 
 
+UNHEARD = """
+import sys
+import numpy as np
+from mpi4py import MPI
+import mpistrategy as ms
+from mpistrategy.mpi.over_mpi import communicator
+
+world = MPI.COMM_WORLD
+usual = communicator.MpiCommunicator.__init__
+def on_nodes(self, comm=None, key=None, *arguments, **more):
+    usual(self, comm, world.rank if key is None else key, *arguments, **more)
+communicator.MpiCommunicator.__init__ = on_nodes
+
+class Raising(ms.MpiAllReduce):
+    def reduce_implementation(self, *arguments):
+        result = super().reduce_implementation(*arguments)
+        if world.rank == world.size - 1:
+            raise ValueError("after the others have their results")
+        return result
+
+strategy = ms.MirroredStrategy(on_error="raise")
+strategy.extended.cross_device_ops = Raising()
+for _ in range(2):
+    try:
+        strategy.extended.reduce_to("SUM", np.ones(100_000), np.ones(100_000))
+    except (ValueError, ms.errors.MpiStrategyError) as error:
+        print(f"rank {world.rank}: {type(error).__name__}", flush=True)
+    world.Barrier()  # by now the failed rank no longer waits for the others to hear of it
+strategy.close()
+world.Barrier()
+print("closed", flush=True)
+"""
+
+
+@pytest.mark.each_mpi
+@pytest.mark.one_rank
+def test_ranks_on_other_nodes_that_hear_late_can_close(launch: Launch, tmp_path: Path) -> None:
+    job = launch(3, [launching.program(UNHEARD, tmp_path)], timeout=60).check()
+    assert sorted(set(job.stdout.split("\n"))) == [
+        "", "closed", "rank 0: RemoteError", "rank 1: RemoteError", "rank 2: ContextError", "rank 2: ValueError",
+    ], job  # fmt: skip
+
+
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
 @pytest.mark.parametrize("nodes", [False, True])
