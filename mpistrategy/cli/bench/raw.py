@@ -39,10 +39,10 @@ class RawRanks:
         self.in_place: Any = MPI.IN_PLACE
         node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         self.library: str = library_name(MPI.Get_library_version())
-        self.ranks_on_node = int(self.greatest(np.array([node.size]))[0])
+        self.ranks_on_node: int = int(self.greatest(np.array([node.size]))[0])
         leaders = np.array([int(node.rank == 0)])
         self.comm.Allreduce(MPI.IN_PLACE, leaders)
-        self.nodes = int(leaders[0])
+        self.nodes: int = int(leaders[0])
         node.Free()
 
     def greatest(self, values: Array) -> Array:

@@ -87,7 +87,7 @@ class Report:
     def __init__(self, ranks: RawRanks, effort: Effort, expected: int) -> None:
         self._ranks, self._effort, self._expected = ranks, effort, expected
         self._started = time.monotonic()
-        self.environment = environment(ranks)
+        self.environment: dict[str, Any] = environment(ranks)
         self.cases: list[dict[str, Any]] = []
         self.tell(
             f"{expected} cases, each measured for up to about {effort.seconds:g} s ({PATIENCE * effort.seconds:g} s "

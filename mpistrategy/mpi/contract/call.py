@@ -42,6 +42,13 @@ class Call(CurrentCall):
         CollectiveMismatchError: when calls that differed were found after their data had moved.
     """
 
+    where: str
+    structure: str
+    name: str
+    place: str
+    number: int
+    entered: float
+    left: float
     _outer: CurrentCall | None = None
     _is_in_own_work: bool = False
     _on_gpu: AbstractContextManager[Any] | None = None

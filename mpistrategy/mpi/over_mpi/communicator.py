@@ -217,7 +217,8 @@ class MpiCommunicator(Communicator):
         return made._set_as(self, tuple(self.devices[rank] for rank in ranks))
 
     def _set_as(self, other: MpiCommunicator, devices: tuple[Device, ...]) -> MpiCommunicator:
-        self.devices, self.guard.timeout = devices, other.guard.timeout
+        self.devices: tuple[Device, ...] = devices
+        self.guard.timeout = other.guard.timeout
         self.guard.check_as(other.guard.level)
         return self
 

@@ -483,7 +483,7 @@ import linecache, sys
 import numpy as np
 import mpistrategy as ms
 
-kind, line, error, folder = sys.argv[1:]
+kind, line, error = sys.argv[1:]
 
 
 def trace(frame, what, _):
@@ -499,13 +499,10 @@ def local(frame, what, _):
 
 with ms.MirroredStrategy(on_error="raise") as strategy:
     variable = ms.Variable(np.zeros(30_000), aggregation="SUM")
-    checkpoint = ms.Checkpoint(variable=variable)
-    checkpoint.save(folder)
     ones = np.ones(30_000)
     call = {
         "all_gather": lambda: strategy.run(lambda: ms.get_replica_context().all_gather(ones, 0)),
         "assign": lambda: strategy.run(lambda: variable.assign(ones)),
-        "restore": lambda: checkpoint.restore(folder),
         "variable": lambda: ms.Variable(ones),
     }[kind]
     call()
@@ -528,8 +525,6 @@ with ms.MirroredStrategy(on_error="raise") as strategy:
         ("all_gather", "self._request.Start()", "KeyboardInterrupt", 2),
         # it has written the sum
         ("assign", "DENSE[self.method](storage, change)", "KeyboardInterrupt", 1),
-        # it waits for its part of the manifest
-        ("restore", "np.flatnonzero(self.readers == communicator.rank)", "MemoryError", 1),
         # the other rank is in MPI's broadcast on another node
         ("variable", "communicator.bcast(", "MemoryError", 2),
     ],
@@ -540,7 +535,7 @@ def test_no_rank_waits_for_one_that_was_interrupted(
     if nodes > 1 and not launching.LIBRARY.startswith("MPICH"):
         pytest.skip("only MPICH pretends to run on several nodes")
     program = launching.program(INTERRUPTED_AT_A_LINE, tmp_path)
-    words = [program, kind, line, error, str(tmp_path / "checkpoint")]
+    words = [program, kind, line, error]
     job = launch(2, words, timeout=40, env={"MPIR_CVAR_NUM_CLIQUES": str(nodes)})
     assert f"rank 1: {error}: planted" in job.stdout, job
     if "Allgather" in line or "bcast" in line:
