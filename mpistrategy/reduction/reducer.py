@@ -35,7 +35,7 @@ from mpistrategy.reduction.inputs import (
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
 from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
-from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer
+from mpistrategy.reduction.plan import NumbersOfRanks
 from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.weights import (
@@ -154,10 +154,6 @@ class AllReduce(General):
             return None
         return self.plan_of_nest(call, op, value, out, destination, is_weighted=weight is not None)
 
-    def transfer(self, plan: Plan, leaves: Sequence[Any], out: Any) -> Transfer:
-        """Return what becomes of the arrays: their reduction."""
-        return plan
-
     def plan_of_nest(
         self, call: Call, op: ReduceOp, value: Any, out: Any, destination: Destination | None, *, is_weighted: bool
     ) -> CallPlan | None:
@@ -197,9 +193,8 @@ class AllReduce(General):
         plan = algorithm._plan_for(ranks, layouts, op, options, destination or EVERY_RANK)
         if plan is None:
             return None
-        transfer = self.transfer(plan, leaves, out)
         kind = NestPlan if destination is None else PlacedPlan
-        made = kind(self, where, transfer, signature, kinds=kinds, timeout=timeout)
+        made = kind(self, where, plan, signature, kinds=kinds, timeout=timeout)
         if isinstance(made, PlacedPlan) and destination is not None:
             made.destination, made.is_here = destination, destination.includes(ranks.rank)
         return made

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,38 +18,13 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.gather import checked_axis
-from mpistrategy.reduction.plan import Plan, Transfer
-from mpistrategy.reduction.plans import NestPlan, kind_of
-from mpistrategy.reduction.reducer import AllReduce
-from mpistrategy.reduction.routes.base import CallPlan, Targets
+from mpistrategy.reduction.reducer import General
 
 _WHERE = "ReplicaContext.reduce_scatter"
 
 
-class Scattered(AllReduce):
+class Scattered(General):
     """`reduce_scatter`; the `out` of its calls is the axis."""
-
-    @staticmethod
-    def kind(value: Any, out: Any) -> Any:
-        """Return what tells the calls apart for which there are plans."""
-        return kind_of(value), type(out), out
-
-    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
-        """Return how to reach the arrays of a value, with their axes in the text that is compared."""
-        found = nest.leaves_of(value)
-        return found and replace(found, text=_text(found.text, _axes(found.take(value), out, _WHERE)))
-
-    def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
-        """Return the plan of nests of arrays on the host; see `General.plan`."""
-        op = ReduceOp._parse(self.argument, call.where)
-        made = self.plan_of_nest(call, op, value, out, None, is_weighted=False)
-        return made if isinstance(made, NestPlan) else None
-
-    def transfer(self, plan: Plan, leaves: Sequence[Any], out: Any) -> Transfer:
-        """Return what becomes of the arrays: of their reductions each rank gets its parts."""
-        axes = _axes(leaves, out, _WHERE)
-        parts = [_part(leaf, axis, self.reducer.communicator) for leaf, axis in zip(leaves, axes, strict=True)]
-        return _Scattering(plan, parts)
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return this rank's parts; see `CallPlan.run`."""
@@ -65,32 +39,6 @@ class Scattered(AllReduce):
         paths = partial(nest.paths_without_none, value)
         results = self.reducer.all_reduce_leaves(call, op, leaves, paths, options=self.options)
         return structure.pack([*map(_own_part, results, leaves, parts, memory)])
-
-
-class _Scattering(Transfer):
-    """The reduction of arrays of which this rank gets its parts.
-
-    Args:
-        plan: of the reduction.
-        parts: where this rank's part of each result is.
-    """
-
-    def __init__(self, plan: Plan, parts: list[tuple[slice, ...]]) -> None:
-        self._plan, self._parts, self.layouts, self.results = plan, parts, plan.layouts, plan.results
-        self._shapes = [
-            np.empty(shape, np.int8)[part].shape for (_, shape), part in zip(plan.layouts, parts, strict=True)
-        ]
-
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> tuple[list[Array], Any]:
-        """Take memory for the parts."""
-        return [*map(np.empty, self._shapes, self.results)], self._plan.bring(arrays)
-
-    def run(self, arrays: Sequence[Array], memory: tuple[list[Array], Any]) -> list[Array]:
-        """Return the parts."""
-        mine, more = memory
-        for room, result, part in zip(mine, self._plan.run(arrays, more), self._parts, strict=True):
-            room[...] = result[part]
-        return mine
 
 
 def _text(structure: str, axes: list[int]) -> str:

@@ -13,15 +13,15 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from mpistrategy.errors import ContextError, ForkedProcessError, MpiStrategyError
+from mpistrategy.errors import ContextError, ForkedProcessError
 
 # No WeakSet: it runs Python code when a guard is collected, in which the exception of a signal's handler would be lost.
 _guards: list[ref[Any]] = []
 _was_forked_from_rank = False
 
 
-def close_in_time(guard: Any) -> None:
-    """Close `guard` in every child that is forked from now on, and when MPI is finalized."""
+def close_in_children(guard: Any) -> None:
+    """Close `guard` in every child that is forked from now on."""
     _guards[:] = [known for known in _guards if known() is not None] + [ref(guard)]
     _look_for_forks()
 
@@ -36,14 +36,9 @@ def _after_fork() -> None:
     mpi = sys.modules.get("mpi4py.MPI")
     if mpi is not None and mpi.Is_initialized():
         _was_forked_from_rank = True
-    close_all(refusal)
-
-
-def close_all(why: Callable[[str], MpiStrategyError]) -> None:
-    """Let the guards of several ranks take no more calls in this process; `why` is what a call raises."""
     for known in _guards:
         if (guard := known()) is not None:
-            guard.close(why)
+            guard.close(refusal)
 
 
 def refuse_child(where: str, ranks: Callable[[], int]) -> None:

@@ -120,7 +120,7 @@ class Guard:
         #: What a public call raises since then; None where `broken` or a close says it.
         self._refusal: Callable[[str], MpiStrategyError] | None = None
         if size > 1:
-            forks.close_in_time(self)
+            forks.close_in_children(self)
         self._flag = 0
         #: Whether some rank has raised its flag; set on all ranks in the same call.
         self.flag_was_seen: bool = False

@@ -150,10 +150,6 @@ class Communicator(ABC):
             for place, theirs in zip(blocks, everything, strict=True):
                 place[...] = theirs
 
-    def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
-        """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
-        block[...] = self._gathered(f"scatter_blocks from {root}", blocks)[root][self.rank]
-
     def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
         np.concatenate(self._gathered("allgatherv", block), axis=None, out=together.reshape(-1))

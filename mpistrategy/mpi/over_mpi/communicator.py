@@ -354,11 +354,6 @@ class MpiCommunicator(Communicator):
         self._meet()
         self._exchange([(root, block)], [*enumerate(blocks or ())])
 
-    def scatter_blocks(self, blocks: list[Array] | None, block: Array, root: int) -> None:
-        """Copy ``blocks[rank]`` of `root` into every rank's `block`; any dtype, sizes may differ."""
-        self._meet()
-        self._exchange([*enumerate(blocks or ())], [(root, block)])
-
     def _exchange(self, sent: Sequence[tuple[int, Array]], received: Sequence[tuple[int, Array]]) -> None:
         """Send blocks, of any dtype, to some ranks, and receive blocks from others; empty ones are no messages."""
         most, comm = max(1, self.max_count // self.size), self._comm
