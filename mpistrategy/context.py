@@ -16,14 +16,14 @@ from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
 from weakref import WeakValueDictionary
 
 from mpistrategy.errors import ContextError, OptionTypeError
-from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.over_threads import SimulatedCommunicator
+from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.mpi.over_threads import Threads
 
 
 class Extended(Protocol):
     """What a context uses of `StrategyExtended`."""
 
-    communicator: Communicator
+    communicator: Ranks
 
 
 class Strategy(Protocol):
@@ -92,7 +92,7 @@ class _Thread(threading.local):
     """What this thread has entered, the innermost last: contexts, and the ranks that it works for in each."""
 
     def __init__(self) -> None:
-        self.entered: list[tuple[Frame | None, Communicator]] = []
+        self.entered: list[tuple[Frame | None, Ranks]] = []
 
 
 _thread = _Thread()
@@ -117,7 +117,7 @@ def frames() -> list[Frame]:
     return [frame for frame, _ in _thread.entered if frame is not None]
 
 
-def current_communicator() -> Communicator | None:
+def current_communicator() -> Ranks | None:
     """Return the ranks that this thread works for, or None outside every strategy.
 
     Users make a CrossDeviceOps without a communicator, and may call it directly or from another one: here it finds its
@@ -128,7 +128,7 @@ def current_communicator() -> Communicator | None:
 
 
 @contextmanager
-def working_on(communicator: Communicator) -> Iterator[None]:
+def working_on(communicator: Ranks) -> Iterator[None]:
     """Let this thread work for other ranks in the same context."""
     _thread.entered.append((current_frame(), communicator))
     try:
@@ -259,10 +259,10 @@ class _MadeInThread(threading.local, _Made):
 _in_thread, _in_process = _MadeInThread(), _Made()
 
 
-def note_strategy(strategy: Strategy, communicator: Communicator) -> None:
+def note_strategy(strategy: Strategy, communicator: Ranks) -> None:
     """Remember that a strategy of these ranks was made."""
     if communicator.size > 1:
-        made = _in_thread if isinstance(communicator, SimulatedCommunicator) else _in_process
+        made = _in_thread if isinstance(communicator, Threads) else _in_process
         made.any = True
         made.by_guard[id(communicator.guard)] = strategy
 

@@ -19,7 +19,7 @@ from mpistrategy.checkpoint.state import State
 from mpistrategy.checkpoint.storage.manifest import ONE, Item
 from mpistrategy.checkpoint.storage.shards import own_pieces, pieces_of
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 
 #: About how many bytes a writer writes where there are few: one for so many bytes.
 BYTES_A_WRITER = 2**26
@@ -101,7 +101,7 @@ class Collected:
         OptionError: on every rank, for more plain values of a rank than `restore` accepts.
     """
 
-    def __init__(self, state: State, communicator: Communicator, call: Call) -> None:
+    def __init__(self, state: State, communicator: Ranks, call: Call) -> None:
         self._communicator = communicator
         self.items: dict[str, Item] = dict(state.items)
         once = {path: array for path, array in state.arrays.items() if self.items[path].copies == ONE}

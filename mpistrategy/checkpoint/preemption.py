@@ -25,8 +25,8 @@ from mpistrategy.errors import CheckpointError, ContextError, OptionError, Optio
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.communicator import Communicator
-from mpistrategy.mpi.over_threads import SimulatedCommunicator
+from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.mpi.over_threads import Threads
 from mpistrategy.objects.settings import Fixed, Settable
 
 #: The status that asks for another start: EX_TEMPFAIL of sysexits.h.
@@ -155,7 +155,7 @@ class PreemptionCheckpointHandler(Settable):
         self._steps_between_votes = steps_between_votes
         self._unchecked = 0
         self._strategy = self.checkpoint_manager.checkpoint.strategy
-        self._communicator: Communicator = self._strategy.extended.communicator
+        self._communicator: Ranks = self._strategy.extended.communicator
         self._guard = self._communicator.guard
         self._raise_flag = self._guard.raise_flag  # at hand for the signal handler
         self._told: tuple[str, float] | None = None
@@ -250,7 +250,7 @@ class PreemptionCheckpointHandler(Settable):
     # ------------------------------------------------------------------------------------------------- the signal
 
     def _catch(self) -> None:
-        if isinstance(self._communicator, SimulatedCommunicator):
+        if isinstance(self._communicator, Threads):
             return  # simulated ranks share a process: its signals are not theirs
         _watch_forks()
         _catching[self] = self._guard
@@ -364,7 +364,7 @@ def _config(given: Any) -> TerminationConfig:
 
 def _check_thread(communicator: Any) -> None:
     is_main = threading.current_thread() is threading.main_thread()
-    if not is_main and not isinstance(communicator, SimulatedCommunicator):
+    if not is_main and not isinstance(communicator, Threads):
         raise ContextError.at(
             _WHERE,
             found=f"a call in thread {threading.current_thread().name!r}",

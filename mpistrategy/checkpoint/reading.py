@@ -21,7 +21,7 @@ from mpistrategy.checkpoint.storage.manifest import NAME, ROWS, Manifest, bad, p
 from mpistrategy.checkpoint.storage.shards import MOST_BYTES, Own, open_shard, values_in
 from mpistrategy.errors import CheckpointMissingError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.own_files import is_trusted
 
 _NOTHING = np.empty(0, np.uint8)
@@ -51,7 +51,7 @@ class Reading:
     manifest: Manifest
     readers: list[int]
 
-    def __init__(self, communicator: Communicator, path: str) -> None:
+    def __init__(self, communicator: Ranks, path: str) -> None:
         self.communicator = communicator
         self.path = path
         self.arrays: dict[int, dict[str, Array]] = {}

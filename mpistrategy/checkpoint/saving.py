@@ -39,7 +39,7 @@ from mpistrategy.checkpoint.storage.shards import check_can_be_read, shard_name
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.observers import Interval
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.job.abort import before_abort
 from mpistrategy.mpi.job.introductions import version
 from mpistrategy.objects.copies import NotPickled
@@ -75,7 +75,7 @@ class Saving(NotPickled):
 
     _instead_of_pickling = "Send its path."
 
-    def __init__(self, communicator: Communicator, path: str, overwrite: bool, layout: dict[str, Any]) -> None:
+    def __init__(self, communicator: Ranks, path: str, overwrite: bool, layout: dict[str, Any]) -> None:
         self.path = path
         self.is_committed: bool = False
         self.has_failed: bool = False

@@ -31,7 +31,7 @@ from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manife
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, from_json
 from mpistrategy.checkpoint.storage.shards import dtype_text
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.text import encoded, printable
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.variable import Variable
@@ -209,7 +209,7 @@ class State:
         self.of_names = {name: _summary(numbers) for name, numbers in names.items()}
         return {path: number for path, number in found.items() if self.items[path].copies == UNDECIDED}
 
-    def decide(self, mine: Mapping[str, int], communicator: Communicator) -> None:
+    def decide(self, mine: Mapping[str, int], communicator: Ranks) -> None:
         """Decide which items are saved once, and make `unchanged`.  Collective.
 
         Args:
@@ -269,7 +269,7 @@ def _summary(numbers: Sequence[int]) -> int:
     return int.from_bytes(checksum_of(np.array(numbers, np.uint64).tobytes()).digest()[:8], "little")
 
 
-def _compared(digests: Sequence[int], communicator: Communicator, more: Sequence[int] = ()) -> tuple[Array, list[int]]:
+def _compared(digests: Sequence[int], communicator: Ranks, more: Sequence[int] = ()) -> tuple[Array, list[int]]:
     """Return which digests are equal on all ranks, and of each of some other numbers the greatest.  Collective."""
     numbers = np.array(digests, np.uint64)
     greatest = np.concatenate([numbers, ~numbers, np.array(more, np.uint64)])
@@ -350,7 +350,7 @@ class Fit:
         manifest: Manifest,
         state: State,
         values: tuple[dict[str, Any], dict[str, Any]],
-        communicator: Communicator,
+        communicator: Ranks,
         partial: bool,
     ) -> None:
         self.manifest = manifest

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Layout, checked_num_packs
@@ -57,7 +57,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
 
     def _route(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         bytes_per_pack: float,

@@ -17,7 +17,7 @@ from mpistrategy.errors import (
 )
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm
@@ -35,7 +35,7 @@ class CrossDeviceOps(Algorithm):
 
     """
 
-    def _call(self, method: str, value: Any = None, name: str | None = None) -> tuple[Communicator, Call]:
+    def _call(self, method: str, value: Any = None, name: str | None = None) -> tuple[Ranks, Call]:
         """Return the communicator of this thread's strategy, else of `value`, and the call of a method.
 
         Raises:
@@ -135,7 +135,7 @@ class CrossDeviceOps(Algorithm):
     def _all_reduce_values(
         self,
         call: Call,
-        communicator: Communicator,
+        communicator: Ranks,
         op: ReduceOp,
         values: Sequence[Any],
         options: CommunicationOptions,
@@ -223,7 +223,7 @@ class CrossDeviceOps(Algorithm):
             return mirrored(result, destination, communicator)
 
 
-def mirrored(value: Any, destination: placing.Destination, communicator: Communicator) -> Mirrored:
+def mirrored(value: Any, destination: placing.Destination, communicator: Ranks) -> Mirrored:
     """Wrap a result that lives on the ranks of `destination`."""
     return Mirrored((value,) if destination.includes(communicator.rank) else (), destination.text)
 

@@ -18,7 +18,7 @@ from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction import sparse
@@ -58,7 +58,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _plan(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         options: CommunicationOptions,
@@ -70,7 +70,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _route(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         bytes_per_pack: float,
@@ -87,7 +87,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _plan_for(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         options: CommunicationOptions,
@@ -100,14 +100,14 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         self._check_values([np.empty(0, dtype) for dtype, _ in layouts], op, type(self).__name__)
         return self._plan(ranks, layouts, op, options, destination)
 
-    def _gpu_word(self, ranks: Communicator, options: CommunicationOptions) -> str | None:
+    def _gpu_word(self, ranks: Ranks, options: CommunicationOptions) -> str | None:
         """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
         from mpistrategy.reduction.routes.gpu import ALL_REDUCE  # here: on CPUs nothing reads it
 
         is_plain = options.wire is None and self._is_usual and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
         return path_word(options, self._device_path) if is_plain else None
 
-    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
+    def _gpu_operation(self, communicator: Ranks, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None: on the host."""
         from mpistrategy.reduction.routes.gpu import ALL_REDUCE, on_one_rank  # here: on CPUs nothing reads it
 
@@ -116,7 +116,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _gpu_route(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         arrays: Sequence[DeviceArray],
         op: ReduceOp,
         options: CommunicationOptions,
@@ -136,9 +136,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
         """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
 
-    def _reduce_slices(
-        self, communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call
-    ) -> IndexedSlices:
+    def _reduce_slices(self, communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
         return sparse.concatenate(communicator, slices, op, call)
 
@@ -165,7 +163,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def _all_reduce_values(
         self,
         call: Call,
-        communicator: Communicator,
+        communicator: Ranks,
         op: ReduceOp,
         values: Sequence[Any],
         options: CommunicationOptions,
@@ -185,7 +183,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _begin_on_device(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         op: ReduceOp,
         given: Sequence[Any],
         options: CommunicationOptions,
@@ -210,7 +208,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def _reduce(
         self,
         call: Call,
-        ranks: Communicator,
+        ranks: Ranks,
         op: ReduceOp,
         given: Sequence[Any],
         targets: Sequence[Destination],
@@ -278,7 +276,7 @@ class MpiAllReduce(PackedCrossDeviceOps):
 
 
 def by_one_rank(
-    communicator: Communicator, packs: Packs, op: ReduceOp, root: int, destination: Destination
+    communicator: Ranks, packs: Packs, op: ReduceOp, root: int, destination: Destination
 ) -> CommunicatorRoute:
     """Return the route of packs that are combined on `root` by MPI's Reduce, and sent to others that want them."""
 

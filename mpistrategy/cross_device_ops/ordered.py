@@ -17,7 +17,7 @@ from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sorting_memory, sum_of_rows
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 _PIECE_BYTES = 8 * 2**20
 
 
-def _node_memory(communicator: Communicator, dtype: np.dtype[Any], op: str) -> tuple[Array, Array]:
+def _node_memory(communicator: Ranks, dtype: np.dtype[Any], op: str) -> tuple[Array, Array]:
     """Return the `sorting_memory` of a dtype, of whatever length: the same for all calls."""
     real = reals(np.empty(0, dtype)).dtype
     make = partial(sorting_memory, communicator.size, real, op, sys.maxsize)
@@ -81,7 +81,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
 
     def _route(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         bytes_per_pack: float,
@@ -98,13 +98,11 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         shown = [name if name in ("none", "threads") else "alltoallv" for name in names]
         return CommunicatorRoute(ranks, packs, op, shown, partial(gather_and_combine, ranks, text, destination))
 
-    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
+    def _gpu_operation(self, communicator: Ranks, destination: Destination) -> GpuOperation | None:
         """Return None: values are sorted on the host."""
         return None
 
-    def _reduce_slices(
-        self, communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call
-    ) -> IndexedSlices:
+    def _reduce_slices(self, communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
         """Return all ranks' rows, those with equal indices added up, in the order of their indices; on the host."""
         slices = IndexedSlices(host_array(slices.values), host_array(slices.indices), slices.dense_shape)
         every = sparse.concatenate(communicator, slices, ReduceOp.SUM, call)
@@ -135,9 +133,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
                 )
 
 
-def gather_and_combine(
-    communicator: Communicator, op: str, destination: Destination, source: Array, target: Array
-) -> None:
+def gather_and_combine(communicator: Ranks, op: str, destination: Destination, source: Array, target: Array) -> None:
     """Write the combination of all ranks' `source` into `target`, which may be the same, where it is wanted.
 
     Each rank gets the others' values of its share, combines them, and sends the result: two collectives for a piece.
@@ -172,7 +168,7 @@ class _Room(NamedTuple):
     sorting: tuple[Array, Array]
 
 
-def _room(communicator: Communicator, op: str, wanted: Array, step: int) -> _Room:
+def _room(communicator: Ranks, op: str, wanted: Array, step: int) -> _Room:
     size, dtype = communicator.size, wanted.dtype
     largest, last = -(-min(step, wanted.size) // size), wanted.size % step
     padded = np.zeros((2, -(-last // size) * size if last % size else 0), dtype)  # all shares have one size
@@ -181,7 +177,7 @@ def _room(communicator: Communicator, op: str, wanted: Array, step: int) -> _Roo
 
 
 def _combine_piece(
-    communicator: Communicator, op: str, destination: Destination, sent: Array, result: Array, room: _Room
+    communicator: Ranks, op: str, destination: Destination, sent: Array, result: Array, room: _Room
 ) -> None:
     """Write the combination of all ranks' `sent`, of equal shares, into `result` where it is wanted."""
     rank, size = communicator.rank, communicator.size

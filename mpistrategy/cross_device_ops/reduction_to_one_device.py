@@ -12,7 +12,7 @@ from mpistrategy.arrays import devices
 from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, by_one_rank
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout import packing
@@ -70,7 +70,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
 
     def _plan_for(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         options: CommunicationOptions,
@@ -79,7 +79,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         """Return how arrays on the host are reduced; None for an accumulation, the program's own code."""
         return None if self.accumulation_fn is not None else super()._plan_for(ranks, layouts, op, options, destination)
 
-    def _gpu_operation(self, communicator: Communicator, destination: Destination) -> GpuOperation | None:
+    def _gpu_operation(self, communicator: Ranks, destination: Destination) -> GpuOperation | None:
         """Return how arrays in GPU memory are combined; None for an accumulation function: on the host."""
         from mpistrategy.reduction.routes.gpu import on_one_rank  # here: on CPUs nothing reads it
 
@@ -87,7 +87,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
             return None
         return on_one_rank(self._root(communicator, destination), destination)
 
-    def _root(self, communicator: Communicator, destination: Destination) -> int:
+    def _root(self, communicator: Ranks, destination: Destination) -> int:
         """Return the rank that sums."""
         if self.reduce_to_device is None:
             return destination.only_rank or 0
@@ -95,7 +95,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
 
     def _route(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         bytes_per_pack: float,
@@ -128,7 +128,7 @@ class AccumulationRoute:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: Ranks,
         packs: tuple[Pack, ...],
         op: ReduceOp,
         function: Callable[[list[Array]], object],
@@ -166,7 +166,7 @@ class AccumulationRoute:
                 divide_by(self._op._divisor(buffer.dtype, ranks.size), buffer)
         return results
 
-    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
         return [described(ranks, "root", pack, copies_of(pack, arrays)) for pack in self.packs if pack.size]
 
     def _accumulate(self, together: Array | None, dtype: np.dtype[Any], target: Array) -> None:

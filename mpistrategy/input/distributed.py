@@ -16,7 +16,7 @@ from mpistrategy.input.datasets import Dataset, common_length, to_rows
 from mpistrategy.input.first_batches import FirstBatches
 from mpistrategy.input.iterators import END, DistributedIterator, Walk
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.copies import NotPickled
 
 #: An element: a batch, or this rank's part of one.
@@ -179,7 +179,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
     _instead_of_pickling = "Send the batches that it yields, or the dataset that your function returned."
 
     def __init__(
-        self, dataset: Iterable[E], communicator: Communicator, *, drop_remainder: bool = False, name: str | None = None
+        self, dataset: Iterable[E], communicator: Ranks, *, drop_remainder: bool = False, name: str | None = None
     ) -> None:
         self._dataset: Iterable[Any] = dataset
         self._communicator = communicator

@@ -20,7 +20,7 @@ from mpistrategy.input.datasets import common_length, to_rows
 from mpistrategy.input.iterators import END
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.objects.text import encoded
@@ -59,7 +59,7 @@ class FirstBatches:
         name: the name= that the program gave the dataset.
     """
 
-    def __init__(self, communicator: Communicator, level: str, number: str, name: str | None = None) -> None:
+    def __init__(self, communicator: Ranks, level: str, number: str, name: str | None = None) -> None:
         self._communicator = communicator
         self._level = level
         self._number = number

@@ -18,7 +18,7 @@ from mpistrategy.errors import CollectiveMismatchError
 from mpistrategy.mpi.contract.call_sites import site_of
 from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.tuning.thresholds import RouteName
 
 
@@ -124,8 +124,8 @@ class Meeting:
         return [theirs for _, theirs in self._taken]
 
 
-class SimulatedCommunicator(Communicator, ControlChannel):
-    """A `mpistrategy.mpi.interface.communicator.Communicator` among threads of this process.
+class Threads(Ranks, ControlChannel):
+    """A `mpistrategy.mpi.interface.ranks.Ranks` among threads of this process.
 
     Args:
         meeting: where the members bring their data.
@@ -145,12 +145,12 @@ class SimulatedCommunicator(Communicator, ControlChannel):
     def _gathered(self, purpose: str, value: Any) -> list[Any]:
         return self._meeting.allgather(self.rank, purpose, _copied(value))
 
-    def duplicate(self) -> SimulatedCommunicator:
+    def duplicate(self) -> Threads:
         """Return a communicator of the same ranks whose calls are separate from this one's.  Collective."""
         meeting = self._meeting.allgather(self.rank, "duplicate", Meeting(self._meeting.turns, self._meeting.members))[
             0
         ]
-        made = SimulatedCommunicator(meeting, self.rank, self._nodes)
+        made = Threads(meeting, self.rank, self._nodes)
         made.devices = self.devices
         return made
 
@@ -187,13 +187,13 @@ def _copied(value: Any) -> Any:
 
 
 class _World(threading.local):
-    communicator: SimulatedCommunicator | None = None
+    communicator: Threads | None = None
 
 
 _world = _World()
 
 
-def world() -> SimulatedCommunicator | None:
+def world() -> Threads | None:
     """Return the communicator of all replicas that this thread is one of, or None in an ordinary thread."""
     return _world.communicator
 
@@ -222,7 +222,7 @@ def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | 
     endings = [Ending() for _ in range(count)]
 
     def replica(rank: int) -> None:
-        _world.communicator = SimulatedCommunicator(everyone, rank, nodes)
+        _world.communicator = Threads(everyone, rank, nodes)
         turns.begin(rank)
         try:
             endings[rank].result = function()

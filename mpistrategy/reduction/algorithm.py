@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Layout
@@ -72,7 +72,7 @@ class Algorithm(ABC):
 
     def _plan_for(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         options: CommunicationOptions,
@@ -85,13 +85,13 @@ class Algorithm(ABC):
         """
         return None
 
-    def _gpu_word(self, ranks: Communicator, options: CommunicationOptions) -> str | None:
+    def _gpu_word(self, ranks: Ranks, options: CommunicationOptions) -> str | None:
         """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
         return None
 
     def _begin_on_device(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         op: ReduceOp,
         given: Sequence[Any],
         options: CommunicationOptions,
@@ -105,7 +105,7 @@ class Algorithm(ABC):
     def _all_reduce_values(
         self,
         call: Call,
-        communicator: Communicator,
+        communicator: Ranks,
         op: ReduceOp,
         values: Sequence[Any],
         options: CommunicationOptions,

@@ -30,8 +30,8 @@ from mpistrategy.errors import (
 from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
-from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
@@ -92,7 +92,7 @@ class Arena(ArenaBase, Generic[T]):
         self.strategy = strategy
         reducer = strategy.extended._reducer
         communicator = reducer.communicator
-        self._communicator: Communicator = communicator
+        self._communicator: Ranks = communicator
         with Call(communicator.guard, "Strategy.arena", called=name) as call:
             if not isinstance(shared_result, bool):
                 raise OptionTypeError.at(call.where, found=f"shared_result={shared_result!r}", expected="a bool")
@@ -399,7 +399,7 @@ def _itself(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def buckets_for(
-    communicator: Communicator, packs: Sequence[Pack], shared_result: bool, on_device: bool
+    communicator: Ranks, packs: Sequence[Pack], shared_result: bool, on_device: bool
 ) -> tuple[Replicas, ...]:
     """Return the zeroed memory of these buckets for every rank, and one result for the node where it is asked for.
 
@@ -431,7 +431,7 @@ def buckets_for(
     return tuple(buckets)
 
 
-def _on_device(communicator: Communicator, packs: Sequence[Pack], shared_result: bool) -> tuple[Replicas, ...]:
+def _on_device(communicator: Ranks, packs: Sequence[Pack], shared_result: bool) -> tuple[Replicas, ...]:
     cupy = cupy_for("an arena in GPU memory")
     index = gpu_of(communicator.devices, communicator.rank)
     with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if index is None else index):

@@ -18,7 +18,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.over_mpi.engine import AtOnce, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace
@@ -118,9 +118,7 @@ def _started(engine: AtOnce, guard: Guard, work: Callable[[], Any], begun: Begun
     return AllReduceHandle(job, engine, guard, begun)
 
 
-def _in_background(
-    ranks: Communicator, site: Site, in_step: AbstractContextManager[Any], work: Callable[[], Any]
-) -> Any:
+def _in_background(ranks: Ranks, site: Site, in_step: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:
     """Return what `work` does, in the engine's thread, as if it was called where the program started it."""
     ranks.guard.site = site
     try:
@@ -191,7 +189,7 @@ def _started_on_device(
     return _started(engine, communicator.guard, work, begun)
 
 
-def _combined(ranks: Communicator, begun: Begun, name: str | None, structure: str, seconds: float | None) -> None:
+def _combined(ranks: Ranks, begun: Begun, name: str | None, structure: str, seconds: float | None) -> None:
     with Call(ranks.guard, _CALL, called=name) as call:
         call.structure = structure
         call.wait_as(seconds)

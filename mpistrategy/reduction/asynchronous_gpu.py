@@ -15,8 +15,8 @@ from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.arrays.values import event_of_reads
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.gpu.communication_stream import communication_stream
-from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.over_mpi.engine import AtOnce, engine_of
 from mpistrategy.options import CommunicationOptions, path_word
 from mpistrategy.reduction.algorithm import OnDevice
@@ -36,7 +36,7 @@ class Begun:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: Ranks,
         given: Sequence[Any],
         begun: OnDevice,
         results: Callable[[], list[Any]],
@@ -53,7 +53,7 @@ class Begun:
         self._guard = communicator.guard
         self._sent: Any = None
 
-    def work(self, communicator: Communicator, call: Call) -> None:
+    def work(self, communicator: Ranks, call: Call) -> None:
         """Agree, and combine what has been packed; inside `call`, with the communicator of the engine."""
         route, _, memory, words = self._begun
         name = self.path.name  # an engine's ranks have a path of their own, of the same kind
@@ -82,7 +82,7 @@ class Begun:
         return self._build(results)
 
 
-def engine(communicator: Communicator, path: DevicePath | None, agree: Callable[[Callable[[], Any]], Any]) -> AtOnce:
+def engine(communicator: Ranks, path: DevicePath | None, agree: Callable[[Callable[[], Any]], Any]) -> AtOnce:
     """Return what runs the work of these all-reduces on a path: the caller's thread, where that waits for nothing."""
     if path is None or path.name in ON_THE_STREAM:
         return AtOnce(communicator)

@@ -19,7 +19,7 @@ from mpistrategy.errors import LeafError, OptionError, OptionTypeError, Unsuppor
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_given, is_plain_array
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import Transfer
@@ -31,7 +31,7 @@ from mpistrategy.reduction.routes.mailboxes import MailboxArrays
 
 
 def broadcast(
-    communicator: Communicator,
+    communicator: Ranks,
     values: Sequence[Any],
     root: int,
     call: Call,
@@ -92,7 +92,7 @@ class FromRoot(Transfer):
         root: whose they are.
     """
 
-    def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], root: int) -> None:
+    def __init__(self, communicator: Ranks, layouts: tuple[Layout, ...], root: int) -> None:
         self._communicator, self._root = communicator, root
         self.layouts: tuple[Layout, ...] = layouts
         boxes = communicator.mailboxes
@@ -207,7 +207,7 @@ class _BroadcastPlan(NestPlan):
         return self._transfer.sent(call, arrays, self._signature, lambda: self.description, self._digest)
 
 
-def asked_of(root: int, communicator: Communicator, call: Call) -> Any:
+def asked_of(root: int, communicator: Ranks, call: Call) -> Any:
     """Return a nest like that of rank `root`, of zeros, on a rank that has no value; the others `broadcast` theirs.
 
     Raises:
@@ -220,7 +220,7 @@ def asked_of(root: int, communicator: Communicator, call: Call) -> Any:
     return _described(json.loads(text))
 
 
-def _structure_of(communicator: Communicator, describe: Callable[[], str] | None, root: int) -> str:
+def _structure_of(communicator: Ranks, describe: Callable[[], str] | None, root: int) -> str:
     is_here = describe is not None and communicator.rank == root
     text = communicator.guard.on_all(lambda: describe() if is_here and describe is not None else "")
     return communicator.allgather_text(text)[root]

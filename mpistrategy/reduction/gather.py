@@ -18,7 +18,7 @@ from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_read
 from mpistrategy.errors import OptionTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.reduction.inputs import is_plain_array
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
@@ -48,7 +48,7 @@ class Gathering(Transfer):
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: Ranks,
         layouts: tuple[Layout, ...],
         axes: Sequence[int],
         *,
@@ -108,9 +108,7 @@ def _compared(layouts: Sequence[tuple[str, tuple[int, ...]]], axes: Sequence[int
     return tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in zip(layouts, axes, strict=True))
 
 
-def gather(
-    communicator: Communicator, values: Sequence[Any], axis: Any, call: Call, into: Targets = None
-) -> list[Array]:
+def gather(communicator: Ranks, values: Sequence[Any], axis: Any, call: Call, into: Targets = None) -> list[Array]:
     """Return, for each of the values, all ranks' arrays concatenated along `axis`; arrays in GPU memory stay there.
 
     Args:

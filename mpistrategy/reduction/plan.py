@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, sum_dtype_of_mean
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout, hybrid
@@ -68,7 +68,7 @@ class Plan(Transfer):
         route: as given.
     """
 
-    def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, route: Route) -> None:
+    def __init__(self, communicator: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, route: Route) -> None:
         self.route: Route = route
         self.layouts: tuple[Layout, ...] = layouts
         self._op, self._size = op, communicator.size
@@ -119,7 +119,7 @@ def summed(layouts: tuple[Layout, ...], op: ReduceOp) -> tuple[Layout, ...]:
     return tuple((sum_dtype_of_mean(dtype), shape) for dtype, shape in layouts) if op is ReduceOp.MEAN else layouts
 
 
-def usual_plan(communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
+def usual_plan(communicator: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
     """Return the plan of arrays of these layouts, by the fastest route to every rank."""
     return Plan(communicator, layouts, op, usual_route(communicator, summed(layouts, op), op, 0, None))
 
@@ -142,7 +142,7 @@ def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *
 
 
 def usual_route(
-    communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, wire: str | None
+    communicator: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, wire: str | None
 ) -> Route:
     """Return the fastest route to every rank."""
     if communicator.mailboxes is not None and fits(communicator.mailboxes, layouts):
@@ -162,7 +162,7 @@ class NumbersOfRanks:
         count: how many of each rank.
     """
 
-    def __init__(self, communicator: Communicator, count: int) -> None:
+    def __init__(self, communicator: Ranks, count: int) -> None:
         self._rank, layouts = communicator.rank, ((np.dtype(np.float64), (communicator.size, count)),)
         self._plan = usual_plan(communicator, layouts, ReduceOp.SUM)
         self._numbers: Array = np.zeros(layouts[0][1])

@@ -21,7 +21,7 @@ from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.public_calls import is_arena
-from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
+from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.algorithm import Algorithm, OnDevice
 from mpistrategy.reduction.inputs import (
@@ -219,9 +219,9 @@ class Reducer:
         changes: how often the algorithm or the options have been set.
     """
 
-    def __init__(self, communicator: Communicator, algorithm: Algorithm, options: CommunicationOptions) -> None:
+    def __init__(self, communicator: Ranks, algorithm: Algorithm, options: CommunicationOptions) -> None:
         self.communicator = communicator
-        self.is_alone: bool = isinstance(communicator, SingleCommunicator)
+        self.is_alone: bool = isinstance(communicator, Alone)
         self._algorithm = algorithm
         self._options = options
         self.changes: int = 0

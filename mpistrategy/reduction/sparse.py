@@ -15,7 +15,7 @@ from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import DTypeError, ShapeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import divide
 from mpistrategy.reduction.routes import on_device
@@ -58,7 +58,7 @@ def _kind(array: Array) -> str:
     return layout_of(array)[0] if is_on_device(array) else dtype_name(array.dtype)
 
 
-def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
+def concatenate(communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
     """Return all ranks' slices in rank order, on every rank; MEAN divides the values by the number of ranks."""
     lengths: Array = communicator.once(concatenate, partial(np.zeros, communicator.size, np.int64))
     communicator.allgatherv(np.array([slices.values.shape[0]]), [1] * communicator.size, lengths)
@@ -69,9 +69,7 @@ def concatenate(communicator: Communicator, slices: IndexedSlices, op: ReduceOp,
     return IndexedSlices(values, indices, slices.dense_shape)
 
 
-def gather_all(
-    communicator: Communicator, blocks: Sequence[tuple[Array, list[int]]], into: Targets = None
-) -> list[Array]:
+def gather_all(communicator: Ranks, blocks: Sequence[tuple[Array, list[int]]], into: Targets = None) -> list[Array]:
     """Return, for each (block, rows), the blocks of all ranks along the first axis.  Collective.
 
     ``rows[r]`` is the length of rank r's block.  Results on the host are in the memory of `into`, which may have the

@@ -16,7 +16,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array, mean_dtype, quietly, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer
@@ -101,7 +101,7 @@ class WeightedMeans(Transfer):
         plan: of the products.
     """
 
-    def __init__(self, communicator: Communicator, layouts: tuple[Layout, ...], plan: Plan) -> None:
+    def __init__(self, communicator: Ranks, layouts: tuple[Layout, ...], plan: Plan) -> None:
         self._communicator, self._plan = communicator, plan
         self.layouts: tuple[Layout, ...] = layouts
         self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]

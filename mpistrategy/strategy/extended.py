@@ -27,7 +27,7 @@ from mpistrategy.errors import ContextError, DeviceError, OptionError, OptionTyp
 from mpistrategy.mpi.contract import call_sites, observers
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.mpi.interface.communicator import Communicator, SingleCommunicator
+from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Settable
@@ -61,7 +61,7 @@ class StrategyExtended(NotPickled, Settable):
     def __init__(
         self,
         container_strategy: Any,
-        communicator: Communicator | None = None,
+        communicator: Ranks | None = None,
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
@@ -72,7 +72,7 @@ class StrategyExtended(NotPickled, Settable):
         self._variables_made: int = 0
         # By number; weak, so a variable can be collected.
         self._variables: WeakValueDictionary[int, Variable] = WeakValueDictionary()
-        self.communicator: Communicator = communicator or SingleCommunicator()
+        self.communicator: Ranks = communicator or Alone()
         context.note_strategy(container_strategy, self.communicator)
         #: What everything of this strategy is reduced with.
         self._reducer: Reducer = Reducer(

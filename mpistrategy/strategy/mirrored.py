@@ -18,14 +18,14 @@ from mpistrategy.mpi.gpu.device_selection import activate, choose_device, reques
 from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.launcher import no_mpi
 from mpistrategy.mpi.job.start import start
-from mpistrategy.mpi.over_threads import SimulatedCommunicator
+from mpistrategy.mpi.over_threads import Threads
 from mpistrategy.objects.nearest import did_you_mean, refuses
 from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+    from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 
 
 #: What is imported where it is used, in calls, in errors and in alarms.
@@ -103,7 +103,7 @@ class MirroredStrategy(Strategy):
         try:
             local_rank, local_size = ranks.local_rank, ranks.node_of.count(ranks.node_of[ranks.rank])
             with Call(ranks.guard, where, called=name) as call:
-                if not isinstance(ranks, SimulatedCommunicator):
+                if not isinstance(ranks, Threads):
                     injection.arm(*ranks.place_in_job)
                 if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
                     raise OptionTypeError.at(
@@ -157,14 +157,14 @@ class MirroredStrategy(Strategy):
             warn_of_unknown()
 
 
-def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCommunicator:
+def _connect(comm: Any, contains_errors: bool) -> MpiRanks | Threads:
     replicas = over_threads.world()
     if replicas is not None and comm is None:
         return replicas.duplicate()
     try:
         start("MirroredStrategy")
         from mpistrategy.mpi.job import world
-        from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+        from mpistrategy.mpi.over_mpi.ranks import MpiRanks
     except MpiStrategyError:  # some are RuntimeErrors, too
         raise
     except (ImportError, RuntimeError) as error:
@@ -172,7 +172,7 @@ def _connect(comm: Any, contains_errors: bool) -> MpiCommunicator | SimulatedCom
     world.refuse_child("MirroredStrategy", comm)
     with world.joining("MirroredStrategy", comm):
         _load(_USED_LATER)
-        return MpiCommunicator(comm, contains_errors=contains_errors)
+        return MpiRanks(comm, contains_errors=contains_errors)
 
 
 def _load(modules: Sequence[str]) -> None:

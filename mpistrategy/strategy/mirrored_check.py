@@ -17,7 +17,7 @@ from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ReplicasDivergedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import VariableSynchronization
 from mpistrategy.strategy.extended import StrategyExtended
@@ -88,7 +88,7 @@ def _named(extended: StrategyExtended, variables: Any, where: str) -> list[Varia
     return list(found.values())
 
 
-def _equal_on_all(communicator: Communicator, entries: Array) -> bool:
+def _equal_on_all(communicator: Ranks, entries: Array) -> bool:
     total = np.uint64(digest(entries))
     greatest = np.array([total, ~total])
     communicator.allreduce(greatest, "MAX")
@@ -96,7 +96,7 @@ def _equal_on_all(communicator: Communicator, entries: Array) -> bool:
     return bool(greatest[0] == ~greatest[1])
 
 
-def _entries_of_all(communicator: Communicator, entries: Array) -> list[dict[int, int]]:
+def _entries_of_all(communicator: Ranks, entries: Array) -> list[dict[int, int]]:
     """Return the number and the digest of every variable of every rank."""
     counts = [int(text) for text in communicator.allgather_text(str(len(entries)))]
     together = np.empty((sum(counts), 2), np.uint64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpistrategy.arrays import devices
 from mpistrategy.errors import OptionTypeError
 from mpistrategy.mpi.gpu.device_selection import activate, check_exists
-from mpistrategy.mpi.interface.communicator import SingleCommunicator
+from mpistrategy.mpi.interface.ranks import Alone
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
 
@@ -27,6 +27,6 @@ class OneDeviceStrategy(Strategy):
         wanted = devices.parse(device, "OneDeviceStrategy", "device")
         complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
         check_exists(complete, "OneDeviceStrategy")
-        only = SingleCommunicator((complete,))
+        only = Alone((complete,))
         activate(complete, only.guard)
         super().__init__(StrategyExtended(self, only))

@@ -15,7 +15,7 @@ from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.input.distributed import part_of_batch
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.gather import checked_axis
 from mpistrategy.reduction.reducer import General
@@ -59,7 +59,7 @@ def _axis(leaf: Any, axis: Any, where: str) -> int:
     return checked_axis(axis, reducible(mine, where).ndim, where)
 
 
-def _part(leaf: Any, axis: int, communicator: Communicator) -> tuple[slice, ...]:
+def _part(leaf: Any, axis: int, communicator: Ranks) -> tuple[slice, ...]:
     """Return where this rank's part of a reduced leaf is."""
     length = reducible(contribution(leaf), _WHERE).shape[axis]
     return (slice(None),) * axis + (part_of_batch(length, communicator.rank, communicator.size),)

@@ -22,7 +22,7 @@ from mpistrategy.context import (
 )
 from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.options import CommunicationOptions, Mean, Op
 from mpistrategy.reduction.asynchronous import start_all_reduce
@@ -47,7 +47,7 @@ _NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class _Extended(Protocol):
-    communicator: Communicator
+    communicator: Ranks
     _reducer: Reducer
 
     @property

@@ -14,7 +14,7 @@ from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import OptionTypeError, ReduceOpError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import may_skip_check
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import check_order
 from mpistrategy.reduction.layout.finish import rounded
@@ -67,7 +67,7 @@ class _Scanning(Transfer):
         exclusive: whether a rank's own value is left out.
     """
 
-    def __init__(self, communicator: Communicator, arrays: Sequence[Array], op: ReduceOp, *, exclusive: bool) -> None:
+    def __init__(self, communicator: Ranks, arrays: Sequence[Array], op: ReduceOp, *, exclusive: bool) -> None:
         self._communicator, self._op, self._is_exclusive = communicator, op, exclusive
         self.layouts, self.results = layouts_of(arrays), [array.dtype for array in arrays]
 

@@ -21,9 +21,9 @@ from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
 from mpistrategy.mpi.over_mpi.background import Background, Submitted
-from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.over_mpi.exchange import exchange
 from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.reduction.broadcast import broadcast as that_of_root
 from mpistrategy.reduction.gather import gather as side_by_side
@@ -96,8 +96,8 @@ class Group:
         communicator: of the group's ranks alone; it belongs to the group.
     """
 
-    def __init__(self, communicator: MpiCommunicator) -> None:
-        self.communicator: MpiCommunicator = communicator
+    def __init__(self, communicator: MpiRanks) -> None:
+        self.communicator: MpiRanks = communicator
         self._ranks, self._rank = communicator.size, communicator.rank
         self._turn = threading.RLock()
         self._background = Background(communicator)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mpistrategy.errors import ContextError, LaunchError, UnsupportedError
 from mpistrategy.mpi.contract import call_sites, timeouts
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch.group import Group, chosen_seconds, done
@@ -46,7 +46,7 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
         store: the one that torch has made.
     """
 
-    def __init__(self, communicator: MpiCommunicator, store: Any) -> None:
+    def __init__(self, communicator: MpiRanks, store: Any) -> None:
         _Base.__init__(self, communicator.rank, communicator.size)
         Group.__init__(self, communicator)
         self._store = store
@@ -136,9 +136,9 @@ def _make(options: Any, strategy: Any = None) -> Any:
     return made
 
 
-def _of_mpi(strategy: Strategy) -> MpiCommunicator:
+def _of_mpi(strategy: Strategy) -> MpiRanks:
     communicator = strategy.extended.communicator
-    if not isinstance(communicator, MpiCommunicator):
+    if not isinstance(communicator, MpiRanks):
         raise ContextError.at(
             _WHERE, found=f"{strategy!r:.60}, whose ranks are not MPI's", expected="a MirroredStrategy"
         )

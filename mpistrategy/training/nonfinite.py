@@ -14,7 +14,7 @@ from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import NonFiniteError, NonFiniteWarning, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import call_site
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.options import NonFinite
 from mpistrategy.variables.variable import Variable
@@ -69,7 +69,7 @@ def _pieces(array: Array) -> Iterator[Array]:
 
 
 def screen(
-    communicator: Communicator,
+    communicator: Ranks,
     call: Call,
     broken: int | None,
     norm: float,
@@ -115,7 +115,7 @@ def screen(
     return what
 
 
-def _of_ranks(communicator: Communicator, gradient: Any) -> str:
+def _of_ranks(communicator: Ranks, gradient: Any) -> str:
     """Return in words which ranks' gradients are not finite.  Collective."""
     mine = what_is_not(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
     told = [f"rank {rank} brought {text}" for rank, text in enumerate(communicator.allgather_text(mine)) if text]

@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from mpistrategy.arrays.dtypes import Array
-    from mpistrategy.mpi.interface.communicator import Communicator
+    from mpistrategy.mpi.interface.ranks import Ranks
     from mpistrategy.options import VariableAggregation, VariableSynchronization
     from mpistrategy.reduction.reducer import Reducer
     from mpistrategy.variables.storage import VariableSlot
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 class Extended(Protocol):
     """What variables use of `StrategyExtended`."""
 
-    communicator: Communicator
+    communicator: Ranks
     _is_local: bool
     _reducer: Reducer
     _variables_made: int

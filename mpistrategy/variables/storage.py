@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned
 
 #: The first slab is small: many strategies have few small variables.  Later slabs grow with the total size, since each
@@ -62,7 +62,7 @@ class VariableStorage:
         return sum(slab.mine.nbytes for slab in self._slabs)
 
     def allocate(
-        self, communicator: Communicator, dtype: np.dtype[Any], shape: tuple[int, ...]
+        self, communicator: Ranks, dtype: np.dtype[Any], shape: tuple[int, ...]
     ) -> tuple[Array, VariableSlot | None]:
         """Return memory for a variable and its slot; None instead of a slot for memory that is not shared.
 
@@ -75,7 +75,7 @@ class VariableStorage:
             return communicator.guard.on_all(partial(np.empty, shape, dtype)), None
         return np.ndarray(shape, dtype, slot.slab.mine[slot.offset : slot.offset + nbytes]), slot
 
-    def _slot(self, communicator: Communicator, nbytes: int) -> VariableSlot | None:
+    def _slot(self, communicator: Ranks, nbytes: int) -> VariableSlot | None:
         if self._slab is not None and self._used + nbytes <= self._slab.mine.nbytes:
             self._used += nbytes
             return VariableSlot(self._slab, self._used - nbytes)

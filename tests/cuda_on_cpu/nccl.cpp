@@ -26,7 +26,7 @@ struct Meeting {
     alignas(64) char chunks[MOST_RANKS][CHUNK];
 };
 
-struct Communicator {
+struct Ranks {
     Meeting* meeting;
     int rank, size, device;
     std::string path;
@@ -38,7 +38,7 @@ struct UniqueId {
 };
 
 // Whether all came; false after an abort.
-bool meet(Communicator* communicator) {
+bool meet(Ranks* communicator) {
     Meeting* meeting = communicator->meeting;
     const unsigned round = meeting->round;
     if (meeting->arrived.fetch_add(1) + 1 == (unsigned)communicator->size) {
@@ -93,7 +93,7 @@ typedef Narrow<of_brain, brain_of> Brain;
 
 // Combine all ranks' `source` into the `target` of `root`; of every rank for a root of -1.
 template <class T>
-void reduce(Communicator* communicator, const char* source, char* target, std::size_t size, int op, int root) {
+void reduce(Ranks* communicator, const char* source, char* target, std::size_t size, int op, int root) {
     Meeting* meeting = communicator->meeting;
     const std::size_t most = CHUNK / sizeof(T);
     for (std::size_t done = 0; done < size; done += most) {
@@ -112,7 +112,7 @@ void reduce(Communicator* communicator, const char* source, char* target, std::s
 }
 
 // Write the `source` of each rank, of so many bytes, one after the other to `target`; only that of `root`, if not -1.
-void gather(Communicator* communicator, const char* source, char* target, std::size_t bytes, int root) {
+void gather(Ranks* communicator, const char* source, char* target, std::size_t bytes, int root) {
     Meeting* meeting = communicator->meeting;
     for (std::size_t done = 0; done < bytes; done += CHUNK) {
         const std::size_t count = std::min(CHUNK, bytes - done);
@@ -126,7 +126,7 @@ void gather(Communicator* communicator, const char* source, char* target, std::s
     }
 }
 
-typedef void (*Reduction)(Communicator*, const char*, char*, std::size_t, int, int);
+typedef void (*Reduction)(Ranks*, const char*, char*, std::size_t, int, int);
 
 struct Type {
     std::size_t bytes;
@@ -187,7 +187,7 @@ int ncclCommInitRankConfig(void** made, int size, UniqueId id, int rank, void*) 
     void* mapped = mmap(nullptr, sizeof(Meeting), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
     close(file);
     if (mapped == MAP_FAILED) return SYSTEM_ERROR;
-    auto* communicator = new Communicator;
+    auto* communicator = new Ranks;
     communicator->meeting = (Meeting*)mapped;
     communicator->rank = rank;
     communicator->size = size;
@@ -208,21 +208,21 @@ int ncclCommInitRank(void** made, int size, UniqueId id, int rank) {
 }
 int ncclCommInitAll(void**, int, const int*) { return INVALID_USAGE; }
 int ncclCommDestroy(void* given) {
-    wait_for_device(((Communicator*)given)->device);
-    munmap(((Communicator*)given)->meeting, sizeof(Meeting));
+    wait_for_device(((Ranks*)given)->device);
+    munmap(((Ranks*)given)->meeting, sizeof(Meeting));
     return SUCCESS;
 }
-int ncclCommAbort(void* given) { return ((Communicator*)given)->is_aborted = true, SUCCESS; }
+int ncclCommAbort(void* given) { return ((Ranks*)given)->is_aborted = true, SUCCESS; }
 int ncclCommGetAsyncError(void*, int* result) { return *result = SUCCESS, SUCCESS; }
-int ncclCommCount(void* given, int* count) { return *count = ((Communicator*)given)->size, SUCCESS; }
-int ncclCommCuDevice(void* given, int* device) { return *device = ((Communicator*)given)->device, SUCCESS; }
-int ncclCommUserRank(void* given, int* rank) { return *rank = ((Communicator*)given)->rank, SUCCESS; }
+int ncclCommCount(void* given, int* count) { return *count = ((Ranks*)given)->size, SUCCESS; }
+int ncclCommCuDevice(void* given, int* device) { return *device = ((Ranks*)given)->device, SUCCESS; }
+int ncclCommUserRank(void* given, int* rank) { return *rank = ((Ranks*)given)->rank, SUCCESS; }
 int ncclCommSplit(void*, int, int, void**, void*) { return INVALID_USAGE; }
 int ncclGroupStart() { return SUCCESS; }
 int ncclGroupEnd() { return SUCCESS; }
 int ncclReduce(const void* source, void* target, std::size_t size, int type, int op, int root, void* given,
                void* stream) {
-    auto* communicator = (Communicator*)given;
+    auto* communicator = (Ranks*)given;
     const auto work = type_of(type).reduce;
     if (!work || root >= communicator->size || op > MIN) return INVALID_ARGUMENT;
     return begin(stream, source, target,
@@ -232,7 +232,7 @@ int ncclAllReduce(const void* source, void* target, std::size_t size, int type, 
     return ncclReduce(source, target, size, type, op, -1, given, stream);
 }
 int ncclReduceScatter(const void* source, void* target, std::size_t size, int type, int op, void* given, void* stream) {
-    auto* communicator = (Communicator*)given;
+    auto* communicator = (Ranks*)given;
     const Type kind = type_of(type);
     if (!kind.reduce || op > MIN) return INVALID_ARGUMENT;
     return begin(stream, source, target, [=] {
@@ -241,7 +241,7 @@ int ncclReduceScatter(const void* source, void* target, std::size_t size, int ty
     });
 }
 int ncclBroadcast(const void* source, void* target, std::size_t size, int type, int root, void* given, void* stream) {
-    auto* communicator = (Communicator*)given;
+    auto* communicator = (Ranks*)given;
     const std::size_t bytes = size * type_of(type).bytes;
     if (!type_of(type).reduce || root < 0 || root >= communicator->size) return INVALID_ARGUMENT;
     return begin(stream, source, target,
@@ -251,7 +251,7 @@ int ncclBcast(void* buffer, std::size_t size, int type, int root, void* given, v
     return ncclBroadcast(buffer, buffer, size, type, root, given, stream);
 }
 int ncclAllGather(const void* source, void* target, std::size_t size, int type, void* given, void* stream) {
-    auto* communicator = (Communicator*)given;
+    auto* communicator = (Ranks*)given;
     const std::size_t bytes = size * type_of(type).bytes;
     if (!type_of(type).reduce) return INVALID_ARGUMENT;
     return begin(stream, source, target, [=] { gather(communicator, (const char*)source, (char*)target, bytes, -1); });

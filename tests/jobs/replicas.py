@@ -20,7 +20,7 @@ import mpistrategy as ms
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 
 #: Whether to run all cases and examples (scripts/soak does), not the short lane's part of them.
 ALL = bool(os.environ.get("MPISTRATEGY_TEST_ALL"))
@@ -211,7 +211,7 @@ class OnNodes(ms.Strategy):
         *,
         contains_errors: bool = False,
     ) -> None:
-        ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=node_of_rank[RANK], contains_errors=contains_errors)
+        ranks = MpiRanks(MPI.COMM_WORLD, node_key=node_of_rank[RANK], contains_errors=contains_errors)
         ranks.share_device(Device(RANK, kind, 0))
         super().__init__(ms.StrategyExtended(self, ranks, cross_device_ops))
 

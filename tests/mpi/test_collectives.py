@@ -12,7 +12,7 @@ from replicas import RANK, RANKS, SIZE, bits, value_of
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE
-from mpistrategy.mpi.over_mpi import communicator
+from mpistrategy.mpi.over_mpi import ranks as communicator
 
 pytestmark = pytest.mark.mpi(min_size=2)
 DIRECT = communicator._DIRECT_BYTES // 8

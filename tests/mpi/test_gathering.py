@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from replicas import RANK, RANKS, SIZE, OnNodes, bits, part_of, pieces_of, value_of
 
 import mpistrategy as ms
-from mpistrategy.mpi.interface.communicator import SingleCommunicator
+from mpistrategy.mpi.interface.ranks import Alone
 from mpistrategy.mpi.over_mpi import gathering
 from mpistrategy.testing import run_replicas
 
@@ -119,6 +119,6 @@ def _all_three(ranks: Any) -> tuple[list[float], list[float], list[float]]:
 
 
 def test_one_rank_and_threads_do_the_same(strategy: ms.Strategy) -> None:
-    assert _all_three(SingleCommunicator()) == ([0.0], [0.0], [0.0, 1.0])
+    assert _all_three(Alone()) == ([0.0], [0.0], [0.0, 1.0])
     simulated = run_replicas(lambda: _all_three(ms.MirroredStrategy().extended.communicator), SIZE)
     assert _all_three(strategy.extended.communicator) == simulated[RANK]

@@ -24,8 +24,8 @@ from mpistrategy.errors import (
     ReduceOpError,
     UnsupportedError,
 )
-from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.over_mpi.engine import AtOnce, Engine, Job
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 
 pytestmark = pytest.mark.mpi
@@ -313,7 +313,7 @@ def test_which_engine_it_is(apart: ms.Strategy, strategy: ms.MirroredStrategy) -
 
 def test_without_threads_in_the_mpi_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     if RANK == SIZE - 1:  # one rank is enough
-        monkeypatch.setattr(MpiCommunicator, "may_use_threads", False)
+        monkeypatch.setattr(MpiRanks, "may_use_threads", False)
     strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
     handle = started(strategy, "SUM", np.ones(3))
     assert handle.done()

@@ -15,7 +15,7 @@ from delayed_writes import delayed_fill
 from replicas import ALL, RANK, SIZE, context, in_step, outcomes
 
 import mpistrategy as ms
-from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import GPU_PATH
 
 pytestmark = pytest.mark.skipif(SIZE > 2 and not ALL, reason="two ranks show it")
@@ -114,7 +114,7 @@ def test_the_host_waits_for_no_kernel(cupy: Any, path: str) -> None:
 
 @several
 def test_without_an_mpi_for_threads_the_start_does_it(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(MpiCommunicator, "may_use_threads", property(lambda self: False))
+    monkeypatch.setattr(MpiRanks, "may_use_threads", property(lambda self: False))
     with made(path) as strategy:
         mine = [cupy.asarray(np.full(10, RANK + 1.0)) for _ in range(3)]
         start(strategy, mine[0]).wait()

@@ -39,7 +39,7 @@ from replicas import (
 import mpistrategy as ms
 from mpistrategy.arrays import dtypes
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.over_mpi import communicator
+from mpistrategy.mpi.over_mpi import ranks as communicator
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.mpi

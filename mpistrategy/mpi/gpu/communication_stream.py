@@ -13,7 +13,7 @@ from typing import Any
 
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.mpi.interface.buffers import Freed
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 
 
 class CommunicationStream(Freed):
@@ -56,6 +56,6 @@ class CommunicationStream(Freed):
         self._used.clear()
 
 
-def communication_stream(communicator: Communicator) -> CommunicationStream:
+def communication_stream(communicator: Ranks) -> CommunicationStream:
     """Return the stream of a communicator."""
     return communicator.once(CommunicationStream, CommunicationStream)

@@ -14,7 +14,7 @@ from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import DeviceError, FallbackWarning, OptionTypeError
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.nearest import did_you_mean
 
 _WHERE = "MirroredStrategy"
@@ -78,7 +78,7 @@ def requested(wanted: Any, local_rank: int, local_size: int) -> Request:
     return Request(str(mine.kind).lower(), mine.index)
 
 
-def choose_device(request: Request, ranks: Communicator) -> Device:
+def choose_device(request: Request, ranks: Ranks) -> Device:
     """Return the complete device of this rank.  Collective, after the ranks agreed on the word of the request.
 
     Raises:

@@ -1,1 +1,1 @@
-"""What every layer above MPI works with: the Communicator, and buffers."""
+"""What every layer above MPI works with: the Ranks, and buffers."""

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from mpistrategy.mpi.interface.buffers import Freed
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.shown import ranks_in_words
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class DevicePath(ABC):
     @abstractmethod
     def allreduce(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         buffer: DeviceArray,
         op: str,
         wire: str | None = None,
@@ -56,21 +56,21 @@ class DevicePath(ABC):
         """
 
     @abstractmethod
-    def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
+    def reduce(self, ranks: Ranks, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` (of `communication_memory`) on `root` by its combination; undefined elsewhere."""
 
     @abstractmethod
-    def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
+    def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
 
     @abstractmethod
-    def allgather(self, ranks: Communicator, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; any dtype.
 
         Rank r's block has ``counts[r]`` elements.  The own block may be its part of `together`.
         """
 
-    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
+    def by_host(self, ranks: Ranks, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
         """Return why arrays of a dtype (of the wire) are combined on the host; "" where they are not."""
         return ""
 
@@ -100,7 +100,7 @@ class DevicePaths(Freed):
         self.by_name.clear()
 
 
-def device_paths(communicator: Communicator) -> DevicePaths:
+def device_paths(communicator: Ranks) -> DevicePaths:
     """Return the paths of a communicator; `mpistrategy.mpi.gpu.transports.setup` fills them."""
     return communicator.once(DevicePaths, DevicePaths)
 
@@ -112,7 +112,7 @@ class Alone(DevicePath):
 
     def allreduce(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         buffer: DeviceArray,
         op: str,
         wire: str | None = None,
@@ -120,13 +120,13 @@ class Alone(DevicePath):
     ) -> None:
         """Leave `buffer`: it is the sum over one rank."""
 
-    def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
+    def reduce(self, ranks: Ranks, buffer: DeviceArray, root: int, op: str) -> None:
         """Leave `buffer`."""
 
-    def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
+    def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
         """Leave `buffer`."""
 
-    def allgather(self, ranks: Communicator, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
         """Copy the only block."""
         if block.data.ptr != together.data.ptr:
             together[...] = block
@@ -142,7 +142,7 @@ def communication_memory(cupy: Any, size: int, dtype: np.dtype[Any]) -> DeviceAr
     return cupy.ndarray((size,), dtype.type, cupy.get_default_memory_pool().malloc(max(1, size * dtype.itemsize)))
 
 
-def own_part(ranks: Communicator, counts: Sequence[int]) -> slice:
+def own_part(ranks: Ranks, counts: Sequence[int]) -> slice:
     """Return where this rank's block is among all ranks' blocks, of so many elements each."""
     first = sum(counts[: ranks.rank])
     return slice(first, first + counts[ranks.rank])
@@ -156,7 +156,7 @@ def error_of(work: Callable[[], str | None]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def first_error(ranks: Communicator, mine: str) -> str:
+def first_error(ranks: Ranks, mine: str) -> str:
     """Return the error of the first rank that has one, and all ranks with errors; else "".  A barrier."""
     everyone = ranks.allgather_text(mine)
     those = [rank for rank, error in enumerate(everyone) if error]

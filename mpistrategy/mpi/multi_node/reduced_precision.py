@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.errors import OptionError
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.rounded_exchange import Wire
 
 
@@ -57,12 +57,12 @@ def check(wire: str | None) -> None:
         bfloat16()
 
 
-def between_nodes(ranks: Communicator, wire: str | None, dtype: np.dtype[Any], op: str) -> Wire:
+def between_nodes(ranks: Ranks, wire: str | None, dtype: np.dtype[Any], op: str) -> Wire:
     """Return the dtype in which a buffer travels between the nodes where the host sends it; None for its own."""
     return bfloat16() if wire == "bfloat16" and ranks.nodes > 1 and travels(dtype, op) else None
 
 
-def by_nccl(ranks: Communicator, wire: str | None, dtype: np.dtype[Any], op: str) -> Wire:
+def by_nccl(ranks: Ranks, wire: str | None, dtype: np.dtype[Any], op: str) -> Wire:
     """Return the dtype in which NCCL gets a buffer; None for its own."""
     if wire is None or ranks.nodes == 1 or not travels(dtype, op):
         return None

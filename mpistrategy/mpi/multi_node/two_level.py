@@ -25,7 +25,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.buffers import Freed
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.rounded_exchange import Rounded, Wire
 from mpistrategy.mpi.shared_memory.node_sum import Exchange, NodeSum, in_rank_order, segment_bytes, share
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
@@ -109,9 +109,9 @@ EAGER = Manner()
 CROWDED = Manner(partial(give_away, 2))
 
 
-def across_nodes(communicator: Any) -> AcrossNodes:
+def across_nodes(communicator: Any) -> Lanes:
     """Return the two-level all-reduce of a communicator; the first call is collective."""
-    found: AcrossNodes = communicator.once(AcrossNodes, lambda: AcrossNodes(communicator))
+    found: Lanes = communicator.once(Lanes, lambda: Lanes(communicator))
     return found
 
 
@@ -142,7 +142,7 @@ class Flight:
         return moved
 
 
-class AcrossNodes(Freed):
+class Lanes(Freed):
     """The state of the two-level all-reduce; made once for a communicator.  Collective.
 
     Each rank of a node has a part of the data, which it exchanges with its counterparts: the ranks that have this part
@@ -270,7 +270,7 @@ class _Pieces(Exchange):
         blocks: whether there is a single piece, which takes blocking calls of MPI.
     """
 
-    def __init__(self, across: AcrossNodes, op: str, wire: Wire, *, blocks: bool) -> None:
+    def __init__(self, across: Lanes, op: str, wire: Wire, *, blocks: bool) -> None:
         self._across, self._op, self._wire, self._blocks = across, op, wire, blocks
         self._count = 0
 
@@ -323,7 +323,7 @@ def _as_it_is(total: Array) -> None:
     """Finish nothing."""
 
 
-def _rounded_in_one_process(communicator: Communicator, source: Array, target: Array, wire: np.dtype[Any]) -> None:
+def _rounded_in_one_process(communicator: Ranks, source: Array, target: Array, wire: np.dtype[Any]) -> None:
     """Do `allreduce_across` with ranks that are threads: round what each node has, and the sum."""
     together = np.empty((communicator.size, source.size), source.dtype)
     communicator.allgatherv(source, [source.size] * communicator.size, together)

@@ -1,1 +1,1 @@
-"""The Communicator over real MPI."""
+"""The Ranks over real MPI."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from functools import partial
 
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
 from mpistrategy.mpi.over_mpi.engine import Job, Worker
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 
 #: Smaller values are quicker in the program's own thread.
 _LEAST_BYTES = 2**18
@@ -25,11 +25,11 @@ class Background(Worker):
         communicator: whose calls they are.
     """
 
-    def __init__(self, communicator: MpiCommunicator) -> None:
+    def __init__(self, communicator: MpiRanks) -> None:
         super().__init__(self._tell_of)
         self._is_of_use = communicator.nodes > 1 and communicator.may_use_threads
         self._communicator = communicator
-        self._ranks: MpiCommunicator | None = None
+        self._ranks: MpiRanks | None = None
         self._last: Job | None = None
         self._error: BaseException | None = None
 
@@ -78,7 +78,7 @@ class Background(Worker):
         if error is not None:
             raise error
 
-    def ranks(self, call: Call) -> MpiCommunicator:
+    def ranks(self, call: Call) -> MpiRanks:
         """Return the communicator on which the data of a call travel; the first time collective."""
         if self._ranks is None:
             call.agree("the first reduction in the background", patiently=True)

@@ -10,11 +10,11 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 
 
 def exchange(
-    communicator: Communicator,
+    communicator: Ranks,
     call: Call,
     sent: Array,
     counts: Sequence[int],

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-#: The route of `Communicator.allreduce`: none (one rank), between threads, in a node's shared memory; within nodes and
+#: The route of `Ranks.allreduce`: none (one rank), between threads, in a node's shared memory; within nodes and
 #: between them, with every rank as a lane; by MPI's Allreduce; and by MPI's Reduce and Bcast, which an algorithm may
 #: want instead.
 RouteName = Literal["none", "threads", "node_sum", "lanes", "mpi", "root", "alltoallv"]

@@ -13,7 +13,7 @@ from mpistrategy.arrays.dtypes import is_python_number
 from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.values import ArrayLike, IndexedSlices, PerReplica, local_component
 from mpistrategy.errors import DestinationError, DeviceError
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 
 EVERY_RANK_TEXT = "every rank"
 
@@ -77,7 +77,7 @@ def _stand_for_each_other(destination: Any, value: Any) -> bool:
     return not isinstance(destination, str)
 
 
-def resolve(destinations: Any, communicator: Communicator, where: str) -> Destination:
+def resolve(destinations: Any, communicator: Ranks, where: str) -> Destination:
     """Return the ranks that `destinations` names.
 
     Args:
@@ -104,7 +104,7 @@ def resolve(destinations: Any, communicator: Communicator, where: str) -> Destin
     return EVERY_RANK if len(named) == communicator.size else Destination(tuple(sorted(named)))
 
 
-def ranks_of(text: str, communicator: Communicator, where: str) -> list[int]:
+def ranks_of(text: str, communicator: Ranks, where: str) -> list[int]:
     """Return the ranks whose device matches a device string.
 
     Raises:

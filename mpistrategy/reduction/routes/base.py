@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeAlias
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.reduction.layout.packing import Pack
 
 #: For each array memory that a result in its own dtype may be written to, contiguous and sharing none with another
@@ -56,7 +56,7 @@ class Route(Protocol):
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the combinations after the agreement, in the dtypes of the wire; floats divided, for MEAN."""
 
-    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
         """Return what `run` would do with these arrays, for `Strategy.explain`."""
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, quietly
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 from mpistrategy.mpi.multi_node.rounded_exchange import Wire
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
@@ -29,7 +29,7 @@ class CommunicatorRoute:
     Args:
         communicator: the ranks.
         packs: the buffers.
-        reduce_pair: combines one of them; None means `Communicator.allreduce_many` for all together.
+        reduce_pair: combines one of them; None means `Ranks.allreduce_many` for all together.
         op: how.
         names: the name of the way that each pack takes.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
@@ -38,7 +38,7 @@ class CommunicatorRoute:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: Ranks,
         packs: tuple[Pack, ...],
         op: ReduceOp,
         names: Sequence[str],
@@ -118,7 +118,7 @@ class CommunicatorRoute:
             reduce_pair(source, target)
             divide_by(self._divisors[target.dtype], target)
 
-    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
         names = [
             "node_results" if name == "node_sum" and pack.nbytes >= node_results.LEAST_BYTES else name
             for name, pack in zip(self._names, self.packs, strict=True)
@@ -133,9 +133,7 @@ class CommunicatorRoute:
         return None if self._wire is None else between_nodes(self._communicator, self._wire, dtype, self._text)
 
 
-def names_of(
-    communicator: Communicator, packs: Sequence[Pack], op: ReduceOp, wire: str | None = None
-) -> list[RouteName]:
+def names_of(communicator: Ranks, packs: Sequence[Pack], op: ReduceOp, wire: str | None = None) -> list[RouteName]:
     """Return the name of the way that `CommunicatorRoute` takes with each pack of a list."""
     nbytes, text = sum(pack.nbytes for pack in packs), op._on_the_wire
     return [
@@ -149,7 +147,7 @@ def names_of(
 
 
 def described(
-    ranks: Communicator,
+    ranks: Ranks,
     name: str,
     pack: Pack,
     copies: Copies,

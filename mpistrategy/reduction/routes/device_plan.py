@@ -10,7 +10,7 @@ from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.routes.base import CallPlan
@@ -20,7 +20,7 @@ from mpistrategy.reduction.routes.gpu_copy import move
 
 def plan_on_gpu(
     otherwise: CallPlan,
-    ranks: Communicator,
+    ranks: Ranks,
     leaves: Leaves,
     op: ReduceOp,
     arrays: Sequence[DeviceArray],
@@ -69,7 +69,7 @@ class DevicePlan(CallPlan):
     def __init__(
         self,
         otherwise: CallPlan,
-        ranks: Communicator,
+        ranks: Ranks,
         leaves: Leaves,
         route: GpuRoute,
         signature: Signature,

@@ -16,7 +16,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array, division, host_wire_dtype, quietly
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.check_level import ALWAYS
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import Layout, Pack
@@ -35,7 +35,7 @@ def _numbers_of(dtype: np.dtype[Any]) -> float:
     return count if dtype.itemsize <= most_bytes else math.inf
 
 
-def fits(communicator: Communicator, layouts: tuple[Layout, ...], op: ReduceOp) -> bool:
+def fits(communicator: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> bool:
     """Return whether the sums of these arrays travel in the first message."""
     message = communicator.first_message
     if message is None or op._on_the_wire != "SUM" or communicator.guard.level != ALWAYS:
@@ -54,9 +54,7 @@ class FirstMessageRoute:
         op: SUM or MEAN.
     """
 
-    def __init__(
-        self, communicator: Communicator, message: FirstMessage, layouts: tuple[Layout, ...], op: ReduceOp
-    ) -> None:
+    def __init__(self, communicator: Ranks, message: FirstMessage, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self.packs: tuple[Pack, ...] = packing.plan(layouts, wire=host_wire_dtype)
         #: For each array its numbers in the message, their sums, its dtype on the wire, and how MEAN divides.
         self._rows: list[tuple[Array, Array, np.dtype[Any], tuple[Any, Any] | None]] = []
@@ -84,7 +82,7 @@ class FirstMessageRoute:
         """Return the sums, each rounded once to its dtype, in new memory."""
         return [_read(sums, dtype, quotient) for _, sums, dtype, quotient in self._rows]
 
-    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
         way = "in the first message of the call, with its check"
         return [Description(pack, way, ()) for pack in self.packs if pack.size]
 

@@ -17,8 +17,8 @@ import numpy as np
 from mpistrategy.arrays.dtypes import divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for, is_cupy, is_of_cuda_malloc
 from mpistrategy.mpi.gpu.transports.setup import device_path
-from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
@@ -87,7 +87,7 @@ class GpuOperation:
     def run(
         self,
         path: DevicePath,
-        ranks: Communicator,
+        ranks: Ranks,
         buffer: DeviceArray,
         op: str,
         wire: str | None,
@@ -133,7 +133,7 @@ class GpuRoute:
 
     def __init__(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         packs: tuple[Pack, ...],
         op: ReduceOp,
         word: str,
@@ -156,7 +156,7 @@ class GpuRoute:
         """Return the dtype in which a pack is combined: integers of a MEAN have 64 bits."""
         return sum_dtype_of_mean(dtype) if self._op is ReduceOp.MEAN and dtype.kind in "iu" else wire_dtype(dtype)
 
-    def make_room(self, ranks: Communicator, word: str = "") -> None:
+    def make_room(self, ranks: Ranks, word: str = "") -> None:
         """Take the memory of the path of these ranks, if there is one."""
         if (known := device_paths(ranks).known.get(word or self._word)) is not None:
             known.make_room(self._most_bytes)
@@ -196,11 +196,11 @@ class GpuRoute:
             self.send(self._ranks, self.path(self._ranks), memory)
             return self.results(memory)
 
-    def path(self, ranks: Communicator, word: str = "") -> DevicePath:
+    def path(self, ranks: Ranks, word: str = "") -> DevicePath:
         """Return the path of these ranks for a word; the first time they choose it together."""
         return device_path(ranks, word or self._word, self._most_bytes)
 
-    def send(self, ranks: Communicator, path: DevicePath, memory: list[_Bucket]) -> None:
+    def send(self, ranks: Ranks, path: DevicePath, memory: list[_Bucket]) -> None:
         """Combine what has been packed, on the current stream of its device."""
         # All is sent before the results, which may need memory: a rank that has none left must not miss there.
         for each in memory:
@@ -225,7 +225,7 @@ class GpuRoute:
                 results[member.index] = view
         return results
 
-    def describe(self, ranks: Communicator, arrays: Sequence[DeviceArray]) -> list[Description]:
+    def describe(self, ranks: Ranks, arrays: Sequence[DeviceArray]) -> list[Description]:
         found = []
         for pack in self.packs:
             first = pack.members[0].index
@@ -239,7 +239,7 @@ class GpuRoute:
             found.append(Description(pack, self._way(ranks, pack.dtype), copies))
         return found
 
-    def _way(self, ranks: Communicator, dtype: np.dtype[Any]) -> str:
+    def _way(self, ranks: Ranks, dtype: np.dtype[Any]) -> str:
         paths, path = device_paths(ranks), device_paths(ranks).known.get(self._word)
         if path is None:
             return "in GPU memory, on a path that the ranks choose at the first such call"

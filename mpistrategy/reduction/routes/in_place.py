@@ -19,7 +19,7 @@ import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quietly
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 from mpistrategy.mpi.multi_node.rounded_exchange import Wire
 from mpistrategy.mpi.multi_node.two_level import across_nodes
@@ -67,7 +67,7 @@ def joined(memory: SharedMemory) -> Array:
     return np.lib.stride_tricks.as_strided(memory.segments[0], (count * nbytes,), (1,))
 
 
-def is_in_place(communicator: Communicator, replicas: Replicas) -> bool:
+def is_in_place(communicator: Ranks, replicas: Replicas) -> bool:
     """Return whether the ranks' arrays are combined where they are; else they are sent."""
     return replicas.is_shared and communicator.nodes == 1
 
@@ -102,7 +102,7 @@ class InPlaceRoute:
 
     def __init__(
         self,
-        communicator: Communicator,
+        communicator: Ranks,
         buckets: Sequence[Replicas],
         op: ReduceOp,
         *,
@@ -172,11 +172,11 @@ class InPlaceRoute:
             return replicas.mine
         return None if replicas.is_shared and replicas.local_rank else _result(replicas)
 
-    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
         rows = zip(self.packs, self._buckets, self._are_seen, self._wires, strict=True)
         return [self._described(ranks, *each) for each in rows]
 
-    def _described(self, ranks: Communicator, pack: Pack, replicas: Replicas, seen: bool, wire: Wire) -> Description:
+    def _described(self, ranks: Ranks, pack: Pack, replicas: Replicas, seen: bool, wire: Wire) -> Description:
         local, into_result, op = len(replicas.arrays), self._into_result, self._op._on_the_wire
         if not is_in_place(ranks, replicas):
             copies: Copies = ((2, f"all into {pack.dtype.name} and the results back"),) if pack.converts else ()
@@ -186,7 +186,7 @@ class InPlaceRoute:
         return Description(pack, f"where the arrays are, each rank 1/{local} of them, into {target}", ())
 
 
-def broadcast_replicas(communicator: Communicator, replicas: Replicas) -> None:
+def broadcast_replicas(communicator: Ranks, replicas: Replicas) -> None:
     """Write rank 0's array into everybody's; to be called inside an agreed call by all ranks."""
     if is_on_device(replicas.mine):
         on_device.bcast(communicator, replicas.mine, 0)

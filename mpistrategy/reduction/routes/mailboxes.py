@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype, quietly
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
@@ -130,7 +130,7 @@ class MailboxRoute:
             divide, operand = self._divisions[total.dtype]
             divide(total, operand, total)
 
-    def describe(self, ranks: Communicator, arrays: Sequence[Array]) -> list[Description]:
+    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
         way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
         return [Description(pack, way, copies) for pack in self.packs if pack.size]
 

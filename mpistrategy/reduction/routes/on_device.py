@@ -17,8 +17,8 @@ from mpistrategy.arrays.convert import placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
 from mpistrategy.mpi.gpu.transports.setup import any_path, make_room_on_known
-from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.segments import aligned
 
 _WHAT = "arrays in GPU memory"
@@ -26,7 +26,7 @@ _WHAT = "arrays in GPU memory"
 _PIECE_BYTES = 32 * 2**20
 
 
-def prepare(communicator: Communicator, arrays: Sequence[DeviceArray], where: str) -> None:
+def prepare(communicator: Ranks, arrays: Sequence[DeviceArray], where: str) -> None:
     """Take the memory that the path needs for these arrays.
 
     Raises:
@@ -53,14 +53,14 @@ def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray
     return memory, made
 
 
-def bcast(communicator: Communicator, array: DeviceArray, root: int) -> None:
+def bcast(communicator: Ranks, array: DeviceArray, root: int) -> None:
     """Write rank `root`'s array, which is contiguous and in memory that every path takes, into everybody's."""
     if array.size:
         with array.device:
             any_path(communicator, array.nbytes).bcast(communicator, array.reshape(-1), root)
 
 
-def write_that_of_rank_0(communicator: Communicator, array: Any, target: DeviceArray) -> None:
+def write_that_of_rank_0(communicator: Ranks, array: Any, target: DeviceArray) -> None:
     """Write rank 0's array, on the host or a GPU, into every rank's `target`, in whatever memory that is.
 
     If a rank has no memory for it, all ranks raise.
@@ -79,7 +79,7 @@ def write_that_of_rank_0(communicator: Communicator, array: Any, target: DeviceA
         target[...] = memory.reshape(target.shape)
 
 
-def write_from_host_of(communicator: Communicator, root: int, array: Array | None, target: DeviceArray) -> None:
+def write_from_host_of(communicator: Ranks, root: int, array: Array | None, target: DeviceArray) -> None:
     """Write rank `root`'s array on the host into every rank's `target`, which is flat, in whatever memory, in pieces.
 
     Args:
@@ -99,9 +99,7 @@ def write_from_host_of(communicator: Communicator, root: int, array: Array | Non
             target[start : start + piece.size] = piece
 
 
-def room_for_rows(
-    communicator: Communicator, block: DeviceArray, rows: Sequence[int]
-) -> tuple[DeviceArray, DeviceArray]:
+def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) -> tuple[DeviceArray, DeviceArray]:
     """Return memory for the blocks of all ranks along the first axis, and in it this rank's block, which comes first.
 
     ``rows[r]`` is the length of rank r's block.
@@ -115,7 +113,7 @@ def room_for_rows(
         return mine, together.reshape((sum(rows), *block.shape[1:]))
 
 
-def gather_rows(communicator: Communicator, mine: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+def gather_rows(communicator: Ranks, mine: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
     """Fill the memory of `room_for_rows`; ``counts[r]`` elements are of rank r."""
     if together.size:
         with together.device:

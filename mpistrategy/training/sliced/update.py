@@ -19,7 +19,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by
 from mpistrategy.errors import RemoteError
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned
 from mpistrategy.options import ReduceOp
 from mpistrategy.training.kernels import SCRATCH_ARRAYS, Kernel, Scratch, chunk_size, chunks
@@ -121,7 +121,7 @@ class SlicedUpdate:
     def __init__(
         self,
         variables: Sequence[Run],
-        communicator: Communicator,
+        communicator: Ranks,
         failures: SharedMemory,
         scratch: Scratch,
         merged: bool = True,

@@ -166,14 +166,14 @@ import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.arrays.devices import Device
-from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 
 what, rank = sys.argv[1], MPI.COMM_WORLD.rank
 
 
 class Apart(ms.Strategy):
     def __init__(self):
-        ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=rank)
+        ranks = MpiRanks(MPI.COMM_WORLD, node_key=rank)
         ranks.share_device(Device(rank, "CPU", 0))
         super().__init__(ms.StrategyExtended(self, ranks))
 
@@ -245,14 +245,14 @@ import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.arrays.devices import Device
-from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 
 rank = MPI.COMM_WORLD.rank
 
 
 class Apart(ms.Strategy):
     def __init__(self):
-        ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=rank)
+        ranks = MpiRanks(MPI.COMM_WORLD, node_key=rank)
         ranks.share_device(Device(rank, "CPU", 0))
         super().__init__(ms.StrategyExtended(self, ranks))
 
@@ -263,7 +263,7 @@ def no_memory(*_, **__):
 
 strategy = Apart()
 if rank == 1:
-    MpiCommunicator.allreduce = no_memory  # where the messages of a large array begin
+    MpiRanks.allreduce = no_memory  # where the messages of a large array begin
 try:
     strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.ones(100_000)))
 except MemoryError:

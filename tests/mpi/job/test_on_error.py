@@ -118,11 +118,11 @@ how, world = sys.argv[1], MPI.COMM_WORLD
 member, me = divmod(world.rank, 2)
 node_key = world.rank if "nodes" in how else None
 if node_key is not None:
-    from mpistrategy.mpi.over_mpi import communicator
-    usual = communicator.MpiCommunicator.__init__
+    from mpistrategy.mpi.over_mpi import ranks as communicator
+    usual = communicator.MpiRanks.__init__
     def on_nodes(self, comm=None, key=None, *arguments, **more):
         usual(self, comm, world.rank if key is None else key, *arguments, **more)
-    communicator.MpiCommunicator.__init__ = on_nodes
+    communicator.MpiRanks.__init__ = on_nodes
 strategy = ms.MirroredStrategy(communicator=world.Split(member), on_error="raise")
 assert strategy.reduce("SUM", 1.0) == 2
 
@@ -234,11 +234,11 @@ import mpistrategy as ms
 
 world, nodes = MPI.COMM_WORLD, "nodes" in sys.argv
 if nodes:
-    from mpistrategy.mpi.over_mpi import communicator
-    usual = communicator.MpiCommunicator.__init__
+    from mpistrategy.mpi.over_mpi import ranks as communicator
+    usual = communicator.MpiRanks.__init__
     def on_nodes(self, comm=None, key=None, *arguments, **more):
         usual(self, comm, world.rank if key is None else key, *arguments, **more)
-    communicator.MpiCommunicator.__init__ = on_nodes
+    communicator.MpiRanks.__init__ = on_nodes
 
 
 def with_block():
@@ -284,13 +284,13 @@ import sys
 import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
-from mpistrategy.mpi.over_mpi import communicator
+from mpistrategy.mpi.over_mpi import ranks as communicator
 
 world = MPI.COMM_WORLD
-usual = communicator.MpiCommunicator.__init__
+usual = communicator.MpiRanks.__init__
 def on_nodes(self, comm=None, key=None, *arguments, **more):
     usual(self, comm, world.rank if key is None else key, *arguments, **more)
-communicator.MpiCommunicator.__init__ = on_nodes
+communicator.MpiRanks.__init__ = on_nodes
 
 class Raising(ms.MpiAllReduce):
     def reduce_implementation(self, *arguments):
@@ -355,7 +355,7 @@ if MPI.COMM_WORLD.rank == 1:
     if "thread" in how:
         threading.Thread.start = fails
     else:
-        from mpistrategy.mpi.over_mpi import communicator
+        from mpistrategy.mpi.over_mpi import ranks as communicator
         communicator.share = fails
 try:
     ms.MirroredStrategy(on_error="raise" if "raise" in how else "abort")

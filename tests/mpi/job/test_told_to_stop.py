@@ -21,11 +21,11 @@ import mpistrategy as ms
 
 world, how = MPI.COMM_WORLD, sys.argv[1]
 if "nodes" in how:  # each rank on a node of its own
-    from mpistrategy.mpi.over_mpi import communicator
-    usual = communicator.MpiCommunicator.__init__
+    from mpistrategy.mpi.over_mpi import ranks as communicator
+    usual = communicator.MpiRanks.__init__
     def on_nodes(self, comm=None, key=None, *arguments, **more):
         usual(self, comm, world.rank if key is None else key, *arguments, **more)
-    communicator.MpiCommunicator.__init__ = on_nodes
+    communicator.MpiRanks.__init__ = on_nodes
 told_to_go, tell_to_go = os.pipe()  # an Event would stop for good where its lock is held when the signal comes
 signal.signal(signal.SIGUSR1, lambda *_: os.write(tell_to_go, b"."))
 strategy = ms.MirroredStrategy()

@@ -22,7 +22,7 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import mpi_channel
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes, allreduce_across
-from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.mpi.shared_memory.node_sum import segment_bytes
 from mpistrategy.mpi.shared_memory.segments import private_memory
 
@@ -43,22 +43,22 @@ FEW = settings(max_examples=20, suppress_health_check=[HealthCheck.function_scop
 
 
 @pytest.fixture(scope="module", params=PLACEMENTS)
-def ranks(request: pytest.FixtureRequest) -> Iterator[MpiCommunicator]:
+def ranks(request: pytest.FixtureRequest) -> Iterator[MpiRanks]:
     made = on_nodes(PLACEMENTS[request.param][RANK])
     yield made
     made.free()
 
 
 @pytest.fixture(params=["blocking", "without waiting"])
-def allreduce(request: pytest.FixtureRequest, ranks: MpiCommunicator) -> Callable[..., None]:
+def allreduce(request: pytest.FixtureRequest, ranks: MpiRanks) -> Callable[..., None]:
     """The all-reduce in blocking calls of MPI, where there is one piece, or not."""
     across_nodes(ranks)._manner = Manner(blocks=request.param == "blocking")
     return partial(allreduce_across, ranks)
 
 
-def on_nodes(node: int) -> MpiCommunicator:
+def on_nodes(node: int) -> MpiRanks:
     """Return a communicator with this rank on a node."""
-    return MpiCommunicator(MPI.COMM_WORLD, node_key=node)
+    return MpiRanks(MPI.COMM_WORLD, node_key=node)
 
 
 @pytest.fixture(autouse=True)
@@ -220,6 +220,6 @@ def test_sums_of_an_mpi_whose_bits_differ_go_by_one_rank(monkeypatch: pytest.Mon
 def test_nor_by_an_algorithm_that_has_lanes_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     digest_of = mpi_channel.digest_of
     monkeypatch.setattr(mpi_channel, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
-    monkeypatch.setattr(MpiCommunicator, "allreduce_over", None)
+    monkeypatch.setattr(MpiRanks, "allreduce_over", None)
     with OnNodes([rank % 2 for rank in RANKS], ms.HierarchicalCopyAllReduce()) as strategy:
         assert strategy.run(lambda: context().all_reduce("SUM", np.ones(9000)))[0] == SIZE

@@ -175,7 +175,7 @@ import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.arrays.devices import Device
-from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.mpi.over_mpi.engine import AtOnce
 
 what, rank = sys.argv[1], MPI.COMM_WORLD.rank
@@ -190,9 +190,9 @@ def stopping(function):
 
 
 if what == "making":
-    MpiCommunicator.share_device = stopping(MpiCommunicator.share_device)
+    MpiRanks.share_device = stopping(MpiRanks.share_device)
     ms.MirroredStrategy("auto")  # with CPUs alone nothing is exchanged after the agreement
-ranks = MpiCommunicator(MPI.COMM_WORLD, node_key=rank)
+ranks = MpiRanks(MPI.COMM_WORLD, node_key=rank)
 ranks.guard.timeout = 1
 ranks.share_device(Device(rank, "CPU", 0))
 

@@ -38,7 +38,7 @@ import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import COMBINE, Array
-from mpistrategy.mpi.multi_node.two_level import AcrossNodes
+from mpistrategy.mpi.multi_node.two_level import Lanes
 from mpistrategy.mpi.shared_memory.segments import private_memory
 from mpistrategy.reduction.arena import Arena
 
@@ -190,7 +190,7 @@ def test_on_several_nodes_a_late_rank_is_waited_for() -> None:
     first_have_come = 0
     for number in range(12):
         values[:] = -1e6
-        exchange: Any = strategy.extended.communicator.once.made.get(AcrossNodes)
+        exchange: Any = strategy.extended.communicator.once.made.get(Lanes)
         if RANK == 1 and exchange is not None:
             node = exchange.node_sum
             rank_0, end = node._arrived.numbers[0], time.monotonic() + 1

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from mpistrategy.mpi.over_mpi.communicator import MpiCommunicator
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 
 if TYPE_CHECKING:
     from mpistrategy.cli.doctor.facts.ranks import Ranks
@@ -18,7 +18,7 @@ def is_right(ranks: Ranks) -> bool:
     """Return whether every rank gets the right sum.  Collective."""
     pattern = np.resize(np.arange(251, dtype=np.float32), _COUNT)
     mine, total = pattern + np.float32(ranks.rank), np.empty_like(pattern)
-    communicator = MpiCommunicator()
+    communicator = MpiRanks()
     try:
         communicator.allreduce(total, source=mine)
     finally:

@@ -27,7 +27,6 @@ from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.gpu.cuda_driver import stream_writer
 from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
-from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import (
     DevicePath,
     PathName,
@@ -36,6 +35,7 @@ from mpistrategy.mpi.interface.gpu_transport import (
     first_error,
     own_part,
 )
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 
@@ -74,7 +74,7 @@ class NcclPath(DevicePath):
 
     name: PathName = "nccl"
 
-    def __init__(self, ranks: Communicator, communicator: Any) -> None:
+    def __init__(self, ranks: Ranks, communicator: Any) -> None:
         self._cupy = cupy_for(_WHERE)
         self._ranks = ranks
         self._nccl = communicator
@@ -137,13 +137,13 @@ class NcclPath(DevicePath):
             self._is_gone = True
             how()
 
-    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
+    def by_host(self, ranks: Ranks, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
         """Return why arrays of a dtype are combined on the host; "" where they are not."""
         return "" if _is_native(dtype, op) or ordered_keys.are_for(dtype, op) else f"NCCL knows no {op} of {dtype.name}"
 
     def allreduce(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         buffer: DeviceArray,
         op: str,
         wire: str | None = None,
@@ -171,7 +171,7 @@ class NcclPath(DevicePath):
         self._combine(rounded, op, put)
         buffer[...] = rounded
 
-    def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
+    def reduce(self, ranks: Ranks, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` on `root` by its combination over the ranks."""
         if self.by_host(ranks, buffer.dtype, op):
             self._staged.reduce(ranks, buffer, root, op)
@@ -183,7 +183,7 @@ class NcclPath(DevicePath):
 
         self._combine(buffer, op, put)
 
-    def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
+    def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by that of `root`."""
 
         def put(nccl: Any, stream: int) -> None:
@@ -191,7 +191,7 @@ class NcclPath(DevicePath):
 
         self._begin(buffer.nbytes, put)
 
-    def allgather(self, ranks: Communicator, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
         """Write all ranks' blocks into `together`; blocks of several sizes are broadcast one after the other."""
         if len(set(counts)) > 1:
             place = together[own_part(ranks, counts)]
@@ -278,7 +278,7 @@ class NcclPath(DevicePath):
             self._let_go(self._nccl.destroy)
 
 
-def join(ranks: Communicator) -> NcclPath | str:
+def join(ranks: Ranks) -> NcclPath | str:
     """Return the path, or why NCCL cannot connect these ranks; the same on all.  Collective.
 
     The current device must be the one that this rank drives.
@@ -318,7 +318,7 @@ def _unique_id() -> str:
     return bytes(each & 0xFF for each in nccl.get_unique_id()).hex()
 
 
-def _communicator(ranks: Communicator, unique_id: bytes) -> Any:
+def _communicator(ranks: Ranks, unique_id: bytes) -> Any:
     from cupy.cuda import nccl
 
     try:

@@ -17,13 +17,13 @@ from mpistrategy.mpi.interface.gpu_transport import Alone, DevicePath, PathName,
 from mpistrategy.options import GPU_PATH, CommunicationOptions, path_word
 
 if TYPE_CHECKING:
-    from mpistrategy.mpi.interface.communicator import Communicator
+    from mpistrategy.mpi.interface.ranks import Ranks
 
 _WHERE = "the path of arrays in GPU memory"
 _OF_THREADS = Choice("staged", "these replicas are threads")
 
 
-def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
+def device_path(ranks: Ranks, word: str, nbytes: int) -> DevicePath:
     """Return the path for `word`; the first time the ranks find out together, inside an agreed call.
 
     Args:
@@ -68,13 +68,13 @@ def device_path(ranks: Communicator, word: str, nbytes: int) -> DevicePath:
     return path
 
 
-def make_room_on_known(ranks: Communicator, nbytes: int) -> None:
+def make_room_on_known(ranks: Ranks, nbytes: int) -> None:
     """Let the path of `any_path`, if there is one, take what buffers of so many bytes need; before the ranks agree."""
     for path in list(device_paths(ranks).known.values())[:1]:
         path.make_room(nbytes)
 
 
-def any_path(ranks: Communicator, nbytes: int) -> DevicePath:
+def any_path(ranks: Ranks, nbytes: int) -> DevicePath:
     """Return the path that these ranks have already, else `device_path` of the usual word.
 
     For calls that choose no path: broadcasts, gathers, assignments.
@@ -84,7 +84,7 @@ def any_path(ranks: Communicator, nbytes: int) -> DevicePath:
     return device_path(ranks, path_word(CommunicationOptions()), nbytes)
 
 
-def _make(name: PathName, ranks: Communicator) -> DevicePath | str:
+def _make(name: PathName, ranks: Ranks) -> DevicePath | str:
     """Return the path, or why it cannot be, on all ranks alike."""
     if name == "alone":
         return Alone()
@@ -95,11 +95,11 @@ def _make(name: PathName, ranks: Communicator) -> DevicePath | str:
     return StagedPath()
 
 
-def _are_threads(ranks: Communicator) -> bool:
+def _are_threads(ranks: Ranks) -> bool:
     return ranks.is_simulated and ranks.size > 1
 
 
-def _abilities(ranks: Communicator) -> Abilities:
+def _abilities(ranks: Ranks) -> Abilities:
     cupy = cupy_for(_WHERE)
     if ranks.size == 1 or ranks.is_simulated:
         return Abilities()

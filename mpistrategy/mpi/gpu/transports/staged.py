@@ -16,8 +16,8 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.mpi.gpu.transports.pinned import Piece, Slot, Span
-from mpistrategy.mpi.interface.communicator import Communicator
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, own_part
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 
@@ -58,13 +58,13 @@ class StagedPath(DevicePath):
         """Take what buffers of any size need, for callers that do not know the size in time."""
         self.make_room(_SLOTS * self._chunk_bytes)
 
-    def by_host(self, ranks: Communicator, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
+    def by_host(self, ranks: Ranks, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
         """Return that everything is."""
         return "as everything on this path"
 
     def allreduce(
         self,
-        ranks: Communicator,
+        ranks: Ranks,
         buffer: DeviceArray,
         op: str,
         wire: str | None = None,
@@ -76,13 +76,13 @@ class StagedPath(DevicePath):
         combine = _typed(buffer.dtype, lambda x: allreduce(x, op))
         self._run(ranks, [Piece(n, [at], combine, [at]) for n, at in self._chunks(buffer)])
 
-    def reduce(self, ranks: Communicator, buffer: DeviceArray, root: int, op: str) -> None:
+    def reduce(self, ranks: Ranks, buffer: DeviceArray, root: int, op: str) -> None:
         """Replace `buffer` on `root` by its combination over the ranks."""
         combine = _typed(buffer.dtype, lambda x: ranks.reduce(x, root, op))
         wanted = ranks.rank == root
         self._run(ranks, [Piece(n, [at], combine, [at] if wanted else []) for n, at in self._chunks(buffer)])
 
-    def bcast(self, ranks: Communicator, buffer: DeviceArray, root: int) -> None:
+    def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by that of `root`."""
         sends = ranks.rank == root
 
@@ -92,13 +92,11 @@ class StagedPath(DevicePath):
         pieces = [Piece(n, [at] if sends else [], combine, [] if sends else [at]) for n, at in self._chunks(buffer)]
         self._run(ranks, pieces)
 
-    def allgather(self, ranks: Communicator, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
         """Write all ranks' blocks into `together`: of each piece every rank has a part."""
         self._run(ranks, list(self._parts(ranks, block, counts, together)))
 
-    def _parts(
-        self, ranks: Communicator, block: DeviceArray, counts: Sequence[int], together: DeviceArray
-    ) -> Iterator[Piece]:
+    def _parts(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> Iterator[Piece]:
         sizes = [count * block.itemsize for count in counts]
         begins = [stop - size for stop, size in zip(accumulate(sizes), sizes, strict=True)]
         step = max(1, self._chunk_bytes // ranks.size)
@@ -122,7 +120,7 @@ class StagedPath(DevicePath):
         sizes = [min(step, buffer.nbytes - start) for start in starts]
         return [(n, (buffer.data.ptr + start, 0, n)) for start, n in zip(starts, sizes, strict=True)]
 
-    def _run(self, ranks: Communicator, pieces: Sequence[Piece]) -> None:
+    def _run(self, ranks: Ranks, pieces: Sequence[Piece]) -> None:
         """Do all pieces, three of which are under way."""
         self.make_room(sum(piece.nbytes for piece in pieces))
         cuda = self._cupy.cuda

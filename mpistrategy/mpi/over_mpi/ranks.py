@@ -25,7 +25,7 @@ from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.interface.communicator import Communicator
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.introductions import Introduction, introductions
 from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across
@@ -58,8 +58,8 @@ _UNEQUAL = (
 )
 
 
-class MpiCommunicator(Communicator):
-    """A `mpistrategy.mpi.interface.communicator.Communicator` on a Dup of an mpi4py communicator.
+class MpiRanks(Ranks):
+    """A `mpistrategy.mpi.interface.ranks.Ranks` on a Dup of an mpi4py communicator.
 
     Args:
         comm: the communicator to duplicate; None means COMM_WORLD.
@@ -202,21 +202,21 @@ class MpiCommunicator(Communicator):
         elif self.local_size > 1:
             self._inside.Barrier()
 
-    def duplicate(self) -> MpiCommunicator:
+    def duplicate(self) -> MpiRanks:
         """Return a communicator of the same ranks and nodes with messages of its own.  Collective."""
-        made = MpiCommunicator(self._comm, self.node_of[self.rank], contains_errors=self.guard.contains_errors)
+        made = MpiRanks(self._comm, self.node_of[self.rank], contains_errors=self.guard.contains_errors)
         return made._set_as(self, self.devices)
 
-    def part(self, ranks: Sequence[int]) -> MpiCommunicator:
+    def part(self, ranks: Sequence[int]) -> MpiRanks:
         """Return a communicator of some of these ranks, in their order.  Collective over them alone."""
         comm = self.link(list(ranks))
         try:
-            made = MpiCommunicator(comm, contains_errors=self.guard.contains_errors)
+            made = MpiRanks(comm, contains_errors=self.guard.contains_errors)
         finally:
             comm.Free()
         return made._set_as(self, tuple(self.devices[rank] for rank in ranks))
 
-    def _set_as(self, other: MpiCommunicator, devices: tuple[Device, ...]) -> MpiCommunicator:
+    def _set_as(self, other: MpiRanks, devices: tuple[Device, ...]) -> MpiRanks:
         self.devices: tuple[Device, ...] = devices
         self.guard.timeout = other.guard.timeout
         self.guard.check_as(other.guard.level)

@@ -24,7 +24,7 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, RouteName, Thresholds
 
 
-class Communicator(ABC):
+class Ranks(ABC):
     """The ranks of one strategy and the ways to move bytes between them; the defaults are those of one rank alone.
 
     Attributes:
@@ -191,7 +191,7 @@ class Communicator(ABC):
         self.guard.closed = True
 
 
-class SingleCommunicator(Communicator):
+class Alone(Ranks):
     """One rank alone: every collective is the identity, and MPI is never started."""
 
     def __init__(self, devices: tuple[Device, ...] = (Device(0, "CPU", 0),)) -> None:
