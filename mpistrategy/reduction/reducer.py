@@ -272,7 +272,6 @@ class Reducer:
         argument: Any,
         value: Any,
         options: CommunicationOptions | None = None,
-        *,
         name: str | None = None,
         out: Any = None,
         weight: Any = None,
@@ -281,15 +280,16 @@ class Reducer:
 
         `general` does the calls that no other plan is for, and says what `argument`, `value` and `out` are.
         """
-        with Call(self.communicator.guard, where, called=name) as call:
+        guard = self.communicator.guard
+        with Call(guard, where, name) as call:
             if call.structure:  # of the call around this one: what is compared besides may change from call to call
                 return general(self, argument, options).run(call, value, out, weight)
             key: Any = None
             plan: CallPlan | None = None
             try:
-                kind, level = general.kind(value, out), self.communicator.guard.level
-                asked = type(argument), argument
-                key = general, level, call.where, call.place, call.name, asked, options, weight is not None, kind
+                asked, is_weighted = (type(argument), argument), weight is not None
+                kind = general.kind(value, out)
+                key = general, guard.level, call.where, call.place, call.name, asked, options, is_weighted, kind
                 plan = self._plans.get(key)
             except Exception:  # such as that of a list that holds itself
                 key = None
