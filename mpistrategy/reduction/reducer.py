@@ -436,14 +436,14 @@ class Reducer:
         plan = self._algorithm._plan_for(self.communicator, sums_of(layouts), ReduceOp.SUM, options, EVERY_RANK)
         return None if plan is None else WeightedMeans(self.communicator, layouts, plan)
 
-    def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
-        """Return the reduction of one array on every rank; inside `call`, in any context."""
-        if type(array) is np.ndarray:
-            plan = self.plan_of_arrays(op, ((array.dtype, array.shape),))
+    def all_reduce_arrays(self, call: Call, op: ReduceOp, arrays: list[Array]) -> list[Array]:
+        """Return the reductions of arrays on every rank; inside `call`, in any context."""
+        if {*map(type, arrays)} == {np.ndarray}:
+            plan = self.plan_of_arrays(op, layouts_of(arrays))
             if plan is not None:
-                return plan.run(call, (array,))[0]
-        result = self.all_reduce_leaves(call, op, [array], lambda: [""], is_batch=False)[0]
-        return result if is_on_device(result) else np.asarray(result)
+                return plan.run(call, arrays)
+        results = self.all_reduce_leaves(call, op, arrays, lambda: [""] * len(arrays), is_batch=False)
+        return [result if is_on_device(result) else np.asarray(result) for result in results]
 
     def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> ArraysPlan | None:
         """Return the plan of ordinary arrays with the algorithm and the options in force; None where there is none.
