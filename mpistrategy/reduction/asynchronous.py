@@ -19,7 +19,7 @@ from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.over_mpi.engine import Engine, Job, engine_of
+from mpistrategy.mpi.over_mpi.engine import AtOnce, Engine, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -111,33 +111,31 @@ def start_all_reduce(
     reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions | None, name: str | None, out: Any
 ) -> AllReduceHandle[Any]:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
-    communicator, given = reducer.communicator, (reducer, reduce_op, value, options, name, out)
+    communicator = reducer.communicator
     if in_jax_trace():
         _first_call(communicator.guard, name, lambda: None)  # the call refuses it, and tells the other ranks
+    engine: AtOnce | None = None
     if type(value) is not np.ndarray and _is_on_device(value):
+        begun = _started_on_device(reducer, reduce_op, value, options, name, out)
+        if begun is not None:
+            return begun
         # Of arrays on a host and a GPU together all is done now: another thread has another stream.
-        return _started_on_device(*given) or _done_at_once(*given)
-    engine = engine_of(communicator, partial(_first_call, communicator.guard, name)) if communicator.nodes > 1 else None
+    elif communicator.nodes > 1:
+        engine = engine_of(communicator, partial(_first_call, communicator.guard, name))
     if not isinstance(engine, Engine):
-        return _done_at_once(*given)
+        if isinstance(value, Arena):
+            with Call(communicator.guard, _CALL, name):  # the other ranks hear of an error
+                _check_arena(reducer, value, out)
+        return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
     try:
         _check_arena(reducer, value, out)
-        work = _work(_on(reducer, engine), *given[1:])
+        work = _work(_on(reducer, engine), reduce_op, value, options, name, out)
     except Exception as error:  # the peers start theirs: they must hear of it there
         work = partial(_fail, engine.communicator.guard, name, error)
     # The engine's thread has entered nothing; an algorithm of the program's own may ask for its strategy.
     in_step = current_frame() or nullcontext()
     work = partial(_in_background, engine.communicator, call_site(), in_step, work)
     return AllReduceHandle(None, _UnderWay(work, engine, communicator.guard))
-
-
-def _done_at_once(
-    reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions | None, name: str | None, out: Any
-) -> AllReduceHandle[Any]:
-    if isinstance(value, Arena):
-        with Call(reducer.communicator.guard, _CALL, name):  # the other ranks hear of an error
-            _check_arena(reducer, value, out)
-    return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
 
 
 def _in_background(ranks: Ranks, site: Site, in_step: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:

@@ -407,7 +407,7 @@ class Reducer:
         call.wait_as(options.timeout_seconds)
         if means is not None:
             values = tuple((dtype_name(each.dtype), each.shape) for each in arrays)
-            settings, together = self._algorithm._settings(options), [np.array(mine), *arrays]
+            settings, together = self._algorithm._settings(options), [mine, *arrays]
             memory = means.bring(together)
             call.agree(
                 "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overload
 
@@ -269,8 +268,11 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(step)
         array([1., 1.])
         """
-        with self._frame("ReplicaContext.all_reduce_async") or nullcontext():
-            return start_all_reduce(self._strategy.extended._reducer, reduce_op, value, options, name, out)
+        frame, reducer = self._frame("ReplicaContext.all_reduce_async"), self._strategy.extended._reducer
+        if frame is None:
+            return start_all_reduce(reducer, reduce_op, value, options, name, out)
+        with frame:
+            return start_all_reduce(reducer, reduce_op, value, options, name, out)
 
     @overload
     def all_gather(self, value: NDArray[S], axis: int, options: Hints = None, **more: Unpack[Named]) -> NDArray[S]: ...
