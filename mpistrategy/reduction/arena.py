@@ -279,9 +279,7 @@ class Arena(ArenaBase, Generic[T]):
             known = self._routes.get(key)
             if known is None:
                 ranks, into_result = self._communicator, not in_place
-                known = self._routes[key] = InPlaceRoute(
-                    ranks, self._buckets, op, into_result=into_result, wire=wire
-                )
+                known = self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=into_result, wire=wire)
             return known
         from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here: on CPUs nothing reads it
 

@@ -35,6 +35,7 @@ from mpistrategy.variables.variable import Variable
 _MOST_NAMED = 12
 _PAIRS = "an iterable of (gradient, variable) pairs"
 _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
+_NONE, _ARRAYS = type(None), {np.ndarray}
 
 
 class Slots:
@@ -148,12 +149,6 @@ class StepPlan:
             self.said = settings, f"{settings} for {self.text}"
         return self.said[1]
 
-    def fits(self, gradients: Sequence[Any]) -> bool:
-        """Return whether all gradients are ordinary arrays of their variables' dtypes and shapes."""
-        if {*map(type, gradients)} != {np.ndarray}:
-            return False
-        return self.layouts == tuple(zip(map(_dtype_of, gradients), map(_shape_of, gradients), strict=True))
-
     def ordinary(self, gradients: Sequence[Any], where: str) -> list[Array] | None:
         """Return gradients as arrays of their variables' dtypes; None where they need another reduction."""
         arrays = []
@@ -194,17 +189,20 @@ class StepPlans:
         self._fused: dict[tuple[int, ...], FusedUpdate] = {}
         self._known: dict[tuple[int, ...], StepPlan] = {}
 
-    def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[list[Any], StepPlan, bool]:
+    def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[Sequence[Any], StepPlan, bool]:
         """Return the gradients that are not None, and the plan of their variables.  Raise unless they fit.
 
         The last result says whether all gradients are ordinary arrays of their variables' dtypes.
         """
         pairs = _listed(grads_and_vars, where)
+        gradients: Sequence[Any] = ()
         try:
-            # The plan keeps all of them alive, so no other object gets their ids.
-            key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
+            gradients, variables = zip(*pairs, strict=True)
+            kinds, key = {*map(type, gradients)}, tuple(map(id, variables))  # the plan keeps all of them alive
+            if _NONE in kinds:
+                key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
         except (TypeError, ValueError):
-            key = ()
+            kinds, key = set(), ()  # what are no pairs has no plan
         plan = self._known.get(key)
         if plan is None or plan.strategy is not strategy:
             plan = _new_plan(pairs, strategy, where)
@@ -212,12 +210,14 @@ class StepPlans:
             while len(self._known) >= self._MOST:
                 del self._known[next(iter(self._known))]
             self._known[key] = plan
-        gradients = [gradient for gradient, _ in pairs if gradient is not None]
-        ordinary = plan.fits(gradients)
-        if not ordinary:
-            for gradient, var in zip(gradients, plan.variables, strict=True):
-                check_gradient(local_component(gradient), var, where)
-        return gradients, plan, ordinary
+        if kinds == _ARRAYS:
+            layouts = zip(map(_dtype_of, gradients), map(_shape_of, gradients), strict=True)
+            if plan.layouts == tuple(layouts):
+                return gradients, plan, True
+        gradients = [gradient for gradient in gradients if gradient is not None]
+        for gradient, var in zip(gradients, plan.variables, strict=True):
+            check_gradient(local_component(gradient), var, where)
+        return gradients, plan, False
 
     def prepare(
         self, plan: StepPlan, kernel: Kernel | None, counter: Variable, op: ReduceOp, screens: bool, call: Call

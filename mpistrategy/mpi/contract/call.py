@@ -172,9 +172,9 @@ class Call(CurrentCall):
             CollectiveMismatchError: on every rank, when the calls differ.
             MpiStrategyError: on every rank, when a rank could not make the call; of the type raised there.
         """
+        place, step = self.place, self.step
         signature = Signature(
-            *(collective, op, self.structure, values, destination, options),
-            *(self.name, self.where, self.place, self.step),
+            collective, op, self.structure, values, destination, options, self.name, self.where, place, step
         )
         return self.agree_on(signature, patiently=patiently, sparingly=sparingly)
 

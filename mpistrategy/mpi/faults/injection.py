@@ -1,7 +1,8 @@
 """Planned faults: a plan makes some public collective go wrong on one rank.
 
 Without a plan nothing of this runs.  It must be there when the package is imported: the public methods that
-`mpistrategy.mpi.contract.public_calls` knows then have hooks, which `arm` uses on this rank only.  The messages stay the same, so each rank may have a plan of its own.
+`mpistrategy.mpi.contract.public_calls` knows then have hooks, which `arm` uses on this rank only.  The messages stay
+the same, so each rank may have a plan of its own.
 
 A plan counts the program's own calls from the first strategy on, over all strategies of this process; calls inside a
 collective do not count.  A fault happens before the guard hears of the call: to the other ranks it looks like the same
@@ -28,6 +29,7 @@ from mpistrategy.errors import InjectedFault, OptionError
 from mpistrategy.mpi.contract.call_sites import call_site
 from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN, PublicCall, hooks
 from mpistrategy.mpi.faults.plans import Fault, parse
+
 
 class _Inside(threading.local):
     depth = 0
