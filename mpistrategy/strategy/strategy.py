@@ -48,8 +48,8 @@ from mpistrategy.options import (
 )
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.broadcast import Broadcast
+from mpistrategy.reduction.collectives import Gather
 from mpistrategy.reduction.explain import explanation
-from mpistrategy.reduction.gather import Gather
 from mpistrategy.reduction.reducer import Reduce
 from mpistrategy.strategy.along_axis import reduce_along
 from mpistrategy.strategy.extended import StrategyExtended
