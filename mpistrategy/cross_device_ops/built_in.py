@@ -136,6 +136,17 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
         """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
 
+    def _looked_at(self, given: Sequence[Any], op: ReduceOp, options: CommunicationOptions, where: str) -> list[Any]:
+        """Return this rank's components as what can be reduced.
+
+        Raises:
+            MpiStrategyError: for what cannot be.
+        """
+        reduced_precision.check(options.wire)
+        values = [checked_value(own_component(value, op, where), op, where) for value in given]
+        self._check_values(values, op, where)
+        return values
+
     def _reduce_slices(self, communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
         return sparse.concatenate(communicator, slices, op, call)
@@ -194,16 +205,13 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         operation = self._gpu_operation(ranks, EVERY_RANK) if self._is_usual else None
         if operation is None or any(isinstance(value, (IndexedSlices, Mirrored)) for value in given):
             return None
-        reduced_precision.check(options.wire)
-        arrays = [checked_value(own_component(value, op, where), op, where) for value in given]
+        arrays = self._looked_at(given, op, options, where)
         if not arrays or not all(map(is_on_device, arrays)):
             return None
-        self._check_values(arrays, op, where)
         check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
         route = self._gpu_route(ranks, arrays, op, options, operation, outs)
-        memory = route.pack(arrays)
         words = {"op": op.value, "values": tuple(map(_layout, arrays)), "destination": EVERY_RANK.text}
-        return OnDevice(route, arrays, memory, words | {"options": self._settings(options)})
+        return OnDevice(route, arrays, route.pack(arrays), words | {"options": self._settings(options)})
 
     def _reduce(
         self,
@@ -220,42 +228,41 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         Args:
             outs: for each value an array that its result may be written to: what is done only where that saves a copy.
         """
-        reduced_precision.check(options.wire)
         given = [own_component(value, op, call.where) for value in given]
-        values = [checked_value(value, op, call.where) for value in given]
-        self._check_values(values, op, call.where)
-        layouts = tuple(map(_layout, values))
+        values = self._looked_at(given, op, options, call.where)
+        layouts, texts = tuple(map(_layout, values)), [each.text for each in targets]
         # Values that go to different ranks are sent to all of them.
-        target = targets[0] if len(set(targets)) == 1 else EVERY_RANK
+        is_one = len(set(targets)) == 1
+        target, destination = (targets[0], texts[0]) if is_one else (EVERY_RANK, "; ".join(texts))
         placed = [i for i, value in enumerate(values) if is_on_device(value)]
-        routes: list[tuple[Any, list[int], list[Any]]] = []
+        routes: list[tuple[Any, list[int]]] = []
         if placed:
             arrays = [values[i] for i in placed]
             check_device(arrays, gpu_of(ranks.devices, ranks.rank), call.where)
-            if (operation := self._gpu_operation(ranks, target)) is not None:
-                own = None if outs is None else [outs[i] for i in placed]
-                routes.append((self._gpu_route(ranks, arrays, op, options, operation, own), placed, arrays))
-            else:
+            if (operation := self._gpu_operation(ranks, target)) is None:
                 values = [to_host(value) if is_on_device(value) else value for value in values]
+            else:
+                own = None if outs is None else [outs[i] for i in placed]
+                routes.append((self._gpu_route(ranks, arrays, op, options, operation, own), placed))
         dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
-        arrays = [values[i] for i in dense]
-        plan = self._plan(ranks, packing.layouts_of(arrays), op, options, target)
+        plan = self._plan(ranks, packing.layouts_of([values[i] for i in dense]), op, options, target)
         # The plan first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
-        routes.insert(0, (plan, dense, arrays))
-        memory = [route.bring(arrays) for route, _, arrays in routes]
+        routes.insert(0, (plan, dense))
+        memory = [route.bring([values[i] for i in those]) for route, those in routes]
         read = event_of_reads(given[i] for i in placed)
-        destination = "; ".join(each.text for each in targets) if len(set(targets)) > 1 else target.text
-        settings = self._settings(options)
         # MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
-        sparingly = not placed
         call.agree(
-            "reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=sparingly
+            "reduce",
+            op=op.value,
+            values=layouts,
+            destination=destination,
+            options=self._settings(options),
+            sparingly=not placed,
         )
         results: list[Any] = [None] * len(values)
-        for (route, those, arrays), room in zip(routes, memory, strict=True):
-            for i, total in zip(those, route.run(arrays, room), strict=True):
-                if target.includes(ranks.rank):
-                    results[i] = total
+        for (route, those), room in zip(routes, memory, strict=True):
+            for i, total in zip(those, route.run([values[i] for i in those], room), strict=True):
+                results[i] = total if target.includes(ranks.rank) else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
                 results[i] = self._reduce_slices(ranks, value, op, call)
@@ -275,19 +282,17 @@ class MpiAllReduce(PackedCrossDeviceOps):
     _in_rank_order = True
 
 
-def by_one_rank(
-    communicator: Ranks, packs: Packs, op: ReduceOp, root: int, destination: Destination
-) -> CommunicatorRoute:
+def by_one_rank(ranks: Ranks, packs: Packs, op: ReduceOp, root: int, destination: Destination) -> CommunicatorRoute:
     """Return the route of packs that are combined on `root` by MPI's Reduce, and sent to others that want them."""
 
     def reduce_pair(source: Array, target: Array) -> None:
         if target is not source:
             target[...] = source
-        communicator.reduce(target, root, op._on_the_wire)
+        ranks.reduce(target, root, op._on_the_wire)
         if destination.only_rank != root:
-            communicator.bcast(target, root)
+            ranks.bcast(target, root)
 
-    return CommunicatorRoute(communicator, packs, op, ["root"] * len(packs), reduce_pair)
+    return CommunicatorRoute(ranks, packs, op, "root", reduce_pair)
 
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:

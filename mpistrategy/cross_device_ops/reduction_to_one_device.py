@@ -106,9 +106,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         root = self._root(ranks, destination)
         if self.accumulation_fn is None:
             return by_one_rank(ranks, self._packs(layouts, bytes_per_pack), op, root, destination)
-        one_by_one = tuple(
-            pack for index in range(len(layouts)) for pack in packing.plan(layouts, 0, 0, host_wire_dtype, (index,))
-        )
+        one_by_one = packing.plan(layouts, wire=host_wire_dtype, alone_bytes=0)
         return AccumulationRoute(ranks, one_by_one, op, self.accumulation_fn, root, destination)
 
 
@@ -118,8 +116,8 @@ class AccumulationRoute:
     See `mpistrategy.reduction.routes.base.Route`.
 
     Args:
-        communicator: the ranks.
-        packs: the buffers, of one value each.
+        ranks: who takes part.
+        packs: the buffers, one for each value.
         op: MEAN divides what the function returned.
         function: gets all ranks' arrays in rank order, and returns one.
         root: the rank that calls it.
@@ -128,53 +126,50 @@ class AccumulationRoute:
 
     def __init__(
         self,
-        communicator: Ranks,
+        ranks: Ranks,
         packs: tuple[Pack, ...],
         op: ReduceOp,
         function: Callable[[list[Array]], object],
         root: int,
         destination: Destination,
     ) -> None:
-        self.packs = packs
-        self._communicator, self._op, self._function = communicator, op, function
+        self.packs: tuple[Pack, ...] = packs
+        self._ranks, self._op, self._function = ranks, op, function
         self._root, self._is_sent = root, destination.only_rank != root
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return copies of this rank's arrays, in whose place the results come."""
-        return [pack.fill(arrays) for pack in self.packs]
-
-    def _room(self, mine: Array) -> Array | None:
-        """Return new memory, which the function may keep, for all copies of a value on the rank where they meet."""
-        ranks = self._communicator
-        return np.empty((ranks.size, mine.size), mine.dtype) if ranks.rank == self._root else None
+        return [pack.fill(arrays).reshape(pack.members[0].shape) for pack in self.packs]
 
     def run(self, arrays: Sequence[Array], memory: list[Array]) -> list[Array]:
-        """Return what the function has made of all ranks' arrays."""
-        ranks, results = self._communicator, list(arrays)
-        for pack, buffer in zip(self.packs, memory, strict=True):
-            member = pack.members[0]
-            results[member.index] = result = buffer.reshape(member.shape)
-            together = ranks.guard.on_all(partial(self._room, buffer))
-            ranks.gatherv(buffer, [buffer.size] * ranks.size, together, self._root)
-            dtype = pack.dtype if pack.dtype.kind in "iu" else arrays[member.index].dtype
-            # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
-            ranks.guard.on_all(partial(self._accumulate, together, dtype, result))
-            together = None  # before there is memory for the next value
-            if self._is_sent:
-                ranks.bcast(buffer, self._root)
-            with np.errstate(all="ignore"):
-                divide_by(self._op._divisor(buffer.dtype, ranks.size), buffer)
-        return results
+        """Return what the function has made of all ranks' arrays, one after the other."""
+        for array, result in zip(arrays, memory, strict=True):
+            self._combine(array, result)
+        return memory
 
-    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        return [described(ranks, "root", pack, copies_of(pack, arrays)) for pack in self.packs if pack.size]
+    def _combine(self, array: Array, result: Array) -> None:
+        ranks = self._ranks
+        # The function may keep what it gets.  If it raises, the other ranks must not wait for its result.
+        together = ranks.guard.on_all(partial(self._room, result))
+        ranks.gatherv(result.reshape(-1), [result.size] * ranks.size, together, self._root)
+        dtype = result.dtype if result.dtype.kind in "iu" else array.dtype
+        ranks.guard.on_all(partial(self._accumulate, together, dtype, result))
+        if self._is_sent:
+            ranks.bcast(result.reshape(-1), self._root)
+        with np.errstate(all="ignore"):
+            divide_by(self._op._divisor(result.dtype, ranks.size), result)
+
+    def _room(self, mine: Array) -> Array | None:
+        is_root = self._ranks.rank == self._root
+        return np.empty((self._ranks.size, *mine.shape), mine.dtype) if is_root else None
 
     def _accumulate(self, together: Array | None, dtype: np.dtype[Any], target: Array) -> None:
         """Write what the function makes of all ranks' copies, which it gets in `dtype`, into `target`."""
         if together is None:
             return
-        copies, where = [copy.reshape(target.shape) for copy in together], "ReductionToOneDevice"
-        result = np.asarray(self._function([copy.astype(dtype, copy=False) for copy in copies]))
+        copies = together.astype(dtype, copy=False)
+        result = np.asarray(self._function([copies[rank, ...] for rank in range(len(copies))]))
+        where = "ReductionToOneDevice"
         if result.shape != target.shape:
             raise ShapeError.at(
                 where,
@@ -188,3 +183,6 @@ class AccumulationRoute:
                 expected=f"the dtype of each value, {dtype_name(dtype)}",
             )
         target[...] = result
+
+    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
+        return [described(ranks, "root", pack, copies_of(pack, arrays)) for pack in self.packs if pack.size]

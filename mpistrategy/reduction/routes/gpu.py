@@ -41,7 +41,7 @@ def gpu_packs(layouts: tuple[Layout, ...], bytes_per_pack: float, num_packs: flo
     """Return the packs of arrays in GPU memory: one for each large array, unless a number of packs is asked for."""
     if num_packs >= 1:
         return packing.plan(layouts, bytes_per_pack, num_packs, _own_dtype, None, packing.GPU_ALIGNMENT)
-    return packing.hybrid(layouts, _ALONE_BYTES, bytes_per_pack, _own_dtype, packing.GPU_ALIGNMENT)
+    return packing.plan(layouts, bytes_per_pack, 0, _own_dtype, _ALONE_BYTES, packing.GPU_ALIGNMENT)
 
 
 def _own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:

@@ -29,7 +29,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack, layouts_of, plan
 from mpistrategy.reduction.routes import on_device
 from mpistrategy.reduction.routes.base import Copies, Description, Route, Targets
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described, names_of
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class InPlaceRoute:
     def _route(self, replicas: Replicas, wire: str | None) -> Route:
         ranks, op = self._communicator, self._op
         packs = plan(layouts_of([replicas.mine]), 1, 0, host_wire_dtype)
-        return CommunicatorRoute(ranks, packs, op, names_of(ranks, packs, op, wire), wire=wire)
+        return CommunicatorRoute(ranks, packs, op, wire=wire)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Any]:
         """Return the memory that messages need besides the arrays, which are where they are combined."""
