@@ -29,7 +29,7 @@ from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import Plan, summed, usual_route
-from mpistrategy.reduction.routes.base import Route
+from mpistrategy.reduction.routes.base import Description, Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 if TYPE_CHECKING:
@@ -43,8 +43,6 @@ _OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce
 
 class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that reduce packs of arrays."""
-
-    _is_built_in = True
 
     @property
     def num_packs(self) -> float:
@@ -213,6 +211,49 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         words = {"op": op.value, "values": tuple(map(_layout, arrays)), "destination": EVERY_RANK.text}
         return OnDevice(route, arrays, route.pack(arrays), words | {"options": self._settings(options)})
 
+    def _routes(
+        self,
+        ranks: Ranks,
+        op: ReduceOp,
+        values: list[Any],
+        target: Destination,
+        options: CommunicationOptions,
+        where: str,
+        outs: Sequence[Any] | None = None,
+    ) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
+        """Return the routes of arrays, each with the numbers of those that take it; and the values, where they travel.
+
+        What is in the mailboxes is there until the next exchange, and a GPU path may begin with one: the plan is first.
+        """
+        placed = [i for i, value in enumerate(values) if is_on_device(value)]
+        on_gpu: list[tuple[Any, list[int]]] = []
+        if placed:
+            arrays = [values[i] for i in placed]
+            check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
+            if (operation := self._gpu_operation(ranks, target)) is None:
+                values = [to_host(value) if is_on_device(value) else value for value in values]
+            else:
+                own = None if outs is None else [outs[i] for i in placed]
+                on_gpu = [(self._gpu_route(ranks, arrays, op, options, operation, own), placed)]
+        dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
+        plan = self._plan(ranks, packing.layouts_of([values[i] for i in dense]), op, options, target)
+        return [(plan, dense), *on_gpu], values
+
+    def _explained(
+        self, ranks: Ranks, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
+    ) -> tuple[list[Description], list[str]]:
+        """Return what `Strategy.explain` says of buffers, and lines about what is in none."""
+        values = self._looked_at(given, op, options, "Strategy.explain")
+        routes, moved = self._routes(ranks, op, values, EVERY_RANK, options, "Strategy.explain")
+        found = [each for route, those in routes for each in route.describe(ranks, [moved[i] for i in those])]
+        by_host = [is_on_device(each) and not is_on_device(to) for each, to in zip(values, moved, strict=True)]
+        counts = {
+            "IndexedSlices: gathered on all ranks": sum(isinstance(value, IndexedSlices) for value in values),
+            "Mirrored: the same everywhere, nothing is sent": sum(isinstance(value, Mirrored) for value in values),
+            "on a GPU: copied to the host, reduced as others are, and copied back": sum(by_host),
+        }
+        return found, [f"{count} {what}" for what, count in counts.items() if count]
+
     def _reduce(
         self,
         call: Call,
@@ -235,19 +276,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         is_one = len(set(targets)) == 1
         target, destination = (targets[0], texts[0]) if is_one else (EVERY_RANK, "; ".join(texts))
         placed = [i for i, value in enumerate(values) if is_on_device(value)]
-        routes: list[tuple[Any, list[int]]] = []
-        if placed:
-            arrays = [values[i] for i in placed]
-            check_device(arrays, gpu_of(ranks.devices, ranks.rank), call.where)
-            if (operation := self._gpu_operation(ranks, target)) is None:
-                values = [to_host(value) if is_on_device(value) else value for value in values]
-            else:
-                own = None if outs is None else [outs[i] for i in placed]
-                routes.append((self._gpu_route(ranks, arrays, op, options, operation, own), placed))
-        dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
-        plan = self._plan(ranks, packing.layouts_of([values[i] for i in dense]), op, options, target)
-        # The plan first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
-        routes.insert(0, (plan, dense))
+        routes, values = self._routes(ranks, op, values, target, options, call.where, outs)
         memory = [route.bring([values[i] for i in those]) for route, those in routes]
         read = event_of_reads(given[i] for i in placed)
         # MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.

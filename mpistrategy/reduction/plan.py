@@ -14,7 +14,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout, host_packs
 from mpistrategy.reduction.routes import first_message
-from mpistrategy.reduction.routes.base import Route, Targets
+from mpistrategy.reduction.routes.base import Description, Route, Targets
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 
@@ -107,6 +107,10 @@ class Plan(Transfer):
             else rounded(total, dtype, room)
             for total, (dtype, _), room in zip(totals, self.layouts, rooms, strict=True)
         ]
+
+    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
+        """Return what `run` would do, for `Strategy.explain`."""
+        return self.route.describe(ranks, arrays)
 
 
 def _room(target: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:

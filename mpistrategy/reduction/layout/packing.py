@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, is_buffer, wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.options import ReduceOp
 
@@ -55,11 +55,6 @@ class Pack:
     def nbytes(self) -> int:
         """The length of the buffer in bytes."""
         return self.size * self.dtype.itemsize
-
-    def is_array(self, arrays: Sequence[Array]) -> bool:
-        """Return whether the buffer can be the one array in it as it is."""
-        array = arrays[self.members[0].index]
-        return len(self.members) == 1 and array.dtype == self.dtype and is_buffer(array)
 
     def chosen(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return those of `arrays` that are in the pack."""

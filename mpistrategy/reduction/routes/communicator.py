@@ -148,24 +148,23 @@ def described(
         wire: the dtype in which they travel between nodes, where it is another one.
     """
     local = ranks.node_of.count(ranks.node_of[ranks.rank])
-    result: Copies = () if copies or in_place else ((1, "all into the result"),)
-    within: Copies = (((local - 1) / local, f"{local - 1}/{local} into the node's memory"),)
-    out: Copies = ((1, "the result out of it"),)
-    ways: dict[str, tuple[str, Copies]] = {
-        "node_sum": (f"through memory of the node, each rank 1/{local} of them", within),
+    result: Copies = () if copies or in_place else ("all into the result",)
+    within = f"{local - 1}/{local} into the node's memory"
+    if name == "lanes":
+        between, dtype = ("by MPI's Allreduce", pack.dtype) if wire is None else ("from rank to rank", wire)
+        way = f"within each node, {between} between the {ranks.nodes} nodes as {dtype.name}, and back"
+        more = ("all into the node's memory", "the result out of it") if ranks.shares_memory else result
+        return Description(pack, way, copies + (() if seen or local == 1 else more))
+    if name == "node_sum":
+        way = f"through memory of the node, each rank 1/{local} of them"
+        if pack.nbytes >= node_results.LEAST_BYTES:
+            return Description(pack, f"{way}, where the results stay", (*copies, within))
+        return Description(pack, way, (*copies, within, "the result out of it"))
+    way, more = {
         "mpi": ("by MPI's Allreduce", result),
         "alltoallv": (f"from rank to rank: each gets 1/{ranks.size} of all values, and sends their combination", ()),
         "root": ("by MPI's Reduce to one rank, and from there by Bcast", result),
         "threads": ("between the threads of this process", ()),
         "none": ("stays here, the only replica", result),
-    }
-    if name == "lanes":
-        between, dtype = ("by MPI's Allreduce", pack.dtype) if wire is None else ("from rank to rank", wire)
-        way = f"within each node, {between} between the {ranks.nodes} nodes as {dtype.name}, and back"
-        more: Copies = result if not ranks.shares_memory else ((1, "all into the node's memory"), *out)
-        return Description(pack, way, copies + (() if seen or local == 1 else more))
-    way, more = ways[name]
-    if name == "node_sum":
-        stays = pack.nbytes >= node_results.LEAST_BYTES
-        way, more = (f"{way}, where the results stay", more) if stays else (way, more + out)
+    }[name]
     return Description(pack, way, copies + more)

@@ -231,11 +231,11 @@ class GpuRoute:
             first = pack.members[0].index
             target = None if self._targets is None or len(pack.members) > 1 else self._targets[first]
             dtype = self._sent_as(pack.dtype)
-            copies: Copies = ((1, "all into a bucket"),)
+            copies: Copies = ("all into a bucket",)
             if dtype != pack.dtype:
-                copies = (*(copies if target is None else ()), (2, f"into {dtype.name} and back"))
+                copies = (*(copies if target is None else ()), f"into {dtype.name} and back")
             elif target is not None:
-                copies = () if target is arrays[first] else ((1, "all into the result"),)
+                copies = () if target is arrays[first] else ("all into the result",)
             found.append(Description(pack, self._way(ranks, pack.dtype), copies))
         return found
 

@@ -179,7 +179,7 @@ class InPlaceRoute:
     def _described(self, ranks: Ranks, pack: Pack, replicas: Replicas, seen: bool, wire: Wire) -> Description:
         local, into_result, op = len(replicas.arrays), self._into_result, self._op._on_the_wire
         if not is_in_place(ranks, replicas):
-            copies: Copies = ((2, f"all into {pack.dtype.name} and the results back"),) if pack.converts else ()
+            copies: Copies = (f"all into {pack.dtype.name} and the results back",) if pack.converts else ()
             name = "lanes" if wire is not None else ranks.route(pack.nbytes, pack.dtype, op)
             return described(ranks, name, pack, copies, in_place=not into_result, seen=seen, wire=wire)
         target = "the node's one result" if into_result else "every one"

@@ -131,7 +131,7 @@ class MailboxRoute:
             divide(total, operand, total)
 
     def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
+        way, copies = "in the ranks' mailboxes, with the check of the call", ("all into this rank's mailbox",)
         return [Description(pack, way, copies) for pack in self.packs if pack.size]
 
 
