@@ -13,7 +13,7 @@ import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
@@ -327,6 +327,4 @@ def by_one_rank(ranks: Ranks, packs: Packs, op: ReduceOp, root: int, destination
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
     if isinstance(value, IndexedSlices):
         return sparse.layout(value)
-    if isinstance(value, Mirrored):
-        return ("Mirrored", ())
-    return layout_of(value) if is_on_device(value) else (dtype_name(value.dtype), value.shape)
+    return ("Mirrored", ()) if isinstance(value, Mirrored) else layout_of(value)

@@ -13,13 +13,14 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import array_where_it_is, is_on_device, like_given
 from mpistrategy.arrays.dtypes import Array, is_python_number
+from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import contribution, event_of_reads
 from mpistrategy.errors import LeafError, OptionError, OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.reduction.collectives import Collective, EachArray, check_gpus, dense, values_of
+from mpistrategy.reduction.collectives import Collective, EachArray, check_gpus, dense
 from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plans import NestPlan
 from mpistrategy.reduction.routes import on_device
@@ -68,7 +69,7 @@ class FromRoot(Collective):
 
     def __init__(self, ranks: Ranks, arrays: Sequence[Any], root: int) -> None:
         self._ranks, self._root, self.op = ranks, root, f"from rank {root}"
-        self.layouts, self.values, boxes = layouts_of(arrays), values_of(arrays), ranks.mailboxes
+        self.layouts, self.values, boxes = layouts_of(arrays), tuple(map(layout_of, arrays)), ranks.mailboxes
         self._in_mailboxes: MailboxArrays | None = None
         on_host = not any(map(is_on_device, arrays))
         if boxes is not None and on_host and MailboxArrays.has_room(boxes, self.layouts, 2):

@@ -25,7 +25,7 @@ from mpistrategy.arrays.convert import (
     reducible,
 )
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import COMBINE, Array, dtype_name, host_wire_dtype, quietly
+from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, quietly
 from mpistrategy.arrays.gpu import check_device, layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import EmptyBatchError, OptionTypeError, ReduceOpError, ShapeError, UnsupportedError
@@ -67,11 +67,6 @@ class Collective(Transfer):
         """Return what the ranks compare."""
         words = (self.verb, self.op, call.structure, self.values, destination, "")
         return Signature(*words, call.name, call.where, call.place)
-
-
-def values_of(arrays: Sequence[Any]) -> Values:
-    """Return the name of the dtype and the shape of each array, on the host or a GPU."""
-    return tuple(layout_of(each) if is_on_device(each) else (dtype_name(each.dtype), each.shape) for each in arrays)
 
 
 def dense(value: Any, where: str) -> Any:
@@ -162,7 +157,7 @@ class Gathering(Collective):
     def __init__(self, ranks: Ranks, arrays: Sequence[Any], axes: Sequence[int], into: Targets = None) -> None:
         self._ranks, self._axes, self._into = ranks, axes, into
         self.layouts, self.op = layouts_of(arrays), f"axis {axes}"
-        both = zip(values_of(arrays), axes, strict=True)
+        both = zip(map(layout_of, arrays), axes, strict=True)
         self.values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in both)
         self._mine = np.array([array.shape[axis] for array, axis in zip(arrays, axes, strict=True)], np.int64)
         header, boxes = layouts_of([self._mine]), ranks.mailboxes
@@ -285,7 +280,7 @@ class Scanning(Collective):
     def __init__(self, ranks: Ranks, arrays: Sequence[Array], op: ReduceOp, *, exclusive: bool) -> None:
         self._ranks, self._op, self._is_exclusive = ranks, op, exclusive
         self.op = f"{op.value}, exclusive" if exclusive else op.value
-        self.layouts, self.values = layouts_of(arrays), values_of(arrays)
+        self.layouts, self.values = layouts_of(arrays), tuple(map(layout_of, arrays))
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Copy the arrays as they are combined; take memory for what travels."""
