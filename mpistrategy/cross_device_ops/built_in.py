@@ -5,8 +5,8 @@ A subclass says only by which routes its packs travel, where these are not the u
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -33,7 +33,7 @@ from mpistrategy.reduction.routes.base import Description, Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.gpu import GpuOperation, GpuRoute
+    from mpistrategy.reduction.routes.gpu import GpuRoute
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
@@ -44,12 +44,15 @@ _OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce
 class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that reduce packs of arrays."""
 
+    #: Whether arrays in GPU memory are combined on the host.
+    _by_host: bool = False
+
     @property
     def num_packs(self) -> float:
         """Into about how many packs values are split; 0 leaves it to bytes_per_pack.  The constructor's alone."""
         return self._num_packs
 
-    @functools.cached_property
+    @cached_property
     def _configuration(self) -> str:
         """What must be equal on all ranks for their messages to fit together."""
         return f"{type(self).__name__}, num_packs={self._num_packs}"
@@ -75,10 +78,16 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         wire: str | None,
         destination: Destination,
     ) -> Route:
-        """Return the route of arrays: by MPI's Reduce to a single rank, else the fastest to every rank."""
-        if destination.only_rank is not None:
-            return by_one_rank(ranks, self._packs(layouts, bytes_per_pack), op, destination.only_rank, destination)
-        return usual_route(ranks, layouts, op, bytes_per_pack, wire)
+        """Return the route of arrays: by MPI's Reduce to the rank that combines, else the fastest to every rank."""
+        root = self._root(ranks, destination)
+        if root is None:
+            return usual_route(ranks, layouts, op, bytes_per_pack, wire)
+        reduce_pair = partial(_by_one_rank, ranks, op._on_the_wire, root, is_sent=destination.only_rank != root)
+        return CommunicatorRoute(ranks, self._packs(layouts, bytes_per_pack), op, "root", reduce_pair)
+
+    def _root(self, ranks: Ranks, destination: Destination) -> int | None:
+        """Return the rank that combines; None: all do."""
+        return destination.only_rank
 
     def _packs(self, layouts: tuple[Layout, ...], bytes_per_pack: float) -> Packs:
         return packing.plan(layouts, bytes_per_pack, self._num_packs, host_wire_dtype)
@@ -100,17 +109,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _gpu_word(self, ranks: Ranks, options: CommunicationOptions) -> str | None:
         """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
-        from mpistrategy.reduction.routes.gpu import ALL_REDUCE  # here: on CPUs nothing reads it
-
-        is_plain = options.wire is None and self._is_usual and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
-        return path_word(options, self._device_path) if is_plain else None
-
-    def _gpu_operation(self, communicator: Ranks, destination: Destination) -> GpuOperation | None:
-        """Return how arrays in GPU memory are combined; None: on the host."""
-        from mpistrategy.reduction.routes.gpu import ALL_REDUCE, on_one_rank  # here: on CPUs nothing reads it
-
-        root = destination.only_rank
-        return ALL_REDUCE if root is None else on_one_rank(root, destination)
+        is_plain = options.wire is None and self._is_usual and not self._by_host
+        return path_word(options, self._device_path) if is_plain and self._root(ranks, EVERY_RANK) is None else None
 
     def _gpu_route(
         self,
@@ -118,18 +118,19 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         arrays: Sequence[DeviceArray],
         op: ReduceOp,
         options: CommunicationOptions,
-        operation: GpuOperation,
+        destination: Destination,
         outs: Sequence[Any] | None = None,
     ) -> GpuRoute:
         """Return the route of arrays in GPU memory that are combined there; in place if they are their own `outs`."""
-        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs, own_result  # here: on CPUs nothing reads it
+        from mpistrategy.reduction.routes import gpu  # here: on CPUs nothing reads it
 
-        packs = gpu_packs(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
-        targets = None if outs is None else [own_result(*both) for both in zip(arrays, outs, strict=True)]
+        packs = gpu.gpu_packs(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
+        targets = None if outs is None else [*map(gpu.own_result, arrays, outs)]
         if targets is not None and not are_apart([each for each in targets if each is not None]):
             targets = None  # what they have in common would be combined twice
-        word = path_word(options, self._device_path)
-        return GpuRoute(ranks, packs, op, word, options.wire, operation, targets)
+        root, word = self._root(ranks, destination), path_word(options, self._device_path)
+        operation = gpu.GpuOperation(root, sends=destination.only_rank != root)
+        return gpu.GpuRoute(ranks, packs, op, word, options.wire, operation, targets)
 
     def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
         """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
@@ -200,14 +201,14 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         where: str,
     ) -> OnDevice | None:
         """Return an all-reduce of arrays in GPU memory, packed; None where these are not all, or go by the host."""
-        operation = self._gpu_operation(ranks, EVERY_RANK) if self._is_usual else None
-        if operation is None or any(isinstance(value, (IndexedSlices, Mirrored)) for value in given):
+        is_usual = self._is_usual and not self._by_host
+        if not is_usual or any(isinstance(value, (IndexedSlices, Mirrored)) for value in given):
             return None
         arrays = self._looked_at(given, op, options, where)
         if not arrays or not all(map(is_on_device, arrays)):
             return None
         check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
-        route = self._gpu_route(ranks, arrays, op, options, operation, outs)
+        route = self._gpu_route(ranks, arrays, op, options, EVERY_RANK, outs)
         words = {"op": op.value, "values": tuple(map(_layout, arrays)), "destination": EVERY_RANK.text}
         return OnDevice(route, arrays, route.pack(arrays), words | {"options": self._settings(options)})
 
@@ -230,11 +231,11 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         if placed:
             arrays = [values[i] for i in placed]
             check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
-            if (operation := self._gpu_operation(ranks, target)) is None:
+            if self._by_host:
                 values = [to_host(value) if is_on_device(value) else value for value in values]
             else:
                 own = None if outs is None else [outs[i] for i in placed]
-                on_gpu = [(self._gpu_route(ranks, arrays, op, options, operation, own), placed)]
+                on_gpu = [(self._gpu_route(ranks, arrays, op, options, target, own), placed)]
         dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
         plan = self._plan(ranks, packing.layouts_of([values[i] for i in dense]), op, options, target)
         return [(plan, dense), *on_gpu], values
@@ -311,17 +312,13 @@ class MpiAllReduce(PackedCrossDeviceOps):
     _in_rank_order = True
 
 
-def by_one_rank(ranks: Ranks, packs: Packs, op: ReduceOp, root: int, destination: Destination) -> CommunicatorRoute:
-    """Return the route of packs that are combined on `root` by MPI's Reduce, and sent to others that want them."""
-
-    def reduce_pair(source: Array, target: Array) -> None:
-        if target is not source:
-            target[...] = source
-        ranks.reduce(target, root, op._on_the_wire)
-        if destination.only_rank != root:
-            ranks.bcast(target, root)
-
-    return CommunicatorRoute(ranks, packs, op, "root", reduce_pair)
+def _by_one_rank(ranks: Ranks, op: str, root: int, source: Array, target: Array, *, is_sent: bool) -> None:
+    """Combine a pack on `root` by MPI's Reduce; send it to the others where they want it."""
+    if target is not source:
+        target[...] = source
+    ranks.reduce(target, root, op)
+    if is_sent:
+        ranks.bcast(target, root)
 
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:

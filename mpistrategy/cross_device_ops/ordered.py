@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial, reduce
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +24,6 @@ from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout, host_packs
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
-
-if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.gpu import GpuOperation
 
 #: About so much of a buffer is exchanged at a time where the ranks do not share memory; three times as much is needed.
 _PIECE_BYTES = 8 * 2**20
@@ -65,6 +62,8 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
     """
 
+    _by_host = True
+
     def _route(
         self,
         ranks: Ranks,
@@ -82,10 +81,6 @@ class OrderedAllReduce(PackedCrossDeviceOps):
             return CommunicatorRoute(ranks, packs, op, "node_sum", partial(_combine_on_node, node, text))
         shown = "alltoallv" if names.isdisjoint(("none", "threads")) else names.pop()
         return CommunicatorRoute(ranks, packs, op, shown, partial(gather_and_combine, ranks, text, destination))
-
-    def _gpu_operation(self, communicator: Ranks, destination: Destination) -> GpuOperation | None:
-        """Return None: values are sorted on the host."""
-        return None
 
     def _reduce_slices(self, communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
         """Return all ranks' rows, those with equal indices added up, in the order of their indices; on the host."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import devices
 from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype
-from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, by_one_rank
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.settings import Fixed
@@ -21,9 +21,6 @@ from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import Plan
 from mpistrategy.reduction.routes.base import Description, Route, Targets, copies_of
 from mpistrategy.reduction.routes.communicator import described
-
-if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.gpu import GpuOperation
 
 
 class ReductionToOneDevice(PackedCrossDeviceOps):
@@ -59,8 +56,8 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
             raise OptionTypeError.at(
                 where, found=f"accumulation_fn={accumulation_fn!r}", expected="a function of a list"
             )
-        self.reduce_to_device = reduce_to_device
-        self.accumulation_fn = accumulation_fn
+        self.reduce_to_device, self.accumulation_fn = reduce_to_device, accumulation_fn
+        self._by_host = accumulation_fn is not None
 
     @property
     def _configuration(self) -> str:
@@ -79,19 +76,11 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         """Return how arrays on the host are reduced; None for an accumulation, the program's own code."""
         return None if self.accumulation_fn is not None else super()._plan_for(ranks, layouts, op, options, destination)
 
-    def _gpu_operation(self, communicator: Ranks, destination: Destination) -> GpuOperation | None:
-        """Return how arrays in GPU memory are combined; None for an accumulation function: on the host."""
-        from mpistrategy.reduction.routes.gpu import on_one_rank  # here: on CPUs nothing reads it
-
-        if self.accumulation_fn is not None:
-            return None
-        return on_one_rank(self._root(communicator, destination), destination)
-
-    def _root(self, communicator: Ranks, destination: Destination) -> int:
-        """Return the rank that sums."""
+    def _root(self, ranks: Ranks, destination: Destination) -> int:
+        """Return the rank that combines."""
         if self.reduce_to_device is None:
             return destination.only_rank or 0
-        return ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
+        return ranks_of(self.reduce_to_device, ranks, "ReductionToOneDevice(reduce_to_device=...)")[0]
 
     def _route(
         self,
@@ -103,10 +92,9 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         destination: Destination,
     ) -> Route:
         """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
-        root = self._root(ranks, destination)
         if self.accumulation_fn is None:
-            return by_one_rank(ranks, self._packs(layouts, bytes_per_pack), op, root, destination)
-        one_by_one = packing.plan(layouts, wire=host_wire_dtype, alone_bytes=0)
+            return super()._route(ranks, layouts, op, bytes_per_pack, wire, destination)
+        one_by_one, root = packing.plan(layouts, wire=host_wire_dtype, alone_bytes=0), self._root(ranks, destination)
         return AccumulationRoute(ranks, one_by_one, op, self.accumulation_fn, root, destination)
 
 
@@ -185,4 +173,4 @@ class AccumulationRoute:
         target[...] = result
 
     def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        return [described(ranks, "root", pack, copies_of(pack, arrays)) for pack in self.packs if pack.size]
+        return [described(pack, "root", copies_of(pack, arrays)) for pack in self.packs if pack.size]

@@ -117,7 +117,7 @@ class CommunicatorRoute:
 
     def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
         return [
-            described(ranks, self._way(pack), pack, copies_of(pack, arrays), wire=self._dtype_between_nodes(pack.dtype))
+            described(pack, self._way(pack), copies_of(pack, arrays), self._dtype_between_nodes(pack.dtype))
             for pack in self.packs
             if pack.size
         ]
@@ -126,45 +126,37 @@ class CommunicatorRoute:
         return None if self._wire is None else between_nodes(self._ranks, self._wire, dtype, self._text)
 
 
-def described(
-    ranks: Ranks,
-    name: str,
-    pack: Pack,
-    copies: Copies,
-    *,
-    in_place: bool = False,
-    seen: bool = False,
-    wire: Wire = None,
-) -> Description:
+#: How the packs of a way travel, and what is copied besides.
+_WAYS: dict[str, tuple[str, Copies]] = {
+    "node_sum": (
+        "through memory of the node, a share by each rank",
+        ("the others' shares into it", "the result out of it"),
+    ),
+    "node_results": (
+        "through memory of the node, a share by each rank; the results stay there",
+        ("the others' shares into it",),
+    ),
+    "lanes": (
+        "within each node, by MPI's Allreduce between the nodes, and back",
+        ("all into memory of the node", "the result out of it"),
+    ),
+    "mpi": ("by MPI's Allreduce", ()),
+    "alltoallv": ("from rank to rank: each gets a share of all values, and sends their combination", ()),
+    "root": ("by MPI's Reduce to one rank, and from there by Bcast", ("all into the result",)),
+    "threads": ("between the threads of this process", ()),
+    "none": ("stays here, the only replica", ("all into the result",)),
+}
+
+
+def described(pack: Pack, name: str, copies: Copies, wire: Wire = None) -> Description:
     """Return what becomes of a pack on a way of the communicator, or of an algorithm.
 
     Args:
-        ranks: the ranks.
-        name: the name of the way.
         pack: the pack.
+        name: the name of the way.
         copies: what is copied before and after.
-        in_place: whether the results are written over them.
-        seen: whether the ranks of a node combine them where they are, before they travel to other nodes.
-        wire: the dtype in which they travel between nodes, where it is another one.
+        wire: the dtype in which it travels between nodes, where that is another one.
     """
-    local = ranks.node_of.count(ranks.node_of[ranks.rank])
-    result: Copies = () if copies or in_place else ("all into the result",)
-    within = f"{local - 1}/{local} into the node's memory"
-    if name == "lanes":
-        between, dtype = ("by MPI's Allreduce", pack.dtype) if wire is None else ("from rank to rank", wire)
-        way = f"within each node, {between} between the {ranks.nodes} nodes as {dtype.name}, and back"
-        more = ("all into the node's memory", "the result out of it") if ranks.shares_memory else result
-        return Description(pack, way, copies + (() if seen or local == 1 else more))
-    if name == "node_sum":
-        way = f"through memory of the node, each rank 1/{local} of them"
-        if pack.nbytes >= node_results.LEAST_BYTES:
-            return Description(pack, f"{way}, where the results stay", (*copies, within))
-        return Description(pack, way, (*copies, within, "the result out of it"))
-    way, more = {
-        "mpi": ("by MPI's Allreduce", result),
-        "alltoallv": (f"from rank to rank: each gets 1/{ranks.size} of all values, and sends their combination", ()),
-        "root": ("by MPI's Reduce to one rank, and from there by Bcast", result),
-        "threads": ("between the threads of this process", ()),
-        "none": ("stays here, the only replica", result),
-    }[name]
-    return Description(pack, way, copies + more)
+    stays = name == "node_sum" and pack.nbytes >= node_results.LEAST_BYTES
+    way, more = _WAYS["node_results" if stays else name]
+    return Description(pack, way if wire is None else f"{way}, as {wire.name} between them", copies + more)

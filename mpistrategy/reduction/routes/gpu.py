@@ -22,7 +22,6 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.gpu_copy import fill
@@ -110,11 +109,6 @@ class GpuOperation:
 
 
 ALL_REDUCE: GpuOperation = GpuOperation()
-
-
-def on_one_rank(root: int, destination: Destination) -> GpuOperation:
-    """Return the operation that combines buffers on `root`, and sends them to others that want them."""
-    return GpuOperation(root, sends=destination.only_rank != root)
 
 
 class GpuRoute:

@@ -28,7 +28,7 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack, layouts_of, plan
 from mpistrategy.reduction.routes import on_device
-from mpistrategy.reduction.routes.base import Copies, Description, Route, Targets
+from mpistrategy.reduction.routes.base import Description, Route, Targets
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described
 
 
@@ -179,9 +179,9 @@ class InPlaceRoute:
     def _described(self, ranks: Ranks, pack: Pack, replicas: Replicas, seen: bool, wire: Wire) -> Description:
         local, into_result, op = len(replicas.arrays), self._into_result, self._op._on_the_wire
         if not is_in_place(ranks, replicas):
-            copies: Copies = (f"all into {pack.dtype.name} and the results back",) if pack.converts else ()
-            name = "lanes" if wire is not None else ranks.route(pack.nbytes, pack.dtype, op)
-            return described(ranks, name, pack, copies, in_place=not into_result, seen=seen, wire=wire)
+            name = "lanes" if seen or wire is not None else ranks.route(pack.nbytes, pack.dtype, op)
+            copies = (f"all into {pack.dtype.name} and the results back",) if pack.converts else ()
+            return described(pack, name, copies, wire)
         target = "the node's one result" if into_result else "every one"
         return Description(pack, f"where the arrays are, each rank 1/{local} of them, into {target}", ())
 
