@@ -123,15 +123,3 @@ class Algorithm(ABC):
         The results may be written to `outs`, which are arrays of their dtypes and shapes.  Without `is_batch` one value
         is reduced by `reduce`.
         """
-
-    @abstractmethod
-    def reduce(
-        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: CommunicationOptions | None = None
-    ) -> Any:
-        """Reduce one value over the replicas."""
-
-    @abstractmethod
-    def batch_reduce(
-        self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
-    ) -> list[Any]:
-        """Reduce several values over the replicas."""

@@ -87,6 +87,12 @@ def check_gpus(ranks: Ranks, arrays: Sequence[Any], where: str) -> bool:
     return bool(placed)
 
 
+def move(ranks: Ranks, collective: Collective, arrays: Sequence[Any], call: Call) -> list[Array]:
+    """Return what becomes of arrays, once all ranks make the same call."""
+    placed = check_gpus(ranks, arrays, call.where)
+    return collective.carried_out(arrays, partial(call.agree_on, collective.signature(call), sparingly=not placed))
+
+
 class EachArray(General):
     """A collective that does the same with each array of a nest; a subclass says what, in `collective`."""
 
@@ -121,8 +127,7 @@ class EachArray(General):
 
     def moved(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
         """Return what becomes of the arrays of a value, once all ranks make the same call."""
-        placed = check_gpus(self.reducer.communicator, arrays, call.where)
-        return collective.carried_out(arrays, partial(call.agree_on, collective.signature(call), sparingly=not placed))
+        return move(self.reducer.communicator, collective, arrays, call)
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of a nest of arrays and numbers on the host; None for others."""
@@ -197,22 +202,16 @@ class Gathering(Collective):
                     np.concatenate([theirs[number] for theirs in seen], axis, out=result)
                     for number, (result, axis) in enumerate(rows, 1)
                 ]
-        moved = [_moved(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
+        moved = [np.moveaxis(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
         gathered = gather_all(self._ranks, list(zip(moved, lengths.T.tolist(), strict=True)), self._into)
         if not any(self._axes):
             return gathered
         return self._ranks.guard.on_all(lambda: [*map(_moved_back, gathered, self._axes)])
 
 
-def _moved(array: Any, source: int, target: int) -> Any:
-    """Return an array with one axis moved; what `numpy.moveaxis` does, in GPU memory too."""
-    axes = [axis for axis in range(array.ndim) if axis != source]
-    return array.transpose([*axes[:target], source, *axes[target:]])
-
-
 def _moved_back(array: Any, axis: int) -> Any:
     """Return an array with its first axis where it was, contiguous."""
-    moved = _moved(array, 0, axis)
+    moved = np.moveaxis(array, 0, axis)
     with on_device_of(moved):
         return moved if moved.flags.c_contiguous else moved.copy()
 
@@ -227,8 +226,7 @@ def gather(ranks: Ranks, arrays: Sequence[Any], axis: int, call: Call, into: Tar
         call: the guard's call that all ranks make.
         into: memory for each result on the host, or None: used where that saves a copy, and if `axis` is 0.
     """
-    placed, way = check_gpus(ranks, arrays, call.where), Gathering(ranks, arrays, [axis] * len(arrays), into)
-    return way.carried_out(arrays, partial(call.agree_on, way.signature(call), sparingly=not placed))
+    return move(ranks, Gathering(ranks, arrays, [axis] * len(arrays), into), arrays, call)
 
 
 class Gather(EachArray):
