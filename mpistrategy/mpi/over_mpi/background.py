@@ -38,7 +38,7 @@ class Background(Worker):
         return self._is_of_use and nbytes >= _LEAST_BYTES
 
     def call(self, work: Callable[[], object], ended: Callable[[], object]) -> Submitted:
-        """Call `work` after all that was submitted before, and then `ended`.
+        """Call `work` after all that was submitted before, and then `ended`, both in the thread.
 
         After an error nothing is done, and all that was submitted fails with it, until `wait` has raised it.
         """
@@ -47,14 +47,13 @@ class Background(Worker):
             raise guard.refusal("torch.distributed.all_reduce")
         if self._last is None:  # the program may end without a wait, before the ranks say goodbye
             atexit.register(self.end)
-        job = Reported(partial(self._unless_failed, work), ended)
+        job = Submitted(self, partial(self._unless_failed, work), ended)
         self.submit(job)
         self._last = job
-        return Submitted(self, job)
+        return job
 
-    def _tell_of(self, job: Job) -> None:
+    def _tell_of(self, job: Submitted) -> None:
         """Call what the program wants to be called; it may wait for the job."""
-        assert isinstance(job, Reported)
         try:
             job.ended()
         except BaseException as error:
@@ -98,20 +97,13 @@ class Background(Worker):
                 self._ranks.free()
 
 
-class Reported(Job):
-    """A job, and what is called when it has ended.
+class Submitted(Job):
+    """A job of the thread; a `Message` to those who wait for it.
 
     Args:
-        work, ended: both are called in the thread.
-    """
-
-    def __init__(self, work: Callable[[], object], ended: Callable[[], object]) -> None:
-        super().__init__(work)
-        self.ended: Callable[[], object] = ended
-
-
-class Submitted:
-    """Work of the thread that is under way; a `Message` to those who wait for it.
+        background: whose job it is.
+        work: the function.
+        ended: what is called when it has ended.
 
     Attributes:
         source: None, as of what is sent.
@@ -119,12 +111,14 @@ class Submitted:
 
     source: int | None = None
 
-    def __init__(self, background: Background, job: Job) -> None:
-        self._background, self._job = background, job
+    def __init__(self, background: Background, work: Callable[[], object], ended: Callable[[], object]) -> None:
+        super().__init__(work)
+        self._background = background
+        self.ended: Callable[[], object] = ended
 
     def test(self) -> bool:
         """Return whether the work is done."""
-        return self._job.is_over()
+        return self.is_over()
 
     def wait(self, where: str = "", timeout: float = 0.0) -> None:
         """Wait until all work is done; raise the first error, or that for which this was not done.
@@ -132,4 +126,4 @@ class Submitted:
         The calls in it have their own timeouts.
         """
         self._background.wait()
-        self._job.result()
+        self.result()

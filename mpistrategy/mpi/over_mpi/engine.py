@@ -22,11 +22,12 @@ from mpistrategy.mpi.contract.channel import wait_patiently
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.interface.buffers import Freed
-from mpistrategy.mpi.multi_node.two_level import Manner
 
 _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
 #: While the program waits: so many looks without a nap, then the shortest naps.
 _LOOKS = 200
+#: Over TCP each call of MPI moves only a part of MPICH's messages: so many calls after a pause.
+_NUDGES = 8
 
 
 def patiently(looks: int) -> None:
@@ -58,7 +59,6 @@ class Job:
         #: Held until it has ended; an event takes longer to make than a small sum.
         self._under_way = threading.Lock()
         self._under_way.acquire()
-        self._is_over = False
         self._result: Any = None
         self.error: BaseException | None = None
         self.was_waited_for: bool = False
@@ -72,21 +72,20 @@ class Job:
             self.error = error
         finally:  # whoever waits must not do so for ever
             self._work = None  # it refers to the caller's arrays
-            self._is_over = True
             self._under_way.release()
 
     def is_over(self) -> bool:
         """Return whether it has ended, with a result or an error; does not wait."""
-        return self._is_over
+        return self._work is None
 
-    def wait(self) -> None:
+    def join(self) -> None:
         """Wait for the end."""
         with self._under_way:
             pass
 
     def result(self) -> Any:
         """Wait for the end; return the result or raise the error."""
-        self.wait()
+        self.join()
         self.was_waited_for = True
         if self.error is not None:
             raise self.error
@@ -100,11 +99,9 @@ class Worker:
         ended: called in the thread with each job that has ended.
     """
 
-    def __init__(self, ended: Callable[[Job], object] = lambda job: None) -> None:
+    def __init__(self, ended: Callable[[Any], object]) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._ended = ended
-        self._turn = threading.RLock()
-        self._takes_no_more = False
+        self._ended, self._takes_no_more = ended, False
         #: The jobs that threads of the program wait for.
         self._awaited: list[Job] = []
         self._thread = threading.Thread(target=self._run, name="mpistrategy background", daemon=True)
@@ -120,45 +117,44 @@ class Worker:
         Raises:
             RuntimeError: after `end`.
         """
-        with self._turn:
-            if self._takes_no_more:
-                raise RuntimeError("the thread for work in the background has ended")
-            if self._thread.ident is None:
-                self._thread.start()
-            self._jobs.put(job)
+        if self._takes_no_more:
+            raise RuntimeError("the thread for work in the background has ended")
+        if self._thread.ident is None:
+            self._thread.start()
+        self._jobs.put(job)
 
     def finish(self, job: Job) -> None:
         """Wait for `job`; meanwhile the thread has the core of this one."""
         try:
             self._awaited.append(job)
-            job.wait()
+            job.join()
         finally:
             if job in self._awaited:
                 self._awaited.remove(job)
 
     def take(self, ranks: Any) -> Any:
         """Let the data of a communicator over MPI travel as this thread can wait for them; return it."""
-        # Over TCP each call moves only a part of MPICH's messages; with long sleeps many must be under way.  And the
-        # thread could not sleep inside one blocking MPI call.
-        ranks.manner = Manner(self.pause, nudges=8, blocks=False)
+        ranks.pause = partial(self.pause, ranks.progress)
         return ranks
 
-    def pause(self, looks: int) -> None:
-        """Give the core away between two looks at the messages."""
+    def pause(self, progress: Callable[[], object], looks: int) -> None:
+        """Give the core away between two looks at the messages, and let them move on."""
         if self.is_here:
             (promptly if self._awaited else patiently)(looks)
         else:
             os.sched_yield()  # the program's own thread: 4 MiB at 1 Gbit/s took 43 ms with naps, and 37 without
+        for _ in range(_NUDGES):
+            progress()
 
     def end(self) -> None:
         """Finish all jobs, and end the thread."""
-        with self._turn:
-            self._takes_no_more = True
-            self._jobs.put(None)
+        self._takes_no_more = True
+        self._jobs.put(None)
         if self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
+        injection.inside.depth = 1  # planned faults count the calls when they are started
         while (job := self._jobs.get()) is not None:
             job.run()
             self._ended(job)
@@ -181,7 +177,6 @@ class AtOnce(Freed):
         self.communicator = communicator
         self.submitted: int = 0
         self.known_to_all: int = 0
-        self._failed: list[Job] = []
 
     def submit(self, job: Job) -> None:
         """Run `job`; raise its error, which no rank need wait for."""
@@ -194,17 +189,8 @@ class AtOnce(Freed):
     def finish(self, job: Job) -> None:
         """Do what is needed for `job` to end by itself: nothing."""
 
-    def keep_failed(self, job: Job) -> None:
-        """Remember a job that has failed until somebody waits for it."""
-        if job.error is not None:
-            self._failed = [*(failed for failed in self._failed if not failed.was_waited_for), job]
-
     def free(self) -> None:
-        """Warn of failed jobs that nobody has waited for."""
-        for job in self._failed:
-            if not job.was_waited_for:
-                text = f"an all_reduce_async failed and nobody waited for it: {job.error}"
-                warn(text, RuntimeWarning)
+        """Free nothing."""
 
 
 class Engine(AtOnce):
@@ -214,16 +200,15 @@ class Engine(AtOnce):
         communicator: the strategy's; all its ranks make an engine at the same time.
     """
 
-    submitted: int
     is_at_once: bool = False
 
     def __init__(self, communicator: Any) -> None:
-        self.worker: Worker = Worker(self.keep_failed)
+        self.worker: Worker = Worker(self._keep_failed)
         self._program: Guard = communicator.guard
+        self._failed: list[Job] = []
         super().__init__(self.worker.take(communicator.duplicate()))
         guard: Guard = self.communicator.guard
         guard.is_in_background = guard.is_patient = True
-        self.worker.submit(Job(_count_no_calls))
 
     def submit(self, job: Job) -> None:
         """Run `job` after all earlier ones.
@@ -245,10 +230,15 @@ class Engine(AtOnce):
         """Wait for `job`; meanwhile the thread has the core of this one."""
         self.worker.finish(job)
 
+    def _keep_failed(self, job: Job) -> None:
+        """Remember a job that has failed until somebody waits for it."""
+        self._failed = [each for each in (*self._failed, job) if each.error and not each.was_waited_for]
+
     def free(self) -> None:
         """Finish the jobs that all ranks have started, then end the engine.  Collective.
 
-        A job that some rank has not started ends with an error on the others.
+        A job that some rank has not started ends with an error on the others.  Failed jobs that nobody has waited for
+        are told in a warning.
         """
         self.worker.end()
         guard = self.communicator.guard
@@ -256,12 +246,9 @@ class Engine(AtOnce):
         while not wait_patiently(guard.peers_have_left):
             guard.tell_peers("it starts no further all_reduce_async")
         self.communicator.free()
-        super().free()
-
-
-def _count_no_calls() -> None:
-    """Let planned faults count no calls of this thread: they were counted when they were started."""
-    injection.inside.depth = 1
+        for job in self._failed:
+            if not job.was_waited_for:
+                warn(f"an all_reduce_async failed and nobody waited for it: {job.error}", RuntimeWarning)
 
 
 def engine_of(communicator: Any, agree: Callable[[Callable[[], Any]], Any], *, waits_for_gpu: bool = False) -> AtOnce:

@@ -7,7 +7,7 @@ nothing is pickled.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
 from itertools import repeat
 from typing import Any
@@ -28,7 +28,7 @@ from mpistrategy.mpi.interface import buffers
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.introductions import Introduction, introductions
-from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across
+from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.gathering import gather
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
 from mpistrategy.mpi.over_mpi.operations import operation
@@ -74,8 +74,8 @@ class MpiRanks(Ranks):
     has_links = True
     #: Whether MPI gives all ranks the same bits of one sum.
     has_equal_sums: bool = True
-    #: How to wait for messages between nodes; None: the usual one of `two_level`.
-    manner: Manner | None = None
+    #: Called between two looks at messages between nodes, with how many there have been; None: see `two_level`.
+    pause: Callable[[int], None] | None = None
     #: Tells the ranks of each other's failures; None on several nodes.
     failures: Failures | None = None
     #: How many elements one MPI call may carry.
@@ -262,7 +262,7 @@ class MpiRanks(Ranks):
         if not self.has_equal_sums:
             return "root"
         is_large = self.shares_memory and self.has_lanes and nbytes >= self.thresholds.lanes_bytes
-        return "lanes" if is_large or (self.manner is not None and not self.manner.blocks) else "mpi"
+        return "lanes" if is_large or self.pause is not None else "mpi"
 
     def progress(self) -> None:
         self._comm.Iprobe()
