@@ -23,6 +23,6 @@ def warn_without_memory(reason: str, *, later: bool) -> None:
     )
     warn(
         f"{what}: {reason}. Results are the same, slower. Give the job more memory (srun --mem, docker run "
-        "--memory); where /dev/shm is named, give the container more room there (--shm-size, --ipc=host).",
+        "--memory); give containers on one node one network (docker run --net=host).",
         FallbackWarning,
     )

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls, of_node
-from mpistrategy.mpi.shared_memory.segments import FOLDER, SharedMemory
+from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.watchdog import local_process
 from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, MARK, ROW, RankStatus, StatusBoard
 
 _MOST_RANKS = 1024
-_FILES = ("/memfd:mpistrategy", f"{FOLDER}/mpistrategy-")
+_FILE = "/memfd:mpistrategy"
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ def _shared_files(process: int) -> dict[tuple[int, int], str]:
     for name in os.listdir(folder):
         path = f"{folder}/{name}"
         with suppress(OSError):  # closed meanwhile
-            if os.readlink(path).startswith(_FILES):
+            if os.readlink(path).startswith(_FILE):
                 state = os.stat(path)
                 found.setdefault((state.st_dev, state.st_ino), path)
     return found
