@@ -55,7 +55,6 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.contract.mpi_channel",
     "mpistrategy.mpi.over_mpi.operations",
     "mpistrategy.mpi.over_mpi.messages",
-    "mpistrategy.mpi.over_mpi.gathering",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.start",
     "mpistrategy.mpi.gpu.loaded_mpi",

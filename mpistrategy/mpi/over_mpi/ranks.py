@@ -9,14 +9,13 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import repeat
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.devices import Device
-from mpistrategy.arrays.dtypes import Array, is_buffer
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
@@ -29,7 +28,6 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.introductions import Introduction, introductions
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
-from mpistrategy.mpi.over_mpi.gathering import gather
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
 from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory import setup
@@ -48,8 +46,6 @@ from mpistrategy.mpi.tuning.files import agreed, library_name
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
 
-#: Up to this size MPI reads the source itself; above, a copy and an in-place call are faster.
-_DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
 #: The tag of an exchange of uneven parts.
 _EXCHANGE_TAG = 2**10
 _UNEQUAL = (
@@ -287,20 +283,12 @@ class MpiRanks(Ranks):
             self._allreduce_by_mpi(buffer, op, source)
 
     def _allreduce_by_mpi(self, buffer: Array, op: str, source: Array | None) -> None:
-        brought: Any = MPI.IN_PLACE
-        if source is not None and source is not buffer:
-            if _goes_to_mpi(source, buffer):
-                brought = source
-            elif not _is_the_same(source, buffer):
-                np.copyto(buffer, source)
-        count, by_mpi = self._count(buffer), operation(op, buffer.dtype)
+        if source is not None:
+            _put(buffer, source)
+        pieces, by_mpi = [*buffers.pieces(buffer, self._count(buffer))], operation(op, buffer.dtype)
         self._meet()
-        if 0 < buffer.size <= count:
-            self._comm.Allreduce(brought, buffer, by_mpi)
-        else:
-            parts = repeat(brought) if brought is MPI.IN_PLACE else buffers.pieces(brought, count)
-            for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
-                self._comm.Allreduce(those, piece, by_mpi)
+        for piece in pieces:
+            self._comm.Allreduce(MPI.IN_PLACE, piece, by_mpi)
 
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int, nbytes: int) -> None:
         """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
@@ -347,7 +335,19 @@ class MpiRanks(Ranks):
         Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
         `together`, which is None on the other ranks.
         """
-        gather(self._comm, block, counts, together, root, self.max_count, self._meet)
+        mine, sizes = buffers.as_bytes(block), np.asarray(counts, np.int64) * block.itemsize
+        result = None if together is None else buffers.as_bytes(together)
+        parts = [] if result is None else np.split(result, np.cumsum(sizes)[:-1])
+        if parts:
+            _put(parts[root], mine)
+        self._meet()
+        if sizes.sum() > self.max_count:
+            others = [(rank, part) for rank, part in enumerate(parts) if rank != root]
+            self._exchange([] if parts else [(root, mine)], others)
+        elif result is None:
+            self._comm.Gatherv(mine, None, root)
+        else:
+            self._comm.Gatherv(MPI.IN_PLACE, [result, sizes.tolist(), None, MPI.BYTE], root)
 
     def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
@@ -367,7 +367,19 @@ class MpiRanks(Ranks):
 
     def allgatherv(self, block: Array | None, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
-        gather(self._comm, block, counts, together, None, self.max_count, self._meet)
+        result, sizes = buffers.as_bytes(together), (np.asarray(counts, np.int64) * together.itemsize).tolist()
+        ends = np.cumsum(sizes)
+        if block is not None:
+            _put(result[ends[self.rank] - sizes[self.rank] : ends[self.rank]], buffers.as_bytes(block))
+        if result.size > self.max_count:
+            for root, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+                self.bcast(result[end - size : end], root)
+            return
+        self._meet()
+        if len(set(sizes)) == 1:  # for megabytes on a node MPICH's Allgatherv takes two to three times as long
+            self._comm.Allgather(MPI.IN_PLACE, result)
+        else:
+            self._comm.Allgatherv(MPI.IN_PLACE, [result, sizes, None, MPI.BYTE])
 
     def alltoall(self, sent: Array, received: Array) -> None:
         """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
@@ -433,10 +445,7 @@ def _memory_fence() -> Fence | None:
     return window.Sync
 
 
-def _goes_to_mpi(source: Array, buffer: Array) -> bool:
-    return buffer.nbytes <= _DIRECT_BYTES and is_buffer(source) and not np.may_share_memory(source, buffer)
-
-
-def _is_the_same(source: Array, buffer: Array) -> bool:
-    """Return whether both, of one size and dtype, are the same contiguous memory."""
-    return source.flags.c_contiguous and source.ctypes.data == buffer.ctypes.data
+def _put(buffer: Array, source: Array) -> None:
+    """Copy one array into another of its size and dtype, unless both are the same memory."""
+    if not source.flags.c_contiguous or source.ctypes.data != buffer.ctypes.data:
+        np.copyto(buffer, source)
