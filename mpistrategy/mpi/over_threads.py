@@ -21,7 +21,6 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.tuning.thresholds import RouteName
 
-
 _ENDED = "has come to its end"
 
 
