@@ -155,7 +155,7 @@ def test_nodes(launch: Launch, tmp_path: Path) -> None:
     [
         pytest.param(
             {},
-            ("chunk_bytes", "window_bytes", "cell_bytes", "piece_bytes", "pack_bytes"),
+            ("chunk_bytes", "window_bytes", "cell_bytes", "pack_bytes"),
             id="one node",
             marks=long_lane,
         ),

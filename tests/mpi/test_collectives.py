@@ -21,9 +21,8 @@ def ranks() -> Iterator[Any]:
     """Ranks that leave all-reduces to MPI, in pieces of 4 KiB."""
     with ms.MirroredStrategy() as strategy:
         communicator: Any = strategy.extended.communicator
-        communicator.thresholds = replace(
-            communicator.thresholds, window_bytes=2**40, lanes_bytes=2**40, piece_bytes=4096
-        )
+        communicator.thresholds = replace(communicator.thresholds, window_bytes=2**40, lanes_bytes=2**40)
+        communicator.piece_bytes = 4096
         yield communicator
 
 

@@ -74,8 +74,9 @@ class MpiRanks(Ranks):
     pause: Callable[[int], None] | None = None
     #: Tells the ranks of each other's failures; None on several nodes.
     failures: Failures | None = None
-    #: How many elements one MPI call may carry.
+    #: How many elements one MPI call may carry, and how many bytes it adds up: between nodes pieces cost messages.
     max_count: int = buffers.MAX_COUNT
+    piece_bytes: int = 2**26
 
     def __init__(
         self,
@@ -102,7 +103,6 @@ class MpiRanks(Ranks):
         else:
             self._inside = self._comm.Split(node_key, self.rank)
         self._peers = NodePeers(self._inside, self.rank, self.allgather_text)
-        self.local_size: int = self._peers.local_size
         leader = self._peers.leader
         me = Introduction.of_this_rank(self.rank, leader, sorted(cores()))
         ranks = introductions(self.allgather_text(me.text()))
@@ -116,6 +116,8 @@ class MpiRanks(Ranks):
                 MPI.Get_library_version(), self.rank, self.node_of, self.allgather_text
             )
         self._has_warned = False
+        if self.nodes == 1:
+            self.piece_bytes = 2**20
         self.shares_memory: bool = self.nodes < self.size  # where some node has several ranks, which can
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         if self._control is not None and usual is self._control:
@@ -284,7 +286,7 @@ class MpiRanks(Ranks):
 
     def _allreduce_by_mpi(self, buffer: Array, op: str, source: Array | None) -> None:
         if source is not None:
-            _put(buffer, source)
+            buffers.put(buffer, source)
         pieces, by_mpi = [*buffers.pieces(buffer, self._count(buffer))], operation(op, buffer.dtype)
         self._meet()
         for piece in pieces:
@@ -311,16 +313,14 @@ class MpiRanks(Ranks):
         pieces, by_mpi = [*buffers.pieces(buffer, self._count(buffer))], operation(op, buffer.dtype)
         self._meet()
         for piece in pieces:
-            if self.rank == root:
-                self._comm.Reduce(MPI.IN_PLACE, piece, by_mpi, root)
-            else:
-                self._comm.Reduce(piece, None, by_mpi, root)
+            brought, target = (MPI.IN_PLACE, piece) if self.rank == root else (piece, None)
+            self._comm.Reduce(brought, target, by_mpi, root)
 
     def _count(self, buffer: Any) -> int:
         """Return how many elements one MPI call combines: MPI may allocate as much memory again, on the host."""
         if not isinstance(buffer, np.ndarray):
             return self.max_count
-        return min(self.max_count, max(1, self.thresholds.mpi_piece_bytes(self.nodes) // buffer.itemsize))
+        return min(self.max_count, max(1, self.piece_bytes // buffer.itemsize))
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
@@ -339,7 +339,7 @@ class MpiRanks(Ranks):
         result = None if together is None else buffers.as_bytes(together)
         parts = [] if result is None else np.split(result, np.cumsum(sizes)[:-1])
         if parts:
-            _put(parts[root], mine)
+            buffers.put(parts[root], mine)
         self._meet()
         if sizes.sum() > self.max_count:
             others = [(rank, part) for rank, part in enumerate(parts) if rank != root]
@@ -370,7 +370,7 @@ class MpiRanks(Ranks):
         result, sizes = buffers.as_bytes(together), (np.asarray(counts, np.int64) * together.itemsize).tolist()
         ends = np.cumsum(sizes)
         if block is not None:
-            _put(result[ends[self.rank] - sizes[self.rank] : ends[self.rank]], buffers.as_bytes(block))
+            buffers.put(result[ends[self.rank] - sizes[self.rank] : ends[self.rank]], buffers.as_bytes(block))
         if result.size > self.max_count:
             for root, (end, size) in enumerate(zip(ends, sizes, strict=True)):
                 self.bcast(result[end - size : end], root)
@@ -443,9 +443,3 @@ def _memory_fence() -> Fence | None:
     window = MPI.Win.Create_dynamic(comm=MPI.COMM_SELF)
     window.Lock_all(MPI.MODE_NOCHECK)
     return window.Sync
-
-
-def _put(buffer: Array, source: Array) -> None:
-    """Copy one array into another of its size and dtype, unless both are the same memory."""
-    if not source.flags.c_contiguous or source.ctypes.data != buffer.ctypes.data:
-        np.copyto(buffer, source)

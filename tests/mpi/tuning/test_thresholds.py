@@ -27,7 +27,7 @@ from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, default_for
 
 pytestmark = pytest.mark.one_rank
 
-MEASURED = Thresholds(64, 2**16, 2**17, 2**12, 2**21, source="a test")
+MEASURED = Thresholds(64, 2**16, 2**17, 2**12, source="a test")
 VERSION = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11"
 SHIPPED = default_for("Open MPI v5.0.11")
 
@@ -117,7 +117,7 @@ def spoiled(file: Path, **changes: object) -> str:
         ({"chunk_bytes": True}, "chunk_bytes is True"),
         ({"chunk_bytes": 2**50}, "chunk_bytes"),
         ({"cell_bytes": 0}, "cell_bytes is 0"),
-        ({"piece_bytes": 4097}, "piece_bytes is 4097, expected a multiple of 64"),
+        ({"lanes_bytes": 4097}, "lanes_bytes is 4097, expected a multiple of 64"),
         ({"extra": 64}, "does not have the thresholds"),
     ],
 )
