@@ -53,7 +53,6 @@ ORDER = {
 MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.ranks",
     "mpistrategy.mpi.contract.mpi_channel",
-    "mpistrategy.mpi.over_mpi.operations",
     "mpistrategy.mpi.over_mpi.messages",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.start",

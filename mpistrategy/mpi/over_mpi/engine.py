@@ -1,14 +1,19 @@
-"""What runs in the background: one thread, its queue of jobs, and the engine that reduces in it.
+"""What runs in the background: one thread, its queue of jobs, and what reduces in it.
 
 The thread sleeps between two looks at its messages, to leave the core to the program.  While the program itself waits
 for a job the naps are short: on two nodes at 1 Gbit/s, long ones would leave the network idle in between.
 
 An engine uses a duplicate of the strategy's communicator, with a guard of its own.  It says its own goodbye when it is
 freed, once it has no more jobs.  A job that some rank never started ends then with an error.
+
+The reductions of a backward pass of torch (`Background`) are compared on the program's own guard, among the program's
+other calls: each of these waits first until the thread has made what was submitted.  Only their data travel on a
+communicator of their own.
 """
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -17,6 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import wait_patiently
 from mpistrategy.mpi.contract.guard import Guard
@@ -28,6 +34,8 @@ _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
 _LOOKS = 200
 #: Over TCP each call of MPI moves only a part of MPICH's messages: so many calls after a pause.
 _NUDGES = 8
+#: Smaller reductions of torch are quicker in the program's own thread.
+_LEAST_BYTES = 2**18
 
 
 def patiently(looks: int) -> None:
@@ -273,3 +281,114 @@ def engine_of(communicator: Any, agree: Callable[[Callable[[], Any]], Any], *, w
     make = partial(AtOnce, communicator) if is_alone else partial(agree, together)
     made: AtOnce = communicator.once(AtOnce if has_nodes or not waits_for_gpu else Engine, make)
     return made
+
+
+class Background(Worker):
+    """The calls of a communicator that are made in the background.
+
+    Args:
+        communicator: whose calls they are.
+    """
+
+    def __init__(self, communicator: Any) -> None:
+        super().__init__(self._tell_of)
+        self._is_of_use = communicator.nodes > 1 and communicator.may_use_threads
+        self._communicator = communicator
+        self._ranks: Any = None
+        self._last: Job | None = None
+        self._error: BaseException | None = None
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether a reduction of so many bytes belongs here: between nodes, if MPI allows several threads."""
+        return self._is_of_use and nbytes >= _LEAST_BYTES
+
+    def call(self, work: Callable[[], object], ended: Callable[[], object]) -> Submitted:
+        """Call `work` after all that was submitted before, and then `ended`, both in the thread.
+
+        After an error nothing is done, and all that was submitted fails with it, until `wait` has raised it.
+        """
+        guard = self._communicator.guard
+        if guard.closed:
+            raise guard.refusal("torch.distributed.all_reduce")
+        if self._last is None:  # the program may end without a wait, before the ranks say goodbye
+            atexit.register(self.end)
+        job = Submitted(self, partial(self._unless_failed, work), ended)
+        self.submit(job)
+        self._last = job
+        return job
+
+    def _tell_of(self, job: Submitted) -> None:
+        """Call what the program wants to be called; it may wait for the job."""
+        try:
+            job.ended()
+        except BaseException as error:
+            self._error = self._error or error
+
+    def _unless_failed(self, work: Callable[[], object]) -> None:
+        try:
+            if self._error is None:
+                work()
+        except BaseException as error:
+            self._error = error
+        if self._error is not None:
+            raise self._error
+
+    def wait(self) -> None:
+        """Wait until all is done; raise the first error.  Does nothing in the thread itself."""
+        if self._last is None or self.is_here:
+            return
+        self.finish(self._last)
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def ranks(self, call: Call) -> Any:
+        """Return the communicator on which the data of a call travel; the first time collective."""
+        if self._ranks is None:
+            call.agree("the first reduction in the background", patiently=True)
+            self._ranks = self.take(self._communicator.duplicate())
+            call.expect_more()
+            self._ranks.first_message = None  # calls are compared on the other communicator
+        return self._ranks
+
+    def free(self) -> None:
+        """Wait, and free the communicator.  Collective."""
+        try:
+            self.wait()
+        finally:
+            self.end()
+            atexit.unregister(self.end)
+            if self._ranks is not None and not self._communicator.guard.closed:
+                self._ranks.free()
+
+
+class Submitted(Job):
+    """A job of the thread; a `Message` to those who wait for it.
+
+    Args:
+        background: whose job it is.
+        work: the function.
+        ended: what is called when it has ended.
+
+    Attributes:
+        source: None, as of what is sent.
+    """
+
+    source: int | None = None
+
+    def __init__(self, background: Background, work: Callable[[], object], ended: Callable[[], object]) -> None:
+        super().__init__(work)
+        self._background = background
+        self.ended: Callable[[], object] = ended
+
+    def test(self) -> bool:
+        """Return whether the work is done."""
+        return self.is_over()
+
+    def wait(self, where: str = "", timeout: float = 0.0) -> None:
+        """Wait until all work is done; raise the first error, or that for which this was not done.
+
+        The calls in it have their own timeouts.
+        """
+        self._background.wait()
+        self.result()

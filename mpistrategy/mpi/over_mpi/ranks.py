@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.devices import Device
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
@@ -29,7 +29,6 @@ from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.introductions import Introduction, introductions
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
-from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, chunk_bytes_for
@@ -443,3 +442,22 @@ def _memory_fence() -> Fence | None:
     window = MPI.Win.Create_dynamic(comm=MPI.COMM_SELF)
     window.Lock_all(MPI.MODE_NOCHECK)
     return window.Sync
+
+
+@cache
+def operation(op: str, dtype: np.dtype[Any]) -> MPI.Op:
+    """Return MPI's operation for host memory, or one of our own.
+
+    MPI's MIN and MAX of floats may lose a NaN, and take either of 0.0 and -0.0; ours are commutative in every bit.
+    Open MPI 5 saturates sums of integers of 8 and 16 bits where the processor has AVX; ours wrap around.
+    """
+    combine = COMBINE[op]
+    if dtype.kind != "f" if op in ("MIN", "MAX") else dtype.kind not in "iu" or dtype.itemsize >= 4:
+        return {"SUM": MPI.SUM, "PROD": MPI.PROD, "MIN": MPI.MIN, "MAX": MPI.MAX}[op]
+
+    def combined(these: Any, those: Any, datatype: MPI.Datatype) -> None:
+        target = np.frombuffer(those, dtype)
+        with np.errstate(all="ignore"):
+            combine(np.frombuffer(these, dtype), target, out=target)
+
+    return MPI.Op.Create(combined, commute=True)
