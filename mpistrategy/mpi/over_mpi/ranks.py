@@ -34,7 +34,6 @@ from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, chunk_bytes_for
 from mpistrategy.mpi.shared_memory.segments import (
     Fence,
-    NodePeers,
     SharedMemory,
     part,
     private_memory,
@@ -50,6 +49,14 @@ _EXCHANGE_TAG = 2**10
 _UNEQUAL = (
     "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
     "See MPI's settings for the algorithm of Allreduce"
+)
+
+
+_KEPT = "the ranks of a node cannot share more memory, and each keeps new arrays to itself"
+_NOTHING_SHARED = "the ranks of a node share no memory, and everything goes through MPI"
+_MORE_MEMORY = (
+    "Results are the same, slower. Give the job more memory (srun --mem, docker run --memory); give containers on one "
+    "node one network (docker run --net=host)."
 )
 
 
@@ -101,8 +108,9 @@ class MpiRanks(Ranks):
             self._inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         else:
             self._inside = self._comm.Split(node_key, self.rank)
-        self._peers = NodePeers(self._inside, self.rank, self.allgather_text)
-        leader = self._peers.leader
+        leaders = np.array([self.rank])
+        self._inside.Bcast(leaders, 0)
+        leader = int(leaders[0])
         me = Introduction.of_this_rank(self.rank, leader, sorted(cores()))
         ranks = introductions(self.allgather_text(me.text()))
         numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
@@ -141,24 +149,23 @@ class MpiRanks(Ranks):
         if not self.shares_memory:
             alone = self._shared_if_there_is_room(status_board.BYTES)  # `doctor` looks at it from outside
             return alone or private_memory(status_board.BYTES), self._control
-        before = status_board.BYTES + failures.BYTES
+        before, cell_bytes = status_board.BYTES + failures.BYTES, self.thresholds.cell_bytes
         shared = self.shared(before + setup.bytes_for(self.local_size, self.thresholds))
-        lines, errors = part(shared, 0, status_board.BYTES), part(shared, status_board.BYTES, failures.BYTES)
-        shared, cell_bytes = part(shared, before), self.thresholds.cell_bytes
+        board, memory = part(shared, 0, status_board.BYTES), part(shared, before)
         self.shares_memory = shared.is_shared
         if not shared.is_shared or self.local_size == 1:
-            return lines, self._control
-        control, wait = self._control, partial(SpinWait, self.local_size, self._control.progress, self._cores)
+            return board, self._control
+        look = self._look if self.nodes == 1 else lambda: None
+        wait = partial(SpinWait, self.local_size, self._control.progress, self._cores, look)
         chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
-        add_up = partial(NodeSum, part(shared, segment_bytes(cell_bytes)), chunk_bytes)
-        if self.local_size < self.size:
-            self.node_sum: NodeSum | None = add_up(wait())
-            return lines, control
+        more = self._shared_if_there_is_room if self.nodes == 1 else None
+        self.node_sum: NodeSum | None = NodeSum(part(memory, segment_bytes(cell_bytes)), chunk_bytes, wait(), more)
+        if self.nodes > 1:
+            return board, self._control
+        errors = part(shared, status_board.BYTES, failures.BYTES)
         self.failures: Failures | None = Failures(errors.segments, errors.local_rank, errors.fence)
-        mailboxes = Mailboxes(shared, cell_bytes, wait(self._look), control)
-        self.mailboxes: Mailboxes | None = mailboxes
-        self.node_sum = add_up(wait(self._look), self._shared_if_there_is_room)
-        return lines, mailboxes
+        self.mailboxes: Mailboxes | None = Mailboxes(memory, cell_bytes, wait(), self._control)
+        return board, self.mailboxes
 
     def _look(self) -> None:
         self.guard.look()
@@ -171,10 +178,10 @@ class MpiRanks(Ranks):
         if not self.shares_memory:
             return private_memory(nbytes)
         self._meet()
-        memory = share(nbytes, self._peers, _memory_fence())
+        memory = share(nbytes, self, _memory_fence())
         if isinstance(memory, str):
             if self.rank == 0 and not self._has_warned:
-                setup.warn_without_memory(memory, later=self.node_sum is not None)
+                warn(f"{_KEPT if self.node_sum else _NOTHING_SHARED}: {memory}. {_MORE_MEMORY}", FallbackWarning)
             self._has_warned = True
             return private_memory(nbytes)
         return memory
@@ -182,7 +189,7 @@ class MpiRanks(Ranks):
     def _shared_if_there_is_room(self, nbytes: int) -> SharedMemory | None:
         """Return shared memory for what also works without it; None, without a warning, unless there is plenty."""
         self._meet()
-        memory = share(nbytes, self._peers, _memory_fence(), sparing=True)
+        memory = share(nbytes, self, _memory_fence(), sparing=True)
         return None if isinstance(memory, str) else memory
 
     def allgather_text(self, text: str) -> list[str]:

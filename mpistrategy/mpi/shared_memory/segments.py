@@ -77,44 +77,17 @@ def private_memory(nbytes: int) -> SharedMemory:
     return SharedMemory((block[start : start + nbytes],))
 
 
-class NodePeers:
-    """The ranks of this node, as they find each other to share memory.
-
-    Args:
-        inside: the mpi4py communicator of the node's ranks.
-        rank: this rank's number in the job.
-        allgather_text: returns the texts of all ranks of the job.
-    """
-
-    def __init__(self, inside: Any, rank: int, allgather_text: Callable[[str], list[str]]) -> None:
-        self._allgather_text = allgather_text
-        self.local_rank: int = inside.rank
-        self.local_size: int = inside.size
-        leader = np.array([rank])
-        inside.Bcast(leader, 0)
-        #: The first rank of this node.
-        self.leader: int = int(leader[0])
-
-    def text_of_leader(self, text: str) -> str:
-        """Return the text of the first rank of this node."""
-        return self._allgather_text(text)[self.leader]
-
-    def any_reason(self, reason: str) -> str:
-        """Return the first text that is not empty, of all ranks of the job; "" when all are empty."""
-        return next(filter(None, self._allgather_text(reason)), "")
-
-
-def share(nbytes: int, peers: NodePeers, fence: Fence | None = None, *, sparing: bool = False) -> SharedMemory | str:
+def share(nbytes: int, ranks: Any, fence: Fence | None = None, *, sparing: bool = False) -> SharedMemory | str:
     """Return `nbytes` for each rank of this node, or, on every rank, the same reason why not.
 
-    Collective over all ranks of the job; `nbytes` must be equal on the ranks of a node.  With `sparing`, half of the
-    free memory stays free for others.
+    Collective over all `ranks`; `nbytes` must be equal on those of a node.  With `sparing`, half of the free memory
+    stays free for others.
     """
     size = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    limit, total = memory_limits.memory(), size * peers.local_size  # before any rank takes memory
-    handle, reason = _file_of_node(peers)
+    limit, total = memory_limits.memory(), size * ranks.local_size  # before any rank takes memory
+    handle, reason = _file_of_node(ranks)
     # The ranks of a node may be in control groups of their own, each with a limit for its own pages.
-    wanted, block = total if peers.local_rank == 0 else size, None
+    wanted, block = total if ranks.local_rank == 0 else size, None
     if limit is not None and wanted > (limit.free // 2 if sparing else limit.free):
         reason = reason or (
             f"{wanted / 2**20:.1f} MiB of shared memory{' for speed alone' if sparing else ''}, where "
@@ -122,25 +95,25 @@ def share(nbytes: int, peers: NodePeers, fence: Fence | None = None, *, sparing:
         )
     try:
         if not reason:
-            os.posix_fallocate(handle, peers.local_rank * size, size)
+            os.posix_fallocate(handle, ranks.local_rank * size, size)
             block = _mapped(handle, total)
     except (OSError, MemoryError) as error:
         reason = f"{total / 2**20:.1f} MiB of shared memory: {_in_words(error)}"
     finally:
         if block is None and handle >= 0:
             os.close(handle)
-    reason = peers.any_reason(reason)
+    reason = _any_reason(ranks, reason)
     if reason or block is None:
         return reason
     everything = np.frombuffer(block, np.uint8)
-    segments = tuple(everything[rank * size : rank * size + nbytes] for rank in range(peers.local_size))
-    return SharedMemory(segments, peers.local_rank, True, fence)
+    segments = tuple(everything[rank * size : rank * size + nbytes] for rank in range(ranks.local_size))
+    return SharedMemory(segments, ranks.local_rank, True, fence)
 
 
 # ------------------------------------------------------------------------------------------- files
 
 
-def _file_of_node(peers: NodePeers) -> tuple[int, str]:
+def _file_of_node(ranks: Any) -> tuple[int, str]:
     """Return this rank's descriptor of a new file of the node, or -1, and why it has none; names that begin with NUL
     are in no file system.
 
@@ -149,27 +122,39 @@ def _file_of_node(peers: NodePeers) -> tuple[int, str]:
     handle, name, reason = -1, f"{_NAME}-{os.urandom(8).hex()}", ""
     with socket.socket(socket.AF_UNIX) as own:
         try:
-            if peers.local_rank == 0:
+            if ranks.local_rank == 0:
                 handle = _new_file()
                 own.bind(f"\0{name}")
-                own.listen(peers.local_size)
+                own.listen(ranks.local_size)
         except (OSError, AttributeError) as error:
             reason = f"no file for shared memory: {_in_words(error)}"
-        name = peers.text_of_leader(name)
+        name = _text_of_leader(ranks, name)
         try:
-            if peers.local_rank and not reason:
+            if ranks.local_rank and not reason:
                 own.connect(f"\0{name}")
         except OSError as error:
             reason = f"no file for shared memory that all ranks of a node can open: {_in_words(error)}"
-        reason = peers.any_reason(reason)
+        reason = _any_reason(ranks, reason)
         try:
-            if not reason and peers.local_rank == 0:
-                _hand_out(handle, own, peers.local_size - 1)
+            if not reason and ranks.local_rank == 0:
+                _hand_out(handle, own, ranks.local_size - 1)
             elif not reason:
                 _, (handle,), _, _ = socket.recv_fds(own, 1, 1, socket.MSG_CMSG_CLOEXEC)
         except (OSError, ValueError) as error:  # of the first rank: it closes the socket, so that nobody waits for it
             reason = f"no descriptor of shared memory: {_in_words(error)}"
     return handle, reason
+
+
+def _text_of_leader(ranks: Any, text: str) -> str:
+    """Return the text of the first rank of this node."""
+    texts: list[str] = ranks.allgather_text(text)
+    return texts[ranks.node_of.index(ranks.node_of[ranks.rank])]
+
+
+def _any_reason(ranks: Any, reason: str) -> str:
+    """Return the first text that is not empty, of all ranks; "" when all are empty."""
+    reasons: list[str] = ranks.allgather_text(reason)
+    return next((each for each in reasons if each), "")
 
 
 def _new_file() -> int:

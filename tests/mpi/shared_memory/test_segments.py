@@ -199,7 +199,7 @@ def test_an_error_among_the_messages_of_new_memory_ends_the_strategy(
 
     with ms.MirroredStrategy(on_error="raise") as strategy:
         if where == RANK:
-            monkeypatch.setattr(segments.NodePeers, "text_of_leader", no_memory)
+            monkeypatch.setattr(segments, "_text_of_leader", no_memory)
         ends = outcomes(lambda: strategy.arena(np.zeros(3)))
         monkeypatch.undo()
         heard = [end.text.count("MemoryError: no room for a message") for end in ends]
