@@ -147,8 +147,9 @@ def _file_of_node(ranks: Any) -> tuple[int, str]:
 
 def _text_of_leader(ranks: Any, text: str) -> str:
     """Return the text of the first rank of this node."""
+    leader: int = ranks.node_of.index(ranks.node_of[ranks.rank])
     texts: list[str] = ranks.allgather_text(text)
-    return texts[ranks.node_of.index(ranks.node_of[ranks.rank])]
+    return texts[leader]
 
 
 def _any_reason(ranks: Any, reason: str) -> str:
