@@ -8,6 +8,7 @@ into memory of the host, where any thread can read them.
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -26,7 +27,39 @@ _TO_HOST = 2  # cudaMemcpyKind
 
 #: Puts the writing of a number on a stream: ``write(stream, address, number)``.
 _Write: TypeAlias = Callable[[int, int, int], None]
-_Writer: TypeAlias = Callable[[int, int], "_Write | None"]
+
+
+def stream_writer(stream: int, address: int) -> _Write | None:
+    """Return what puts the writing of a number of 32 bits to pinned memory on a stream: the least work for a GPU.
+
+    Args:
+        stream, address: a stream and pinned memory, to try it with: a 0 is written there.
+
+    Returns:
+        None where the driver does not offer it, or not for this memory.
+    """
+    try:
+        call = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+
+    def write(stream: int, address: int, number: int) -> None:
+        code = call(stream, address, number, 0)
+        if code:
+            raise RuntimeError(f"cuStreamWriteValue32: error {code} of the CUDA driver")
+
+    return None if call(stream, address, 0, 0) else write
+
+
+def _copy_of(cupy: Any) -> _Write:
+    """Return what copies one of the numbers, which are in GPU memory, to the host."""
+    numbers, copy = cupy.arange(_RING, dtype="int64"), cupy.cuda.runtime.memcpyAsync
+
+    def write(stream: int, address: int, number: int) -> None:
+        copy(address, numbers.data.ptr + number * _NUMBER_BYTES, _NUMBER_BYTES, _TO_HOST, stream)
+
+    return write
 
 
 class GpuProgress:
@@ -37,11 +70,9 @@ class GpuProgress:
     Args:
         cupy: the package; the device must be the current one.
         check: raises when the communication library has failed; calls nothing of CUDA, and never waits.
-        writer: returns for a stream and an address of pinned memory what puts the writing of a number to such memory
-            on a stream: ``write(stream, address, number)``; or None where the number must be copied there.
     """
 
-    def __init__(self, cupy: Any, check: Any, writer: _Writer = lambda stream, address: None) -> None:
+    def __init__(self, cupy: Any, check: Callable[[], None]) -> None:
         from cupyx import empty_pinned
 
         self._cupy = cupy
@@ -49,8 +80,8 @@ class GpuProgress:
         self._reached = empty_pinned((2,), "int64")
         self._reached[:] = 0
         stream = cupy.cuda.get_current_stream()
-        write = writer(stream.ptr, self._reached.ctypes.data)
-        self._write: _Write = write or self._copy_of(cupy.arange(_RING, dtype="int64"))
+        self._address = self._reached.ctypes.data
+        self._write = stream_writer(stream.ptr, self._address) or _copy_of(cupy)
         self._given = 0
         self._entries: list[CurrentCall | None] = [None] * _RING
         self._limits: list[float | None] = [None] * _RING
@@ -102,16 +133,7 @@ class GpuProgress:
         self._last.record(stream)
 
     def _note(self, which: int, stream: Any) -> None:
-        self._write(stream.ptr, self._reached.ctypes.data + which * _NUMBER_BYTES, self._given)
-
-    def _copy_of(self, numbers: Any) -> _Write:
-        """Return what copies one of the numbers, which are in GPU memory, to the host."""
-        copy = self._cupy.cuda.runtime.memcpyAsync
-
-        def write(stream: int, address: int, number: int) -> None:
-            copy(address, numbers.data.ptr + number * _NUMBER_BYTES, _NUMBER_BYTES, _TO_HOST, stream)
-
-        return write
+        self._write(stream.ptr, self._address + which * _NUMBER_BYTES, self._given)
 
     def _under_way(self) -> int:
         ended = int(self._reached[_ENDED])  # read first: what is given may only become more meanwhile

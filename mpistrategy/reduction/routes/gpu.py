@@ -16,7 +16,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for, is_cupy, is_of_cuda_malloc
-from mpistrategy.mpi.gpu.transports.setup import device_path
+from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
@@ -94,11 +94,8 @@ class GpuOperation:
         room: DeviceArray | None,
     ) -> None:
         """Combine a buffer, on agreed ranks; `wire` and `room` are those of `DevicePath.allreduce`."""
-        if self.root is None:
-            path.allreduce(ranks, buffer, op, wire, room)
-            return
-        path.reduce(ranks, buffer, self.root, op)
-        if self.sends:
+        path.reduce(ranks, buffer, op, self.root, wire, room)
+        if self.root is not None and self.sends:
             path.bcast(ranks, buffer, self.root)
 
     @property
@@ -236,17 +233,14 @@ class GpuRoute:
                 copies = (*(copies if target is None else ()), (2, f"into {dtype.name} and back"))
             elif target is not None:
                 copies = () if target is arrays[first] else ((1, "all into the result"),)
-            found.append(Description(pack, self._way(ranks, pack.dtype), copies))
+            found.append(Description(pack, self._way(ranks), copies))
         return found
 
-    def _way(self, ranks: Ranks, dtype: np.dtype[Any]) -> str:
+    def _way(self, ranks: Ranks) -> str:
         paths, path = device_paths(ranks), device_paths(ranks).known.get(self._word)
         if path is None:
             return "in GPU memory, on a path that the ranks choose at the first such call"
         how = _PATHS[path.name] + (f", {self._operation.text}" if self._operation.text else "")
-        why = path.by_host(ranks, self._sent_as(dtype), self._op._on_the_wire, self._wire)
-        if why and path.name != "staged":
-            how = f"{_PATHS['staged']}, since {why}"
         return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from mpistrategy.arrays.convert import placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
-from mpistrategy.mpi.gpu.transports.setup import any_path, make_room_on_known
+from mpistrategy.mpi.gpu.transports.choice import any_path, make_room_on_known
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.segments import aligned

@@ -24,16 +24,13 @@ import numpy as np
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
-from mpistrategy.mpi.gpu.cuda_driver import stream_writer
 from mpistrategy.mpi.gpu.transports import ordered_keys
-from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import (
     DevicePath,
     PathName,
     communication_memory,
     error_of,
     first_error,
-    own_part,
 )
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
@@ -47,7 +44,6 @@ _WHERE = "a collective by NCCL"
 _left: list[GpuProgress] = []
 #: ncclBfloat16, which not every CuPy has a name for.
 _BFLOAT16 = 9
-_DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 
 def version(cupy: Any) -> int:
@@ -83,10 +79,8 @@ class NcclPath(DevicePath):
         #: Held while NCCL is asked how it is, and while it is let go of, which may take long.
         self._asking = threading.Lock()
         self._device = self._cupy.cuda.runtime.getDevice()
-        self._staged = StagedPath()
-        self._staged.make_room_for_all()
         ordered_keys.compile_for(self._cupy)
-        self._progress = GpuProgress(self._cupy, self._ask, stream_writer)
+        self._progress = GpuProgress(self._cupy, self._ask)
         ranks.guard.gpu_progress = self._progress
 
     def make_room(self, nbytes: int) -> None:
@@ -137,97 +131,78 @@ class NcclPath(DevicePath):
             self._is_gone = True
             how()
 
-    def by_host(self, ranks: Ranks, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
-        """Return why arrays of a dtype are combined on the host; "" where they are not."""
-        return "" if _is_native(dtype, op) or ordered_keys.are_for(dtype, op) else f"NCCL knows no {op} of {dtype.name}"
-
-    def allreduce(
+    def reduce(
         self,
         ranks: Ranks,
         buffer: DeviceArray,
         op: str,
+        root: int | None = None,
         wire: str | None = None,
         room: DeviceArray | None = None,
     ) -> None:
-        """Replace `buffer` by its combination over the ranks, on the current stream.
+        """Replace `buffer` by its combination over the ranks, on `root` or on all, on the current stream.
 
-        What NCCL does not know goes by way of the host.  With a `wire`, float32 travels in its dtype: NCCL rounds each
-        sum to it.  A CuPy before 14 knows no bfloat16, and sends all digits.
+        With a `wire`, float32 travels in its dtype: NCCL rounds each sum to it.  A CuPy before 14 knows no bfloat16,
+        and sends all digits.
         """
-        if self.by_host(ranks, buffer.dtype, op):
-            self._staged.allreduce(ranks, buffer, op, wire)
+        if buffer.dtype.kind == "c" and op == "PROD":  # NCCL sees pairs of floats: it can add them
+            everyone = communication_memory(self._cupy, ranks.size * buffer.size, buffer.dtype)
+            self.allgather(ranks, buffer, [buffer.size] * ranks.size, everyone)
+            buffer[...] = everyone.reshape((ranks.size, buffer.size)).prod(axis=0)
             return
+        rounded = None if root is not None else by_nccl(ranks, wire, buffer.dtype, op)
+        if rounded is not None and (rounded.kind == "f" or int(self._cupy.__version__.partition(".")[0]) >= 14):
+            room = communication_memory(self._cupy, buffer.size, rounded) if room is None else room
+            room[...] = buffer
+            self._combine(room, op, root)
+            buffer[...] = room
+        else:
+            self._combine(buffer, op, root)
 
-        def put(nccl: Any, values: DeviceArray, stream: int) -> None:
-            pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
-            self._nccl.allReduce(pointer, pointer, _count(values), kind, _operation(nccl, op), stream)
-
-        dtype = by_nccl(ranks, wire, buffer.dtype, op)
-        if dtype is None or (dtype.kind != "f" and int(self._cupy.__version__.partition(".")[0]) < 14):
-            self._combine(buffer, op, put)
-            return
-        rounded = communication_memory(self._cupy, buffer.size, dtype) if room is None else room
-        rounded[...] = buffer
-        self._combine(rounded, op, put)
-        buffer[...] = rounded
-
-    def reduce(self, ranks: Ranks, buffer: DeviceArray, root: int, op: str) -> None:
-        """Replace `buffer` on `root` by its combination over the ranks."""
-        if self.by_host(ranks, buffer.dtype, op):
-            self._staged.reduce(ranks, buffer, root, op)
-            return
-
-        def put(nccl: Any, values: DeviceArray, stream: int) -> None:
-            pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
-            self._nccl.reduce(pointer, pointer, _count(values), kind, _operation(nccl, op), root, stream)
-
-        self._combine(buffer, op, put)
+    def _combine(self, buffer: DeviceArray, op: str, root: int | None) -> None:
+        """Put a reduction on the current stream; of keys for MIN and MAX of floats, of which NCCL's may lose a NaN."""
+        with ordered_keys.in_order(self._cupy, buffer, op) as values:
+            is_complex = values.dtype.kind == "c"
+            count = int(values.size) * (2 if is_complex else 1)
+            name = f"float{values.dtype.itemsize * 4}" if is_complex else values.dtype.name
+            kind = _BFLOAT16 if name == "bfloat16" else self._number(name.upper())
+            pointer = values.data.ptr
+            if root is None:
+                self._begin(count, self._nccl.allReduce, pointer, pointer, count, kind, self._number(op))
+            else:
+                self._begin(count, self._nccl.reduce, pointer, pointer, count, kind, self._number(op), root)
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by that of `root`."""
-
-        def put(nccl: Any, stream: int) -> None:
-            self._nccl.bcast(buffer.data.ptr, buffer.nbytes, nccl.NCCL_INT8, root, stream)
-
-        self._begin(buffer.nbytes, put)
+        self._begin(buffer.nbytes, self._nccl.bcast, buffer.data.ptr, buffer.nbytes, self._number("INT8"), root)
 
     def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
         """Write all ranks' blocks into `together`; blocks of several sizes are broadcast one after the other."""
         if len(set(counts)) > 1:
-            place = together[own_part(ranks, counts)]
-            if place.data.ptr != block.data.ptr:
-                place[...] = block
+            super().allgather(ranks, block, counts, together)
             for root, stop in enumerate(accumulate(counts)):
                 self.bcast(ranks, together[stop - counts[root] : stop], root)
-            return
-
-        def put(nccl: Any, stream: int) -> None:
-            self._nccl.allGather(block.data.ptr, together.data.ptr, block.nbytes, nccl.NCCL_INT8, stream)
-
-        self._begin(together.nbytes, put)
-
-    def _combine(self, buffer: DeviceArray, op: str, put: Callable[[Any, DeviceArray, int], None]) -> None:
-        """Put a reduction on the current stream; of keys for MIN and MAX of floats, of which NCCL's may lose a NaN."""
-
-        def begin(values: DeviceArray) -> None:
-            self._begin(values.size, lambda nccl, stream: put(nccl, values, stream))
-
-        if ordered_keys.are_for(buffer.dtype, op):
-            ordered_keys.combine(self._cupy, buffer, op, begin)
         else:
-            begin(buffer)
+            arguments = block.data.ptr, together.data.ptr, block.nbytes, self._number("INT8")
+            self._begin(together.nbytes, self._nccl.allGather, *arguments)
 
-    def _begin(self, size: int, put: Callable[[Any, int], None]) -> None:
-        """Put a collective on the current stream, and note it where the watchdog sees it; nothing for a size of 0."""
+    @staticmethod
+    def _number(name: str) -> int:
+        """Return NCCL's number of a dtype or an operation."""
         from cupy.cuda import nccl
 
+        found: int = getattr(nccl, f"NCCL_{name}")
+        return found
+
+    def _begin(self, size: int, put: Callable[..., None], *arguments: Any) -> None:
+        """Put a collective on the current stream, and note it where the watchdog sees it; nothing for a size of 0."""
         if not size:
             return
         if self._progress.is_full:
             self._wait_for_all()
         call = self._ranks.guard.current
         self._progress.begin(self._ranks.guard.record.last(), None if call is None else call.timeout)
-        put(nccl, self._cupy.cuda.get_current_stream().ptr)
+        put(*arguments, self._cupy.cuda.get_current_stream().ptr)
         self._progress.given()
 
     def _wait_for_all(self, seconds: float = math.inf) -> None:
@@ -255,7 +230,7 @@ class NcclPath(DevicePath):
         """Sum known numbers over the ranks; return why the result is not there or wrong, "" if it is right."""
         buffer = communication_memory(self._cupy, _TRIAL_SIZE, np.dtype("float64"))
         buffer.fill(self._ranks.rank + 1.0)
-        self.allreduce(self._ranks, buffer, "SUM")
+        self._combine(buffer, "SUM", None)
         self._wait_for_all(min(_TRIAL_SECONDS, self._ranks.guard.timeout / 2))
         found = np.unique(buffer.get())
         right = self._ranks.size * (self._ranks.size + 1) / 2
@@ -264,7 +239,6 @@ class NcclPath(DevicePath):
     def free(self) -> None:
         """Free NCCL's communicator, once all GPUs are done with it."""
         with self._cupy.cuda.Device(self._device):
-            self._staged.free()
             trouble = error_of(self._wait_for_all) or self._failure
             self.leave(first_error(self._ranks, trouble))
 
@@ -284,18 +258,18 @@ def join(ranks: Ranks) -> NcclPath | str:
     The current device must be the one that this rank drives.
     """
     made: list[NcclPath] = []
-    told = ""
+    id_or_error = ""
     if ranks.rank == 0:
         try:
-            told = _unique_id()
+            id_or_error = _unique_id()
         except Exception as error:  # CuPy's NcclError
-            told = f"!{error}"
-    told = ranks.allgather_text(told)[0]
-    if told.startswith("!"):
-        return f"it does not start: {told[1:]}"
+            id_or_error = f"!{error}"
+    id_or_error = ranks.allgather_text(id_or_error)[0]
+    if id_or_error.startswith("!"):
+        return f"it does not start: {id_or_error[1:]}"
 
     def connect() -> None:
-        communicator = _communicator(ranks, bytes.fromhex(told))
+        communicator = _communicator(ranks, bytes.fromhex(id_or_error))
         try:
             made.append(NcclPath(ranks, communicator))
         except Exception:
@@ -325,32 +299,3 @@ def _communicator(ranks: Ranks, unique_id: bytes) -> Any:
         return nccl.NcclCommunicator(ranks.size, unique_id, ranks.rank)
     except TypeError:  # a CuPy before 14
         return nccl.NcclCommunicator(ranks.size, tuple(np.frombuffer(unique_id, np.int8).tolist()), ranks.rank)
-
-
-def _is_native(dtype: np.dtype[Any], op: str) -> bool:
-    """Return whether NCCL does this as the host does.
-
-    Complex numbers are added as pairs; it cannot multiply them.  Whether its MIN and MAX of floats keep a NaN depends
-    on its version and on who has it.
-    """
-    if dtype.kind == "c":
-        return op == "SUM" and dtype.itemsize in (8, 16)
-    return dtype.name in _DTYPES and not (dtype.kind == "f" and op in ("MIN", "MAX"))
-
-
-def _kind(nccl: Any, dtype: np.dtype[Any]) -> int:
-    """Return NCCL's number of a dtype; of that of the parts of a complex one."""
-    name = f"float{dtype.itemsize * 4}" if dtype.kind == "c" else dtype.name
-    found: int = _BFLOAT16 if name == "bfloat16" else getattr(nccl, f"NCCL_{name.upper()}")
-    return found
-
-
-def _operation(nccl: Any, op: str) -> int:
-    """Return NCCL's number of an operation."""
-    found: int = getattr(nccl, f"NCCL_{op}")
-    return found
-
-
-def _count(values: DeviceArray) -> int:
-    """Return how many numbers NCCL sees in an array."""
-    return int(values.size) * (2 if values.dtype.kind == "c" else 1)
