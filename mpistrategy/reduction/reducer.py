@@ -14,7 +14,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, host_array, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, mean_dtype
-from mpistrategy.arrays.gpu import check_device, is_cupy
+from mpistrategy.arrays.gpu import check_device, is_cupy, layout_of
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
@@ -173,13 +173,17 @@ class AllReduce(General):
             and destination is None
             and [(kind.__module__, kind.__name__) for kind in kinds] == [("cupy", "ndarray")]
         ):
-            from mpistrategy.reduction.routes.device_plan import plan_on_gpu  # here: on CPUs nothing reads it
-
             word = algorithm._gpu_word(ranks, options)
-            if word is None:
+            # A mean of integers has another dtype than they.
+            kinds_of_mean = op is not ReduceOp.MEAN or all(leaf.dtype.kind in "fc" for leaf in leaves)
+            if word is None or not kinds_of_mean or not all(is_simple(leaf.dtype, op) for leaf in leaves):
                 return None
-            sizes = {"bytes_per_pack": options.bytes_per_pack, "num_packs": algorithm._num_packs}
-            return plan_on_gpu(self, ranks, where, op, leaves, signature, word=word, timeout=timeout, **sizes)
+            from mpistrategy.reduction.routes.device_plan import DevicePlan  # here: on CPUs nothing reads it
+            from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
+
+            packs = gpu_packs(layouts_of(leaves), options.bytes_per_pack, algorithm._num_packs)
+            signature = signature._replace(values=tuple(map(layout_of, leaves)))
+            return DevicePlan(self, ranks, where, GpuRoute(ranks, packs, op, word, None), signature, timeout)
         arrays = arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
             return None

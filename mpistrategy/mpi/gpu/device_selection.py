@@ -137,10 +137,9 @@ def _check_that_all_see(sights: Sequence[Sight]) -> None:
         if not sight.gpus:
             blind.setdefault(sight.reason, []).append(rank)
         elif sight.named is not None and sight.named >= len(sight.gpus):
-            seen = ", ".join(f"GPU:{number} ({gpu.name})" for number, gpu in enumerate(sight.gpus))
             raise DeviceError.at(
                 _WHERE,
-                found=f"GPU:{sight.named} for rank {rank}, which sees {seen}",
+                found=f"GPU:{sight.named} for rank {rank}, which sees {sight.shown}",
                 expected="a GPU that the rank sees",
                 fix='devices="gpu" takes those that are there, whatever their numbers.',
             )
@@ -194,7 +193,7 @@ def check_exists(device: Device, where: str, local_size: int = 1) -> None:
     if device.kind == "GPU":
         sight = look()
         if index >= len(sight.gpus):
-            seen = sight.reason or f"{len(sight.gpus)} GPUs"
+            seen = sight.reason or sight.shown
             expected = "a GPU that this process sees"
             raise DeviceError.at(where, found=f"device {device}, and {seen}", expected=expected, fix=sight.fix)
     elif index >= (cores := max(os.cpu_count() or 1, local_size)):

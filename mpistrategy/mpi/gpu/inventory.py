@@ -52,6 +52,11 @@ class Sight:
     fix: str = ""
     is_strange: bool = False
 
+    @property
+    def shown(self) -> str:
+        """The GPUs in words."""
+        return ", ".join(f"GPU:{number} ({gpu.name})" for number, gpu in enumerate(self.gpus))
+
     def text(self) -> str:
         """Return it as a text for the other ranks."""
         import json  # here, for the quick import

@@ -2,56 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_of
+from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.routes.base import CallPlan
-from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs, own_result
+from mpistrategy.reduction.routes.gpu import GpuRoute, own_result
 from mpistrategy.reduction.routes.gpu_copy import move
-
-
-def plan_on_gpu(
-    otherwise: CallPlan,
-    ranks: Ranks,
-    leaves: Leaves,
-    op: ReduceOp,
-    arrays: Sequence[DeviceArray],
-    signature: Signature,
-    *,
-    word: str,
-    bytes_per_pack: float,
-    num_packs: float,
-    timeout: float | None,
-) -> CallPlan | None:
-    """Return the plan of nests of CuPy arrays like these; None where there is none.
-
-    Args:
-        otherwise: see `DevicePlan`.
-        ranks: who takes part.
-        leaves: how to reach the arrays.
-        op: how they are combined.
-        arrays: the leaves.
-        signature: of the call, but for the dtypes and shapes.
-        word: which path is asked for; see `mpistrategy.options.path_word`.
-        bytes_per_pack, num_packs: see `mpistrategy.reduction.layout.packing.plan`.
-        timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
-    """
-    layouts = layouts_of(arrays)
-    # A mean of integers has another dtype than they; complex numbers have no order.
-    kinds = "fc" if op is ReduceOp.MEAN else "fiu" if op in (ReduceOp.MIN, ReduceOp.MAX) else "fiuc"
-    if not all(dtype.kind in kinds for dtype, _ in layouts):
-        return None
-    packs = gpu_packs(layouts, bytes_per_pack, num_packs)
-    signature = signature._replace(values=tuple(map(layout_of, arrays)))
-    return DevicePlan(otherwise, ranks, leaves, GpuRoute(ranks, packs, op, word, None), signature, timeout)
 
 
 class DevicePlan(CallPlan):

@@ -97,7 +97,8 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
         yield Finding("cuda-aware", OK, found)
     else:
         why = "" if trial is None else f"; {trial.reason}"
-        found = f"{'' if verdict == 'no' else 'unverified: '}{reason}{why}: without NCCL arrays travel through the host (staged)"
+        known = reason if verdict == "no" else f"unverified: {reason}"
+        found = f"{known}{why}: without NCCL arrays travel through the host (staged)"
         cure = "Faster with NCCL, or an MPI that was built with CUDA: ask for your cluster's module of one"
         yield Finding(
             "cuda-aware", NOTE, found, cure if verdict == "no" else f"If you know it: export {VARIABLE}=1, or 0"
