@@ -116,7 +116,7 @@ def nccl1(cupy: Any) -> Figures:
     ranks = strategy.extended.communicator
     path = nccl.join(ranks)
     assert not isinstance(path, str), path
-    found: Figures = {"version": nccl.version(cupy)}
+    found: Figures = {"version": nccl.version()}
     for nbytes in SIZES:
         buffer = cupy.ones(nbytes // 4, "float32")
         calls = {"ours": partial(path.reduce, ranks, buffer, "SUM"), "NCCL": nccls_own(cupy, path, buffer)}

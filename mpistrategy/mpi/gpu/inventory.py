@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import sys
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict, dataclass
 from glob import glob
 from pathlib import Path
+from typing import NamedTuple
 
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.shared_memory.spin_wait import cores
@@ -18,8 +19,7 @@ _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-c
 _NO_DEVICE = 100  # cudaErrorNoDevice
 
 
-@dataclass(frozen=True)
-class Gpu:
+class Gpu(NamedTuple):
     """A GPU as a process sees it, whose number there is its place among all of them.
 
     Attributes:
@@ -32,8 +32,7 @@ class Gpu:
     distance: int = 0
 
 
-@dataclass(frozen=True)
-class Sight:
+class Sight(NamedTuple):
     """What one process sees.
 
     Attributes:
@@ -59,17 +58,13 @@ class Sight:
 
     def text(self) -> str:
         """Return it as a text for the other ranks."""
-        import json  # here, for the quick import
-
-        return json.dumps(asdict(self))
+        return json.dumps(self)
 
     @classmethod
     def read(cls, text: str) -> Sight:
         """Return what `text` was made of."""
-        import json  # here, for the quick import
-
-        told = json.loads(text)
-        return cls(**told | {"gpus": tuple(Gpu(**each) for each in told["gpus"])})
+        gpus, *others = json.loads(text)
+        return cls(tuple(Gpu(*each) for each in gpus), *others)
 
 
 def look(named: int | None = None) -> Sight:

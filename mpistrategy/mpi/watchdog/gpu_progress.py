@@ -9,8 +9,8 @@ into memory of the host, where any thread can read them.
 from __future__ import annotations
 
 import ctypes
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, in_words
@@ -23,7 +23,6 @@ MOST = _RING // 2
 _BEGUN, _ENDED = 0, 1
 _NUMBER_BYTES = 8
 _TO_HOST = 2  # cudaMemcpyKind
-
 
 #: Puts the writing of a number on a stream: ``write(stream, address, number)``.
 _Write: TypeAlias = Callable[[int, int, int], None]
@@ -70,6 +69,9 @@ class GpuProgress:
     Args:
         cupy: the package; the device must be the current one.
         check: raises when the communication library has failed; calls nothing of CUDA, and never waits.
+
+    Attributes:
+        failure: why the library says that the result that is missing will never come; "" if it does not.
     """
 
     def __init__(self, cupy: Any, check: Callable[[], None]) -> None:
@@ -83,22 +85,21 @@ class GpuProgress:
         self._address = self._reached.ctypes.data
         self._write = stream_writer(stream.ptr, self._address) or _copy_of(cupy)
         self._given = 0
-        self._entries: list[CurrentCall | None] = [None] * _RING
-        self._limits: list[float | None] = [None] * _RING
+        #: The entry of each in the flight record, and its timeout, by number.
+        self._entries: list[tuple[CurrentCall | None, float | None]] = [(None, None)] * _RING
         self._last = cupy.cuda.Event(disable_timing=True)
         self._last.record(stream)
         self._last.synchronize()  # other streams read the numbers, too
         self._stream = stream.ptr
-        # What the watchdog saw last: which collective is the oldest, whether the GPU is at it, and since when.
-        self._oldest = 0
-        self._is_at_it = False
-        self._since = math.inf
-        self._failure = ""
+        #: What the watchdog saw last: the oldest collective that is not over, whether the GPU is at it, since when.
+        self._seen: tuple[int, bool, float] | None = None
+        self.failure: str = ""
 
     @property
     def is_full(self) -> bool:
-        """Whether `begin` has to wait until a collective is over."""
-        return self._under_way() >= MOST
+        """Whether `collective` has to wait until one is over."""
+        ended = int(self._reached[_ENDED])  # read first: what is given may only become more meanwhile
+        return (self._given - ended) % _RING >= MOST
 
     @property
     def is_over(self) -> bool:
@@ -111,8 +112,9 @@ class GpuProgress:
         ended = int(self._reached[_ENDED])
         return int(self._reached[_BEGUN]) != ended
 
-    def begin(self, entry: CurrentCall | None, limit: float | None = None) -> None:
-        """Note that the next thing on the current stream is a collective.
+    @contextmanager
+    def collective(self, entry: CurrentCall | None, limit: float | None = None) -> Iterator[int]:
+        """Note that what the block puts on the current stream, which it gets, is a collective.
 
         Args:
             entry: its entry in the flight record.
@@ -123,65 +125,54 @@ class GpuProgress:
             stream.wait_event(self._last)  # one after the other, whatever streams the program uses
             self._stream = stream.ptr
         self._given = (self._given + 1) % _RING
-        self._entries[self._given], self._limits[self._given] = entry, limit
-        self._note(_BEGUN, stream)
-
-    def given(self) -> None:
-        """Note that the collective that was begun is on the stream."""
-        stream = self._cupy.cuda.get_current_stream()
-        self._note(_ENDED, stream)
+        self._entries[self._given] = entry, limit
+        self._write(stream.ptr, self._address, self._given)
+        yield stream.ptr
+        self._write(stream.ptr, self._address + _NUMBER_BYTES, self._given)
         self._last.record(stream)
-
-    def _note(self, which: int, stream: Any) -> None:
-        self._write(stream.ptr, self._address + which * _NUMBER_BYTES, self._given)
-
-    def _under_way(self) -> int:
-        ended = int(self._reached[_ENDED])  # read first: what is given may only become more meanwhile
-        return (self._given - ended) % _RING
 
     def look(self, now: float) -> None:
         """Look how far the GPU has come; for the watchdog."""
         ended = int(self._reached[_ENDED])
         begun, given = int(self._reached[_BEGUN]), self._given
         if ended == given:
-            self._oldest, self._since, self._failure = 0, math.inf, ""
+            self._seen, self.failure = None, ""
             return
-        oldest, is_at_it = (ended + 1) % _RING, begun != ended
-        if (oldest, is_at_it) != (self._oldest, self._is_at_it) or self._since == math.inf:
-            self._oldest, self._is_at_it, self._since = oldest, is_at_it, now
+        at = (ended + 1) % _RING, begun != ended
+        if self._seen is None or self._seen[:2] != at:
+            self._seen = *at, now
         try:
             self._check()
         except Exception as error:  # of the library's own type
-            self._failure = str(error)
+            self.failure = str(error)
 
     @property
     def entry(self) -> CurrentCall | None:
         """The collective whose result is missing, as of the last look; None without one."""
-        return None if self._since == math.inf else self._entries[self._oldest]
+        return None if self._seen is None else self._entries[self._seen[0]][0]
 
     @property
     def has_failed(self) -> bool:
         """Whether the library says that the result will never come."""
-        return bool(self._failure) and self._since < math.inf
+        return bool(self.failure)
 
     def waited(self, now: float, not_before: float) -> float:
         """Return how long the GPU has been in the oldest collective; 0 before it has come to it."""
-        if self._since == math.inf or not self._is_at_it:
+        if self._seen is None or not self._seen[1]:
             return 0.0
-        return max(0.0, now - max(self._since, not_before))
+        return max(0.0, now - max(self._seen[2], not_before))
 
     def limit(self, usual: float) -> float:
         """Return how long the oldest collective may take, in seconds."""
-        seconds = None if self._since == math.inf else self._limits[self._oldest]
+        seconds = None if self._seen is None else self._entries[self._seen[0]][1]
         return usual if seconds is None else seconds
 
     def in_words(self, now: float) -> str:
         """Return where the GPU is; "" when no result is missing."""
-        entry = self.entry
-        if self._since == math.inf:
+        if self._seen is None:
             return ""
-        what = "a collective" if entry is None else in_words(entry)
-        if not self._is_at_it:
+        what = "a collective" if self.entry is None else in_words(self.entry)
+        if not self._seen[1]:
             return f"on its way: its GPU is still at what comes before {what}"
-        failed = f"{FAILED}{self._failure}" if self._failure else ""
-        return f"in {what} on its GPU for {now - self._since:.1f} s{failed}"
+        failed = f"{FAILED}{self.failure}" if self.failure else ""
+        return f"in {what} on its GPU for {now - self._seen[2]:.1f} s{failed}"

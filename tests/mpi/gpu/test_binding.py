@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -195,9 +195,9 @@ def test_ranks_that_share_go_round() -> None:
     [
         ([NONE] * 3, ["found CuPy is not installed on ranks 0-2 (n0)", "Install the CuPy"]),
         ([seeing(FOUR), NONE], ["CuPy is not installed on rank 1 (n0)"]),
-        ([NONE, replace(NONE, host="n1")], ["on ranks 0, 1 (n0 and 1 more nodes)"]),
+        ([NONE, NONE._replace(host="n1")], ["on ranks 0, 1 (n0 and 1 more nodes)"]),
         (
-            [NONE, replace(NONE, reason="no NVIDIA driver here", host="n7")],
+            [NONE, NONE._replace(reason="no NVIDIA driver here", host="n7")],
             ["CuPy is not installed on rank 0 (n0); no NVIDIA driver here on rank 1 (n7)"],
         ),
     ],
@@ -211,7 +211,7 @@ def test_ranks_without_a_gpu(sights: list[Sight], texts: list[str]) -> None:
 
 
 def naming(sights: Sequence[Sight], numbers: Sequence[int]) -> list[Sight]:
-    return [replace(sight, named=number) for sight, number in zip(sights, numbers, strict=True)]
+    return [sight._replace(named=number) for sight, number in zip(sights, numbers, strict=True)]
 
 
 def test_ranks_take_the_gpus_that_the_program_names() -> None:

@@ -75,11 +75,6 @@ def test_nccl_and_pointers_for_mpi_are_never_used_together() -> None:
     assert "block each other" in chosen(ranks, "nccl", ["mpi"])[1]
 
 
-def test_abilities_travel_as_text() -> None:
-    mine = Abilities("GPU-1", 22105, 'it says "yes"')
-    assert Abilities.read(mine.text()) == mine
-
-
 @pytest.mark.parametrize(
     ("implementation", "variable", "word"),
     [("AUTO", "", "auto"), ("AUTO", "Staged", "staged"), ("RING", "nccl", "ring"), ("nccl", "staged", "nccl")],

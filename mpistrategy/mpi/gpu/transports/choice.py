@@ -8,9 +8,9 @@ memory, then the host (staged).
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import FallbackWarning
@@ -32,8 +32,7 @@ _WHERE = "the path of arrays in GPU memory"
 _ORDER: tuple[PathName, ...] = ("nccl", "mpi", "staged")
 
 
-@dataclass(frozen=True)
-class Abilities:
+class Abilities(NamedTuple):
     """What one rank has.
 
     Attributes:
@@ -46,24 +45,14 @@ class Abilities:
     nccl: int = 0
     against_mpi: str = ""
 
-    def text(self) -> str:
-        """Return it as a text for the other ranks."""
-        return json.dumps(asdict(self))
 
-    @classmethod
-    def read(cls, text: str) -> Abilities:
-        """Return what `text` was made of."""
-        return cls(**json.loads(text))
-
-    @classmethod
-    def of(cls, ranks: Ranks) -> Abilities:
-        """Return what this rank has."""
-        cupy = cupy_for(_WHERE)
-        if ranks.size == 1 or ranks.is_simulated:
-            return cls()
-        seen, number = inventory.look().gpus, cupy.cuda.runtime.getDevice()
-        gpu = seen[number].name if number < len(seen) else ""
-        return cls(gpu, nccl.version(cupy), cuda_aware.obstacle(ranks.nodes))
+def _mine(ranks: Ranks) -> Abilities:
+    cupy = cupy_for(_WHERE)
+    if ranks.size == 1 or ranks.is_simulated:
+        return Abilities()
+    seen, number = inventory.look().gpus, cupy.cuda.runtime.getDevice()
+    gpu = seen[number].name if number < len(seen) else ""
+    return Abilities(gpu, nccl.version(), cuda_aware.obstacle(ranks.nodes))
 
 
 def device_path(ranks: Ranks, word: str, nbytes: int) -> DevicePath:
@@ -84,9 +73,9 @@ def device_path(ranks: Ranks, word: str, nbytes: int) -> DevicePath:
         return known
     with Call(ranks.guard, _WHERE) as call:
         call.expect_more()  # a rank that fails from here on must tell the others
-        mine = Abilities.of(ranks)
+        mine = json.dumps(_mine(ranks))
         call.agree("look for the path of arrays in GPU memory", options=f"{GPU_PATH}, or implementation=, says {word}")
-        everyone = [Abilities.read(text) for text in ranks.allgather_text(mine.text())]
+        everyone = [Abilities(*json.loads(text)) for text in ranks.allgather_text(mine)]
         call.expect_more()
         path, reason, is_second_best = _chosen(ranks, word, everyone)
         paths.by_name[path.name] = path  # the path exists, whether or not this call succeeds
@@ -149,17 +138,16 @@ def obstacles(ranks: Sequence[Abilities], taken: Container[str] = ()) -> dict[Pa
         ranks: what each of them has.
         taken: the paths that the strategy has already.
     """
-    against: dict[str, list[int]] = {}
+    refusing: dict[str, list[int]] = {}
     for number, rank in enumerate(ranks):
-        if rank.against_mpi:
-            against.setdefault(rank.against_mpi, []).append(number)
-    by_mpi = "; ".join(f"{why} ({ranks_in_words(those)})" for why, those in against.items())
-    found: dict[PathName, str] = {"nccl": _against_nccl(ranks), "mpi": by_mpi, "staged": ""}
-    both: tuple[tuple[PathName, PathName], ...] = (("nccl", "mpi"), ("mpi", "nccl"))
-    for one, other in both:
-        if one in taken and not found[other]:
-            found[other] = f"this strategy uses {one}, and the two can block each other"
-    return found
+        refusing.setdefault(rank.against_mpi, []).append(number)
+    by_mpi = "; ".join(f"{why} ({ranks_in_words(those)})" for why, those in refusing.items() if why)
+    other = "this strategy uses {}, and the two can block each other"
+    return {
+        "nccl": _against_nccl(ranks) or ("mpi" in taken and other.format("mpi")) or "",
+        "mpi": by_mpi or ("nccl" in taken and other.format("nccl")) or "",
+        "staged": "",
+    }
 
 
 def _against_nccl(ranks: Sequence[Abilities]) -> str:
@@ -168,11 +156,10 @@ def _against_nccl(ranks: Sequence[Abilities]) -> str:
         return f"CuPy has no NCCL on {ranks_in_words(without)}"
     if len({rank.nccl // 100 for rank in ranks}) > 1:  # the last two digits are a patch level
         return f"NCCL of different versions ({', '.join(map(str, sorted({rank.nccl for rank in ranks})))})"
-    for gpu in {rank.gpu: None for rank in ranks if rank.gpu}:
-        sharing = [number for number, rank in enumerate(ranks) if rank.gpu == gpu]
-        if len(sharing) > 1:
-            return f"{ranks_in_words(sharing)} on one GPU, which NCCL refuses"
-    return ""
+    holders = Counter(rank.gpu for rank in ranks if rank.gpu)
+    shared = next((gpu for gpu, count in holders.items() if count > 1), None)
+    sharing = [number for number, rank in enumerate(ranks) if rank.gpu == shared]
+    return f"{ranks_in_words(sharing)} on one GPU, which NCCL refuses" if sharing else ""
 
 
 def in_words(

@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -42,22 +44,16 @@ _TRIAL_SIZE = 2**16
 _WHERE = "a collective by NCCL"
 #: Never freed: the GPU may still write its progress there.
 _left: list[GpuProgress] = []
-#: ncclBfloat16, which not every CuPy has a name for.
-_BFLOAT16 = 9
 
 
-def version(cupy: Any) -> int:
+def version() -> int:
     """Return the version of the NCCL that CuPy has loaded; 0 without one."""
-    import warnings
+    with warnings.catch_warnings(), suppress(Exception):  # a CuPy without it, or one that cannot load it: of many types
+        warnings.simplefilter("ignore")  # CuPy warns without one; a user who asked for NCCL gets our warning
+        from cupy.cuda import nccl
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy warns without one; a user who asked for NCCL gets our warning
-            from cupy.cuda import nccl
-
-            return int(nccl.get_version()) if nccl.available else 0
-    except Exception:  # a CuPy without it, or one that cannot load it: of many types
-        return 0
+        return int(nccl.get_version()) if nccl.available else 0
+    return 0
 
 
 class NcclPath(DevicePath):
@@ -145,36 +141,34 @@ class NcclPath(DevicePath):
         With a `wire`, float32 travels in its dtype: NCCL rounds each sum to it.  A CuPy before 14 knows no bfloat16,
         and sends all digits.
         """
+        rounded = None if root is not None else by_nccl(ranks, wire, buffer.dtype, op)
         if buffer.dtype.kind == "c" and op == "PROD":  # NCCL sees pairs of floats: it can add them
             everyone = communication_memory(self._cupy, ranks.size * buffer.size, buffer.dtype)
             self.allgather(ranks, buffer, [buffer.size] * ranks.size, everyone)
             buffer[...] = everyone.reshape((ranks.size, buffer.size)).prod(axis=0)
-            return
-        rounded = None if root is not None else by_nccl(ranks, wire, buffer.dtype, op)
-        if rounded is not None and (rounded.kind == "f" or int(self._cupy.__version__.partition(".")[0]) >= 14):
-            room = communication_memory(self._cupy, buffer.size, rounded) if room is None else room
-            room[...] = buffer
-            self._combine(room, op, root)
-            buffer[...] = room
-        else:
+        elif rounded is None or (rounded.kind != "f" and int(self._cupy.__version__.partition(".")[0]) < 14):
             self._combine(buffer, op, root)
+        else:
+            sent: DeviceArray = room
+            sent[...] = buffer
+            self._combine(sent, op, None)
+            buffer[...] = sent
 
     def _combine(self, buffer: DeviceArray, op: str, root: int | None) -> None:
         """Put a reduction on the current stream; of keys for MIN and MAX of floats, of which NCCL's may lose a NaN."""
         with ordered_keys.in_order(self._cupy, buffer, op) as values:
-            is_complex = values.dtype.kind == "c"
-            count = int(values.size) * (2 if is_complex else 1)
-            name = f"float{values.dtype.itemsize * 4}" if is_complex else values.dtype.name
-            kind = _BFLOAT16 if name == "bfloat16" else self._number(name.upper())
-            pointer = values.data.ptr
+            parts = 2 if values.dtype.kind == "c" else 1
+            name = values.dtype.name if parts == 1 else f"float{values.dtype.itemsize * 4}"
+            count, pointer = int(values.size) * parts, values.data.ptr
+            arguments = pointer, pointer, count, _number(name.upper()), _number(op)
             if root is None:
-                self._begin(count, self._nccl.allReduce, pointer, pointer, count, kind, self._number(op))
+                self._begin(count, self._nccl.allReduce, *arguments)
             else:
-                self._begin(count, self._nccl.reduce, pointer, pointer, count, kind, self._number(op), root)
+                self._begin(count, self._nccl.reduce, *arguments, root)
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by that of `root`."""
-        self._begin(buffer.nbytes, self._nccl.bcast, buffer.data.ptr, buffer.nbytes, self._number("INT8"), root)
+        self._begin(buffer.nbytes, self._nccl.bcast, buffer.data.ptr, buffer.nbytes, _number("INT8"), root)
 
     def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
         """Write all ranks' blocks into `together`; blocks of several sizes are broadcast one after the other."""
@@ -183,16 +177,8 @@ class NcclPath(DevicePath):
             for root, stop in enumerate(accumulate(counts)):
                 self.bcast(ranks, together[stop - counts[root] : stop], root)
         else:
-            arguments = block.data.ptr, together.data.ptr, block.nbytes, self._number("INT8")
+            arguments = block.data.ptr, together.data.ptr, block.nbytes, _number("INT8")
             self._begin(together.nbytes, self._nccl.allGather, *arguments)
-
-    @staticmethod
-    def _number(name: str) -> int:
-        """Return NCCL's number of a dtype or an operation."""
-        from cupy.cuda import nccl
-
-        found: int = getattr(nccl, f"NCCL_{name}")
-        return found
 
     def _begin(self, size: int, put: Callable[..., None], *arguments: Any) -> None:
         """Put a collective on the current stream, and note it where the watchdog sees it; nothing for a size of 0."""
@@ -201,9 +187,9 @@ class NcclPath(DevicePath):
         if self._progress.is_full:
             self._wait_for_all()
         call = self._ranks.guard.current
-        self._progress.begin(self._ranks.guard.record.last(), None if call is None else call.timeout)
-        put(*arguments, self._cupy.cuda.get_current_stream().ptr)
-        self._progress.given()
+        limit = None if call is None else call.timeout
+        with self._progress.collective(self._ranks.guard.record.last(), limit) as stream:
+            put(*arguments, stream)
 
     def _wait_for_all(self, seconds: float = math.inf) -> None:
         """Wait until the GPU is done with all that it was given; a peer that never comes is the watchdog's concern.
@@ -258,18 +244,14 @@ def join(ranks: Ranks) -> NcclPath | str:
     The current device must be the one that this rank drives.
     """
     made: list[NcclPath] = []
-    id_or_error = ""
-    if ranks.rank == 0:
-        try:
-            id_or_error = _unique_id()
-        except Exception as error:  # CuPy's NcclError
-            id_or_error = f"!{error}"
-    id_or_error = ranks.allgather_text(id_or_error)[0]
-    if id_or_error.startswith("!"):
-        return f"it does not start: {id_or_error[1:]}"
+    ids: list[str] = []
+    error = error_of(lambda: ids.append(_unique_id())) if ranks.rank == 0 else ""
+    told = ranks.allgather_text(f"!{error}" if error else "".join(ids))[0]
+    if told.startswith("!"):
+        return f"it does not start: {told[1:]}"
 
     def connect() -> None:
-        communicator = _communicator(ranks, bytes.fromhex(id_or_error))
+        communicator = _communicator(ranks, bytes.fromhex(told))
         try:
             made.append(NcclPath(ranks, communicator))
         except Exception:
@@ -299,3 +281,11 @@ def _communicator(ranks: Ranks, unique_id: bytes) -> Any:
         return nccl.NcclCommunicator(ranks.size, unique_id, ranks.rank)
     except TypeError:  # a CuPy before 14
         return nccl.NcclCommunicator(ranks.size, tuple(np.frombuffer(unique_id, np.int8).tolist()), ranks.rank)
+
+
+def _number(name: str) -> int:
+    """Return NCCL's number of a dtype or an operation; not every CuPy has a name for bfloat16."""
+    from cupy.cuda import nccl
+
+    found: int = 9 if name == "BFLOAT16" else getattr(nccl, f"NCCL_{name}")
+    return found
