@@ -1,26 +1,72 @@
 """All-reduces of arrays in GPU memory that go on while the program's stream computes.
 
 What is packed is packed on the program's stream, and the results are made of it there, when somebody waits for them.
-Between the two the reduction goes on a stream of its own.  Only NCCL needs nothing else.  On the other paths the host
-takes part: a thread of ours, or the call that starts the reduction where MPI may not be called in several threads.
+Between the two the reduction goes on a stream of its own.  Events order them: this stream waits for what was put on the
+program's stream before the call, and a program's stream waits for the reduction where the result is asked for.  Nothing
+waits on the host.
+
+Only NCCL needs nothing else.  On the other paths the host takes part: a thread of ours, or the call that starts the
+reduction where MPI may not be called in several threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.arrays.values import event_of_reads
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.gpu.communication_stream import communication_stream
+from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.over_mpi.engine import AtOnce, engine_of
 from mpistrategy.options import CommunicationOptions, path_word
 from mpistrategy.reduction.algorithm import OnDevice
 from mpistrategy.reduction.reducer import Reducer
+
+
+class CommunicationStream(Freed):
+    """One stream for each device, made at the first use; an event belongs to a stream of its device."""
+
+    def __init__(self) -> None:
+        self._cupy: Any = cupy_for("arrays in GPU memory")
+        self._streams: dict[int, Any] = {}
+        #: What the stream may still use, and the events behind it; the oldest first.
+        self._used: deque[tuple[Any, object]] = deque()
+
+    def note(self) -> Any:
+        """Return an event behind what is on the current stream so far."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._cupy.cuda.get_current_stream())
+        return event
+
+    @contextmanager
+    def after(self, event: Any) -> Iterator[None]:
+        """Make the stream of the current device the current one, behind an event."""
+        device = self._cupy.cuda.runtime.getDevice()
+        if device not in self._streams:
+            self._streams[device] = self._cupy.cuda.Stream(non_blocking=True)
+        with self._streams[device] as stream:
+            stream.wait_event(event)
+            yield
+
+    def keep(self, what: object) -> Any:
+        """Return an event behind what is on the current stream, and keep `what` alive until it has been reached."""
+        event = self.note()
+        self._used.append((event, what))
+        while self._used and self._used[0][0].done:
+            self._used.popleft()
+        return event
+
+    def free(self) -> None:
+        """Wait for what is on the streams: then nothing of it uses any memory."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._used.clear()
 
 
 class Begun:
@@ -44,7 +90,7 @@ class Begun:
     ) -> None:
         self._begun, self._results, self._build, self._device = begun, results, build, begun.arrays[0].device
         with self._device:
-            self._stream = communication_stream(communicator)
+            self._stream = communicator.once(CommunicationStream, CommunicationStream)
             self._packed = self._stream.note()
             #: The path of the strategy, which all ranks know from here on.
             self.path: DevicePath = begun.route.path(communicator)

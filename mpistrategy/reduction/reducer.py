@@ -178,8 +178,11 @@ class AllReduce(General):
             kinds_of_mean = op is not ReduceOp.MEAN or all(leaf.dtype.kind in "fc" for leaf in leaves)
             if word is None or not kinds_of_mean or not all(is_simple(leaf.dtype, op) for leaf in leaves):
                 return None
-            from mpistrategy.reduction.routes.device_plan import DevicePlan  # here: on CPUs nothing reads it
-            from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
+            from mpistrategy.reduction.routes.gpu import (  # here: on CPUs nothing reads it
+                DevicePlan,
+                GpuRoute,
+                gpu_packs,
+            )
 
             packs = gpu_packs(layouts_of(leaves), options.bytes_per_pack, algorithm._num_packs)
             signature = signature._replace(values=tuple(map(layout_of, leaves)))
