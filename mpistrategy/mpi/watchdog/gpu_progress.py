@@ -151,11 +151,6 @@ class GpuProgress:
         """The collective whose result is missing, as of the last look; None without one."""
         return None if self._seen is None else self._entries[self._seen[0]][0]
 
-    @property
-    def has_failed(self) -> bool:
-        """Whether the library says that the result will never come."""
-        return bool(self.failure)
-
     def waited(self, now: float, not_before: float) -> float:
         """Return how long the GPU has been in the oldest collective; 0 before it has come to it."""
         if self._seen is None or not self._seen[1]:

@@ -311,12 +311,12 @@ def test_the_watchdog_sees_how_far_the_gpu_is(cupy: Any) -> None:
     assert flight.in_words(9.0) == "in #7 all_reduce on its GPU for 4.0 s"
     trouble.append("remote process exited")
     flight.look(9.0)
-    assert flight.has_failed
+    assert flight.failure == "remote process exited"
     assert flight.in_words(9.0).endswith("4.0 s, which has failed: remote process exited")
     may_end[0] = True
     assert flight.is_over
     flight.look(10.0)
-    assert (flight.entry, flight.has_failed, flight.waited(10.0, 0.0)) == (None, False, 0.0)
+    assert (flight.entry, flight.failure, flight.waited(10.0, 0.0)) == (None, "", 0.0)
 
 
 HANGS = """
