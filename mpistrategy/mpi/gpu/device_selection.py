@@ -132,29 +132,24 @@ def bind(sights: Sequence[Sight], *, sharing: bool = False) -> tuple[int, ...]:
 
 
 def _check_that_all_see(sights: Sequence[Sight]) -> None:
-    blind: dict[str, list[int]] = {}
     for rank, sight in enumerate(sights):
         if not sight.gpus:
-            blind.setdefault(sight.reason, []).append(rank)
-        elif sight.named is not None and sight.named >= len(sight.gpus):
+            alike = [other for other, each in enumerate(sights) if not each.gpus and each.reason == sight.reason]
+            more = len({sights[other].host for other in alike}) - 1
+            where = f"{sight.host}{f' and {more} more nodes' if more else ''}"
+            raise DeviceError.at(
+                _WHERE,
+                found=f"{sight.reason} on {ranks_in_words(alike)} ({where})",
+                expected="a GPU for each rank",
+                fix=f'{sight.fix}; for CPUs leave devices out, or give devices="cpu".',
+            )
+        if sight.named is not None and sight.named >= len(sight.gpus):
             raise DeviceError.at(
                 _WHERE,
                 found=f"GPU:{sight.named} for rank {rank}, which sees {sight.shown}",
                 expected="a GPU that the rank sees",
                 fix='devices="gpu" takes those that are there, whatever their numbers.',
             )
-    if blind:
-        shown = "; ".join(
-            f"{reason} on {ranks_in_words(ranks)} ({_hosts(sights, ranks)})" for reason, ranks in blind.items()
-        )
-        fix = f'{sights[next(iter(blind.values()))[0]].fix}; for CPUs leave devices out, or give devices="cpu".'
-        raise DeviceError.at(_WHERE, found=shown, expected="a GPU for each rank", fix=fix)
-
-
-def _hosts(sights: Sequence[Sight], ranks: Sequence[int]) -> str:
-    """Return the first node of these ranks, and how many others there are, in words."""
-    hosts = {sights[rank].host: None for rank in ranks}
-    return f"{next(iter(hosts))}{f' and {len(hosts) - 1} more nodes' if len(hosts) > 1 else ''}"
 
 
 def _shortage(open_to: Sequence[set[str]], rank: int, sight: Sight) -> DeviceError:
