@@ -104,7 +104,7 @@ class Begun:
         route, _, memory, words = self._begun
         name = self.path.name  # an engine's ranks have a path of their own, of the same kind
         with self._device:
-            route.make_room(communicator, name)
+            device_paths(communicator).check()
             call.agree("reduce", **words)
             path = route.path(communicator, name) if name not in ON_THE_STREAM else self.path
             with self._stream.after(self._packed):

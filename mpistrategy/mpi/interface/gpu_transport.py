@@ -37,8 +37,8 @@ class DevicePath(Freed):
 
     name: PathName = "alone"
 
-    def make_room(self, nbytes: int) -> None:
-        """Allocate the memory that a buffer of `nbytes` needs; called before the ranks agree, since it may fail."""
+    def check(self) -> None:
+        """Raise where the path cannot be used any more, or not on the current device; before the ranks agree."""
 
     def reduce(
         self,
@@ -84,6 +84,11 @@ class DevicePaths(Freed):
     known: dict[str, DevicePath] = field(default_factory=dict)
     by_name: dict[str, DevicePath] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
+
+    def check(self) -> None:
+        """Raise as the paths do, before the ranks agree on a call."""
+        for path in self.by_name.values():
+            path.check()
 
     def free(self) -> None:
         """Free all paths, where all ranks are known to do so."""

@@ -138,22 +138,16 @@ class GpuRoute:
         self.packs: tuple[Pack, ...] = packs
         self._operation, self._targets = operation, targets
         self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
-        self._most_bytes = max((pack.size * self._sent_as(pack.dtype).itemsize for pack in packs), default=0)
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
         """Pack: memory may be short, which all ranks hear of when they agree."""
         with arrays[0].device:
-            self.make_room(self._ranks)
+            device_paths(self._ranks).check()
             return self.pack(arrays, targets)
 
     def _sent_as(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Return the dtype in which a pack is combined: integers of a MEAN have 64 bits."""
         return sum_dtype_of_mean(dtype) if self._op is ReduceOp.MEAN and dtype.kind in "iu" else wire_dtype(dtype)
-
-    def make_room(self, ranks: Ranks, word: str = "") -> None:
-        """Take the memory of the path of these ranks, if there is one."""
-        if (known := device_paths(ranks).known.get(word or self._word)) is not None:
-            known.make_room(self._most_bytes)
 
     def pack(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
         """Put together what travels together, on the current stream; `targets` take the place of the route's."""
@@ -190,7 +184,7 @@ class GpuRoute:
 
     def path(self, ranks: Ranks, word: str = "") -> DevicePath:
         """Return the path of these ranks for a word; the first time they choose it together."""
-        return device_path(ranks, word or self._word, self._most_bytes)
+        return device_path(ranks, word or self._word)
 
     def send(self, ranks: Ranks, path: DevicePath, memory: list[_Bucket]) -> None:
         """Combine what has been packed, on the current stream of its device."""

@@ -15,8 +15,8 @@ import numpy as np
 
 from mpistrategy.arrays.convert import placed_as
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
-from mpistrategy.mpi.gpu.transports.choice import any_path, make_room_on_known
-from mpistrategy.mpi.interface.gpu_transport import communication_memory
+from mpistrategy.mpi.gpu.transports.choice import any_path
+from mpistrategy.mpi.interface.gpu_transport import communication_memory, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.segments import aligned
 
@@ -26,14 +26,14 @@ _PIECE_BYTES = 32 * 2**20
 
 
 def prepare(communicator: Ranks, arrays: Sequence[DeviceArray], where: str) -> None:
-    """Take the memory that the path needs for these arrays.
+    """Raise where the ranks cannot send these arrays.
 
     Raises:
         UnsupportedError: while the current stream is captured.
     """
     check_no_capture(cupy_for(_WHAT), where)
     with arrays[0].device:
-        make_room_on_known(communicator, max(array.nbytes for array in arrays))
+        device_paths(communicator).check()
 
 
 def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray]]:
@@ -56,7 +56,7 @@ def bcast(communicator: Ranks, array: DeviceArray, root: int) -> None:
     """Write rank `root`'s array, which is contiguous and in memory that every path takes, into everybody's."""
     if array.size:
         with array.device:
-            any_path(communicator, array.nbytes).bcast(communicator, array.reshape(-1), root)
+            any_path(communicator).bcast(communicator, array.reshape(-1), root)
 
 
 def write_that_of(communicator: Ranks, root: int, array: Any, target: DeviceArray) -> None:
@@ -71,7 +71,7 @@ def write_that_of(communicator: Ranks, root: int, array: Any, target: DeviceArra
     step = min(max(1, _PIECE_BYTES // target.itemsize), target.size)
 
     def room_for_pieces() -> DeviceArray:
-        make_room_on_known(communicator, step * target.itemsize)
+        device_paths(communicator).check()
         return communication_memory(cupy_for(_WHAT), step, target.dtype)
 
     with target.device:
@@ -94,7 +94,7 @@ def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) 
         together = communication_memory(cupy_for(_WHAT), sum(rows) * width, block.dtype)
         mine = together[sum(rows[: communicator.rank]) * width :][: block.size]
         mine[...] = block.reshape(-1)
-        make_room_on_known(communicator, together.nbytes)
+        device_paths(communicator).check()
         return mine, together.reshape((sum(rows), *block.shape[1:]))
 
 
@@ -102,5 +102,5 @@ def gather_rows(communicator: Ranks, mine: DeviceArray, counts: Sequence[int], t
     """Fill the memory of `room_for_rows`; ``counts[r]`` elements are of rank r."""
     if together.size:
         with together.device:
-            path = any_path(communicator, together.nbytes)
+            path = any_path(communicator)
             path.allgather(communicator, mine, counts, together.reshape(-1))

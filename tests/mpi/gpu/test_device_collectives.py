@@ -53,7 +53,7 @@ class Path:
     def __init__(self, cupy: Any, strategy: Any, name: str) -> None:
         self.cupy, self.name = cupy, name
         self.ranks: Any = strategy.extended.communicator
-        self.made: DevicePath = device_path(self.ranks, name, 0)
+        self.made: DevicePath = device_path(self.ranks, name)
         assert self.made.name == ("alone" if SIZE == 1 else name)
 
     def memory(self, host: np.ndarray) -> Any:

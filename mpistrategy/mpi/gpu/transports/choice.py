@@ -55,13 +55,12 @@ def _mine(ranks: Ranks) -> Abilities:
     return Abilities(gpu, nccl.version(), cuda_aware.obstacle(ranks.nodes))
 
 
-def device_path(ranks: Ranks, word: str, nbytes: int) -> DevicePath:
+def device_path(ranks: Ranks, word: str) -> DevicePath:
     """Return the path for `word`; the first time the ranks find out together, inside an agreed call.
 
     Args:
         ranks: who takes part.
         word: see `mpistrategy.options.path_word`.
-        nbytes: of the largest buffer that follows; a path that is known has made room for it before the agreement.
 
     Raises:
         UnsupportedError: without a CuPy that works.
@@ -78,8 +77,7 @@ def device_path(ranks: Ranks, word: str, nbytes: int) -> DevicePath:
         everyone = [Abilities(*json.loads(text)) for text in ranks.allgather_text(mine)]
         call.expect_more()
         path, reason, is_second_best = _chosen(ranks, word, everyone)
-        paths.by_name[path.name] = path  # the path exists, whether or not this call succeeds
-        path.make_room(nbytes)
+        paths.by_name[path.name] = path  # it exists, whether or not this call succeeds
         if is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
             warn(f"{_WHERE} is {path.name}: {reason}", FallbackWarning)
         call.agree("use the path of arrays in GPU memory")
@@ -111,19 +109,13 @@ def _made(name: PathName, ranks: Ranks) -> DevicePath | str:
     return DirectPath() if name == "mpi" else StagedPath()
 
 
-def any_path(ranks: Ranks, nbytes: int) -> DevicePath:
+def any_path(ranks: Ranks) -> DevicePath:
     """Return the path that these ranks have already, else `device_path` of the usual word.
 
     For calls that choose no path: broadcasts, gathers, assignments.
     """
     known = next(iter(device_paths(ranks).known.values()), None)
-    return device_path(ranks, path_word(CommunicationOptions()), nbytes) if known is None else known
-
-
-def make_room_on_known(ranks: Ranks, nbytes: int) -> None:
-    """Let the path of `any_path`, if there is one, take what buffers of so many bytes need; before the ranks agree."""
-    for path in list(device_paths(ranks).known.values())[:1]:
-        path.make_room(nbytes)
+    return device_path(ranks, path_word(CommunicationOptions())) if known is None else known
 
 
 def candidates(word: str) -> list[PathName]:

@@ -79,12 +79,8 @@ class NcclPath(DevicePath):
         self._progress = GpuProgress(self._cupy, self._ask)
         ranks.guard.gpu_progress = self._progress
 
-    def make_room(self, nbytes: int) -> None:
-        """Need nothing; but tell the other ranks, before they agree, if NCCL has failed or is for another GPU.
-
-        Raises:
-            DeviceError: then.
-        """
+    def check(self) -> None:
+        """Raise DeviceError if NCCL has failed, or is for another GPU."""
         device = self._cupy.cuda.runtime.getDevice()
         if device != self._device:
             raise DeviceError.at(

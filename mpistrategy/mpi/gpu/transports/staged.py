@@ -67,20 +67,10 @@ class StagedPath(DevicePath):
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
         self._chunk_bytes = chunk_bytes
         self._cuda = cupy_for("an array in GPU memory").cuda
-        self._slots: list[Slot] = []
+        self._slots: list[Slot] = [Slot(chunk_bytes) for _ in range(_SLOTS)]
         #: For each device, the streams of the copies from it and to it: an event belongs to a stream of its device.
         self._streams: dict[int, tuple[Any, Any]] = {}
         self._streams_here()
-
-    def make_room(self, nbytes: int) -> None:
-        """Have as many slots, and as large ones, as a buffer of so many bytes needs."""
-        count = min(_SLOTS, -(-nbytes // self._chunk_bytes))
-        least = min(nbytes, self._chunk_bytes)
-        if count > len(self._slots) or (count and self._slots[0].memory.nbytes < least):
-            count = max(count, len(self._slots))
-            most = max([least, *(slot.memory.nbytes for slot in self._slots)])
-            self.free()
-            self._slots = [Slot(min(self._chunk_bytes, 1 << (most - 1).bit_length())) for _ in range(count)]
 
     def reduce(
         self,
@@ -152,7 +142,6 @@ class StagedPath(DevicePath):
 
     def _run(self, ranks: Ranks, pieces: Sequence[_Piece]) -> None:
         """Do all pieces, three of which are under way."""
-        self.make_room(sum(piece.nbytes for piece in pieces))
         users = self._cuda.get_current_stream()
         out, back = self._streams_here()
         out.wait_event(self._noted(users))
