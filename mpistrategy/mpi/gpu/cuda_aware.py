@@ -115,7 +115,6 @@ def save(place: Place, found: Outcome) -> Path:
         OSError: when it cannot be written.
     """
     file, known = _kept(place)
-    own_files.make_folders(str(file.parent))
     replace_whole(file, json.dumps(known | asdict(found)) + "\n")
     return file
 

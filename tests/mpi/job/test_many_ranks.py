@@ -14,7 +14,7 @@ from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.gpu.device_selection import bind
 from mpistrategy.mpi.gpu.inventory import Sight
 from mpistrategy.mpi.job.introductions import Introduction, introductions
-from mpistrategy.mpi.tuning.files import Machine
+from mpistrategy.mpi.tuning import files
 
 pytestmark = pytest.mark.one_rank
 FEW, MANY, LOCAL = 2_000, 16_000, 8
@@ -42,7 +42,10 @@ def nodes(size: int) -> tuple[int, ...]:
 STEPS: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
     "introductions": (texts_of, introductions),
     "GPUs where there are none": (blind, refused),
-    "the machine of the thresholds": (nodes, lambda node_of: Machine.of("MPICH Version: 5.0.2", node_of)),
+    "the machine of the thresholds": (
+        nodes,
+        lambda node_of: files.agreed("MPICH Version: 5.0.2", 0, node_of, lambda text: [text]),
+    ),
 }
 
 
