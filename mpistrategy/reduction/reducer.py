@@ -23,7 +23,7 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.algorithm import Algorithm, OnDevice
+from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.inputs import (
     arrays_of,
     as_given,
@@ -326,7 +326,7 @@ class Reducer:
             return []  # alone, a structure without leaves is its own reduction
         chosen = self._options.merge(options)
         dense = None if weight is None and targets is None else UnsupportedError
-        given, arrays, memory = _looked_at(op, leaves, paths, call.where, dense, targets)
+        given, arrays, memory = looked_at(op, leaves, paths, call.where, dense, targets)
         if weight is None:
             call.wait_as(chosen.timeout_seconds)
             with self.entered():
@@ -335,39 +335,7 @@ class Reducer:
                 )
         else:
             results = self._weighted(call, op, given, arrays, weight, chosen)
-        return _handed_out(results, leaves, targets, memory)
-
-    def begin_on_device(
-        self,
-        op: ReduceOp,
-        leaves: list[Any],
-        paths: Callable[[], list[str]],
-        where: str,
-        *,
-        options: CommunicationOptions | None = None,
-        targets: list[Any] | None = None,
-    ) -> tuple[OnDevice, Callable[[], list[Any]]] | None:
-        """Begin to do `all_reduce_leaves` with arrays in GPU memory: pack them, on the current stream.
-
-        Returns:
-            What the ranks have yet to agree on and to combine, and what returns the results then, on the current
-            stream; None where the leaves are not all in GPU memory, or are combined on the host.
-
-        Raises:
-            As `all_reduce_leaves`.
-        """
-        given, _, memory = _looked_at(op, leaves, paths, where, None, targets)
-        chosen = self._options.merge(options)
-        begun = self._algorithm._begin_on_device(self.communicator, op, given, chosen, memory, where)
-        if begun is None:
-            return None
-
-        def results() -> list[Any]:
-            found = begun.route.results(begun.memory)
-            kinds = [in_kind(result, like) for result, like in zip(found, given, strict=True)]
-            return _handed_out(kinds, leaves, targets, memory)
-
-        return begun, results
+        return handed_out(results, leaves, targets, memory)
 
     def agrees_on_none(self, call: Call, op: ReduceOp, structure: nest.Structure) -> bool:
         """Return whether a structure has no leaves but None; if so, the ranks have compared the call."""
@@ -462,7 +430,7 @@ def _made(call: Call, general: General, value: Any, out: Any, weight: Any) -> Ca
         return general  # it raises the error
 
 
-def _looked_at(
+def looked_at(
     op: ReduceOp,
     leaves: list[Any],
     paths: Callable[[], list[str]],
@@ -486,7 +454,7 @@ def _looked_at(
     return given, arrays, memory
 
 
-def _handed_out(
+def handed_out(
     results: Sequence[Any], leaves: Sequence[Any], targets: Sequence[Any] | None, memory: Sequence[Any] | None
 ) -> list[Any]:
     """Return what the caller gets: results as the kinds of the leaves, or the targets, into which they are written."""
