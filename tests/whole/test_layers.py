@@ -56,6 +56,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.operations",
     "mpistrategy.mpi.over_mpi.messages",
     "mpistrategy.mpi.over_mpi.gathering",
+    "mpistrategy.mpi.job.abort",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.start",
     "mpistrategy.mpi.gpu.loaded_mpi",
