@@ -21,7 +21,7 @@ from typing import Any
 from mpistrategy.cli.endings import Unfinished
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.contract import check_level, timeouts
-from mpistrategy.mpi.faults import injection
+from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN
 from mpistrategy.mpi.job.exit_hooks import program, status_of
 from mpistrategy.mpi.job.start import start
 from mpistrategy.mpi.watchdog import watchdog
@@ -39,7 +39,7 @@ SETTINGS = {
     "--timeout": (
         timeouts.VARIABLE, "SECONDS", "how long a rank waits in a collective before the job ends, with a roll call"
     ),
-    "--inject": (injection.VARIABLE, "PLAN", "make a collective fail, to test how the job reacts"),
+    "--inject": (PLAN, "PLAN", "make a collective fail, to test how the job reacts"),
     "--trace": (switch.VARIABLE, "DIR", "record what the rank does into a folder, for mpistrategy trace"),
 }  # fmt: skip
 
@@ -68,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
     for variable, _, _ in SETTINGS.values():
         if (value := getattr(options, variable)) is not None:
             os.environ[variable] = value
+    if os.environ.get(PLAN) and not HAS_PLAN:  # it must be there when the package is imported
+        os.execv(sys.executable, sys.orig_argv)
     _start_from_environment()
     _show_stacks_of_crashes()
     unfinished = Unfinished(options.unfinished or "")

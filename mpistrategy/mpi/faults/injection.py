@@ -9,8 +9,9 @@ call, from 1 on, among that rank's calls of that kind; without a kind, among all
 the collectives are declared with.  `do` is ``kill`` (SIGKILL), ``stop`` (SIGSTOP, until the process gets SIGCONT),
 ``raise`` (InjectedFault in place of the call; a program that does not catch it ends the job), or a delay.
 
-Without a plan nothing of this runs.  `arm` hooks the methods that `mpistrategy.mpi.contract.public_calls` knows on this
-rank only.  The messages stay the same, so each rank may have a plan of its own.
+Without a plan nothing of this runs.  It must be there when the package is imported: the public methods that
+`mpistrategy.mpi.contract.public_calls` knows then have hooks, which `arm` uses on this rank only.  The messages stay
+the same, so each rank may have a plan of its own.
 
 A plan counts the program's own calls from the first strategy on, over all strategies of this process; calls inside a
 collective do not count.  A fault happens before the guard hears of the call: to the other ranks it looks like the same
@@ -34,10 +35,8 @@ from typing import Any
 
 from mpistrategy.errors import InjectedFault, OptionError
 from mpistrategy.mpi.contract.call_sites import call_site
-from mpistrategy.mpi.contract.public_calls import PublicCall, all_declared, hooks
+from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN, PublicCall, all_declared, hooks
 
-#: The environment variable that holds a plan.
-VARIABLE = "MPISTRATEGY_INJECT"
 _SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
 _LONGEST_SECONDS = 86400.0
 #: The fields of a fault in alphabetical order, without blanks.
@@ -118,7 +117,7 @@ class Armed:
 
     def __init__(self, text: str, rank: int, size: int) -> None:
         self.text = text
-        self._waiting = [each for each in parse(text, VARIABLE, size) if each.ranks is None or rank in each.ranks]
+        self._waiting = [each for each in parse(text, PLAN, size) if each.ranks is None or rank in each.ranks]
         self._title = f"[rank {rank}/{size}]"
         self._pid = os.getpid()
         self._counts: Counter[str] = Counter()
@@ -151,7 +150,7 @@ class Armed:
         elif fault.action == "delay":
             time.sleep(fault.seconds)
         else:
-            raise InjectedFault(f"{fault.text}: raised on purpose, as {VARIABLE} says")
+            raise InjectedFault(f"{fault.text}: raised on purpose, as {PLAN} says")
 
     def _say(self, text: str) -> None:
         sys.stdout.flush()
@@ -169,17 +168,22 @@ def arm(rank: int, size: int) -> None:
         rank, size: this rank's number in the job, and how many there are.
 
     Raises:
-        OptionError: for a malformed plan.
+        OptionError: for a malformed plan, and for one that was set after the package was imported.
     """
     global _armed
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(PLAN, "")
     if text == ("" if _armed is None else _armed.text):
         return
     disarm()
-    if text.strip():
-        _armed = Armed(text, rank, size)
-        atexit.register(_armed.tell_what_is_left)
-        hooks.append(_armed.call)
+    if not text.strip():
+        return
+    armed = Armed(text, rank, size)
+    if not HAS_PLAN:
+        found, expected = "a plan that was set after mpistrategy was imported", "one that was set before"
+        raise OptionError.at(PLAN, found=found, expected=expected)
+    _armed = armed
+    atexit.register(_armed.tell_what_is_left)
+    hooks.append(_armed.call)
 
 
 def disarm() -> None:
