@@ -116,7 +116,6 @@ class Armed:
     """
 
     def __init__(self, text: str, rank: int, size: int) -> None:
-        self.text = text
         self._waiting = [each for each in parse(text, PLAN, size) if each.ranks is None or rank in each.ranks]
         self._title = f"[rank {rank}/{size}]"
         self._pid = os.getpid()
@@ -158,38 +157,21 @@ class Armed:
         sys.stderr.flush()
 
 
-_armed: Armed | None = None
-
-
 def arm(rank: int, size: int) -> None:
-    """Put the plan of the environment in force; do nothing without one, or if it is in force already.
+    """Put the plan of the environment in force; do nothing without one, or if one is in force already.
 
     Args:
         rank, size: this rank's number in the job, and how many there are.
 
     Raises:
-        OptionError: for a malformed plan, and for one that was set after the package was imported.
+        OptionError: for a malformed plan, or one that has come too late.
     """
-    global _armed
     text = os.environ.get(PLAN, "")
-    if text == ("" if _armed is None else _armed.text):
-        return
-    disarm()
-    if not text.strip():
+    if hooks or not text.strip():
         return
     armed = Armed(text, rank, size)
     if not HAS_PLAN:
         found, expected = "a plan that was set after mpistrategy was imported", "one that was set before"
         raise OptionError.at(PLAN, found=found, expected=expected)
-    _armed = armed
-    atexit.register(_armed.tell_what_is_left)
-    hooks.append(_armed.call)
-
-
-def disarm() -> None:
-    """Let the declared methods be as they were written."""
-    global _armed
-    if _armed is not None:
-        atexit.unregister(_armed.tell_what_is_left)
-        _armed = None
-        hooks.clear()
+    atexit.register(armed.tell_what_is_left)
+    hooks.append(armed.call)

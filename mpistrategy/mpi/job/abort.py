@@ -14,9 +14,11 @@ import contextlib
 import math
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from types import TracebackType
 from typing import NoReturn
 
 from mpi4py import MPI
@@ -26,7 +28,7 @@ from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import exit_hooks
-from mpistrategy.mpi.job.exit_hooks import ExitHooks, status_of
+from mpistrategy.mpi.job.exit_hooks import status_of
 from mpistrategy.mpi.watchdog import reports, watchdog
 from mpistrategy.options import is_on
 
@@ -51,31 +53,40 @@ class _Job:
         self._rank, self._size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
         self._pid = os.getpid()
         self._open: dict[Guard, Callable[[], None]] = {}
-        self._hooks: ExitHooks | None = None
         #: Whether all ranks had agreed to end when a strategy of all of them was closed.
         self._all_leave = False
-        exit_hooks.prepare_for_children()
+        self._uncaught_before, self._in_thread_before = sys.excepthook, threading.excepthook
+        sys.excepthook, threading.excepthook = self._uncaught, self._uncaught_in_thread
+        exit_hooks.prepare()
         atexit.register(self._say_goodbye)
 
     def watch(self, guard: Guard, free: Callable[[], None]) -> None:
         """See `watch`."""
         self._open[guard] = free
         if not guard.contains_errors:
-            self._hooks = self._hooks or ExitHooks(self._end)
             guard.give_up = self._end_in_call
 
     def forget(self, guard: Guard) -> None:
         """See `forget`."""
-        if os.getpid() != self._pid or self._open.pop(guard, None) is None:
-            return
-        self._all_leave |= guard.all_leave and guard.size == self._size
-        if self._hooks is not None and not self._ends_the_job():
-            self._hooks.remove()
-            self._hooks = None
+        if os.getpid() == self._pid and self._open.pop(guard, None) is not None:
+            self._all_leave |= guard.all_leave and guard.size == self._size
 
     def _ends_the_job(self) -> bool:
         """Return whether an error of this rank is one of the whole job."""
-        return any(not guard.contains_errors for guard in self._open)
+        return os.getpid() == self._pid and any(not guard.contains_errors for guard in self._open)
+
+    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        is_pythons = hasattr(sys, "ps1") or not self._ends_the_job()
+        if is_pythons or self._uncaught_before is not sys.__excepthook__:
+            self._uncaught_before(kind, error, trace)
+        if not is_pythons:
+            self._end(error, "")
+
+    def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is None or not self._ends_the_job():
+            self._in_thread_before(args)
+        elif not isinstance(args.exc_value, SystemExit):  # it ends only the thread, as always in Python
+            self._end(args.exc_value, f" in thread {args.thread.name if args.thread else '?'!r}")
 
     # ------------------------------------------------------------------------------------------------ the job ends
 
@@ -210,6 +221,6 @@ def watch(guard: Guard, free: Callable[[], None] = lambda: None) -> None:
 
 
 def forget(guard: Guard) -> None:
-    """Say no goodbye to the peers of `guard`: its communicator is closed.  The last one gives Python's hooks back."""
+    """Say no goodbye to the peers of `guard`: its communicator is closed.  After the last one errors are Python's."""
     if _job is not None:
         _job.forget(guard)
