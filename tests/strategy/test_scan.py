@@ -14,7 +14,7 @@ from replicas import DTYPES, INTEGERS, RANK, RANKS, SIXTEEN_BITS, SIZE, OnNodes,
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import COMBINE, Array
-from mpistrategy.strategy import scan as module
+from mpistrategy.reduction import collectives as module
 
 pytestmark = pytest.mark.mpi
 OPS = ("SUM", "MIN", "MAX", "PROD")
@@ -55,7 +55,7 @@ def test_values_of_the_ranks_before_in_rank_order(
     parts = [value_of(rank, dtype, shape) for rank in RANKS]
     mine = parts[RANK].copy()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "_PIECE_BYTES", piece)
+        patched.setattr(module, "PIECE_BYTES", piece)
         found = scan(strategy, op, mine, exclusive)
     right = expected(op, dtype, parts, exclusive)
     assert (found.dtype, np.shape(found)) == (dtype, shape)
