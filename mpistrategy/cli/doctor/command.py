@@ -87,9 +87,9 @@ def _examine(options: argparse.Namespace, deadline: Deadline, start_seconds: flo
 
         ranks = Ranks()
     except LaunchError as error:
+        if error.__context__ is not None:
+            return _without_mpi(options, facts, error, cover)
         return _alone(options, facts, Finding("pmi", BAD, *parts_of(error)), cover)
-    except (ImportError, RuntimeError) as error:
-        return _without_mpi(options, facts, error, cover)
     facts = gather.with_mpi(facts, ranks, time.monotonic() - began)
     if facts.refusal and facts.place:
         return 0  # all of them found the same; the first one tells it, and its status is the job's
@@ -169,11 +169,9 @@ def _sums(ranks: Ranks, everyone: list[Facts]) -> tuple[bool | None, str]:
         return None, str(error)
 
 
-def _without_mpi(options: argparse.Namespace, facts: Facts, error: BaseException, cover: Callable[[str], str]) -> int:
+def _without_mpi(options: argparse.Namespace, facts: Facts, error: LaunchError, cover: Callable[[str], str]) -> int:
     """Say that no MPI can be loaded."""
-    from mpistrategy.mpi.job.launcher import no_mpi
-
-    found, fix = parts_of(no_mpi("mpistrategy doctor", error))
+    found, fix = parts_of(error)
     if facts.wanted:
         fix = f"Correct MPI4PY_LIBMPI={facts.wanted}: is it there, with all that it needs (ldd)? Or unset it.\n{fix}"
     return _alone(options, facts, Finding("mpi", BAD, found, fix), cover)
