@@ -67,7 +67,7 @@ class Collective(Transfer):
     def signature(self, call: Call, destination: str = "") -> Signature:
         """Return what the ranks compare."""
         words = (self.verb, self.op, call.structure, self.values, destination, "")
-        return Signature(*words, call.name, call.where, call.place)
+        return Signature(*words, call.name, call.where, call.place, call.step)
 
 
 def dense(value: Any, where: str) -> Any:
