@@ -112,10 +112,11 @@ def start_all_reduce(
 ) -> AllReduceHandle[Any]:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
     communicator = reducer.communicator
-    if in_jax_trace():
-        _first_call(communicator.guard, name, lambda: None)  # the call refuses it, and tells the other ranks
     engine: AtOnce | None = None
-    if type(value) is not np.ndarray and _is_on_device(value):
+    is_placed = type(value) is not np.ndarray and _is_on_device(value)
+    if (is_placed or communicator.nodes > 1) and in_jax_trace():
+        _first_call(communicator.guard, name, lambda: None)  # the call refuses it, and tells the other ranks
+    if is_placed:
         begun = _started_on_device(reducer, reduce_op, value, options, name, out)
         if begun is not None:
             return begun
