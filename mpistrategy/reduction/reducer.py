@@ -92,27 +92,6 @@ class General(CallPlan):
         return None
 
 
-class EachArray(General):
-    """A collective that does the same with each array of a nest; a subclass says what, in `made`."""
-
-    #: Whether a nest without arrays is refused; one of None is not.
-    needs_arrays: bool = False
-
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return a nest of the results; see `CallPlan.run`."""
-        leaves, structure = nest.flatten_without_none(value)
-        call.structure = structure.text
-        if self.needs_arrays and not (leaves or structure.num_none or self.reducer.is_alone):
-            raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
-        call.wait_as(self.chosen.timeout_seconds)
-        results = self.made(call, [contribution(leaf) for leaf in leaves])
-        return structure.pack([*map(as_given, results, leaves)])
-
-    def made(self, call: Call, mine: Sequence[Any]) -> list[Any]:
-        """Return the result of each of this rank's arrays: check them, and let a `Transfer` do the rest."""
-        raise NotImplementedError
-
-
 class AllReduce(General):
     """`all_reduce` of any values; the argument is the operation."""
 
@@ -463,10 +442,9 @@ class Reducer:
         if plan is None:
             return None
         values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-        settings = self._algorithm._settings(options)
-        signature = Signature("reduce", op.value, "", values, EVERY_RANK_TEXT, settings)
-        seconds = options.timeout_seconds
-        return ArraysPlan(ranks.guard, plan, signature, None if seconds is None else timeouts.limit(seconds))
+        words = {"op": op.value, "values": values, "destination": EVERY_RANK_TEXT}
+        words["options"], seconds = self._algorithm._settings(options), options.timeout_seconds
+        return ArraysPlan(plan, words, None if seconds is None else timeouts.limit(seconds))
 
 
 def _made(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:

@@ -25,12 +25,10 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.options import CommunicationOptions, Mean, Op
 from mpistrategy.reduction.asynchronous import start_all_reduce
-from mpistrategy.reduction.gather import Gather
+from mpistrategy.reduction.collectives import Gather, Scan, Scattered
 from mpistrategy.reduction.inputs import unpacked
 from mpistrategy.reduction.reducer import AllReduce, General, Reducer
 from mpistrategy.strategy.outside_steps import warn_outside_steps
-from mpistrategy.strategy.reduce_scatter import Scattered
-from mpistrategy.strategy.scan import Scan
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -367,7 +365,7 @@ class ReplicaContext(NotPickled):
     def scan(
         self, reduce_op: Op, value: T, exclusive: bool = False, options: Hints = None, **more: Unpack[Named]
     ) -> T: ...
-    @collective("scan", outside="strategy.gather")
+    @collective("scan", outside="strategy.gather", may_skip_check=True)
     def scan(
         self,
         reduce_op: Any,

@@ -20,13 +20,13 @@ from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
-from mpistrategy.mpi.over_mpi.background import Background, Submitted
+from mpistrategy.mpi.over_mpi.engine import Background, Submitted
 from mpistrategy.mpi.over_mpi.exchange import exchange
 from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.reduction.broadcast import broadcast as that_of_root
-from mpistrategy.reduction.gather import gather as side_by_side
+from mpistrategy.reduction.collectives import gather as side_by_side
 from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plan import run_plan, usual_plan
 from mpistrategy.reduction.reducer import Reducer

@@ -17,7 +17,6 @@ from mpi4py import MPI
 
 from mpistrategy.cli import main
 from mpistrategy.cli.doctor import leftovers
-from mpistrategy.mpi.shared_memory.segments import FOLDER
 
 one_rank = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="starts processes: runs in the session on 1 rank")
 GONE = 4194305  # more than Linux has
@@ -42,7 +41,7 @@ def names_found() -> list[str]:
 @pytest.mark.one_rank
 def test_what_is_in_use_is_not_left(places: tuple[Path, Path]) -> None:
     memory, temporary = places
-    names = ["mpich_shm_1", "sm_segment.node1.0.5.0", "ucx_shm_posix_2", "nccl-abc", "mpistrategy-0f", "Intel_MPI_x"]
+    names = ["mpich_shm_1", "sm_segment.node1.0.5.0", "ucx_shm_posix_2", "nccl-abc", "psm2_shm.0f", "Intel_MPI_x"]
     for name in (*names, "somebody-else"):
         (memory / name).write_bytes(bytes(4096))
     (memory / "nccl-folder").mkdir()
@@ -64,19 +63,6 @@ def test_what_is_in_use_is_not_left(places: tuple[Path, Path]) -> None:
         assert "2 files of Open MPI" not in words, "two folders and a segment"
         assert "3 files of Open MPI (0.0 MiB)" in words
         mapped.close()
-
-
-@pytest.mark.one_rank
-def test_a_folder_that_names_no_process_may_belong_to_any_open_mpi(
-    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, temporary = places
-    (temporary / "ompi.node1.0").mkdir()
-    users = leftovers._Users(frozenset(["/opt/lib/libopen-pal.so.80"]), frozenset())
-    monkeypatch.setattr(leftovers._Users, "look", classmethod(lambda cls: users))
-    assert names_found() == []
-    users = leftovers._Users(frozenset(["/usr/lib/libc.so.6"]), frozenset())
-    assert names_found() == ["ompi.node1.0"]
 
 
 @pytest.mark.one_rank
@@ -112,7 +98,7 @@ def test_nothing_is_removed_where_processes_are_hidden(
     def look_into(*arguments: object) -> None:
         raise PermissionError(13, "process 17 (vasp) does not show which files it uses")
 
-    monkeypatch.setattr(leftovers, "_look_into", look_into)
+    monkeypatch.setattr(leftovers, "used_by", look_into)
     assert main.main(["doctor", "--remove-leftovers"]) == 2
     assert "process 17 (vasp) does not show which files it uses; nothing was removed" in capfd.readouterr().err
     assert os.listdir(memory) == ["mpich_shm_1"]
@@ -154,7 +140,7 @@ def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monke
     program, temporary = launching.program(WORKS, tmp_path), tmp_path / "temporary"
     temporary.mkdir()
     environment = launching.environment() | {"TMPDIR": str(temporary)}
-    before = set(os.listdir(FOLDER))
+    before = set(os.listdir(leftovers.FOLDER))
     jobs = []
     for name in ("killed", "runs"):
         (tmp_path / name).mkdir()
@@ -169,22 +155,21 @@ def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monke
             time.sleep(0.05)
 
         def new() -> list[leftovers.Leftover]:
-            found = leftovers.found(FOLDER, str(temporary), all_processes=True)
+            found = leftovers.found(leftovers.FOLDER, str(temporary), all_processes=True)
             return [each for each in found if os.path.basename(each.path) not in before]
 
         def new_here() -> list[leftovers.Leftover]:
             """Leave what other tests of this machine have killed meanwhile."""
             return [each for each in new() if each.path in mine]
 
-        files: set[str] = set()
-        identities: set[tuple[int, int]] = set()
+        used = set[tuple[int, int]]()
         for process in (*tree(killed.pid), *tree(runs.pid)):
-            leftovers._look_into(str(process), files, identities)
-        users = leftovers._Users(frozenset(files), frozenset(identities))
+            used |= leftovers.used_by(str(process))
         mine = [
-            path
-            for path in (*(f"{FOLDER}/{name}" for name in os.listdir(FOLDER)), *map(str, temporary.iterdir()))
-            if os.path.basename(path) not in before and users.have(path, 0)
+            str(path)
+            for path in (*Path(leftovers.FOLDER).iterdir(), *temporary.iterdir())
+            if path.name not in before
+            and any((each.lstat().st_dev, each.lstat().st_ino) in used for each in (path, *path.rglob("*")))
         ]
         if not mine:
             pytest.skip("this MPI has nothing that could be left")

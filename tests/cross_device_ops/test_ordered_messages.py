@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from counting import counted_calls
-from replicas import RANKS, SIZE, OnNodes, context
+from replicas import RANK, RANKS, SIZE, OnNodes, context
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
@@ -38,7 +38,8 @@ def test_two_collectives_a_piece(strategy: ms.Strategy, count: int) -> None:
     assert calls == {"Alltoall": pieces, "Allgather": pieces}
     with counted_calls(ranks) as calls:
         strategy.extended.reduce_to("SUM", np.ones(count, np.float32), f"task:{SIZE - 1}")
-    assert calls["Alltoall"] == calls["Gather"] + calls["Gatherv"] == pieces == calls.total() / 2
+    messages = SIZE - 1 if RANK == SIZE - 1 else 1
+    assert calls == {"Alltoall": pieces, "Irecv" if RANK == SIZE - 1 else "Isend": messages * pieces}
 
 
 class Pretended:
@@ -82,4 +83,7 @@ def test_many_ranks_take_no_more(size: int, destination: Destination, monkeypatc
     assert ranks.calls.total() == 24
     assert peak < 4 * PIECE + size * 300
     if destination is EVERY_RANK:
-        assert target.sum() == pytest.approx(source.size / size, rel=1e-3), "this rank's shares, of each piece"
+        count = PIECE // 4 // size
+        assert (target[ranks.rank * count : (ranks.rank + 1) * count] == 1).all(), (
+            "this rank's share of the first piece"
+        )

@@ -46,16 +46,14 @@ FLOORS = {
 #: The same within the two largest folders.
 ORDER = {
     "mpi": "contract tuning shared_memory watchdog job interface multi_node,gpu faults over_mpi,over_threads",
-    "reduction": "layout routes sparse inputs plan algorithm plans weights reducer gather,broadcast arena",
+    "reduction": "layout routes sparse inputs plan algorithm plans weights reducer collectives broadcast arena",
 }
 # The benchmark's reference is mpi4py itself, and must not go through what it is compared with; the doctor looks at
 # ranks on which the library refuses to start.
 MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.ranks",
     "mpistrategy.mpi.contract.mpi_channel",
-    "mpistrategy.mpi.over_mpi.operations",
     "mpistrategy.mpi.over_mpi.messages",
-    "mpistrategy.mpi.over_mpi.gathering",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.start",
     "mpistrategy.mpi.gpu.loaded_mpi",

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.devices import Device, parse
-from mpistrategy.arrays.dtypes import Array, divide_by, quietly
+from mpistrategy.arrays.dtypes import Array, quietly
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Once
+from mpistrategy.mpi.interface.buffers import Once, put
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, in_rank_order
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
@@ -36,6 +36,7 @@ class Ranks(ABC):
         nodes: how many nodes there are.
         has_lanes: whether all nodes have equally many ranks, and several.
         local_rank: this rank's index among the ranks of its node.
+        local_size: how many ranks its node has.
         library: the MPI library and its version, in words; "" without one.
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
         thresholds: from which size on a buffer takes which route.
@@ -48,20 +49,11 @@ class Ranks(ABC):
         is_crowded: whether the ranks of this node outnumber the cores that they may use.
     """
 
-    rank: int
-    size: int
-    guard: Guard
-    devices: tuple[Device, ...]
-    node_of: tuple[int, ...]
-    nodes: int
-    has_lanes: bool
-    local_rank: int
     library: str = ""
     shares_memory: bool = False
     thresholds: Thresholds = DEFAULT
     mailboxes: Mailboxes | None = None
     first_message: FirstMessage | None = None
-    once: Once
     node_sum: NodeSum | None = None
     is_simulated: bool = False
     has_links: bool = False
@@ -74,16 +66,21 @@ class Ranks(ABC):
         guard: Guard | None = None,
         devices: tuple[Device, ...] = (),
     ) -> None:
-        self.rank, self.size, self.devices = rank, len(node_of), devices
-        self.guard, self.once = guard or Guard(), Once()
+        self.rank: int = rank
+        self.size: int = len(node_of)
+        self.devices: tuple[Device, ...] = devices
+        self.guard: Guard = guard or Guard()
+        self.once: Once = Once()
         self._place(node_of)
 
     def _place(self, node_of: Sequence[int]) -> None:
         """Note on which node each rank is."""
         sizes = Counter(node_of).values()
-        self.has_lanes = min(sizes) == max(sizes) > 1
-        self.node_of, self.nodes = tuple(node_of), max(node_of) + 1
-        self.local_rank = self.node_of[: self.rank].count(self.node_of[self.rank])
+        self.has_lanes: bool = min(sizes) == max(sizes) > 1
+        self.node_of: tuple[int, ...] = tuple(node_of)
+        self.nodes: int = max(node_of) + 1
+        self.local_rank: int = self.node_of[: self.rank].count(self.node_of[self.rank])
+        self.local_size: int = self.node_of.count(self.node_of[self.rank])
 
     @property
     def may_use_threads(self) -> bool:
@@ -111,27 +108,17 @@ class Ranks(ABC):
         This rank's value is in `source`, which does not change; None means in `buffer`.  Any number, of one dtype and
         size on all ranks.
         """
-        _put(buffer, _combined(self._gathered(f"allreduce {op}", buffer if source is None else source), op))
-
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int, nbytes: int) -> None:
-        """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
-
-        The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
-        They are part of a list of `nbytes`, which the ranks of a node add up themselves as a whole or not at all.
-        """
-        for source, target in pairs:
-            self.allreduce(target, op, source)
-            divide_by(divisor, target)
+        put(buffer, _combined(self._gathered(f"allreduce {op}", buffer if source is None else source), op))
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
         everything = self._gathered(f"reduce {op} to {root}", buffer)
         if self.rank == root:
-            _put(buffer, _combined(everything, op))
+            put(buffer, _combined(everything, op))
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
-        _put(buffer, self._gathered(f"bcast from {root}", buffer if self.rank == root else None)[root])
+        put(buffer, self._gathered(f"bcast from {root}", buffer if self.rank == root else None)[root])
 
     def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.
@@ -139,16 +126,10 @@ class Ranks(ABC):
         Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
         `together`, which is None on the other ranks.
         """
-        everything = self._gathered(f"gatherv to {root}", block)
-        if together is not None:
-            np.concatenate(everything, axis=None, out=together.reshape(-1))
-
-    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
-        everything = self._gathered(f"gather blocks to {root}", block)
-        if blocks is not None:
-            for place, theirs in zip(blocks, everything, strict=True):
-                place[...] = theirs
+        counts_here = counts if self.rank == root else [0] * self.size
+        received = np.empty(0, block.dtype) if together is None else together.reshape(-1)
+        sent = [block.size * (rank == root) for rank in range(self.size)]
+        self.alltoallv(block.reshape(-1), sent, received, counts_here)
 
     def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
@@ -213,8 +194,3 @@ def _combined(arrays: Sequence[Array], op: str) -> Array:
     total = np.empty_like(arrays[0])
     in_rank_order(arrays, (total,), op, 1)
     return total
-
-
-def _put(buffer: Array, value: Array) -> None:
-    if value is not buffer:
-        buffer[...] = value.reshape(buffer.shape)

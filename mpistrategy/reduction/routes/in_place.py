@@ -29,8 +29,8 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack, layouts_of, plan
 from mpistrategy.reduction.routes import on_device
-from mpistrategy.reduction.routes.base import Copies, Description, Route, Targets
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described, names_of
+from mpistrategy.reduction.routes.base import Description, Route, Targets
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described
 
 
 @dataclass(frozen=True)
@@ -93,11 +93,10 @@ class _Way(ABC):
 
     def describe(self) -> Description:
         """Return what `run` would do."""
-        ranks, pack, wire = self._ranks, self.pack, self._wire
-        copies: Copies = ((2, f"all into {pack.dtype.name} and the results back"),) if pack.converts else ()
-        name = "lanes" if wire is not None else ranks.route(pack.nbytes, pack.dtype, self._op)
-        seen = isinstance(self, _AcrossNodes)
-        return described(ranks, name, pack, copies, in_place=not self._into_result, seen=seen, wire=wire)
+        pack, wire = self.pack, self._wire
+        copies = (f"all into {pack.dtype.name} and the results back",) if pack.converts else ()
+        name = "lanes" if wire is not None else self._ranks.route(pack.nbytes, pack.dtype, self._op)
+        return described(pack, name, copies, wire)
 
 
 class _OnOneNode(_Way):
@@ -133,8 +132,7 @@ class _ByMessages(_Way):
     ) -> None:
         super().__init__(communicator, replicas, op, into_result=into_result, wire=wire)
         packs = plan(layouts_of([replicas.mine]), 1, 0, host_wire_dtype)
-        names = names_of(communicator, packs, op, wire)
-        self._route: Route = CommunicatorRoute(communicator, packs, op, names, wire=wire)
+        self._route: Route = CommunicatorRoute(communicator, packs, op, wire=wire)
         self.pack = replace(packs[0], members=self.pack.members)
         #: Where the result goes; None where the first rank of the node writes it for all.
         is_others = into_result and replicas.is_shared and replicas.local_rank > 0

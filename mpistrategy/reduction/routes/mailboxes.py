@@ -134,7 +134,7 @@ class MailboxRoute:
         return results
 
     def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
+        way, copies = "in the ranks' mailboxes, with the check of the call", ("all into this rank's mailbox",)
         return [Description(pack, way, copies) for pack in self.packs if pack.size]
 
 

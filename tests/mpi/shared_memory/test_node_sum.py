@@ -15,7 +15,7 @@ from replicas import DTYPES, RANK, RANKS, SIXTEEN_BITS, SIZE, bits, in_step, one
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype
-from mpistrategy.cross_device_ops.ordered_sum import combine_ordered
+from mpistrategy.cross_device_ops.ordered import combine_ordered
 from mpistrategy.mpi.shared_memory import node_sum
 from mpistrategy.mpi.shared_memory.node_sum import (
     Combination,
@@ -245,7 +245,7 @@ def test_a_strategy_adds_large_arrays_itself_and_leaves_small_ones_to_mpi(
     limit = ranks.thresholds.window_bytes // 4
     for size in (limit, limit - 1, 10 * limit):
         target = np.ones(size, np.float32)
-        ranks.allreduce_many([(target, target)], "SUM", 1, target.nbytes)
+        ranks.allreduce(target)
         assert np.all(target == SIZE)
     assert went == [limit, 10 * limit]
 
