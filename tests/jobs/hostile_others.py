@@ -17,7 +17,7 @@ from hostile import MOST_SECONDS, Figures, mutated_bytes, mutated_json, text_of
 import mpistrategy as ms
 from mpistrategy.mpi.tuning import files
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
-from mpistrategy.telemetry.tracing import chrome, report
+from mpistrategy.telemetry.tracing import report
 from mpistrategy.telemetry.tracing.timeline import timeline_of
 
 
@@ -48,33 +48,37 @@ def read_traces(folder: Path, count: int, dice: random.Random) -> Figures:
     """Put `count` mutated traces together."""
     figures, path = Figures("mutated traces"), folder / "traces"
     header = {
-        "format": "mpistrategy trace", "version": 1, "rank": 0, "size": 2, "host": "node1", "pid": 7,
-        "program": "train.py", "clock": "c", "monotonic_ns": 10**9, "wall_ns": 10**18, "begun": "2026-01-01T00:00",
+        "version": 2, "rank": 0, "size": 2, "host": "node1", "process": 7, "program": "train.py", "clock": "c",
+        "monotonic_us": 1e6, "wall_us": 1e15, "begun": "2026-01-01T00:00",
     }  # fmt: skip
+    call = {"call": "all_reduce", "line": "a:1", "bytes": 8, "op": "SUM", "group": "g", "number": 1}
     events: list[dict[str, Any]] = [
-        {"kind": "thread", "thread": 0, "name": "MainThread", "replica": None},
-        {"kind": "group", "group": 0, "id": "g", "ranks": [0, 1]},
-        {"kind": "what", "what": 0, "call": "all_reduce", "place": "a:1", "verb": "reduce", "bytes": 8, "op": "SUM"},
-        {"kind": "call", "what": 0, "group": 0, "number": 1, "thread": 0, "from": 10**9 + 5, "to": 10**9 + 9},
-        {"kind": "step", "name": "step", "number": 1, "thread": 0, "from": 10**9 + 1, "to": 10**9 + 99},
-        {"kind": "inside", "of": "step", "name": "step", "number": 2, "thread": 0, "from": 10**9 + 100},
-        {"kind": "alive", "at": 10**9 + 500}, {"kind": "lost", "events": 3}, {"kind": "end"},
+        {"name": "mpistrategy", "ph": "M", "ts": 0, "args": header},
+        {"name": "thread_name", "ph": "M", "ts": 0, "args": {"name": "MainThread"}},
+        {"name": "all_reduce", "cat": "collective", "ph": "X", "ts": 1e6 + 5, "dur": 4, "args": call},
+        {"name": "step 1", "cat": "step", "ph": "X", "ts": 1e6 + 1, "dur": 98, "args": {"number": 1}},
+        {"name": "step 2", "cat": "step", "ph": "B", "ts": 1e6 + 100, "args": {"number": 2}},
+        {"name": "load", "cat": "span", "ph": "B", "ts": 1e6 + 110, "args": {}},
+        {"name": "load", "cat": "span", "ph": "E", "ts": 1e6 + 120, "args": {}},
+        {"name": "alive", "ph": "i", "ts": 1e6 + 500, "args": {}},
+        {"name": "lost", "ph": "M", "ts": 0, "args": {"events": 3}}, {"name": "end", "ph": "M", "ts": 0, "args": {}},
     ]  # fmt: skip
 
     def put_together() -> None:
         timeline = timeline_of(str(path))
         list(report.report(timeline))
-        json.dumps(list(chrome.events(timeline)))
+        timeline.write(str(path / "trace.json"))
 
     for number in range(count):
         shutil.rmtree(path, ignore_errors=True)
         path.mkdir()
         for rank in range(2):
-            lines = [json.loads(json.dumps(each)) for each in (header | {"rank": rank}, *events)]
+            lines = [json.loads(json.dumps(each | {"pid": rank, "tid": 0})) for each in events]
+            lines[0]["args"]["rank"] = rank
             if rank or dice.random() < 0.5:
                 mutated_json(lines if dice.random() < 0.5 else dice.choice(lines), dice)
-            text = b"\n".join(map(text_of, lines)) + b"\n"
-            (path / f"rank-{rank}.jsonl").write_bytes(text if dice.random() < 0.7 else mutated_bytes(text, dice))
+            text = b"[\n" + b",\n".join(map(text_of, lines)) + b"\n]\n"
+            (path / f"rank-{rank}.json").write_bytes(text if dice.random() < 0.7 else mutated_bytes(text, dice))
         figures.add(f"number {number}", put_together)
     return figures
 
