@@ -69,9 +69,11 @@ def test_an_own_file_is_read(tmp_path: Path) -> None:
 
 
 @as_root
-def test_another_users_file_is_not_read(tmp_path: Path) -> None:
+def test_another_users_file_is_not_read_where_everybody_can_write(tmp_path: Path) -> None:
     (tmp_path / "x").write_bytes(b"planted")
     os.chown(tmp_path / "x", NOBODY, NOBODY)
+    assert own_files.read(str(tmp_path / "x"), 100) == b"planted", "who owns the folder has put it there"
+    tmp_path.chmod(0o1777)
     with pytest.raises(PermissionError, match=r"it belongs to .*uid 65534"):
         own_files.read(str(tmp_path / "x"), 100)
 

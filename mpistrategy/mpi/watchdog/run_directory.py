@@ -115,10 +115,9 @@ class RunDirectory:
 
     def write(self, name: str, text: str) -> bool:
         """Write a file as a whole, or warn once; return whether it is there."""
-        temporary = f"{name}.{os.getpid()}.new"
 
         def put() -> None:
-            with self._made() as folder, own_files.replacing(name, folder, temporary, folder) as file:
+            with self._made() as folder, own_files.whole_file(name, folder) as file:
                 file.write(encoded(text))
 
         try:
