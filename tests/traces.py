@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from mpistrategy.telemetry.tracing.clocks import meetings_of
-from mpistrategy.telemetry.tracing.timeline import Timeline
+from mpistrategy.telemetry.tracing.timeline import Timeline, meetings_of
 
 NAMES = {
     "process_name": "name",

@@ -150,17 +150,14 @@ def setup_logging(
 
     Raises:
         OptionError, OptionTypeError: for unknown levels, and for what is not a rank.
+        ValueError: for what is not a format of logging's.
     """
     if not isinstance(logger, (str, logging.Logger)):
         raise OptionTypeError.at(_WHERE, found=f"logger={logger!r}", expected="a logger, or its name")
     chosen = logging.getLogger(logger) if isinstance(logger, str) else logger
     handler, by_rank = RankHandler(stream), RankFilter(ranks, level, others, levels)
     if format is not None:
-        try:
-            handler.setFormatter(RankFormatter(format, _DATES))
-        except ValueError as error:
-            found = f"format={format!r} ({error})"
-            raise OptionError.at(_WHERE, found=found, expected="a format of logging's") from None
+        handler.setFormatter(RankFormatter(format, _DATES))
     handler.addFilter(by_rank)
     for each in list(chosen.handlers):
         if force or isinstance(each, RankHandler):
@@ -173,14 +170,12 @@ def setup_logging(
 
 def _level_number(level: int | str, argument: str) -> int:
     """Return the number of a level; the error names the argument."""
-    names = logging.getLevelNamesMapping()
-    if isinstance(level, str) and level.upper() in names:
-        return names[level.upper()]
-    if isinstance(level, int) and not isinstance(level, bool):
-        return level
-    kind = OptionError if isinstance(level, str) else OptionTypeError
-    fix = did_you_mean(level, names)
-    raise kind.at(_WHERE, found=f"{argument}={level!r}", expected=f"a number, or {', '.join(names)}", fix=fix)
+    try:
+        return logging.NullHandler(level.upper() if isinstance(level, str) else level).level
+    except (ValueError, TypeError) as error:
+        kind, names = OptionError if isinstance(error, ValueError) else OptionTypeError, logging.getLevelNamesMapping()
+        fix = did_you_mean(level, names)
+        raise kind.at(_WHERE, found=f"{argument}={level!r}", expected=", ".join(names), fix=fix) from None
 
 
 def _checked_ranks(ranks: Any) -> Any:

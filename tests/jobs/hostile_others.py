@@ -1,4 +1,4 @@
-"""Other files and settings that were made up to harm: thresholds, run directories, traces, environment variables."""
+"""Other files and settings that were made up to harm: thresholds, run directories, environment variables."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import os
 import random
 import re
-import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import launching
 from hostile import MOST_SECONDS, Figures, mutated_bytes, mutated_json, text_of
@@ -17,8 +15,6 @@ from hostile import MOST_SECONDS, Figures, mutated_bytes, mutated_json, text_of
 import mpistrategy as ms
 from mpistrategy.mpi.tuning import files
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
-from mpistrategy.telemetry.tracing import report
-from mpistrategy.telemetry.tracing.timeline import timeline_of
 
 
 def agreed_alone(version: str) -> Thresholds:
@@ -41,45 +37,6 @@ def read_thresholds(folder: Path, count: int, dice: random.Random) -> Figures:
                 figures.add(f"number {number}", lambda: agreed_alone("Open MPI v5.0.11"))
     finally:
         os.environ.pop(files.VARIABLE) if before is None else os.environ.update({files.VARIABLE: before})
-    return figures
-
-
-def read_traces(folder: Path, count: int, dice: random.Random) -> Figures:
-    """Put `count` mutated traces together."""
-    figures, path = Figures("mutated traces"), folder / "traces"
-    header = {
-        "version": 2, "rank": 0, "size": 2, "host": "node1", "process": 7, "program": "train.py", "clock": "c",
-        "monotonic_us": 1e6, "wall_us": 1e15, "begun": "2026-01-01T00:00",
-    }  # fmt: skip
-    call = {"call": "all_reduce", "line": "a:1", "bytes": 8, "op": "SUM", "group": "g", "number": 1}
-    events: list[dict[str, Any]] = [
-        {"name": "mpistrategy", "ph": "M", "ts": 0, "args": header},
-        {"name": "thread_name", "ph": "M", "ts": 0, "args": {"name": "MainThread"}},
-        {"name": "all_reduce", "cat": "collective", "ph": "X", "ts": 1e6 + 5, "dur": 4, "args": call},
-        {"name": "step 1", "cat": "step", "ph": "X", "ts": 1e6 + 1, "dur": 98, "args": {"number": 1}},
-        {"name": "step 2", "cat": "step", "ph": "B", "ts": 1e6 + 100, "args": {"number": 2}},
-        {"name": "load", "cat": "span", "ph": "B", "ts": 1e6 + 110, "args": {}},
-        {"name": "load", "cat": "span", "ph": "E", "ts": 1e6 + 120, "args": {}},
-        {"name": "alive", "ph": "i", "ts": 1e6 + 500, "args": {}},
-        {"name": "lost", "ph": "M", "ts": 0, "args": {"events": 3}}, {"name": "end", "ph": "M", "ts": 0, "args": {}},
-    ]  # fmt: skip
-
-    def put_together() -> None:
-        timeline = timeline_of(str(path))
-        list(report.report(timeline))
-        timeline.write(str(path / "trace.json"))
-
-    for number in range(count):
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
-        for rank in range(2):
-            lines = [json.loads(json.dumps(each | {"pid": rank, "tid": 0})) for each in events]
-            lines[0]["args"]["rank"] = rank
-            if rank or dice.random() < 0.5:
-                mutated_json(lines if dice.random() < 0.5 else dice.choice(lines), dice)
-            text = b"[\n" + b",\n".join(map(text_of, lines)) + b"\n]\n"
-            (path / f"rank-{rank}.json").write_bytes(text if dice.random() < 0.7 else mutated_bytes(text, dice))
-        figures.add(f"number {number}", put_together)
     return figures
 
 

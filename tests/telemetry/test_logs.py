@@ -114,7 +114,6 @@ def test_a_traceback_has_the_rank_in_every_line(logger: logging.Logger) -> None:
         ({"ranks": [-1]}, ms.errors.OptionError),
         ({"ranks": None}, ms.errors.OptionTypeError),
         ({"logger": 3}, ms.errors.OptionTypeError),
-        ({"format": "%(message"}, ms.errors.OptionError),
     ],
 )
 def test_what_is_refused(options: dict[str, object], error: type[Exception]) -> None:

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from mpistrategy.telemetry.tracing.clocks import Clock, common_clock
 from mpistrategy.telemetry.tracing.recordings import Recording
+from mpistrategy.telemetry.tracing.timeline import Clock, common_clock
 
 AHEAD = 3e9
 

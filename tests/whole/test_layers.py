@@ -203,7 +203,7 @@ def check_names(path: Path) -> None:
         assert not any(part.startswith("_") and part != "__future__" for part in module.split(".")), f"{path}:{line}"
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            if node.attr in SHARED or node.attr in ("_asdict", "_replace"):  # of a NamedTuple, whose methods all begin so
+            if node.attr in {*SHARED, "_asdict", "_replace"}:  # these two of a NamedTuple
                 continue
             assert isinstance(node.value, ast.Name), f"{path}:{node.lineno}: {ast.unparse(node)}"
             assert node.value.id in ("self", "cls"), f"{path}:{node.lineno}: {ast.unparse(node)}"

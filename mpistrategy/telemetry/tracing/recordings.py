@@ -17,7 +17,6 @@ _WHERE = "mpistrategy trace"
 _TOGETHER_US = 600e6
 #: Far more than a rank writes into a file.
 _MOST_BYTES = 2**29
-_MOST_RANKS = 2**20
 
 
 @dataclass
@@ -44,16 +43,6 @@ class Recording:
     damaged: int = 0
     lost: int = 0
     is_whole: bool = False
-
-    @property
-    def rank(self) -> int:
-        """The rank that wrote it."""
-        return int(self.header["rank"])
-
-    @property
-    def clock(self) -> str:
-        """Which clock its times are of."""
-        return str(self.header["clock"])
 
 
 def read(path: str) -> Recording | None:
@@ -88,38 +77,33 @@ def _put_together(path: str, events: list[Any]) -> Recording | None:
     if not events or type(events[0]) is not dict or events[0].get("name") != "mpistrategy":
         return None
     header = events[0]["args"]
-    if header["version"] != VERSION or not 0 <= int(header["rank"]) < int(header["size"]) <= _MOST_RANKS:
+    if header["version"] != VERSION:
         raise ValueError(f"version {header['version']} of the format")
-    words = {name: str(header[name]) for name in ("host", "program", "clock", "begun")}
-    numbers = {name: float(header[name]) for name in ("monotonic_us", "wall_us")}
-    into = Recording(path, header | words | numbers, damaged=events.count(None))
-    inside: dict[tuple[int, int], list[dict[str, Any]]] = {}
-    last = numbers["monotonic_us"]
+    into = Recording(path, header, damaged=events.count(None))
+    inside: dict[Any, list[dict[str, Any]]] = {}
+    last = header["monotonic_us"]
     for event in filter(None, events[1:]):
-        name, phase, args, start = str(event["name"]), event["ph"], dict(event["args"]), float(event["ts"])
-        track = int(event["pid"]), int(event["tid"])
-        kept = {"name": name, "cat": event.get("cat", ""), "ph": phase, "ts": start, "dur": float(event.get("dur", 0))}
-        kept |= {"pid": track[0], "tid": track[1], "args": args}
-        last = max(last, start + kept["dur"])
+        phase, name, track, args = event["ph"], event["name"], (event["pid"], event["tid"]), event["args"]
+        last = max(last, event["ts"] + event.get("dur", 0))
         if phase == "B":
-            inside.setdefault(track, []).append(kept)
+            inside.setdefault(track, []).append(event)
         elif phase == "E":
             begun = inside[track].pop()["ts"]
-            into.events.append(kept | {"ph": "X", "ts": begun, "dur": start - begun})
+            into.events.append(event | {"ph": "X", "ts": begun, "dur": event["ts"] - begun})
         elif phase == "X":
-            into.events.append(kept)
+            into.events.append(event)
         elif name == "lost":
-            into.lost += int(args["events"])
+            into.lost += args["events"]
         elif name == "end":
             into.is_whole = True
         elif phase == "M":
-            into.names.append(kept)
-    for open_ones in inside.values():
-        for each in open_ones:
-            each["args"]["not_left"] = True
-            into.events.append(each | {"name": f"{each['name']} (not left)", "ph": "X", "dur": last - each["ts"]})
+            into.names.append(event)
+    for each in (each for open_ones in inside.values() for each in open_ones):
+        args = {**each["args"], "not_left": True}
+        name = f"{each['name']} (not left)"
+        into.events.append(each | {"name": name, "ph": "X", "dur": last - each["ts"], "args": args})
     into.events.sort(key=lambda each: (each["ts"], -each["dur"]))
-    into.groups.update(str(each["args"]["group"]) for each in into.events if "group" in each["args"])
+    into.groups.update(each["args"]["group"] for each in into.events if "group" in each["args"])
     return into
 
 
@@ -140,15 +124,11 @@ def newest_run(folder: str) -> tuple[list[Recording], int]:
         expected = f"files {PREFIX}*{SUFFIX}"
         raise TraceError.at(_WHERE, found=f"no recordings in {folder}", expected=expected, fix=fix)
     found.sort(key=lambda each: (bool(each.groups), each.header["wall_us"]))
-    newest = max(found, key=lambda each: float(each.header["wall_us"]))
-    near = [each for each in found if _may_belong(each, newest)]
-    newest = near[-1]  # rather one whose ranks met: a program that a rank has started may have recorded, too
-    run = [each for each in near if not (each.groups and newest.groups) or each.groups & newest.groups]
-    process = {each.rank: each.header["process"] for each in run}  # of each rank the newest; it may record twice
-    run = [each for each in run if process[each.rank] == each.header["process"]]
-    return sorted(run, key=lambda each: (each.rank, each.header["wall_us"])), len(found) - len(run)
-
-
-def _may_belong(other: Recording, newest: Recording) -> bool:
-    apart = newest.header["wall_us"] - other.header["wall_us"]
-    return bool(apart < _TOGETHER_US and other.header["size"] == newest.header["size"])
+    newest = max(each.header["wall_us"] for each in found)
+    size = next(each.header["size"] for each in found if each.header["wall_us"] == newest)
+    near = [e for e in found if e.header["size"] == size and newest - e.header["wall_us"] < _TOGETHER_US]
+    groups = near[-1].groups  # rather those that met: a program that a rank has started may have recorded, too
+    run = [each for each in near if not (each.groups and groups) or each.groups & groups]
+    process = {each.header["rank"]: each.header["process"] for each in run}  # of each rank the newest
+    run = [each for each in run if process[each.header["rank"]] == each.header["process"]]
+    return sorted(run, key=lambda each: (each.header["rank"], each.header["wall_us"])), len(found) - len(run)

@@ -27,10 +27,10 @@ def report(timeline: Timeline) -> Iterator[str]:
 
 def _what_is_missing(timeline: Timeline) -> Iterator[str]:
     recordings, others = timeline.recordings, timeline.other_files
-    size = max(int(each.header["size"]) for each in recordings)
+    size = max(each.header["size"] for each in recordings)
     if absent := set(range(size)) - set(timeline.ranks):
         yield f"no recording of {ranks_in_words(absent)} of {size}"
-    if cut := {each.rank for each in recordings if not each.is_whole}:
+    if cut := {each.header["rank"] for each in recordings if not each.is_whole}:
         yield f"not ended in order (killed, or still running): {ranks_in_words(cut)}"
     if lost := sum(each.lost for each in recordings):
         yield f"{lost} events were lost: they came faster than they could be written"
@@ -42,17 +42,17 @@ def _what_is_missing(timeline: Timeline) -> Iterator[str]:
 
 
 def _clocks(timeline: Timeline) -> Iterator[str]:
-    reference = timeline.recordings[0]
-    others = {each.clock: each for each in reversed(timeline.recordings) if each.clock != reference.clock}
-    for each in sorted(others.values(), key=lambda each: each.rank):
-        clock, header = timeline.clocks[each.clock], reference.header
-        ahead = f"{-clock.offset / 1e6:+.6f} s against {header['host']} (rank {reference.rank})"
+    reference, *headers = [each.header for each in timeline.recordings]
+    first_of = {each["clock"]: each for each in reversed(headers) if each["clock"] != reference["clock"]}
+    for each in sorted(first_of.values(), key=lambda each: int(each["rank"])):
+        clock = timeline.clocks[each["clock"]]
+        ahead = f"{-clock.offset / 1e6:+.6f} s against {reference['host']} (rank {reference['rank']})"
         told = f"known to {clock.uncertainty:.3g} us from {clock.meetings} collectives"
         if not clock.meetings:
             told = "by their wall clocks, which may differ: the ranks have no collective in common"
         elif clock.uncertainty < 0:
             told = f"which did not stay: times may be {-clock.uncertainty:.3g} us apart"
-        yield f"clock of {each.header['host']} (rank {each.rank}): {ahead}, {told}"
+        yield f"clock of {each['host']} (rank {each['rank']}): {ahead}, {told}"
 
 
 def _table(timeline: Timeline) -> Iterator[str]:
