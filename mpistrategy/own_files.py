@@ -36,11 +36,6 @@ def is_trusted(state: os.stat_result, folder: os.stat_result) -> bool:
     return is_own(state) or not folder.st_mode & stat.S_IWOTH
 
 
-def others_can_write(state: os.stat_result) -> bool:
-    """Return whether users other than the owner may write to a file."""
-    return bool(state.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-
-
 def user_in_words(number: int) -> str:
     """Return ``user me (uid 1000)``; without a name where the system knows none."""
     with suppress(ImportError, KeyError):
@@ -50,48 +45,48 @@ def user_in_words(number: int) -> str:
     return f"uid {number}"
 
 
-def open_trusted(name: str, folder: int | None = None) -> int:
-    """Open a file for reading that `is_trusted`; return its descriptor.
+def open_trusted(name: str, only_own: bool = False) -> int:
+    """Open a file for reading; return its descriptor.
 
     Args:
         name: its path.
-        folder: the descriptor of the open folder that `name` is relative to; None for an ordinary path.
+        only_own: whether it must be `is_own`; else `is_trusted` is enough.
 
     Raises:
         OSError: when it cannot be opened, is not a regular file, or belongs to another user; `strerror` says which.
     """
     try:
-        descriptor = os.open(name, READING, dir_fd=folder)
+        descriptor = os.open(name, READING)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise OSError(errno.ELOOP, "it is a symbolic link; name the file itself", name) from error
-    state, place = os.fstat(descriptor), _state_of_folder(name, folder)
-    if stat.S_ISREG(state.st_mode) and is_trusted(state, place):
+    state = os.fstat(descriptor)
+    if stat.S_ISREG(state.st_mode) and (is_own(state) if only_own else is_trusted(state, _state_of_folder(name))):
         return descriptor
     os.close(descriptor)
     if not stat.S_ISREG(state.st_mode):
         raise OSError(errno.EINVAL, "it is not a regular file", name)
-    owner = user_in_words(state.st_uid)
-    raise PermissionError(errno.EACCES, f"it belongs to {owner}, and everybody can write to its folder", name)
+    why = "" if only_own else ", and everybody can write to its folder"
+    raise PermissionError(errno.EACCES, f"it belongs to {user_in_words(state.st_uid)}{why}", name)
 
 
-def _state_of_folder(name: str, folder: int | None) -> os.stat_result:
-    return os.stat(os.path.dirname(name) or os.curdir) if folder is None else os.fstat(folder)
+def _state_of_folder(name: str) -> os.stat_result:
+    return os.stat(os.path.dirname(name) or os.curdir)
 
 
-def read(name: str, most: int, folder: int | None = None) -> bytes:
+def read(name: str, most: int, only_own: bool = True) -> bytes:
     """Return the bytes of a small file.
 
     Args:
         name: its path.
         most: the most bytes it may have.
-        folder: as in `open_trusted`.
+        only_own: as in `open_trusted`.
 
     Raises:
         OSError: as `open_trusted`; and when it has more bytes.
     """
-    with os.fdopen(open_trusted(name, folder), "rb") as file:
+    with os.fdopen(open_trusted(name, only_own), "rb") as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", name)
@@ -135,27 +130,23 @@ def new_file(path: str) -> int:
     Raises:
         OSError: when the name exists, or the file cannot be created.
     """
-    return os.open(path, NEW, file_mode(_state_of_folder(path, None)))
+    return os.open(path, NEW, file_mode(_state_of_folder(path)))
 
 
 @contextmanager
-def whole_file(path: str, folder: int | None = None) -> Iterator[IO[bytes]]:
+def whole_file(path: str) -> Iterator[IO[bytes]]:
     """Open a file for writing with the mode of `file_mode`; it replaces an existing file when it is complete.
-
-    Args:
-        path: its path.
-        folder: as in `open_trusted`.
 
     Raises:
         OSError: when it cannot be written; nothing has changed then.
     """
     temporary = f"{path}.{os.urandom(4).hex()}.new"
-    descriptor = os.open(temporary, NEW, file_mode(_state_of_folder(path, folder)), dir_fd=folder)
+    descriptor = new_file(temporary)
     try:
         with os.fdopen(descriptor, "wb") as file:
             yield file
-        os.replace(temporary, path, src_dir_fd=folder, dst_dir_fd=folder)
+        os.replace(temporary, path)
     except BaseException:
         with suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
+            os.unlink(temporary)
         raise

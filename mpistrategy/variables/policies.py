@@ -7,7 +7,7 @@ on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -96,9 +96,15 @@ def own_if_alone(variable: Replica, called: str | None) -> Array:
 
 def summed(variable: Replica, called: str | None) -> Array:
     """Return the sum or the mean of all copies.  Collective."""
-    extended = variable._extended
-    with Call(extended.communicator.guard, "reading a variable", name=variable._key, called=called) as call:
-        return extended._reducer.all_reduce_array(call, _REDUCE_OPS[variable.aggregation], variable.local_view)
+    return summed_together([variable], called)[0]
+
+
+def summed_together(variables: Sequence[Replica], called: str | None) -> list[Array]:
+    """Return the sum or the mean of all copies of each of some variables, which are summed alike.  Collective."""
+    extended, op = variables[0]._extended, _REDUCE_OPS[variables[0].aggregation]
+    names = ", ".join([variable._key for variable in variables])
+    with Call(extended.communicator.guard, "reading a variable", called, names) as call:
+        return extended._reducer.all_reduce_arrays(call, op, [variable.local_view for variable in variables])
 
 
 def first(variable: Replica, called: str | None) -> Array:
@@ -138,10 +144,10 @@ def combined(write: Write) -> None:
     variable = write.variable
     extended = variable._extended
     op = _REDUCE_OPS[variable.aggregation]
-    with Call(extended.communicator.guard, write.where, name=variable._key, called=write.called) as call:
+    with Call(extended.communicator.guard, write.where, write.called, variable._key) as call:
         mine = write.checked()
         if not isinstance(mine, IndexedSlices):
-            write.apply(extended._reducer.all_reduce_array(call, op, mine))
+            write.apply(extended._reducer.all_reduce_arrays(call, op, [mine])[0])
             return
         value = PerReplica((mine,))
         with context.cross_replica(variable.strategy):

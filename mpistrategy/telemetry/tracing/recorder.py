@@ -248,7 +248,7 @@ def _event(interval: _Interval, phase: str) -> dict[str, Any]:
 def _group_of(guard: Guard) -> str:
     """Return a name of the ranks of `guard`, the same on all of them and no other strategy's; "" where it is alone."""
     dog = watchdog.in_this_process()
-    watched = None if dog is None else dog.group_of(guard)
+    watched = None if dog is None else dog.groups.get(guard)
     return "" if watched is None else os.path.basename(watched.directory.path)
 
 
