@@ -182,7 +182,7 @@ SHARED = {
     *("_settle", "_wait", "_raise_failure", "_is_left", "_end_of_program"),  # of saves in the background
     *("_check_can_go", "_go_to", "_walk", "_go_on_with", "_partial_sums", "_position", "_slots"),
     *("_describe", "_empty_batch", "_lazy_batches"),  # of datasets
-    *("_kernel", "_reduced_early", "_abandon"),  # of optimizers, gradient buckets, traces
+    *("_kernel", "_reduced_early"),  # of optimizers, gradient buckets
     *("_C", "_distributed_c10d", "_create_work_from_future", "_debug_has_internal_overlap", "_nnz"),  # of torch
     "_getframe",  # of sys
     *("_current_graph_task_id", "_execution_engine", "_pytree"),  # of Python: what has entered a call
