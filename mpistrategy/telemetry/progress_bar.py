@@ -1,15 +1,12 @@
-"""Progress of a loop on rank 0: tqdm's bar at a terminal, a line now and then in a log file."""
+"""Progress of a loop on rank 0, by tqdm: a bar at a terminal, a line now and then in a log file."""
 
 from __future__ import annotations
 
-import math
 import os
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import suppress
-from datetime import timedelta
-from time import monotonic
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
@@ -47,13 +44,10 @@ class Progress(Generic[T]):
         self.count: int = 0
         self.total: int | None = total
         self._iterable, self._title = iterable, title
-        self._began = self._told = monotonic()
-        how = _shown_as(every_seconds)
-        self._bar = _bar(total, title) if how == "bar" else None
-        self._seconds = (every_seconds or _LINE_SECONDS) if how == "lines" else math.inf
+        self._bar = _bar(_shown_as(every_seconds), every_seconds or _LINE_SECONDS, total, title)
 
     def __repr__(self) -> str:
-        return f"<Progress {self.text(monotonic() - self._began)}>"
+        return f"<Progress {self._title!r}, {self.count} of {self.total}>"
 
     def __iter__(self) -> Iterator[T]:
         if self._iterable is None:
@@ -68,27 +62,11 @@ class Progress(Generic[T]):
         self.count += count
         if self._bar is not None:
             self._bar.update(count)
-        elif monotonic() - self._told >= self._seconds:
-            self._say()
 
     def close(self) -> None:
         """Show the last state; a bar stays where it is."""
         if self._bar is not None:
             self._bar.close()
-        elif self._told > self._began:
-            self._say()
-            self._told = self._began
-
-    def _say(self) -> None:
-        self._told = monotonic()
-        sys.stderr.write(f"{self.text(self._told - self._began)}\n")
-        sys.stderr.flush()
-
-    def text(self, seconds: float) -> str:
-        """Return the state after so many seconds in words: ``train: 450/1000, 12.3/s, 0:00:37``."""
-        of = f"/{self.total}" if self.total else ""
-        rate = f", {self.count / seconds:.3g}/s" if seconds > 0 else ""
-        return f"{self._title}{': ' * bool(self._title)}{self.count}{of}{rate}, {timedelta(seconds=round(seconds))}"
 
     def __enter__(self) -> Self:
         return self
@@ -109,8 +87,8 @@ def progress(
     """Show how far a loop has come: a bar on rank 0 at a terminal, nothing elsewhere.
 
     ``for batch in progress(dataset, title="train"):`` goes through `dataset` on every rank as it is;
-    ``with progress(total=100) as bar:`` counts what ``bar.update()`` says.  The bar is tqdm's: without that package the
-    loop runs without a bar.  Under mpiexec it counts as a terminal when the launcher's stderr is one.
+    ``with progress(total=100) as bar:`` counts what ``bar.update()`` says.  The bar and the lines are tqdm's: without
+    that package the loop runs without them.  Under mpiexec it counts as a terminal when the launcher's stderr is one.
     MPISTRATEGY_PROGRESS=bar, lines or off decides otherwise.
 
     Args:
@@ -151,12 +129,15 @@ def _shown_as(every_seconds: float | None) -> str:
     return asked or ("bar" if _is_at_terminal() else "lines" if every_seconds else "off")
 
 
-def _bar(total: int | None, title: str) -> Any:
-    try:
+def _bar(how: str, seconds: float, total: int | None, title: str) -> Any:
+    """Return what draws; None for nothing, and without tqdm."""
+    lines = {"mininterval": seconds, "delay": 1e-9, "bar_format": "{desc}: {n_fmt}/{total_fmt} {elapsed} {rate_fmt}\n"}
+    with suppress(ImportError):
         from tqdm import tqdm  # here: it is optional
-    except ImportError:
-        return None
-    return tqdm(total=total, desc=title or None, file=sys.stderr, dynamic_ncols=True)
+
+        options = {"dynamic_ncols": True} if how == "bar" else lines
+        return tqdm(total=total, desc=title or None, file=sys.stderr, **options) if how != "off" else None
+    return None
 
 
 def _is_at_terminal() -> bool:
