@@ -390,14 +390,11 @@ class Saving(NotPickled):
     def _gather_reports(self, report: Array) -> Array:
         """Return the reports of the writers, on rank 0."""
         assert self._collected is not None
-        rank, writers = self._communicator.rank, self._collected.writers
-        reports = np.zeros(len(writers), REPORT)
-        blocks = None
-        if rank == 0:
-            blocks = [reports[:0]] * self._communicator.size
-            for number, writer in enumerate(writers):
-                blocks[writer] = reports[number : number + 1]
-        self._communicator.gather_blocks(report, blocks, 0)
+        ranks, writers = self._communicator, self._collected.writers
+        together, reports = np.zeros((2, len(writers)), REPORT)
+        counts = np.bincount(writers, minlength=ranks.size).tolist()
+        ranks.gatherv(report, counts, together if ranks.rank == 0 else None, 0)
+        reports[np.argsort(writers)] = together
         return reports
 
     def _text(self, where: str, reports: Array) -> bytes:

@@ -28,8 +28,7 @@ several = pytest.mark.mpi(min_size=2)
 
 LARGE = np.ones(300_000)
 VERBS = (
-    "allreduce", "allreduce_many", "reduce", "bcast", "gatherv", "allgatherv", "alltoall", "allgather_text", "shared",
-    "node_barrier",
+    "allreduce", "reduce", "bcast", "gatherv", "allgatherv", "alltoall", "allgather_text", "shared", "node_barrier",
 )  # fmt: skip
 
 
