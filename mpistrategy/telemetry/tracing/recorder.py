@@ -24,6 +24,7 @@ import time
 from collections import deque
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any
 
 from mpistrategy import own_files
@@ -146,10 +147,11 @@ class Recorder:
         if known is None:
             rank = own_place()[0]
             known = self._tracks[threading.get_ident()] = rank, len(self._tracks)
-            host = os.uname().nodename
-            self._waiting.append(_about(rank, "process_name", name=f"rank {rank} on {host}"))
-            self._waiting.append(_about(rank, "process_sort_index", sort_index=rank))
-            self._waiting.append(_about(rank, "thread_name", name=threading.current_thread().name) | {"tid": known[1]})
+            self._waiting += (
+                _about(rank, "process_name", name=f"rank {rank} on {os.uname().nodename}"),
+                _about(rank, "process_sort_index", sort_index=rank),
+                _about(rank, "thread_name", name=threading.current_thread().name) | {"tid": known[1]},
+            )
         return known
 
     # ------------------------------------------------------------------------------- in the recorder's thread
@@ -202,11 +204,8 @@ class Recorder:
     def _begin_file(self) -> dict[str, Any]:
         rank, size = own_place()
         own_files.make_folders(self.directory)
-        path = os.path.join(self.directory, f"{PREFIX}{rank}.{time.time_ns()}.{os.getpid()}{SUFFIX}")
-        self._file = own_files.new_file(path)
-        self.path = path
-        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
-            clock = file.read().strip()  # processes with one read one and the same clock
+        self.path = os.path.join(self.directory, f"{PREFIX}{rank}.{time.time_ns()}.{os.getpid()}{SUFFIX}")
+        self._file = own_files.new_file(self.path)
         return _about(
             rank,
             "mpistrategy",
@@ -216,7 +215,7 @@ class Recorder:
             host=os.uname().nodename,
             process=os.getpid(),
             program=os.path.basename(sys.argv[0] if sys.argv else "") or "python",
-            clock=clock,
+            clock=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),  # equal where clocks are one
             monotonic_us=_now() / 1e3,
             wall_us=time.time_ns() / 1e3,
             begun=datetime.now().astimezone().isoformat(timespec="seconds"),
