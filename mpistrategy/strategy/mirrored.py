@@ -35,7 +35,7 @@ _USED_LATER = (
 #: The same of ranks that drive GPUs.
 _USED_LATER_ON_GPUS = (
     "mpistrategy.reduction.asynchronous_gpu",
-    "mpistrategy.reduction.routes.device_plan",
+    "mpistrategy.reduction.routes.gpu",
 )
 
 

@@ -140,12 +140,10 @@ def _meet(
     everyone = [Facts.read(texts[rank]) for rank in sorted(texts)]
     deadline.stage = "adding up"
     sums_right, untried = _sums(ranks, everyone)
-    trial = None
-    if ranks.told(int(any(each.cuda_aware for each in everyone))):
-        from mpistrategy.cli.doctor.facts import cuda_trial
+    from mpistrategy.cli.doctor.facts import cuda_trial
 
-        deadline.stage = "giving GPU memory to MPI"
-        trial = cuda_trial.try_all(ranks, everyone)
+    deadline.stage = "giving GPU memory to MPI"
+    trial = cuda_trial.try_all(ranks, facts.local_rank, everyone)
     return Job(everyone, wanted, (), 0.0, sums_right, untried, trial)
 
 

@@ -11,7 +11,8 @@ import pytest
 from pretended import creation_seconds
 
 from mpistrategy import context
-from mpistrategy.mpi.gpu import binding
+from mpistrategy.errors import DeviceError
+from mpistrategy.mpi.gpu.device_selection import bind
 from mpistrategy.mpi.gpu.inventory import Sight
 from mpistrategy.mpi.job.introductions import Introduction, introductions
 from mpistrategy.mpi.tuning import files
@@ -30,13 +31,18 @@ def blind(size: int) -> list[Sight]:
     return [Sight(host=f"n{rank // LOCAL}", reason="CuPy is not installed", fix="Install it") for rank in range(size)]
 
 
+def refused(sights: list[Sight]) -> None:
+    with pytest.raises(DeviceError):
+        bind(sights)
+
+
 def nodes(size: int) -> tuple[int, ...]:
     return tuple(rank // LOCAL for rank in range(size))
 
 
 STEPS: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
     "introductions": (texts_of, introductions),
-    "GPUs where there are none": (blind, lambda sights: binding.bind_if_possible(sights, nodes(len(sights)))),
+    "GPUs where there are none": (blind, refused),
     "the machine of the thresholds": (
         nodes,
         lambda node_of: files.agreed("MPICH Version: 5.0.2", 0, node_of, lambda text: [text]),
