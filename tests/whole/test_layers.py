@@ -54,6 +54,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.ranks",
     "mpistrategy.mpi.contract.mpi_channel",
     "mpistrategy.mpi.over_mpi.messages",
+    "mpistrategy.mpi.job.abort",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.start",
     "mpistrategy.mpi.gpu.loaded_mpi",
