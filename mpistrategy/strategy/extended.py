@@ -6,19 +6,14 @@ import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from operator import is_
 from typing import Any, Self, TypeVar, cast
-from weakref import WeakValueDictionary
 
 import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, is_python_number
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.arrays.values import ArrayLike, Mirrored
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
@@ -39,9 +34,8 @@ from mpistrategy.reduction.plans import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.variables.storage import VariableSlot, VariableStorage
-from mpistrategy.variables.variable import Variable
-from mpistrategy.variables.writes import refuse_drift
+from mpistrategy.variables.policies import table_of
+from mpistrategy.variables.variable import Registry, Variable
 
 T = TypeVar("T")
 
@@ -65,25 +59,24 @@ class StrategyExtended(NotPickled, Settable):
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
-        self._container_strategy = container_strategy
-        self._colocated_with: list[Variable] = []
-        self._unnamed_variables = 0
-        #: How many variables have been created; the same on every rank.
-        self._variables_made: int = 0
-        # By number; weak, so a variable can be collected.
-        self._variables: WeakValueDictionary[int, Variable] = WeakValueDictionary()
+        context.check_strategy(container_strategy, "StrategyExtended")
         self.communicator: Ranks = communicator or Alone()
-        context.note_strategy(container_strategy, self.communicator)
-        #: What everything of this strategy is reduced with.
-        self._reducer: Reducer = Reducer(
-            self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions()
-        )
-        self._reducer.entered = self._entered
+        reducer = Reducer(self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions())
         #: Whether variables belong to this rank alone (one replica, no synchronization).
-        self._is_local: bool = self._reducer.is_alone
-        self._default_replica_context: ReplicaContext = ReplicaContext(container_strategy, self.communicator.rank)
+        self._is_local: bool = reducer.is_alone
+        table = table_of(is_local=self._is_local, is_default=container_strategy._is_default)
+        self._belong_to(container_strategy, reducer, Registry(reducer, table))
+        context.note_strategy(container_strategy, self.communicator)
         #: How many datasets of global batches were distributed.
         self._datasets_made = 0
+
+    def _belong_to(self, strategy: Any, reducer: Reducer, registry: Registry) -> None:
+        self._container_strategy = strategy
+        #: What everything of this strategy is reduced with.
+        self._reducer: Reducer = reducer
+        self._reducer.entered = self._entered
+        self._registry = registry
+        self._default_replica_context: ReplicaContext = ReplicaContext(strategy, self.communicator.rank)
         #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.
         self._bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
 
@@ -92,14 +85,8 @@ class StrategyExtended(NotPickled, Settable):
 
     def _copy_for(self, container_strategy: Any) -> Self:
         """Return the same for another strategy: the ranks and the algorithm are shared, the variables are not."""
-        result = copy.copy(self)
-        result._container_strategy = container_strategy
-        result._reducer = self._reducer.copy()
-        result._reducer.entered = result._entered
-        result._colocated_with = []
-        result._variables = WeakValueDictionary()
-        result._bucket_orders = {}
-        result._default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
+        result, reducer = copy.copy(self), self._reducer.copy()
+        result._belong_to(container_strategy, reducer, self._registry.copy_for(reducer))
         return result
 
     # -------------------------------------------------------------------------------------------- settings
@@ -192,10 +179,34 @@ class StrategyExtended(NotPickled, Settable):
         name: str | None = None,
     ) -> list[Any]:
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
-        self._require_collective("StrategyExtended.batch_reduce_to")
         where, pairs = "StrategyExtended.batch_reduce_to", value_destination_pairs
-        results: list[Any] = self._reducer.run(where, _BatchReduceTo, reduce_op, pairs, options, name=name)
-        return results
+        self._require_collective(where)
+        with self._entered(), Call(self.communicator.guard, where, called=name) as call:
+            pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
+            are_pairs = isinstance(pairs, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
+            if are_pairs and any(isinstance(value, Arena) for value, _ in pairs):
+                return [self._reduce_one(call, reduce_op, each, to, options) for each, to in pairs]
+            nests = [_leaves_of(value) for value, _ in pairs] if are_pairs else []
+            chosen = self.options.merge(options)
+            if all(found is None for found in nests):
+                return self.cross_device_ops.batch_reduce(reduce_op, pairs, chosen)
+            alone = [
+                ([value], nest.LEAF) if found is None else found for (value, _), found in zip(pairs, nests, strict=True)
+            ]
+            single = [
+                (leaf, for_value(value, to))
+                for (value, to), (leaves, _) in zip(pairs, alone, strict=True)
+                for leaf in leaves
+            ]
+            call.structure = "; ".join(structure.text for _, structure in alone)
+            if not single:
+                call.agree("reduce", op=ReduceOp._parse(reduce_op, call.where).value)
+            results = iter(self.cross_device_ops.batch_reduce(reduce_op, single, chosen) if single else [])
+            return [structure.rebuild(results) for _, structure in alone]
+
+    def _reduce_one(self, call: Call, reduce_op: Op, value: Any, destinations: Any, options: Any) -> Any:
+        call.expect_more()
+        return _ReduceTo(self._reducer, reduce_op, options).run(call, value, destinations, None)
 
     @collective("broadcast")
     def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
@@ -233,8 +244,7 @@ class StrategyExtended(NotPickled, Settable):
         Raises:
             CollectiveMismatchError: on every rank, when another rank makes another call.
         """
-        if self._container_strategy._is_default:
-            warn_if_alone(self._container_strategy, "barrier")
+        warn_if_alone(self._container_strategy, "barrier")
         with Call(self.communicator.guard, "barrier", called=name) as call:
             call.agree("barrier")
 
@@ -277,7 +287,7 @@ class StrategyExtended(NotPickled, Settable):
                 expected="a variable created in this strategy's scope",
                 fix="Create the variable inside `with strategy.scope():`.",
             )
-        refuse_drift(var, [*args, *(kwargs or {}).values()], "StrategyExtended.update")
+        var._refuse_drift([*args, *(kwargs or {}).values()], "StrategyExtended.update")
         result = self._in_update(lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
         return unpacked(result) if frame is not None and frame.mode is Mode.REPLICA else result
 
@@ -376,56 +386,16 @@ class StrategyExtended(NotPickled, Settable):
 
     @contextlib.contextmanager
     def _colocating(self, variable: Variable) -> Iterator[None]:
-        self._colocated_with.append(variable)
+        self._registry.colocated_with.append(variable)
         try:
             yield
         finally:
-            self._colocated_with.pop()
-
-    def _next_variable_name(self) -> str:
-        """Return the name of a variable created without one; the same on every rank, since creation is collective."""
-        return f"Variable_{self._unnamed_variables}"
-
-    @property
-    def _variable_storage(self) -> VariableStorage:
-        """Where variables lie: shared by all copies of a strategy, which have the same ranks."""
-        return self.communicator.once("variables", VariableStorage)
-
-    def _storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, VariableSlot | None]:
-        """Return memory for a variable, and its slot where the ranks share it.  Collective, in an agreed call."""
-        return self._variable_storage.allocate(self.communicator, dtype, shape)
-
-    def _device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
-        """Return GPU memory for a variable; None for a variable on the host.
-
-        Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
-        and each read would wait for the GPU.
-        """
-        if not shape or not self._drives_gpu:
-            return None
-        cupy = cupy_for("a variable on a GPU")
-        with cupy.cuda.Device(self.communicator.devices[self.communicator.rank].index):
-            return cupy.empty(shape, dtype)
+            self._registry.colocated_with.pop()
 
     @property
     def _drives_gpu(self) -> bool:
         """Whether this rank's device is a GPU."""
-        return gpu_of(self.communicator.devices, self.communicator.rank) is not None
-
-    def _register_variable(self, variable: Variable) -> None:
-        """Record a variable that was created for this strategy."""
-        # Counted only after all ranks have created it: a refused creation must leave the numbers equal.
-        self._variables[self._variables_made] = variable
-        self._variables_made += 1
-        self._unnamed_variables += variable.name == self._next_variable_name()
-        variable._colocated_with = self._colocated_with[-1] if self._colocated_with else None
-
-    def _variables_alive(self) -> list[tuple[int, Variable]]:
-        """Return the variables that are still in use on this rank, with their numbers, in order of creation.
-
-        A number means the same variable on all ranks.  The ranks' lists may differ: garbage is collected at any time.
-        """
-        return sorted(self._variables.items(), key=lambda item: item[0])
+        return self._registry.drives_gpu
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether `v` is a variable of this strategy."""
@@ -498,10 +468,8 @@ class StrategyExtended(NotPickled, Settable):
         context.require_cross_replica(self._container_strategy, f"StrategyExtended.{method}")
 
     def _require_collective(self, where: str) -> None:
-        strategy = self._container_strategy
-        context.require_cross_replica(strategy, where)
-        if strategy._is_default:
-            warn_if_alone(strategy, where)
+        context.require_cross_replica(self._container_strategy, where)
+        warn_if_alone(self._container_strategy, where)
 
     def _entered(self) -> Frame:
         return context.cross_replica(self._container_strategy)
@@ -565,65 +533,6 @@ class _ReduceTo(AllReduce):
             return structure.pack(algorithm.batch_reduce(self.argument, [(leaf, where) for leaf in leaves], chosen))
 
 
-class _BatchReduceTo(AllReduce):
-    """`StrategyExtended.batch_reduce_to`."""
-
-    @staticmethod
-    def kind(value: Any, out: Any) -> Any:
-        """Return what tells the calls apart for which there are plans: lists of arrays that go to one destination."""
-        if type(value) is not list or {*map(type, value)} != {tuple}:
-            raise TypeError
-        values, destinations = zip(*value, strict=True)
-        if all(map(is_, values, destinations)):
-            return np.ndarray, kind_of(values)
-        (where,) = {*map(_kind_of_destinations, values, destinations)}
-        return where, kind_of(values)
-
-    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
-        """Return how to reach the arrays; None where some are in nests."""
-        if any(map(nest.is_container, chain.from_iterable(value))):
-            return None
-        return nest.Leaves(_values_of, list, False, "")
-
-    def destination(self, value: Any, out: Any, where: str) -> Destination | None:
-        """Return which ranks get the results."""
-        return resolve(for_value(*value[0]), self.reducer.communicator, where)
-
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the reductions; see `CallPlan.run`."""
-        reducer = self.reducer
-        with reducer.entered():
-            if _has_arenas(value):
-                one, results = _ReduceTo(reducer, self.argument, self.options), []
-                for each, destinations in value:
-                    call.expect_more()
-                    results.append(one.run(call, each, destinations, None))
-                return results
-            return self._of_pairs(call, value, self.chosen)
-
-    def _of_pairs(self, call: Call, pairs: Any, options: CommunicationOptions) -> list[Any]:
-        algorithm, reduce_op = cast(CrossDeviceOps, self.reducer.algorithm), self.argument
-        pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
-        are_pairs = isinstance(pairs, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
-        nests = [_leaves_of(value) for value, _ in pairs] if are_pairs else []
-        if all(found is None for found in nests):
-            return algorithm.batch_reduce(reduce_op, pairs, options)
-        single: list[tuple[Any, Any]] = []
-        for (value, destinations), found in zip(pairs, nests, strict=True):
-            where = destinations if found is None else for_value(value, destinations)
-            single += [(leaf, where) for leaf in ([value] if found is None else found[0])]
-        structures = [nest.LEAF if found is None else found[1] for found in nests]
-        call.structure = "; ".join(structure.text for structure in structures)
-        if not single:
-            call.agree("reduce", op=ReduceOp._parse(reduce_op, call.where).value)
-        results = iter(algorithm.batch_reduce(reduce_op, single, options) if single else [])
-        return [structure.rebuild(results) for structure in structures]
-
-
-def _values_of(pairs: Any) -> list[Any]:
-    return [value for value, _ in pairs]
-
-
 def _kind_of_destinations(value: Any, destinations: Any) -> Any:
     """Return what tells destinations apart: device strings, or a value.
 
@@ -635,9 +544,3 @@ def _kind_of_destinations(value: Any, destinations: Any) -> Any:
     if type(destinations) is str:
         return destinations
     raise TypeError
-
-
-def _has_arenas(pairs: Any) -> bool:
-    """Return whether `pairs` is a list of (value, destinations) tuples, and some of the values are arenas."""
-    are_pairs = isinstance(pairs, (list, tuple)) and all(type(pair) is tuple and len(pair) == 2 for pair in pairs)
-    return are_pairs and any(isinstance(value, Arena) for value, _ in pairs)
