@@ -6,7 +6,7 @@ Gradients are summed over the replicas, so divide the loss by the global batch s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpistrategy.objects.settings import Setting, amount, decay, switch
 from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.schedules import Schedule
 from mpistrategy.training import kernels
-from mpistrategy.training.hyperparameters import Momentum, OldNames
+from mpistrategy.training.hyperparameters import Momentum, refuses_others
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -60,6 +60,7 @@ class SGD(Optimizer):
     momentum: Setting[float] = Momentum()
     nesterov: Setting[bool] = switch()
 
+    @refuses_others
     def __init__(
         self,
         learning_rate: float | Schedule = 0.01,
@@ -70,7 +71,6 @@ class SGD(Optimizer):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **old: Unpack[OldNames],
     ) -> None:
         super().__init__(
             learning_rate,
@@ -78,7 +78,6 @@ class SGD(Optimizer):
             global_clipnorm=global_clipnorm,
             mirrored_check_steps=mirrored_check_steps,
             nonfinite=nonfinite,
-            **old,
         )
         self.momentum = momentum
         self.nesterov = nesterov
@@ -121,6 +120,7 @@ class Adam(Optimizer):
     beta_2: Setting[float] = decay()
     epsilon: Setting[float] = amount()
 
+    @refuses_others
     def __init__(
         self,
         learning_rate: float | Schedule = 0.001,
@@ -132,7 +132,6 @@ class Adam(Optimizer):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **old: Unpack[OldNames],
     ) -> None:
         super().__init__(
             learning_rate,
@@ -140,7 +139,6 @@ class Adam(Optimizer):
             global_clipnorm=global_clipnorm,
             mirrored_check_steps=mirrored_check_steps,
             nonfinite=nonfinite,
-            **old,
         )
         self.beta_1 = beta_1
         self.beta_2 = beta_2
@@ -182,6 +180,7 @@ class AdamW(Adam):
 
     weight_decay: Setting[float] = amount()
 
+    @refuses_others
     def __init__(
         self,
         learning_rate: float | Schedule = 0.001,
@@ -194,7 +193,6 @@ class AdamW(Adam):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **old: Unpack[OldNames],
     ) -> None:
         super().__init__(
             learning_rate,
@@ -205,7 +203,6 @@ class AdamW(Adam):
             global_clipnorm=global_clipnorm,
             mirrored_check_steps=mirrored_check_steps,
             nonfinite=nonfinite,
-            **old,
         )
         self.weight_decay = weight_decay
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -92,13 +92,13 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
     global_clipnorm: Setting[float | None] = limit()
     mirrored_check_steps: Setting[int] = steps()
     nonfinite: Setting[NonFinite | None] = setting.policy()
-    check_every: setting.Renamed[int] = setting.Renamed[int]("mirrored_check_steps")
     iterations: Setting[Variable | None] = setting.counter()
     skipped_steps: int
     schedule: Schedule | None
     lr: setting.Misnamed = setting.Misnamed("learning_rate")
     clipnorm: setting.Misnamed = setting.Misnamed("global_clipnorm")
 
+    @setting.refuses_others
     def __init__(
         self,
         learning_rate: float | Schedule,
@@ -107,7 +107,6 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **old: Unpack[setting.OldNames],
     ) -> None:
         where = type(self).__name__
         self.learning_rate = learning_rate
@@ -115,7 +114,6 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
         self.global_clipnorm = global_clipnorm
         self.mirrored_check_steps = mirrored_check_steps
         self.nonfinite = nonfinite
-        setting.set_old_names(self, old)
         self.iterations, self.skipped_steps = None, 0
         self._slots = Slots(where)
         self._plans = StepPlans(self._slots)
