@@ -14,31 +14,18 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import to_array
 from mpistrategy.arrays.digests import digest, outliers
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.errors import CollectiveMismatchError, DatasetWarning, MpiStrategyError, OptionError
+from mpistrategy.errors import CollectiveMismatchError, DatasetWarning, MpiStrategyError
 from mpistrategy.input.datasets import common_length, to_rows
 from mpistrategy.input.iterators import END
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.objects.nearest import did_you_mean
 
 LEVELS = ("warn", "raise", "off")
 WHERE = "Strategy.distribute_dataset"
 #: The most bytes of a batch that are compared; at least one row at each end of every array.
 MOST_BYTES = 2**20
 _PER_RANK = "For different batches on each rank, use strategy.distribute_datasets_from_function."
-
-
-def checked_level(level: Any, where: str) -> str:
-    """Return `level` in small letters if it is one of "warn", "raise" and "off".
-
-    Raises:
-        OptionError: for anything else.
-    """
-    if not isinstance(level, str) or level.lower() not in LEVELS:
-        fix = did_you_mean(level, LEVELS)
-        raise OptionError.at(where, found=f"check_batches={level!r}", expected='"warn", "raise" or "off"', fix=fix)
-    return level.lower()
 
 
 class FirstBatches:

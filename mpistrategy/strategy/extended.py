@@ -184,29 +184,16 @@ class StrategyExtended(NotPickled, Settable):
         with self._entered(), Call(self.communicator.guard, where, called=name) as call:
             pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
             are_pairs = isinstance(pairs, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
-            if are_pairs and any(isinstance(value, Arena) for value, _ in pairs):
-                return [self._reduce_one(call, reduce_op, each, to, options) for each, to in pairs]
-            nests = [_leaves_of(value) for value, _ in pairs] if are_pairs else []
-            chosen = self.options.merge(options)
-            if all(found is None for found in nests):
-                return self.cross_device_ops.batch_reduce(reduce_op, pairs, chosen)
-            alone = [
-                ([value], nest.LEAF) if found is None else found for (value, _), found in zip(pairs, nests, strict=True)
-            ]
-            single = [
-                (leaf, for_value(value, to))
-                for (value, to), (leaves, _) in zip(pairs, alone, strict=True)
-                for leaf in leaves
-            ]
-            call.structure = "; ".join(structure.text for _, structure in alone)
-            if not single:
-                call.agree("reduce", op=ReduceOp._parse(reduce_op, call.where).value)
-            results = iter(self.cross_device_ops.batch_reduce(reduce_op, single, chosen) if single else [])
-            return [structure.rebuild(results) for _, structure in alone]
-
-    def _reduce_one(self, call: Call, reduce_op: Op, value: Any, destinations: Any, options: Any) -> Any:
-        call.expect_more()
-        return _ReduceTo(self._reducer, reduce_op, options).run(call, value, destinations, None)
+            if not are_pairs:  # which the algorithm refuses
+                return self.cross_device_ops.batch_reduce(reduce_op, pairs, self.options.merge(options))
+            one = _ReduceTo(self._reducer, reduce_op, options)
+            if not any(isinstance(value, Arena) for value, _ in pairs):
+                return one.batch(call, pairs)
+            results = []
+            for value, to in pairs:
+                call.expect_more()
+                results.append(one.run(call, value, to, None))
+            return results
 
     @collective("broadcast")
     def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
@@ -357,7 +344,8 @@ class StrategyExtended(NotPickled, Settable):
 
     # ---------------------------------------------------------------------------------- variables and devices
 
-    def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
         """Colocate the variables created in the ``with`` block with another variable; only inside scope().
 
         Every replica has a copy of every variable, so this only records the relation.
@@ -369,24 +357,14 @@ class StrategyExtended(NotPickled, Settable):
             ContextError: outside scope().
             OptionError: when the argument is not a variable of this strategy.
         """
-        frame = context.current_frame()
+        where, frame = "StrategyExtended.colocate_vars_with", context.current_frame()
         if frame is None or frame.strategy is not self._container_strategy:
-            raise ContextError.at(
-                "StrategyExtended.colocate_vars_with",
-                found="a call outside scope()",
-                expected="a call inside strategy.scope()",
-            )
+            raise ContextError.at(where, found="a call outside scope()", expected="a call inside strategy.scope()")
         if not self.variable_created_in_scope(colocate_with_variable):
             raise OptionError.at(
-                "StrategyExtended.colocate_vars_with",
-                found=repr(colocate_with_variable),
-                expected="a variable created in this strategy's scope",
+                where, found=repr(colocate_with_variable), expected="a variable created in this strategy's scope"
             )
-        return self._colocating(colocate_with_variable)
-
-    @contextlib.contextmanager
-    def _colocating(self, variable: Variable) -> Iterator[None]:
-        self._registry.colocated_with.append(variable)
+        self._registry.colocated_with.append(colocate_with_variable)
         try:
             yield
         finally:
@@ -521,16 +499,29 @@ class _ReduceTo(AllReduce):
             if isinstance(value, Arena):
                 where = value._destination(out, call.where)
                 return value._all_reduce(reducer, self.argument, call, options=self.options, destination=where)
-            chosen = self.chosen
-            found = _leaves_of(value)
-            if found is None:
-                return algorithm.reduce(self.argument, value, out, chosen)
-            leaves, structure = found
-            call.structure = structure.text
-            if reducer.agrees_on_none(call, ReduceOp._parse(self.argument, call.where), structure):
-                return structure.pack([])
-            where = for_value(value, out)
-            return structure.pack(algorithm.batch_reduce(self.argument, [(leaf, where) for leaf in leaves], chosen))
+            if _leaves_of(value) is None:
+                return algorithm.reduce(self.argument, value, out, self.chosen)
+            return self.batch(call, [(value, out)])[0]
+
+    def batch(self, call: Call, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """Return the reductions of values and nests of values, each to its destinations, in one batch."""
+        algorithm = cast(CrossDeviceOps, self.reducer.algorithm)
+        nests = [_leaves_of(value) for value, _ in pairs]
+        if all(found is None for found in nests):
+            return algorithm.batch_reduce(self.argument, pairs, self.chosen)
+        alone = [
+            ([value], nest.LEAF) if found is None else found for (value, _), found in zip(pairs, nests, strict=True)
+        ]
+        call.structure = "; ".join(structure.text for _, structure in alone)
+        single = [
+            (leaf, for_value(value, to))
+            for (value, to), (leaves, _) in zip(pairs, alone, strict=True)
+            for leaf in leaves
+        ]
+        if not single:
+            call.agree("reduce", op=ReduceOp._parse(self.argument, call.where).value)
+        results = iter(algorithm.batch_reduce(self.argument, single, self.chosen) if single else [])
+        return [structure.rebuild(results) for _, structure in alone]
 
 
 def _kind_of_destinations(value: Any, destinations: Any) -> Any:

@@ -30,7 +30,7 @@ from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContex
 from mpistrategy.context import Scope
 from mpistrategy.errors import CopyError, OptionError, OptionTypeError, RemoteError
 from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
-from mpistrategy.input.first_batches import FirstBatches, checked_level
+from mpistrategy.input.first_batches import LEVELS, FirstBatches
 from mpistrategy.input.iterators import DatasetIterator, DistributedIterator, InputFunctionIterator
 from mpistrategy.input.options import InputContext, InputOptions, check_options
 from mpistrategy.mpi.contract.call import Call
@@ -38,7 +38,7 @@ from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import not_pickled
 from mpistrategy.objects.nearest import NamesOurs
-from mpistrategy.objects.settings import Fixed, cannot_be_set
+from mpistrategy.objects.settings import Fixed, cannot_be_set, one_of
 from mpistrategy.options import (
     CommunicationOptions,
     InputReplicationMode,
@@ -134,8 +134,6 @@ class Strategy:
     def run(self, fn: Callable[[], T]) -> T: ...
     @overload
     def run(self, fn: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = None) -> T: ...
-    @overload
-    def run(self, fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T: ...
     @overload
     def run(self, fn: Callable[..., T], args: Sequence[Any] = (), *, kwargs: Mapping[str, Any]) -> T: ...
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
@@ -502,7 +500,7 @@ class Strategy:
         extended, communicator, where = self.extended, self.extended.communicator, "Strategy.distribute_dataset"
         with Call(communicator.guard, where, called=name) as call:
             check_options(options, where)
-            level, number = checked_level(check_batches, where), extended._datasets_made + 1
+            level, number = one_of(where, "check_batches", check_batches, LEVELS), extended._datasets_made + 1
             first = FirstBatches(communicator, level, f"dataset {number} of the strategy", name)
             distributed = DistributedDataset(
                 dataset, communicator.rank, communicator.size, drop_remainder=drop_remainder, pad=pad, first=first
@@ -608,7 +606,7 @@ class Strategy:
         self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> T:
         """Return `run(fn, args, kwargs)`: its old name."""
-        return self.run(fn, args, {} if kwargs is None else kwargs)
+        return self.run(fn, args, kwargs=kwargs or {})
 
     def experimental_run(self, fn: Callable[..., T], input_iterator: DistributedIterator[Any] | None = None) -> T:
         """Run ``fn(element)`` on every replica, with this rank's next element of `input_iterator`.
@@ -630,7 +628,7 @@ class Strategy:
             )
         with self.scope():
             elements = () if input_iterator is None else (input_iterator.get_next(),)
-        return self.run(fn, elements, {})
+        return self.run(fn, elements, kwargs={})
 
     def experimental_initialize(self) -> list[Any]:
         """Return an empty list: nothing must run before the first step."""

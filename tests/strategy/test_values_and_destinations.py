@@ -95,7 +95,7 @@ def test_words_for_what_is_written_elsewhere(strategy: ms.Strategy) -> None:
         for method in (v.assign, v.assign_add, v.scatter_add):
             with pytest.raises(errors.OptionTypeError, match=r"use_locking=True.*Leave it out"):
                 method(np.ones(2), use_locking=True)  # type: ignore[operator]
-    with pytest.raises(TypeError, match="leave it out"):
+    with pytest.raises(TypeError, match="Leave it out"):
         ms.optimizers.SGD(0.1, use_locking=True)  # type: ignore[call-arg]
     with pytest.raises(AttributeError, match="MirroredStrategy"):
         _ = ms.DistributionStrategy  # type: ignore[attr-defined]
