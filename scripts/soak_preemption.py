@@ -30,9 +30,7 @@ sys.path[:0] = [str(ROOT / "tests" / "jobs"), str(ROOT)]
 import launching  # noqa: E402
 import slurm_bed  # noqa: E402
 from preempted import runs_in  # noqa: E402
-
-from mpistrategy.cli.slurm.render import render  # noqa: E402
-from mpistrategy.cli.slurm.spec import JobSpec  # noqa: E402
+from slurm_scripts import script  # noqa: E402
 
 TRAINING = ROOT / "tests" / "jobs" / "preempted.py"
 PAUSE, SAVE_EVERY = 0.01, 7
@@ -112,7 +110,7 @@ class SlurmRun:
         self.bed, self.folder, self.steps = bed, folder, steps
         shutil.copy(TRAINING, folder)
         training = f"preempted.py . --pause 0.05 --steps {steps} --save-every {SAVE_EVERY}"
-        text = render(JobSpec.of("requeue", {"program": training.split()[0], "max_restarts": 200} | statement))
+        text = script("requeue", {"program": training.split()[0], "max_restarts": 200} | statement)
         text = re.sub(r"^program=\(.*\)$", f"program=({training})", text, flags=re.M)
         (folder / "job.sbatch").write_text(text)
         self.environment = (

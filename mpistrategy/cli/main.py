@@ -46,6 +46,7 @@ COMMANDS = {
     "bench": Command("time sums beside mpi4py, on CPUs or GPUs; save thresholds", "bench.command"),
     "doctor": Command("examine a job's ranks, or one that hangs, and say what to fix", "doctor.command"),
     "guide": Command("show a page of the user guide, or what an error means", "guide.command"),
+    "requeue": Command("run the program of a job, and have the job go on where it ended too early", "requeue"),
     "run": Command("run a program on every rank, in place of python", "run"),
     "slurm": Command("write a job script for a cluster, check it, or submit it", "slurm.command"),
     "trace": Command("merge the recordings of all ranks for a trace viewer", "trace"),

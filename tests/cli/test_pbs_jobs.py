@@ -11,9 +11,7 @@ from typing import Any
 
 import launching
 import pytest
-
-from mpistrategy.cli.slurm.render import render
-from mpistrategy.cli.slurm.spec import JobSpec
+from slurm_scripts import script
 
 pytestmark = [
     pytest.mark.one_rank,
@@ -42,7 +40,7 @@ def pbs_job(tmp_path: Path, template: str, **statement: Any) -> tuple[int, str]:
     whole = {"site": "pbs", "mpiexec": kind, "bind_to": "none", "tasks_per_node": 2, **statement}
     if template != "single_node":
         whole["nodes"] = 1
-    (tmp_path / "job").write_text(render(JobSpec.of(template, whole)))
+    (tmp_path / "job").write_text(script(template, whole))
     environment = launching.environment() | {
         "PATH": os.pathsep.join((str(tmp_path), str(Path(sys.executable).parent), os.environ["PATH"])),
         "PYTHONPATH": str(ROOT), "PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(tmp_path), "PBS_ARRAY_INDEX": "2",

@@ -24,12 +24,11 @@ from mpi4py import MPI
 from preempted import runs_in
 from replicas import part_of
 from slurm_bed import Job, SlurmBed
+from slurm_scripts import script
 from slurm_statements import good
 from slurm_user import ENDED, MPI_TYPE, NEEDS_SLURM, ROOT, User, needs_srun, started, twice
 
 from mpistrategy.cli import main
-from mpistrategy.cli.slurm.render import render
-from mpistrategy.cli.slurm.spec import JobSpec
 
 pytestmark = NEEDS_SLURM
 
@@ -132,7 +131,7 @@ def test_ranks_that_do_not_meet_are_found_before_the_program_starts(user: User) 
 @twice
 def test_the_doctor_keeps_a_program_from_starting(user: User) -> None:
     """Made-up GPUs are given to the job, and no rank sees one."""
-    text = render(JobSpec.of("multi_node", {"nodes": 1, "gpus_per_node": 2}))
+    text = script("multi_node", {"nodes": 1, "gpus_per_node": 2})
     (user.folder / "gpus.sbatch").write_text(text)
     job = user.run("gpus.sbatch")
     assert (job.state, job.status in (1, *ENDED)) == ("FAILED", True), job.output
@@ -263,7 +262,7 @@ def test_requeue_of_a_program_that_knows_no_signals_and_its_cap(user: User) -> N
     (user.folder / "deaf.py").write_text(
         "import time, mpistrategy as ms; ms.MirroredStrategy(); print('works on ', flush=True); time.sleep(60)"
     )
-    text = render(JobSpec.of("requeue", {"nodes": 1, "tasks_per_node": 1, "program": "deaf.py", "max_restarts": 1}))
+    text = script("requeue", {"nodes": 1, "tasks_per_node": 1, "program": "deaf.py", "max_restarts": 1})
     (user.folder / "deaf.sbatch").write_text(text)
     job = user.submit("deaf.sbatch")
     user.says(job, "works on")
@@ -376,7 +375,7 @@ def test_staged_env(user: User) -> None:
         ["tar", "-C", sys.prefix, "--exclude=tests", "--exclude=__pycache__", "-cf", str(archive), *kept], check=True
     )
     local = str(user.bed.local)
-    text = render(JobSpec.of("staged_env", {"local": local, "arguments": "--steps 10", "extra": "--hold"}))
+    text = script("staged_env", {"local": local, "arguments": "--steps 10", "extra": "--hold"})
     (user.folder / "staged.sbatch").write_text(text)
     user.environment["PATH"] = os.environ["PATH"]
     job = user.submit("staged.sbatch")
@@ -405,7 +404,7 @@ def test_staged_env(user: User) -> None:
 )
 def test_slurm_takes_every_good_statement(paper: SlurmBed, case: tuple[str, dict[str, Any]]) -> None:
     template, statement = case
-    done = paper.run("sbatch", "--test-only", input=render(JobSpec.of(template, statement)))
+    done = paper.run("sbatch", "--test-only", input=script(template, statement))
     assert done.returncode == 0, done.stderr
     nodes = 1 if template == "single_node" else statement.get("nodes", 1 if template == "array" else 2)
     assert "to start at" in done.stderr

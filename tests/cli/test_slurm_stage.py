@@ -11,9 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-
-from mpistrategy.cli.slurm.render import render
-from mpistrategy.cli.slurm.spec import JobSpec
+from slurm_scripts import script
 
 pytestmark = [
     pytest.mark.one_rank,
@@ -76,7 +74,7 @@ def run(work: Path, local: Path, attack: str = "") -> subprocess.CompletedProces
     executable(work / "tools" / "sbcast", SBCAST)
     executable(work / "bin" / "python3", PYTHON)
     subprocess.run(["tar", "-C", work, "-czf", work / "environment.tar.gz", "bin"], check=True)
-    (work / "job.sh").write_text(render(JobSpec.of("staged_env", {"local": str(local), "nodes": 1})))
+    (work / "job.sh").write_text(script("staged_env", {"local": str(local), "nodes": 1}))
     slurm = {"SLURMD_NODENAME": "here", "SLURM_JOB_ID": "17", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "here"}
     ours = {"WORK": str(work), "ATTACK": attack, "THEIRS": str(work / "theirs")}
     return subprocess.run(

@@ -6,7 +6,9 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES, keys_of
+from mpistrategy.cli.slurm.keys import KEYS
+from mpistrategy.cli.slurm.scripts import TEMPLATES, keys_of
+from mpistrategy.cli.slurm.sites import Site
 
 NAMES = st.from_regex(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]{0,20}", fullmatch=True)
 # What a path may be, with all that a shell would make something of.
@@ -64,7 +66,9 @@ _MPIRUN, _OF_MPIRUN = "multi_node_mpirun", ("mpiexec", "bind_to")  # the latter 
 def good(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """Draw a template and a statement that is right."""
     template = draw(st.sampled_from(sorted(TEMPLATES)))
-    eligible = [key for key in keys_of(template) if key in VALUES and (template == _MPIRUN or key not in _OF_MPIRUN)]
+    eligible = [
+        key for key in keys_of(template, Site()) if key in VALUES and (template == _MPIRUN or key not in _OF_MPIRUN)
+    ]
     keys = draw(st.lists(st.sampled_from(eligible), unique=True))
     statement = {key: draw(VALUES[key], label=key) for key in keys}
     if not statement.get("gpus_per_node") and draw(st.booleans()):
@@ -116,7 +120,7 @@ WRONG: dict[str, st.SearchStrategy[Any]] = {
 def bad(draw: st.DrawFn) -> tuple[str, dict[str, Any]]:
     """Draw a template and a statement with one mistake."""
     template, statement = draw(good())
-    eligible = ["site", *(key for key in keys_of(template) if template == _MPIRUN or key not in _OF_MPIRUN)]
+    eligible = ["site", *(key for key in keys_of(template, Site()) if template == _MPIRUN or key not in _OF_MPIRUN)]
     kind = draw(st.sampled_from(["template", "unknown", "elsewhere", "value", "line"]))
     if kind == "template":
         return draw(st.sampled_from(["", "multi-node", "../multi_node", "pbs", "signalled_run"])), statement

@@ -131,7 +131,7 @@ def test_a_job_script_is_written_and_its_example_runs(installed: Installed) -> N
     assert "#SBATCH --nodes=2" in script
     subprocess.run(["bash", "-n", installed.folder / "job.sbatch"], check=True)
     installed.run("mpistrategy", "slurm", "--all", "slurm")
-    assert (installed.folder / "slurm" / "sites" / "perlmutter.sbatch").is_file()
+    assert (installed.folder / "slurm" / "pbs" / "requeue.pbs").is_file()
 
 
 @long_lane

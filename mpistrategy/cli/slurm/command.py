@@ -12,11 +12,9 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from mpistrategy.cli.slurm import sites
-from mpistrategy.cli.slurm.batch import BATCHES
-from mpistrategy.cli.slurm.keys import KEYS, TEMPLATES
-from mpistrategy.cli.slurm.render import all_files, render
-from mpistrategy.cli.slurm.spec import JobSpec
+from mpistrategy.cli.slurm import scripts, sites
+from mpistrategy.cli.slurm.keys import KEYS
+from mpistrategy.cli.slurm.scripts import SUBMIT, TEMPLATES
 from mpistrategy.errors import OptionError
 from mpistrategy.objects.text import encoded
 
@@ -37,7 +35,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="check the script with sbatch --test-only")
     parser.add_argument("--submit", action="store_true", help="submit it with sbatch (or qsub)")
     parser.add_argument("--list", action="store_true", help="show templates, keys and sites")
-    parser.add_argument("--all", metavar="FOLDER", help="write all templates as they stand, and what goes with them")
+    parser.add_argument("--all", metavar="FOLDER", help="write all scripts as they stand, and what goes with them")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -60,19 +58,21 @@ def run(options: argparse.Namespace) -> int:
 def _one(options: argparse.Namespace) -> int:
     if options.template is None:
         return _fail("mpistrategy slurm: name a template, or --list, or --all FOLDER")
-    spec = JobSpec.of(options.template, _stated(options))
+    site, given = scripts.checked(options.template, _stated(options))
     name = os.path.basename(options.output or "")
-    text = render(spec, shlex.quote(name) if name and name.isprintable() else "FILE")
+    text = scripts.written(options.template, site, given, shlex.quote(name) if name and name.isprintable() else "FILE")
     if options.check or options.submit:
-        spec.check_complete()
+        scripts.check_complete(site, given)
     if options.output is not None:
         _write(Path(options.output), text, options.force)
     if options.check:
-        status = _check(spec, text)
+        if site.batch != "slurm":
+            return _fail(f"mpistrategy slurm: PBS, which {site.name} has, cannot check a script without submitting it")
+        status = _hand_over(["sbatch", "--test-only"], text)
         if status:
             return status
     if options.submit:
-        return _hand_over([BATCHES[spec.site.batch].submit], text)
+        return _hand_over([SUBMIT[site.batch]], text)
     if options.output is None and not options.check:
         sys.stdout.write(text)
     return 0
@@ -103,27 +103,24 @@ def listing() -> str:
     """Return a list of the templates, keys and sites, to be printed."""
     lines = ["Templates:"]
     lines += [f"  {name:19}{summary}" for name, summary in TEMPLATES.items()]
-    lines += ["", "Keys (KEY=VALUE), their defaults, and the templates that have them:"]
+    lines += ["", "Keys (KEY=VALUE), their defaults in brackets; a template has those that mean something to it:"]
     lines.append(f"  {'site':15}the cluster: a name from below, or the path of a profile that ends in .toml")
-    for name, key in KEYS.items():
-        default = "" if key.default is None else f" [{key.default}]"
-        only = f" ({', '.join(key.templates)})" if key.templates and key.but == () and len(key.templates) < 5 else ""
-        lines.append(f"  {name:15}{key.summary}{default}{only}")
+    lines += [f"  {name:15}{key.summary}" for name, key in KEYS.items()]
     lines += ["", "Sites:"]
     lines += [f"  {name:15}{sites.load(name).summary}" for name in sites.names()]
     return "\n".join(lines)
 
 
 def _write_all(folder: Path, force: bool) -> int:
-    files = all_files()
-    there = [str(folder / name) for name in files if os.path.lexists(folder / name)]
+    found = [path for path in sorted(scripts.FOLDER.rglob("*")) if path.suffix in (".sbatch", ".pbs", ".sh", ".py")]
+    files = {folder / path.relative_to(scripts.FOLDER): path for path in found}
+    there = [str(path) for path in files if os.path.lexists(path)]
     if there and not force:
         raise _exists(there[0])
-    for name, text in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        _write(folder / name, text, force)
-        if name.endswith("select_gpu.sh"):
-            (folder / name).chmod(0o755)
+    for path, source in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _write(path, source.read_text(encoding="utf-8"), force)
+        path.chmod(source.stat().st_mode & 0o777)
     return 0
 
 
@@ -156,12 +153,6 @@ def _exists(path: str) -> OptionError:
     return OptionError.at(
         "mpistrategy slurm", found=f"{path}, which is there", expected="a new file", fix="--force overwrites it."
     )
-
-
-def _check(spec: JobSpec, text: str) -> int:
-    if spec.site.batch != "slurm":
-        return _fail(f"mpistrategy slurm: PBS, which {spec.site.name} has, cannot check a script without submitting it")
-    return _hand_over(["sbatch", "--test-only"], text)
 
 
 def _hand_over(command: list[str], text: str) -> int:

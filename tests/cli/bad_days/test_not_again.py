@@ -13,11 +13,9 @@ from pathlib import Path
 import pytest
 from replicas import long_lane
 from slurm_bed import SlurmBed
+from slurm_scripts import script
 from slurm_trainings import REQUEUED
 from slurm_user import NEEDS_SLURM, ROOT, User, needs_srun, started, twice
-
-from mpistrategy.cli.slurm.render import render
-from mpistrategy.cli.slurm.spec import JobSpec
 
 pytestmark = [*NEEDS_SLURM, pytest.mark.one_rank, needs_srun]
 
@@ -86,7 +84,7 @@ def test_a_full_disk_is_not_tried_again(user: User, what: str, why: str) -> None
     (user.folder / "saves.py").write_text(SAVES)
     user.environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests" / "jobs")
     keys = {"nodes": 1, "tasks_per_node": 2, "program": "saves.py", "arguments": [f"{folder}/run", what]}
-    (user.folder / "full.sbatch").write_text(render(JobSpec.of("requeue", keys)))
+    (user.folder / "full.sbatch").write_text(script("requeue", keys))
     if what == "space":
         for node in ("node1", "node2"):
             assert user.bed.on(node, "mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)).returncode == 0

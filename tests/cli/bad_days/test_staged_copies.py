@@ -14,10 +14,8 @@ from pathlib import Path
 import pytest
 from replicas import long_lane
 from slurm_bed import SlurmBed
+from slurm_scripts import script
 from slurm_user import NEEDS_SLURM, User, started
-
-from mpistrategy.cli.slurm.render import render
-from mpistrategy.cli.slurm.spec import JobSpec
 
 pytestmark = [*NEEDS_SLURM, pytest.mark.one_rank]
 
@@ -69,7 +67,7 @@ def starts(user: User, program: str, nodes: int = 2, works: bool = True) -> str:
     statement = {"local": str(user.bed.local), "program": "program.py", "nodes": nodes, "mpi": "none"}
     statement |= {"tasks_per_node": 1}
     # Without MPI, each rank takes itself for the only one.
-    text = render(JobSpec.of("staged_env", statement)).replace(" -m mpistrategy run ", " ")
+    text = script("staged_env", statement).replace(" -m mpistrategy run ", " ")
     (user.folder / "staged.sbatch").write_text(text)
     job = user.submit("staged.sbatch")
     output = user.output(job)

@@ -13,12 +13,11 @@ from typing import Any
 import pytest
 import replicas
 from slurm_bed import SlurmBed
+from slurm_scripts import ON_PBS, script
 from slurm_user import NEEDS_SLURM, started
 
 from mpistrategy.cli.slurm import sites
-from mpistrategy.cli.slurm.keys import ON_PBS, TEMPLATES
-from mpistrategy.cli.slurm.render import render
-from mpistrategy.cli.slurm.spec import JobSpec
+from mpistrategy.cli.slurm.scripts import TEMPLATES
 
 pytestmark = pytest.mark.one_rank
 
@@ -36,10 +35,6 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
         {"gpus_per_node": 4, "gpu_option": "gres", "mpi": "pmix", **KEYS},
     ),
 }
-
-
-def script(template: str, statement: dict[str, Any]) -> str:
-    return render(JobSpec.of(template, statement))
 
 
 ALL = {

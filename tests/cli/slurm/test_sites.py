@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from mpistrategy.cli.slurm import sites
-from mpistrategy.cli.slurm.render import render
-from mpistrategy.cli.slurm.spec import JobSpec
+from mpistrategy.cli.slurm.scripts import checked, written
 
 pytestmark = pytest.mark.one_rank
 
@@ -45,19 +44,19 @@ def test_every_cluster_is_tried() -> None:
 
 def run(folder: Path, site: str) -> tuple[int, list[str]]:
     """Run a site's multi_node on two nodes that are not there; return its status and what the stand-ins noted."""
-    spec = JobSpec.of("multi_node", {"site": site, "arguments": ["--rate", "two words"]})
-    (folder / "job").write_text(render(spec))
+    profile, given = checked("multi_node", {"site": site, "arguments": ["--rate", "two words"]})
+    (folder / "job").write_text(written("multi_node", profile, given))
     for name in ("srun", "ibrun", "mpiexec", "mpirun", "module"):
         (folder / name).write_text(f'#!/bin/sh\necho "{name} $* ($OMP_NUM_THREADS threads)" >>{folder}/noted\n')
         (folder / name).chmod(0o755)
     (folder / "nodes").write_text("node1\nnode1\nnode2\nnode2\n")
-    is_pbs = spec.site.batch == "pbs"
+    is_pbs = profile.batch == "pbs"
     told = {"PBS_JOBID": "7.server", "PBS_O_WORKDIR": str(folder), "PBS_NODEFILE": str(folder / "nodes")}
     if not is_pbs:
         told = {"SLURM_JOB_ID": "7", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}
-        told["SLURM_NTASKS_PER_NODE"] = str(spec["tasks_per_node"])
-        if "cpus_per_task" not in spec.site.skip:  # Slurm sets it for jobs that ask for it
-            told["SLURM_CPUS_PER_TASK"] = str(spec["cpus_per_task"])
+        told["SLURM_NTASKS_PER_NODE"] = given["tasks_per_node"]
+        if "cpus_per_task" not in profile.skip:  # Slurm sets it for jobs that ask for it
+            told["SLURM_CPUS_PER_TASK"] = given["cpus_per_task"]
     environment = told | {"PATH": f"{folder}{os.pathsep}/usr/bin:/bin", "HOME": str(folder)}
     done = subprocess.run(["bash", str(folder / "job")], env=environment, cwd=folder, capture_output=True, check=False)
     assert done.stderr == b"", done
@@ -68,7 +67,7 @@ def run(folder: Path, site: str) -> tuple[int, list[str]]:
 def test_ranks_are_started_as_the_cluster_wants_it_and_doctor_first(tmp_path: Path, site: str) -> None:
     status, noted = run(tmp_path, site)
     launch, threads = STARTED[site]
-    ranks = 2 * JobSpec.of("multi_node", {"site": site})["tasks_per_node"]
+    ranks = 2 * int(checked("multi_node", {"site": site})[1]["tasks_per_node"])
     started = [line for line in noted if not line.startswith("module ")]
     assert status == 0
     assert started == [

@@ -1,0 +1,349 @@
+"""Job scripts: those of the folder slurm/, which run as they stand, with other values in their places.
+
+A value takes the place of a whole directive (``#SBATCH --nodes=2``), of what is assigned in a line (``program=(...)``),
+or of a paragraph: the lines that make the environment, and those that start the ranks.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from mpistrategy.cli.slurm import sites
+from mpistrategy.cli.slurm.keys import KEYS, Key
+from mpistrategy.cli.slurm.sites import Site
+from mpistrategy.cli.slurm.values import in_seconds
+from mpistrategy.errors import OptionError
+from mpistrategy.objects.nearest import did_you_mean
+
+_WHERE = "mpistrategy slurm"
+_HERE = Path(__file__).resolve().parent
+#: The scripts; in a checkout they lie beside the package.
+FOLDER = next(folder for folder in (_HERE / "scripts", _HERE.parents[2] / "slurm") if folder.is_dir())
+#: The templates, with a summary of each.
+TEMPLATES = {
+    "single_node": "one node, one rank for each of its GPUs",
+    "multi_node": "several nodes: first mpistrategy doctor, then the program",
+    "multi_node_mpirun": "the same with the MPI's own mpirun or mpiexec in place of srun",
+    "requeue": "goes back to the queue before its time is up, and goes on from its newest checkpoint",
+    "chain": "the same by jobs that wait for each other, where jobs cannot be requeued",
+    "array": "one job for each of several settings, some at a time",
+    "apptainer": "in an Apptainer (Singularity) container",
+    "pyxis": "in a container of NVIDIA's pyxis and enroot",
+    "staged_env": "copies the Python environment to every node's own disk first",
+}
+#: The commands that take a script, and how directives begin.
+SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
+_MARK = {"slurm": "#SBATCH", "pbs": "#PBS"}
+#: How the ranks are started without srun, in lines of shell; of PBS's nodes, and bound to cores.
+_MPIEXEC = {
+    "openmpi": """\
+# Each rank gets its cores; on nodes that you share, or with more ranks than cores: --bind-to none
+launch=(mpirun -n "$ranks" --hostfile "$PBS_NODEFILE")
+launch+=(--map-by "ppr:$tasks_per_node:node:PE=$cpus_per_task" --bind-to core)
+# Variables reach the other nodes only when named: UCX_TLS, NCCL_DEBUG, ... as further -x options.
+launch+=(-x OMP_NUM_THREADS -x PATH)
+[[ ! ${LD_LIBRARY_PATH-} ]] || launch+=(-x LD_LIBRARY_PATH)""",
+    "mpich": """\
+# Each rank gets its cores; on nodes that you share, or with more ranks than cores: -bind-to none
+launch=(mpiexec -f "$PBS_NODEFILE" -n "$ranks" -ppn "$tasks_per_node" -bind-to core:"$cpus_per_task")""",
+    "intel": """\
+export I_MPI_PIN_DOMAIN=omp # as many cores for a rank as OMP_NUM_THREADS says
+launch=(mpiexec -f "$PBS_NODEFILE" -n "$ranks" -ppn "$tasks_per_node")""",
+    "pals": """\
+launch=(mpiexec -n "$ranks" --ppn "$tasks_per_node" --depth="$cpus_per_task" --cpu-bind=depth)""",
+}
+_UNBOUND = {
+    "export I_MPI_PIN_DOMAIN=omp # as many cores for a rank as OMP_NUM_THREADS says":
+        "export I_MPI_PIN=0 # no rank is bound to cores",
+    '-bind-to core:"$cpus_per_task"': "-bind-to none",
+    ":PE=$cpus_per_task": "",
+    "--bind-to core": "--bind-to none",
+}  # fmt: skip
+#: The keys whose values are assigned to variables of the same names, where a script has them.
+_ASSIGNED = ("tasks_per_node", "cpus_per_task", "max_restarts", "max_links", "image", "archive", "local")
+_MAIL = {"NONE": "n", "BEGIN": "b", "END": "e", "FAIL": "a", "ALL": "abe"}
+
+
+class Lines:
+    """The lines of a script, and what can be put in their place.
+
+    Args:
+        text: of the script.
+        mark: how its directives begin.
+    """
+
+    def __init__(self, text: str, mark: str) -> None:
+        self.lines: list[str] = text.splitlines()
+        self._mark = mark
+
+    def find(self, start: str) -> int:
+        """Return the number of the first line that begins so; -1 for none."""
+        return next((at for at, line in enumerate(self.lines) if line.startswith(start)), -1)
+
+    def directive(self, start: str, text: str | None) -> None:
+        """Write a directive in the place of the one that begins so, on or off, else after the last; None for none."""
+        at = max(self.find(f"{mark}{self._mark} {start}") for mark in ("", "#"))
+        new = [] if text is None else [f"{self._mark} {text}"]
+        if at < 0:
+            last = max(number for number, line in enumerate(self.lines) if line.lstrip("#").startswith(self._mark[1:]))
+            self.lines[last + 1 : last + 1] = new
+        else:
+            self.lines[at : at + 1] = new
+
+    def assigns(self, name: str) -> bool:
+        """Return whether there is a line ``name=``."""
+        return self.find(f"{name}=") >= 0
+
+    def assign(self, name: str, value: str) -> None:
+        """Write another value behind ``name=``; a comment behind it stays."""
+        at = self.find(f"{name}=")
+        comment = re.search(r" +# .*", self.lines[at])
+        self.lines[at] = f"{name}={value}{comment[0] if comment else ''}"
+
+    def replace(self, line: str, lines: Sequence[str]) -> int:
+        """Write lines in the place of the one that begins so; return the number of the line after them."""
+        at = self.find(line)
+        self.lines[at : at + 1] = lines
+        return at + len(lines)
+
+    def launch(self, lines: Sequence[str]) -> None:
+        """Write lines in the place of the paragraph that starts the ranks, as far as the last ``launch`` in it."""
+        first = last = self.find("launch=(")
+        while self.lines[first - 1]:
+            first -= 1
+        while "launch" in self.lines[last + 1] or self.lines[last + 1].startswith("# Variables"):
+            last += 1
+        self.lines[first : last + 1] = lines
+
+
+def keys_of(template: str, site: Site) -> list[str]:
+    """Return the keys that a template uses at a site."""
+    lines = _script(template, site)
+    text = "\n".join(lines.lines)
+    has = {
+        "nodes": template != "single_node",
+        "array": template == "array",
+        "signal_lead": template in ("requeue", "chain"),
+        "gpu_option": site.batch == "slurm" and site.gpus > 0,
+        "mpi": any(line.startswith("launch=(srun") for line in site.launch or lines.lines),
+        "mpiexec": "launch=(mpirun" in text,
+        "bind_to": "launch=(mpirun" in text,
+        "mounts": "image=" in text,
+        "venv": "bin/activate" in text,
+        "arguments": True,
+        "modules": True,
+    }
+    for name, key in KEYS.items():
+        has.setdefault(name, _directive(key, site) != "" or lines.assigns(name))
+    return [name for name in KEYS if has[name]]
+
+
+def _directive(key: Key, site: Site) -> str:
+    return key.slurm if site.batch == "slurm" else key.pbs
+
+
+def _script(template: str, site: Site) -> Lines:
+    name = f"{template}.sbatch" if site.batch == "slurm" else f"pbs/{template}.pbs"
+    return Lines((FOLDER / name).read_text(encoding="utf-8"), _MARK[site.batch])
+
+
+def checked(template: str, statement: Mapping[str, object]) -> tuple[Site, dict[str, str]]:
+    """Return the site of a statement, and the texts of the values by key, those of the site included.
+
+    Raises:
+        OptionError: for keys that the template does not have, values that are not allowed, and values that do not fit
+            together.
+    """
+    if template not in TEMPLATES:
+        found, fix = f"the template {template!r}", did_you_mean(template, TEMPLATES)
+        raise OptionError.at(_WHERE, found=found, expected=f"one of {', '.join(TEMPLATES)}", fix=fix)
+    site = sites.load(statement["site"]) if "site" in statement else Site()
+    if site.templates and template not in site.templates:
+        found = f"the template {template!r} for the site {site.name}"
+        raise OptionError.at(_WHERE, found=found, expected=f"one of {', '.join(site.templates)}")
+    eligible = keys_of(template, site)
+    for key in statement:
+        if key in site.skip and key != "cpus_per_task":  # which says how many threads a rank has, too
+            raise OptionError.at(
+                _WHERE, found=f"{key}=", expected=f"no such key: {site.name} refuses jobs that have it"
+            )
+        if key not in (*eligible, "site"):
+            found = f"the key {key!r}"
+            expected = f"keys of the template {template}: {', '.join(['site', *eligible])}"
+            others = "Others have it: another template, launcher or batch system."
+            fix = others if key in KEYS else did_you_mean(key, ["site", *eligible])
+            raise OptionError.at(_WHERE, found=found, expected=expected, fix=fix)
+    given = {key: KEYS[key].parse(value, key) for key, value in statement.items() if key != "site"}
+    defaults = {key: KEYS[key].parse(value, key) for key, value in site.defaults.items() if key in eligible}
+    merged = defaults | given
+    gpus = _gpus(merged)
+    if gpus and "tasks_per_node" not in given:
+        merged["tasks_per_node"] = str(gpus)
+    if gpus > site.gpus:
+        fix = "" if site.gpus else "Its GPUs are none that this library can use: leave gpus_per_node out."
+        expected = f"at most {site.gpus} on {site.name or 'a node'}"
+        raise OptionError.at(_WHERE, found=f"gpus_per_node={merged['gpus_per_node']}", expected=expected, fix=fix)
+    if gpus and int(merged["tasks_per_node"]) != gpus:
+        found = f"tasks_per_node={merged['tasks_per_node']} and gpus_per_node={gpus}"
+        expected, fix = "as many ranks as GPUs: a rank drives one", "Leave tasks_per_node out."
+        raise OptionError.at(_WHERE, found=found, expected=expected, fix=fix)
+    limit, lead = merged.get("time", "00:10:00"), merged.get("signal_lead", "120")
+    if "signal_lead" in eligible and int(lead) >= in_seconds(limit):
+        expected = "a signal_lead in seconds that is less than the time limit"
+        raise OptionError.at(_WHERE, found=f"signal_lead={lead} and time={limit}", expected=expected)
+    if merged.get("mpiexec") == "pals" and site.batch == "slurm":
+        expected = "openmpi, mpich or intel: PALS is there under PBS"
+        raise OptionError.at(_WHERE, found="mpiexec=pals", expected=expected)
+    return site, merged
+
+
+def check_complete(site: Site, given: Mapping[str, str]) -> None:
+    """Raise OptionError unless everything is stated without which the site accepts no job."""
+    for key in site.requires:
+        if key not in given:
+            expected = f"values for {', '.join(site.requires)}, which {site.name} wants"
+            raise OptionError.at(_WHERE, found=f"no {key}", expected=expected, fix=f"Add {key}=... .")
+
+
+def written(template: str, site: Site, given: Mapping[str, str], file: str = "") -> str:
+    """Return the text of a script with values that `checked` has returned; it speaks of itself as `file`."""
+    lines = _script(template, site)
+    _write_header(lines, template, site, file)
+    if site.batch == "slurm":
+        _write_slurm(lines, site, given)
+    else:
+        _write_pbs(lines, template, site, given)
+    _write_launch(lines, site, given)
+    _write_environment(lines, site, given)
+    for key in _ASSIGNED:
+        if key in given and lines.assigns(key):
+            lines.assign(key, given[key])
+    if "program" in given or "arguments" in given:
+        words = [given.get("program", "example.py"), given.get("arguments", "")]
+        lines.assign("program", f"({' '.join(filter(None, words))})")
+    _write_container(lines, template, given)
+    return "\n".join(lines.lines) + "\n"
+
+
+def _gpus(given: Mapping[str, str]) -> int:
+    return int(given.get("gpus_per_node", "0").rpartition(":")[2])
+
+
+def _write_header(lines: Lines, template: str, site: Site, file: str) -> None:
+    own = f"{template}.{'sbatch' if site.batch == 'slurm' else 'pbs'}"
+    if file:
+        lines.lines[:] = [line.replace(own, file) if line.startswith("#") else line for line in lines.lines]
+    if site.name:
+        notes = ["#", f"# Site {site.name}: {site.summary}", *(f"# {line}" for line in site.notes)]
+        if site.pages:
+            notes.append(f"# Not tried on the machine itself; held on {site.checked} against copies of these pages:")
+            notes += [f"#   {page.split()[0]}" for page in site.pages]
+        at = lines.lines.index("")
+        lines.lines[at:at] = [*notes, *(f"# {line}" for line in site.unchecked)]
+
+
+def _quoted(text: str) -> str:
+    """Return a value as sbatch reads it; no value has quotes or backslashes in it."""
+    return f'"{text}"' if set(text) & set(" ;()[]|&*!,#") else text
+
+
+def _write_slurm(lines: Lines, site: Site, given: Mapping[str, str]) -> None:
+    for directive in (*site.directives, *given.get("extra", "").split()):
+        lines.directive(directive, directive)
+    for name, key in KEYS.items():
+        if name in ("extra", "gpus_per_node") or not key.slurm:
+            continue
+        start, value = key.slurm.partition("{")[0], given.get(name)
+        if name in site.skip:
+            lines.directive(start, None)
+        elif name == "exclusive":
+            if value == "true":
+                lines.directive(start, start)
+        elif value is not None:
+            lines.directive(start, key.slurm.format(_quoted(value)))
+    option = "--gres=gpu:{}" if given.get("gpu_option") == "gres" else KEYS["gpus_per_node"].slurm
+    at = lines.find("# With GPUs: as many ranks on a node")
+    if "gpu_option" in site.skip or not site.gpus:
+        del lines.lines[at : at + 2]
+    elif _gpus(given):
+        lines.lines[at : at + 2] = [
+            "# One rank for each GPU: the same number as above. Every rank sees all GPUs of its node.",
+            f"#SBATCH {option.format(given['gpus_per_node'])}",
+        ]
+    cpus, each = given.get("cpus_per_task", "1"), site.threads_per_core
+    threads = f"${{SLURM_CPUS_PER_TASK:-{cpus}}}"
+    if each > 1:
+        threads = f"$(((SLURM_CPUS_PER_TASK + {each - 1}) / {each}))"
+    lines.assign("export OMP_NUM_THREADS", threads)
+    if site.requires:
+        lines.lines.insert(lines.find("# EDIT 1") + 1, f"# {site.name} wants: {', '.join(site.requires)}.")
+
+
+def _write_pbs(lines: Lines, template: str, site: Site, given: Mapping[str, str]) -> None:
+    nodes = given.get("nodes", "1" if template in ("single_node", "array") else "2")
+    tasks, cpus = given.get("tasks_per_node", "2"), given.get("cpus_per_task", "1")
+    chunk = [f"select={nodes}"]
+    if "cpus_per_task" not in site.skip:  # where it is left out, jobs get whole nodes
+        chunk += [f"ncpus={int(tasks) * int(cpus)}", f"mpiprocs={tasks}"]
+        chunk += [f"ngpus={_gpus(given)}"] if _gpus(given) else []
+    memory = given.get("memory", "")
+    chunk += [f"mem={memory}b".lower() if memory[-1].isalpha() else f"mem={memory}mb"] if memory else []
+    chunk += [given["constraint"]] if "constraint" in given else []
+    lines.directive("-l select=", f"-l {':'.join(chunk)}")
+    if given.get("exclusive") == "true":
+        lines.directive("-l place=", "-l place=scatter:excl")
+    for name in ("job_name", "time", "partition", "account", "output", "array", "mail_user", "mail_type"):
+        if name in given:
+            written = KEYS[name].pbs
+            value = _MAIL[given[name]] if name == "mail_type" else given[name]
+            lines.directive(written.partition("{")[0], written.format(value))
+    for directive in site.directives:
+        if not (directive.startswith("-r ") and template in ("requeue", "chain")):
+            lines.directive(directive, directive)
+    if lines.assigns("tell_after"):
+        seconds = in_seconds(given.get("time", "00:10:00")) - int(given.get("signal_lead", "120"))
+        lines.assign("tell_after", str(seconds))
+        lines.assign("hands_on", "TERM" if given.get("mpiexec") in ("mpich", "intel") else "USR2")
+
+
+def _write_launch(lines: Lines, site: Site, given: Mapping[str, str]) -> None:
+    if site.launch:
+        lines.launch(site.launch)
+    if "mpi" in given:
+        at = lines.find("launch=(")
+        lines.lines[at] = f"{lines.lines[at][:-1]} --mpi={shlex.quote(given['mpi'])})"
+        del lines.lines[at - 1]  # what to add, if every rank says that it is the only one
+    elif "mpiexec" in given or "bind_to" in given:
+        text = _MPIEXEC[given.get("mpiexec", "openmpi")]
+        if site.batch == "slurm":  # mpiexec asks Slurm for the nodes
+            text = re.sub(r' (-f|--hostfile) "\$PBS_NODEFILE"', "", text)
+        for bound, free in _UNBOUND.items() if given.get("bind_to") == "none" else ():
+            text = text.replace(bound, free)
+        lines.launch(text.splitlines())
+
+
+def _write_environment(lines: Lines, site: Site, given: Mapping[str, str]) -> None:
+    at = lines.find("# module load") + 1
+    if "modules" in given:
+        at = lines.replace("# module load", [f"module load {given['modules']}"])
+    if "venv" in given:
+        new = ["# shellcheck disable=SC1090,SC1091", f"source {given['venv']}/bin/activate"]
+        at = lines.replace("# source ", new)
+    elif lines.lines[at].startswith("# source "):
+        at += 1
+    lines.lines[at:at] = site.setup
+
+
+def _write_container(lines: Lines, template: str, given: Mapping[str, str]) -> None:
+    if template == "pyxis":
+        if "mounts" in given:
+            lines.assign("options", f"(--container-mounts={given['mounts']})")
+        image = given.get("image", "")
+        if image.strip("'").endswith(".sqsh") and "/" not in image:
+            lines.assign("image", f"./{image}")  # else pyxis takes it for a name in a registry
+    elif template == "apptainer" and ("mounts" in given or _gpus(given)):
+        words = ["--nv" if _gpus(given) else "", f"--bind {given['mounts']}" if "mounts" in given else ""]
+        lines.assign("options", f"({' '.join(filter(None, words))})")
