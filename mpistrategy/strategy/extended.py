@@ -39,6 +39,8 @@ from mpistrategy.variables.variable import Registry, Variable
 
 T = TypeVar("T")
 
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+
 
 class StrategyExtended(NotPickled, Settable):
     """The part of a strategy that algorithms and other libraries build on; found as `strategy.extended`.
@@ -211,10 +213,9 @@ class StrategyExtended(NotPickled, Settable):
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
                 return tensor._broadcast(self._reducer, destinations, call)
-            found = _leaves_of(tensor)
-            if found is None:
+            leaves, structure = _leaves_of(tensor)
+            if structure is nest.LEAF:
                 return self.cross_device_ops.broadcast(tensor, destinations)
-            leaves, structure = found
             call.structure = structure.text
             where, results = for_value(tensor, destinations), []
             for leaf in leaves:
@@ -299,7 +300,7 @@ class StrategyExtended(NotPickled, Settable):
             ContextError: in a step function.
             DeviceError: when `colocate_with` is not what `non_slot_devices` returned.
         """
-        self._require_cross_replica("update_non_slot")
+        context.require_cross_replica(self._container_strategy, "StrategyExtended.update_non_slot")
         context.check_call("StrategyExtended.update_non_slot", fn, args, kwargs)
         devices = isinstance(colocate_with, tuple) and all(isinstance(device, str) for device in colocate_with)
         if not self._container_strategy._is_default and not (devices and colocate_with == self.worker_devices):
@@ -324,23 +325,16 @@ class StrategyExtended(NotPickled, Settable):
         self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> T:
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; `Strategy.run` is this."""
-        if not observers.observers:
-            return self._call(fn, args, kwargs)
-        with observers.Interval("step", getattr(fn, "__name__", type(fn).__name__)):
-            return self._call(fn, args, kwargs)
-
-    def _call(self, fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> T:
         refuse_in_jax_trace("Strategy.run")
-        self._require_cross_replica("call_for_each_replica")
-        context.check_call("StrategyExtended.call_for_each_replica", fn, args, kwargs)
-        plain_args, plain_kwargs = unwrapped(args, kwargs)
-        on_gpu = self.communicator.guard.on_gpu
-        replica_context = ReplicaContext(self._container_strategy, self.communicator.rank)
-        frame = Frame(self._container_strategy, Mode.REPLICA, replica_context)
-        if on_gpu is None:
-            return context.call_in(frame, fn, plain_args, plain_kwargs)
-        with on_gpu():  # whatever thread this is
-            return context.call_in(frame, fn, plain_args, plain_kwargs)
+        strategy, on_gpu = self._container_strategy, self.communicator.guard.on_gpu
+        context.require_cross_replica(strategy, "Strategy.run")
+        context.check_call("Strategy.run", fn, args, kwargs)
+        step: contextlib.AbstractContextManager[Any] = _NOTHING
+        if observers.observers:
+            step = observers.Interval("step", getattr(fn, "__name__", type(fn).__name__))
+        frame = Frame(strategy, Mode.REPLICA, ReplicaContext(strategy, self.communicator.rank))
+        with step, _NOTHING if on_gpu is None else on_gpu():  # whatever thread this is
+            return context.call_in(frame, fn, *unwrapped(args, kwargs))
 
     # ---------------------------------------------------------------------------------- variables and devices
 
@@ -396,10 +390,8 @@ class StrategyExtended(NotPickled, Settable):
         """This rank's device, as a tuple of one full device string."""
         return (str(self.communicator.devices[self.communicator.rank]),)
 
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The device of this rank's copies of the variables: the same as `worker_devices`."""
-        return self.worker_devices
+    #: The device of this rank's copies of the variables.
+    parameter_devices = worker_devices
 
     # ------------------------------------------------------------------ what other libraries ask of a strategy
 
@@ -420,13 +412,10 @@ class StrategyExtended(NotPickled, Settable):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoint files: rank 0 does."""
+        """Whether this rank writes checkpoints, logs and summaries: rank 0 does."""
         return self.communicator.rank == 0
 
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this rank writes logs and summaries: rank 0 does."""
-        return self.communicator.rank == 0
+    should_save_summary = should_checkpoint
 
     def read_var(self, v: Variable, *, name: str | None = None) -> Array:
         """Return the value of a variable: of an ON_READ one, in cross-replica context, the aggregate (collective).
@@ -442,9 +431,6 @@ class StrategyExtended(NotPickled, Settable):
             raise OptionTypeError.at("StrategyExtended.read_var", found=f"v={v!r}", expected="a Variable")
         return v.read_value(name=name)
 
-    def _require_cross_replica(self, method: str) -> None:
-        context.require_cross_replica(self._container_strategy, f"StrategyExtended.{method}")
-
     def _require_collective(self, where: str) -> None:
         context.require_cross_replica(self._container_strategy, where)
         warn_if_alone(self._container_strategy, where)
@@ -453,23 +439,21 @@ class StrategyExtended(NotPickled, Settable):
         return context.cross_replica(self._container_strategy)
 
 
-call_sites.calls_steps(StrategyExtended._call)
+call_sites.calls_steps(StrategyExtended.call_for_each_replica)
 
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or is_on_device(leaf)
 
 
-def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure] | None:
-    """Return the leaves but None of a nest of values, and its structure; None for one value: a list of numbers, say."""
-    if value is None:
-        return nest.flatten_without_none(value)
-    if not nest.is_container(value):
-        return None
+def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure]:
+    """Return the leaves but None of a nest of values, and its structure; a list of numbers, say, is one value."""
+    if value is not None and not nest.is_container(value):
+        return [value], nest.LEAF
     leaves, structure = nest.flatten_without_none(value)
     is_array = isinstance(value, (list, tuple)) and not structure.num_none
     if is_array and all(isinstance(leaf, (bool, str)) or is_python_number(leaf) for leaf in leaves):
-        return None
+        return [value], nest.LEAF
     return leaves, structure
 
 
@@ -486,7 +470,7 @@ class _ReduceTo(AllReduce):
         found = nest.leaves_of(value)
         if found is None or found.single:
             return found and replace(found, text="")
-        return None if _leaves_of(value) is None else found
+        return None if _leaves_of(value)[1] is nest.LEAF else found
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the result."""
@@ -499,7 +483,7 @@ class _ReduceTo(AllReduce):
             if isinstance(value, Arena):
                 where = value._destination(out, call.where)
                 return value._all_reduce(reducer, self.argument, call, options=self.options, destination=where)
-            if _leaves_of(value) is None:
+            if _leaves_of(value)[1] is nest.LEAF:
                 return algorithm.reduce(self.argument, value, out, self.chosen)
             return self.batch(call, [(value, out)])[0]
 
@@ -507,21 +491,17 @@ class _ReduceTo(AllReduce):
         """Return the reductions of values and nests of values, each to its destinations, in one batch."""
         algorithm = cast(CrossDeviceOps, self.reducer.algorithm)
         nests = [_leaves_of(value) for value, _ in pairs]
-        if all(found is None for found in nests):
-            return algorithm.batch_reduce(self.argument, pairs, self.chosen)
-        alone = [
-            ([value], nest.LEAF) if found is None else found for (value, _), found in zip(pairs, nests, strict=True)
-        ]
-        call.structure = "; ".join(structure.text for _, structure in alone)
+        call.structure = "; ".join(structure.text for _, structure in nests)
         single = [
             (leaf, for_value(value, to))
-            for (value, to), (leaves, _) in zip(pairs, alone, strict=True)
+            for (value, to), (leaves, _) in zip(pairs, nests, strict=True)
             for leaf in leaves
         ]
-        if not single:
+        if pairs and not single:
             call.agree("reduce", op=ReduceOp._parse(self.argument, call.where).value)
-        results = iter(algorithm.batch_reduce(self.argument, single, self.chosen) if single else [])
-        return [structure.rebuild(results) for _, structure in alone]
+            return [structure.pack([]) for _, structure in nests]
+        results = iter(algorithm.batch_reduce(self.argument, single, self.chosen))
+        return [structure.rebuild(results) for _, structure in nests]
 
 
 def _kind_of_destinations(value: Any, destinations: Any) -> Any:

@@ -149,8 +149,6 @@ class Strategy:
             ContextError: inside a step function, or in another strategy's scope.
             OptionTypeError: when fn cannot be called, or args is not a sequence.
         """
-        context.check_call("Strategy.run", fn, args, kwargs)
-        context.require_cross_replica(self, "Strategy.run")
         return self.extended.call_for_each_replica(fn, args, kwargs)
 
     @overload
@@ -207,7 +205,7 @@ class Strategy:
             ShapeError, OptionTypeError: for an axis that does not exist, or is not an int.
             ReduceOpError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
-        self._require_collective("Strategy.reduce")
+        self.extended._require_collective("Strategy.reduce")
         extended = self.extended
         if axis is None:
             return extended._reducer.run("Strategy.reduce", Reduce, reduce_op, value, name=name, weight=weight)
@@ -240,7 +238,7 @@ class Strategy:
             ShapeError: for scalars and an axis out of range.
             UnsupportedError: for IndexedSlices.
         """
-        self._require_collective("Strategy.gather")
+        self.extended._require_collective("Strategy.gather")
         return self.extended._reducer.run("Strategy.gather", Gather, axis, value, name=name)  # type: ignore[no-any-return]
 
     @collective("broadcast")
@@ -647,10 +645,6 @@ class Strategy:
 
     if not TYPE_CHECKING:
         __getattr__ = NamesOurs.__getattr__
-
-    def _require_collective(self, where: str) -> None:
-        context.require_cross_replica(self, where)
-        warn_if_alone(self, where)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
         raise not_pickled(

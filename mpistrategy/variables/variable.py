@@ -383,11 +383,8 @@ class Variable(ArrayLike, Settable):
             AggregationError: for an ON_READ variable with aggregation NONE in cross-replica context.
             ContextError: in the context of another strategy; in a function that JAX traces.
         """
-        value = self._read(name)
-        if is_on_device(value):
-            return copy_of(value)  # type: ignore[no-any-return]
-        copied = np.array(value, copy=True)
-        return copied if self.shape else copied[()]  # CuPy computes with NumPy's scalars, but not with its 0-d arrays
+        copied = copy_of(self._read(name))
+        return copied if self.shape else copied[()]  # type: ignore[no-any-return]  # a scalar: CuPy takes no 0-d array
 
     def value(self, *, name: str | None = None) -> Array:
         """Return what `read_value` returns."""
