@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Self, TypeVar, cast
 
@@ -338,8 +338,7 @@ class StrategyExtended(NotPickled, Settable):
 
     # ---------------------------------------------------------------------------------- variables and devices
 
-    @contextlib.contextmanager
-    def colocate_vars_with(self, colocate_with_variable: Variable) -> Iterator[None]:
+    def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
         """Colocate the variables created in the ``with`` block with another variable; only inside scope().
 
         Every replica has a copy of every variable, so this only records the relation.
@@ -358,11 +357,7 @@ class StrategyExtended(NotPickled, Settable):
             raise OptionError.at(
                 where, found=repr(colocate_with_variable), expected="a variable created in this strategy's scope"
             )
-        self._registry.colocated_with.append(colocate_with_variable)
-        try:
-            yield
-        finally:
-            self._registry.colocated_with.pop()
+        return self._registry.colocating_with(colocate_with_variable)
 
     @property
     def _drives_gpu(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex, TypeAlias
 from weakref import WeakValueDictionary
@@ -166,6 +167,15 @@ class Registry:
         self._alive[self.made] = variable
         self.made += 1
         self._unnamed += variable.name == self.next_name
+
+    @contextmanager
+    def colocating_with(self, variable: Variable) -> Iterator[None]:
+        """Let the variables that are created in the block know this one."""
+        self.colocated_with.append(variable)
+        try:
+            yield
+        finally:
+            self.colocated_with.pop()
 
     @property
     def storage(self) -> VariableStorage:
