@@ -25,6 +25,7 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 #: "Saved; start me again": what programs end with that were told to stop.
@@ -190,7 +191,7 @@ def _fault_in_output(start: int | None) -> str:
     if start is None:
         return ""
     srun_ends = False
-    with open("/proc/self/fd/2", errors="replace") as file:
+    with contextlib.suppress(OSError), open("/proc/self/fd/2", errors="replace") as file:
         file.seek(start)
         for line in map(str.rstrip, file):
             srun_ends = srun_ends or bool(_SRUN_ENDS.search(line))
@@ -199,13 +200,13 @@ def _fault_in_output(start: int | None) -> str:
     return ""
 
 
-def verdict(status: int, notes: list[str] | None, fault: str) -> tuple[bool, str]:
+def verdict(status: int, notes: list[str] | None, fault: Callable[[], str]) -> tuple[bool, str]:
     """Return whether the program is to be started once more, and why, as words behind "the program".
 
     Args:
         status: the launcher's.
         notes: what the ranks have written; None where rank 0 has taken the file away.
-        fault: what the launcher says of a rank that ended by its own fault, on nodes that all answer.
+        fault: returns what the launcher says of a rank that ended by its own fault, on nodes that all answer.
     """
     if notes is None:
         return False, f"failed with status {status}" if status else _DONE
@@ -214,8 +215,8 @@ def verdict(status: int, notes: list[str] | None, fault: str) -> tuple[bool, str
         return False, failed
     if status == 0:
         return True, "has not ended, whatever the launcher says"
-    if "begun" in notes and not any(line.startswith("stopped") for line in notes) and fault:
-        return False, f"was ended: {fault}"
+    if "begun" in notes and not any(line.startswith("stopped") for line in notes) and (found := fault()):
+        return False, f"was ended: {found}"
     return True, f"stopped with status {status}"
 
 
@@ -240,7 +241,7 @@ class Step:
         self.told: bool = False
         self.status: int = 0
         self._batch = batch
-        self._hands_on = hands_on
+        self._signal, self._is_handed_on = hands_on, False
         self._notes = Notes(batch.job)
         self._command = self._notes.handed_to(command)
         self._process: subprocess.Popen[bytes] | None = None
@@ -258,8 +259,7 @@ class Step:
         start = _size_of_output()
         try:
             with subprocess.Popen(self._command) as self._process:
-                if self.told:
-                    self._process.send_signal(self._hands_on)
+                self._hand_on()
                 code = self._process.wait()
         except OSError as error:
             sys.stderr.write(f"mpistrategy requeue: {error}\n")
@@ -269,17 +269,27 @@ class Step:
             signal.signal(number, signal.SIG_IGN)
         if not self._notes.path:
             return verdict_by_status(self.status, self.told)
-        notes, fault = self._notes.read(), _fault_in_output(start)
-        if fault and not self._batch.nodes_answer():
-            fault = ""
+
+        def fault() -> str:
+            found = _fault_in_output(start)
+            return found if found and self._batch.nodes_answer() else ""
+
+        notes = self._notes.read()
         self._notes.remove()
         return verdict(self.status, notes, fault)
 
     def _tell(self, number: int, frame: Any) -> None:
+        os.write(
+            1, f"job {self._batch.job}: the time is nearly up, {_now()}\n".encode()
+        )  # not print: it may be at work
         self.told = True
-        print(f"job {self._batch.job}: the time is nearly up, {_now()}", flush=True)
-        if self._process is not None:
-            self._process.send_signal(self._hands_on)
+        self._hand_on()
+
+    def _hand_on(self) -> None:
+        """Tell the launcher, once there is one, and once."""
+        if self.told and self._process is not None and not self._is_handed_on:
+            self._is_handed_on = True
+            self._process.send_signal(self._signal)
 
     def _end(self, number: int, frame: Any) -> None:
         """Leave no file when the job is cancelled; the batch system ends the ranks."""

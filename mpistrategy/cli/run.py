@@ -23,6 +23,7 @@ from typing import Any
 from mpistrategy.cli.endings import Unfinished
 from mpistrategy.errors import LaunchError, MpiStrategyError, OptionError
 from mpistrategy.mpi.contract import check_level, timeouts
+from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN
 from mpistrategy.mpi.faults import plans
 from mpistrategy.mpi.job import abort
 from mpistrategy.mpi.job.exit_hooks import INTERRUPTED, status_of
@@ -86,7 +87,7 @@ SETTINGS = {
         "how long a rank waits in a collective before the job ends, with a roll call",
     ),
     "--inject": Setting(
-        "MPISTRATEGY_INJECT",
+        PLAN,
         "PLAN",
         _checked(plans.parse, "--inject"),
         "make a collective fail, to test how the job reacts",
@@ -129,6 +130,8 @@ def run(options: argparse.Namespace) -> int:
         value = getattr(options, setting.variable)
         if value is not None:
             os.environ[setting.variable] = value
+    if os.environ.get(PLAN) and not HAS_PLAN:  # it must be there when the package is imported
+        os.execv(sys.executable, sys.orig_argv)
     _start_from_environment()
     _show_stacks_of_crashes()
     unfinished = Unfinished(options.unfinished or "")

@@ -8,7 +8,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Layout, checked_num_packs
 from mpistrategy.reduction.routes.base import Route
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 
 class NcclAllReduce(PackedCrossDeviceOps):
@@ -65,9 +65,8 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         destination: Destination,
     ) -> Route:
         """Return the route of arrays: on several nodes the same for all sizes, if MPI's sums have the same bits."""
-        packs = self._packs(layouts, bytes_per_pack)
-        names = names_of(ranks, packs, op, wire)
-        if destination.only_rank is not None or ranks.nodes == 1 or "root" in names:
+        packs, text = self._packs(layouts, bytes_per_pack), op._on_the_wire
+        by_one = any(ranks.route(pack.nbytes, pack.dtype, text) == "root" for pack in packs)
+        if destination.only_rank is not None or ranks.nodes == 1 or by_one:
             return super()._route(ranks, layouts, op, bytes_per_pack, wire, destination)
-
-        return CommunicatorRoute(ranks, packs, op, ["lanes"] * len(packs), wire=wire, only_lanes=True)
+        return CommunicatorRoute(ranks, packs, op, "lanes", wire=wire)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+from mpistrategy.arrays import nest
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, PerReplica, local_component
 from mpistrategy.context import current_communicator, working_on
 from mpistrategy.errors import (
@@ -42,7 +43,7 @@ class CrossDeviceOps(Algorithm):
             ContextError: outside every strategy, for a value that belongs to none.
         """
         where = f"{type(self).__name__}.{method}"
-        communicator = current_communicator() or (value._group if isinstance(value, PerReplica) else None)
+        communicator = current_communicator() or _group_of(value)
         if communicator is None:
             raise ContextError.at(
                 where,
@@ -110,16 +111,16 @@ class CrossDeviceOps(Algorithm):
             EmptyBatchError: when there are no pairs.
             OptionTypeError, OptionError: when `value_destination_pairs` is not a sequence of pairs.
         """
-        # A generator of pairs can be walked only once: list it before it is needed twice.
-        if isinstance(value_destination_pairs, Iterator):
-            value_destination_pairs = list(value_destination_pairs)
-        first = (
-            next(iter(value_destination_pairs), None) if isinstance(value_destination_pairs, (list, tuple)) else None
-        )
-        communicator, call = self._call("batch_reduce", first[0] if isinstance(first, tuple) and first else None, name)
+        pairs = list(value_destination_pairs) if isinstance(value_destination_pairs, Iterable) else None
+        communicator, call = self._call("batch_reduce", pairs, name)
         with working_on(communicator), call:
             op = ReduceOp._parse(reduce_op, call.where)
-            pairs = _checked_pairs(value_destination_pairs, call.where)
+            if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
+                error = OptionTypeError if pairs is None else OptionError
+                found, expected = f"value_destination_pairs={value_destination_pairs!r}", "(value, destinations) tuples"
+                raise error.at(call.where, found=found, expected=f"an iterable of {expected}")
+            if not pairs:
+                raise EmptyBatchError.at(call.where, found="no values at all", expected="at least one value to reduce")
             pairs = [(value, placing.for_value(value, destinations)) for value, destinations in pairs]
             for _, destinations in pairs:
                 placing.resolve(destinations, communicator, call.where)
@@ -223,6 +224,12 @@ class CrossDeviceOps(Algorithm):
             return mirrored(result, destination, communicator)
 
 
+def _group_of(value: Any) -> Ranks | None:
+    """Return the ranks to which a value, or one in a nest, belongs."""
+    groups = [leaf._group for leaf in nest.flatten(value)[0] if isinstance(leaf, PerReplica)]
+    return next(filter(None, groups), None)
+
+
 def mirrored(value: Any, destination: placing.Destination, communicator: Ranks) -> Mirrored:
     """Wrap a result that lives on the ranks of `destination`."""
     return Mirrored((value,) if destination.includes(communicator.rank) else (), destination.text)
@@ -235,17 +242,3 @@ def _checked(options: Any, call: Call) -> CommunicationOptions:
         raise OptionTypeError.at(call.where, found=f"options={options!r}", expected="a CommunicationOptions or None")
     call.wait_as(options.timeout_seconds)
     return options
-
-
-def _checked_pairs(pairs: Any, where: str) -> list[tuple[Any, Any]]:
-    expected = "an iterable of (value, destinations) tuples"
-    try:
-        listed = list(pairs)
-    except TypeError as error:
-        raise OptionTypeError.at(where, found=f"value_destination_pairs={pairs!r}", expected=expected) from error
-    if not listed:
-        raise EmptyBatchError.at(where, found="no values at all", expected="at least one value to reduce")
-    for pair in listed:
-        if not isinstance(pair, tuple) or len(pair) != 2:
-            raise OptionError.at(where, found=f"the element {pair!r}", expected=expected)
-    return listed

@@ -5,15 +5,15 @@ A subclass says only by which routes its packs travel, where these are not the u
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
@@ -29,11 +29,11 @@ from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import Plan, summed, usual_route
-from mpistrategy.reduction.routes.base import Route
+from mpistrategy.reduction.routes.base import Description, Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.gpu import GpuOperation, GpuRoute
+    from mpistrategy.reduction.routes.gpu import GpuRoute
 
 Packs: TypeAlias = "tuple[Pack, ...]"
 
@@ -44,14 +44,15 @@ _OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce
 class PackedCrossDeviceOps(CrossDeviceOps):
     """Base of the algorithms that reduce packs of arrays."""
 
-    _is_built_in = True
+    #: Whether arrays in GPU memory are combined on the host.
+    _by_host: bool = False
 
     @property
     def num_packs(self) -> float:
         """Into about how many packs values are split; 0 leaves it to bytes_per_pack.  The constructor's alone."""
         return self._num_packs
 
-    @functools.cached_property
+    @cached_property
     def _configuration(self) -> str:
         """What must be equal on all ranks for their messages to fit together."""
         return f"{type(self).__name__}, num_packs={self._num_packs}"
@@ -77,10 +78,16 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         wire: str | None,
         destination: Destination,
     ) -> Route:
-        """Return the route of arrays: by MPI's Reduce to a single rank, else the fastest to every rank."""
-        if destination.only_rank is not None:
-            return by_one_rank(ranks, self._packs(layouts, bytes_per_pack), op, destination.only_rank, destination)
-        return usual_route(ranks, layouts, op, bytes_per_pack, wire)
+        """Return the route of arrays: by MPI's Reduce to the rank that combines, else the fastest to every rank."""
+        root = self._root(ranks, destination)
+        if root is None:
+            return usual_route(ranks, layouts, op, bytes_per_pack, wire)
+        reduce_pair = partial(_by_one_rank, ranks, op._on_the_wire, root, is_sent=destination.only_rank != root)
+        return CommunicatorRoute(ranks, self._packs(layouts, bytes_per_pack), op, "root", reduce_pair)
+
+    def _root(self, ranks: Ranks, destination: Destination) -> int | None:
+        """Return the rank that combines; None: all do."""
+        return destination.only_rank
 
     def _packs(self, layouts: tuple[Layout, ...], bytes_per_pack: float) -> Packs:
         return packing.plan(layouts, bytes_per_pack, self._num_packs, host_wire_dtype)
@@ -102,17 +109,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     def _gpu_word(self, ranks: Ranks, options: CommunicationOptions) -> str | None:
         """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
-        from mpistrategy.reduction.routes.gpu import ALL_REDUCE  # here: on CPUs nothing reads it
-
-        is_plain = options.wire is None and self._is_usual and self._gpu_operation(ranks, EVERY_RANK) is ALL_REDUCE
-        return path_word(options, self._device_path) if is_plain else None
-
-    def _gpu_operation(self, communicator: Ranks, destination: Destination) -> GpuOperation | None:
-        """Return how arrays in GPU memory are combined; None: on the host."""
-        from mpistrategy.reduction.routes.gpu import ALL_REDUCE, on_one_rank  # here: on CPUs nothing reads it
-
-        root = destination.only_rank
-        return ALL_REDUCE if root is None else on_one_rank(root, destination)
+        is_plain = options.wire is None and self._is_usual and not self._by_host
+        return path_word(options, self._device_path) if is_plain and self._root(ranks, EVERY_RANK) is None else None
 
     def _gpu_route(
         self,
@@ -120,21 +118,33 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         arrays: Sequence[DeviceArray],
         op: ReduceOp,
         options: CommunicationOptions,
-        operation: GpuOperation,
+        destination: Destination,
         outs: Sequence[Any] | None = None,
     ) -> GpuRoute:
         """Return the route of arrays in GPU memory that are combined there; in place if they are their own `outs`."""
-        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs, own_result  # here: on CPUs nothing reads it
+        from mpistrategy.reduction.routes import gpu  # here: on CPUs nothing reads it
 
-        packs = gpu_packs(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
-        targets = None if outs is None else [own_result(*both) for both in zip(arrays, outs, strict=True)]
+        packs = gpu.gpu_packs(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
+        targets = None if outs is None else [*map(gpu.own_result, arrays, outs)]
         if targets is not None and not are_apart([each for each in targets if each is not None]):
             targets = None  # what they have in common would be combined twice
-        word = path_word(options, self._device_path)
-        return GpuRoute(ranks, packs, op, word, options.wire, operation, targets)
+        root, word = self._root(ranks, destination), path_word(options, self._device_path)
+        operation = gpu.GpuOperation(root, sends=destination.only_rank != root)
+        return gpu.GpuRoute(ranks, packs, op, word, options.wire, operation, targets)
 
     def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
         """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
+
+    def _looked_at(self, given: Sequence[Any], op: ReduceOp, options: CommunicationOptions, where: str) -> list[Any]:
+        """Return this rank's components as what can be reduced.
+
+        Raises:
+            MpiStrategyError: for what cannot be.
+        """
+        reduced_precision.check(options.wire)
+        values = [checked_value(own_component(value, op, where), op, where) for value in given]
+        self._check_values(values, op, where)
+        return values
 
     def _reduce_slices(self, communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
@@ -191,19 +201,59 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         where: str,
     ) -> OnDevice | None:
         """Return an all-reduce of arrays in GPU memory, packed; None where these are not all, or go by the host."""
-        operation = self._gpu_operation(ranks, EVERY_RANK) if self._is_usual else None
-        if operation is None or any(isinstance(value, (IndexedSlices, Mirrored)) for value in given):
+        is_usual = self._is_usual and not self._by_host
+        if not is_usual or any(isinstance(value, (IndexedSlices, Mirrored)) for value in given):
             return None
-        reduced_precision.check(options.wire)
-        arrays = [checked_value(own_component(value, op, where), op, where) for value in given]
+        arrays = self._looked_at(given, op, options, where)
         if not arrays or not all(map(is_on_device, arrays)):
             return None
-        self._check_values(arrays, op, where)
         check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
-        route = self._gpu_route(ranks, arrays, op, options, operation, outs)
-        memory = route.pack(arrays)
+        route = self._gpu_route(ranks, arrays, op, options, EVERY_RANK, outs)
         words = {"op": op.value, "values": tuple(map(_layout, arrays)), "destination": EVERY_RANK.text}
-        return OnDevice(route, arrays, memory, words | {"options": self._settings(options)})
+        return OnDevice(route, arrays, route.pack(arrays), words | {"options": self._settings(options)})
+
+    def _routes(
+        self,
+        ranks: Ranks,
+        op: ReduceOp,
+        values: list[Any],
+        target: Destination,
+        options: CommunicationOptions,
+        where: str,
+        outs: Sequence[Any] | None = None,
+    ) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
+        """Return the routes of arrays, each with the numbers of those that take it; and the values, where they travel.
+
+        What is in the mailboxes is there until the next exchange, and a GPU path may begin with one: the plan is first.
+        """
+        placed = [i for i, value in enumerate(values) if is_on_device(value)]
+        on_gpu: list[tuple[Any, list[int]]] = []
+        if placed:
+            arrays = [values[i] for i in placed]
+            check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
+            if self._by_host:
+                values = [to_host(value) if is_on_device(value) else value for value in values]
+            else:
+                own = None if outs is None else [outs[i] for i in placed]
+                on_gpu = [(self._gpu_route(ranks, arrays, op, options, target, own), placed)]
+        dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
+        plan = self._plan(ranks, packing.layouts_of([values[i] for i in dense]), op, options, target)
+        return [(plan, dense), *on_gpu], values
+
+    def _explained(
+        self, ranks: Ranks, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
+    ) -> tuple[list[Description], list[str]]:
+        """Return what `Strategy.explain` says of buffers, and lines about what is in none."""
+        values = self._looked_at(given, op, options, "Strategy.explain")
+        routes, moved = self._routes(ranks, op, values, EVERY_RANK, options, "Strategy.explain")
+        found = [each for route, those in routes for each in route.describe(ranks, [moved[i] for i in those])]
+        by_host = [is_on_device(each) and not is_on_device(to) for each, to in zip(values, moved, strict=True)]
+        counts = {
+            "IndexedSlices: gathered on all ranks": sum(isinstance(value, IndexedSlices) for value in values),
+            "Mirrored: the same everywhere, nothing is sent": sum(isinstance(value, Mirrored) for value in values),
+            "on a GPU: copied to the host, reduced as others are, and copied back": sum(by_host),
+        }
+        return found, [f"{count} {what}" for what, count in counts.items() if count]
 
     def _reduce(
         self,
@@ -220,42 +270,29 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         Args:
             outs: for each value an array that its result may be written to: what is done only where that saves a copy.
         """
-        reduced_precision.check(options.wire)
         given = [own_component(value, op, call.where) for value in given]
-        values = [checked_value(value, op, call.where) for value in given]
-        self._check_values(values, op, call.where)
-        layouts = tuple(map(_layout, values))
+        values = self._looked_at(given, op, options, call.where)
+        layouts, texts = tuple(map(_layout, values)), [each.text for each in targets]
         # Values that go to different ranks are sent to all of them.
-        target = targets[0] if len(set(targets)) == 1 else EVERY_RANK
+        is_one = len(set(targets)) == 1
+        target, destination = (targets[0], texts[0]) if is_one else (EVERY_RANK, "; ".join(texts))
         placed = [i for i, value in enumerate(values) if is_on_device(value)]
-        routes: list[tuple[Any, list[int], list[Any]]] = []
-        if placed:
-            arrays = [values[i] for i in placed]
-            check_device(arrays, gpu_of(ranks.devices, ranks.rank), call.where)
-            if (operation := self._gpu_operation(ranks, target)) is not None:
-                own = None if outs is None else [outs[i] for i in placed]
-                routes.append((self._gpu_route(ranks, arrays, op, options, operation, own), placed, arrays))
-            else:
-                values = [to_host(value) if is_on_device(value) else value for value in values]
-        dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
-        arrays = [values[i] for i in dense]
-        plan = self._plan(ranks, packing.layouts_of(arrays), op, options, target)
-        # The plan first: what is in the mailboxes is there until the next exchange, and a GPU path may begin with one.
-        routes.insert(0, (plan, dense, arrays))
-        memory = [route.bring(arrays) for route, _, arrays in routes]
+        routes, values = self._routes(ranks, op, values, target, options, call.where, outs)
+        memory = [route.bring([values[i] for i in those]) for route, those in routes]
         read = event_of_reads(given[i] for i in placed)
-        destination = "; ".join(each.text for each in targets) if len(set(targets)) > 1 else target.text
-        settings = self._settings(options)
         # MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
-        sparingly = not placed
         call.agree(
-            "reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=sparingly
+            "reduce",
+            op=op.value,
+            values=layouts,
+            destination=destination,
+            options=self._settings(options),
+            sparingly=not placed,
         )
         results: list[Any] = [None] * len(values)
-        for (route, those, arrays), room in zip(routes, memory, strict=True):
-            for i, total in zip(those, route.run(arrays, room), strict=True):
-                if target.includes(ranks.rank):
-                    results[i] = total
+        for (route, those), room in zip(routes, memory, strict=True):
+            for i, total in zip(those, route.run([values[i] for i in those], room), strict=True):
+                results[i] = total if target.includes(ranks.rank) else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
                 results[i] = self._reduce_slices(ranks, value, op, call)
@@ -275,24 +312,16 @@ class MpiAllReduce(PackedCrossDeviceOps):
     _in_rank_order = True
 
 
-def by_one_rank(
-    communicator: Ranks, packs: Packs, op: ReduceOp, root: int, destination: Destination
-) -> CommunicatorRoute:
-    """Return the route of packs that are combined on `root` by MPI's Reduce, and sent to others that want them."""
-
-    def reduce_pair(source: Array, target: Array) -> None:
-        if target is not source:
-            target[...] = source
-        communicator.reduce(target, root, op._on_the_wire)
-        if destination.only_rank != root:
-            communicator.bcast(target, root)
-
-    return CommunicatorRoute(communicator, packs, op, ["root"] * len(packs), reduce_pair)
+def _by_one_rank(ranks: Ranks, op: str, root: int, source: Array, target: Array, *, is_sent: bool) -> None:
+    """Combine a pack on `root` by MPI's Reduce; send it to the others where they want it."""
+    if target is not source:
+        target[...] = source
+    ranks.reduce(target, root, op)
+    if is_sent:
+        ranks.bcast(target, root)
 
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
     if isinstance(value, IndexedSlices):
         return sparse.layout(value)
-    if isinstance(value, Mirrored):
-        return ("Mirrored", ())
-    return layout_of(value) if is_on_device(value) else (dtype_name(value.dtype), value.shape)
+    return ("Mirrored", ()) if isinstance(value, Mirrored) else layout_of(value)

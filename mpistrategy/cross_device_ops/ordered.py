@@ -2,50 +2,33 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from functools import partial, reduce
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import host_array
-from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype, sum_dtype_of_mean
+from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, dtype_name, host_wire_dtype, quietly, sum_dtype_of_mean
 from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
-from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, reals, sorting_memory, sum_of_rows
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.shared_memory.node_sum import NodeSum
+from mpistrategy.mpi.shared_memory.node_sum import NodeSum, piece_elements
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.finish import finish
-from mpistrategy.reduction.layout.packing import Layout, hybrid
+from mpistrategy.reduction.layout.packing import Layout, host_packs
 from mpistrategy.reduction.routes.base import Route
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
-if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.gpu import GpuOperation
-
-#: About so much of a buffer is exchanged at a time where the ranks do not share memory.  As much is needed besides;
-#: three times as much for a last piece that cannot be cut into equal shares.
+#: About so much of a buffer is exchanged at a time where the ranks do not share memory; three times as much is needed.
 _PIECE_BYTES = 8 * 2**20
-
-
-def _node_memory(communicator: Ranks, dtype: np.dtype[Any], op: str) -> tuple[Array, Array]:
-    """Return the `sorting_memory` of a dtype, of whatever length: the same for all calls."""
-    real = reals(np.empty(0, dtype)).dtype
-    make = partial(sorting_memory, communicator.size, real, op, sys.maxsize)
-    return communicator.once((sorting_memory, real, op), make)
-
-
-def _add_on_node(
-    node: NodeSum, op: str, memory: dict[np.dtype[Any], tuple[Array, Array]], source: Array, target: Array
-) -> None:
-    node.run(((source, target),), op, combination=partial(combine_ordered, memory=memory[source.dtype]))
+#: So many rows are put in order by minima and maxima: 4 rows of float32 take 4 ns an element so, 150 by `numpy.sort`.
+_FEW_ROWS = 8
 
 
 class OrderedAllReduce(PackedCrossDeviceOps):
@@ -55,9 +38,9 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     (under PROD, ones), on any number of nodes, alone or in a list, with any `bytes_per_pack`, with any MPI.
     What a rank adds up before it brings it is that rank's business, as is what MEAN divides by: the number of ranks.
 
-    Method: each rank gets all ranks' values of its share of the elements, sorts those of each element by a network of
-    minima and maxima, and adds them from the least to the greatest.  With n values x, of which S is the exact sum and
-    A the sum of the magnitudes, and without overflow, the result differs from S by no more than
+    Method: each rank gets all ranks' values of its share of the elements, sorts those of each element, and adds them
+    from the least to the greatest.  With n values x, of which S is the exact sum and A the sum of the magnitudes, and
+    without overflow, the result differs from S by no more than
 
         float64, complex128    (n-1) u / (1 - (n-1) u) A,  u = 2^-53: the bound of a sum in any order (Higham, Accuracy
                                and Stability of Numerical Algorithms, 4.2)
@@ -73,11 +56,13 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     as long as the partial sums from the least to the greatest are.  PROD (sorted alike) obeys the same; for MIN and
     MAX, -0.0 is less than +0.0.
 
-    Cost: on one node that of `MpiAllReduce` for two ranks, and with n > 2 the sorting, about log2(n)^2 / 2 comparisons
-    for each value.  Between nodes each rank sends all its values once and gets the result once, with no sums on the
-    way: `CommunicationOptions.wire` is not followed, and with many ranks on a node this is more than the other
-    algorithms send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
+    Cost: on one node that of `MpiAllReduce` for two ranks, and with n > 2 the sorting of the n values of each element.
+    Between nodes each rank sends all its values once and gets the result once, with no sums on the way:
+    `CommunicationOptions.wire` is not followed, and with many ranks on a node this is more than the other algorithms
+    send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
     """
+
+    _by_host = True
 
     def _route(
         self,
@@ -89,35 +74,28 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         destination: Destination,
     ) -> Route:
         """Return the route of arrays: through memory of the node, or share by share from rank to rank."""
-        packs = hybrid(layouts, ranks.thresholds.pack_bytes, bytes_per_pack)
-        names = names_of(ranks, packs, op)
-        node, text = ranks.node_sum, op._on_the_wire
-        if node is not None and {*names} == {"node_sum"}:
-            memory = {pack.dtype: _node_memory(ranks, pack.dtype, text) for pack in packs}
-            return CommunicatorRoute(ranks, packs, op, names, partial(_add_on_node, node, text, memory))
-        shown = [name if name in ("none", "threads") else "alltoallv" for name in names]
+        packs, text = host_packs(layouts, ranks.thresholds.pack_bytes, bytes_per_pack), op._on_the_wire
+        nbytes, node = sum(pack.nbytes for pack in packs), ranks.node_sum
+        names = {ranks.route(nbytes, pack.dtype, text) for pack in packs}
+        if node is not None and names == {"node_sum"}:
+            return CommunicatorRoute(ranks, packs, op, "node_sum", partial(_combine_on_node, node, text))
+        shown = "alltoallv" if names.isdisjoint(("none", "threads")) else names.pop()
         return CommunicatorRoute(ranks, packs, op, shown, partial(gather_and_combine, ranks, text, destination))
-
-    def _gpu_operation(self, communicator: Ranks, destination: Destination) -> GpuOperation | None:
-        """Return None: values are sorted on the host."""
-        return None
 
     def _reduce_slices(self, communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
         """Return all ranks' rows, those with equal indices added up, in the order of their indices; on the host."""
         slices = IndexedSlices(host_array(slices.values), host_array(slices.indices), slices.dense_shape)
         every = sparse.concatenate(communicator, slices, ReduceOp.SUM, call)
         dtype = every.values.dtype
-        summed = sum_dtype_of_mean(dtype) if op is ReduceOp.MEAN else dtype
         indices, counts = np.unique(every.indices, return_counts=True)
-        order = np.argsort(every.indices, kind="stable")
-        starts = np.cumsum(counts) - counts
-        total = np.empty((indices.size, *every.values.shape[1:]), host_wire_dtype(summed))
-        with np.errstate(all="ignore"):
-            for count in np.unique(counts):
-                chosen = np.flatnonzero(counts == count)
-                rows = every.values[order[starts[chosen, None] + np.arange(count)]].astype(total.dtype)
-                width = rows[0, 0].size
-                total[chosen] = sum_of_rows(rows.reshape(chosen.size, count, width)).reshape(total[chosen].shape)
+        order, starts = np.argsort(every.indices, kind="stable"), np.cumsum(counts) - counts
+        summed = host_wire_dtype(sum_dtype_of_mean(dtype) if op is ReduceOp.MEAN else dtype)
+        total = np.empty((indices.size, *every.values.shape[1:]), summed)
+        for count in np.unique(counts):
+            chosen = np.flatnonzero(counts == count)
+            rows = [every.values[order[starts[chosen] + number]].astype(summed) for number in range(count)]
+            combine_ordered([each.reshape(-1) for each in rows], [rows[0].reshape(-1)], "SUM", 1)
+            total[chosen] = rows[0]
         return IndexedSlices(finish(total, dtype, op, communicator.size), indices, slices.dense_shape)
 
     def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
@@ -133,62 +111,89 @@ class OrderedAllReduce(PackedCrossDeviceOps):
                 )
 
 
-def gather_and_combine(communicator: Ranks, op: str, destination: Destination, source: Array, target: Array) -> None:
+def _combine_on_node(node: NodeSum, op: str, source: Array, target: Array) -> None:
+    node.run(((source, target),), op, combination=combine_ordered)
+
+
+def gather_and_combine(ranks: Ranks, op: str, destination: Destination, source: Array, target: Array) -> None:
     """Write the combination of all ranks' `source` into `target`, which may be the same, where it is wanted.
 
     Each rank gets the others' values of its share, combines them, and sends the result: two collectives for a piece.
     """
-    brought, wanted = reals(source.reshape(-1)), reals(target.reshape(-1))
-    size, itemsize = communicator.size, wanted.itemsize
+    brought, wanted, root = reals(source.reshape(-1)), reals(target.reshape(-1)), destination.only_rank
+    rank, size, itemsize = ranks.rank, ranks.size, wanted.itemsize
     step = size * max(1, _PIECE_BYTES // (size * itemsize))
-    room = communicator.guard.on_all(lambda: _room(communicator, op, wanted, step))
+    most = min(step, -(-wanted.size // size) * size)  # all shares have one size
+    sent, received, total = ranks.guard.on_all(lambda: _room(most, wanted.dtype))
     for start in range(0, wanted.size, step):
-        sent, result = brought[start : start + step], wanted[start : start + step]
-        if result.size % size == 0:
-            _combine_piece(communicator, op, destination, sent, result, room)
-            continue
-        padded = room.padded
-        padded[0, : sent.size] = sent
-        _combine_piece(communicator, op, destination, padded[0], padded[1], room)
-        if destination.includes(communicator.rank):
-            result[...] = padded[1, : result.size]
+        piece = wanted[start : start + step]
+        count = -(-piece.size // size)
+        sent[: piece.size] = brought[start : start + step]
+        theirs, whole = received[: size * count].reshape(size, count), total[: size * count]
+        ranks.alltoall(sent[: size * count], theirs)
+        own = whole[rank * count : (rank + 1) * count]
+        combine_ordered([*theirs], [own], op, 1)
+        if root is None:
+            ranks.allgatherv(own, [count] * size, whole)
+        else:
+            ranks.gatherv(own, [count] * size, whole if rank == root else None, root)
+        piece[...] = whole[: piece.size]
 
 
-class _Room(NamedTuple):
-    """Memory for the exchange of pieces, one after the other.
+def _room(count: int, dtype: np.dtype[Any]) -> Array:
+    """Return memory for what is sent of a piece, what is received, and what they combine to."""
+    return np.zeros((3, count), dtype)
 
-    Attributes:
-        received: for all ranks' values of a share; flat.
-        padded: for what is sent and what is combined of the last piece, where that is no whole number of shares.
-        sorting: that of `sorting_memory`.
+
+@quietly
+def combine_ordered(arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int) -> None:
+    """Do what `node_sum.in_rank_order` does, with the same bits whatever the order of `arrays`.
+
+    The values of an element are sorted, and added from the least to the greatest.  Who brought which does not matter
+    then, nor who brings zeros: they are added exactly, wherever they stand.
+
+    Args:
+        arrays: flat, one of each rank, in a dtype of the wire.
+        targets: flat, of the same size and dtype; may be the arrays themselves.
+        op: "SUM", "MIN", "MAX" or "PROD"; no PROD of complex numbers.
+        divisor: the result is divided by it; floating and complex dtypes only.
     """
+    # The real and the imaginary parts are numbers of their own.
+    numbers, results = [*map(reals, arrays)], [*map(reals, targets)]
+    dtype, adds = numbers[0].dtype, op in ("SUM", "PROD")
+    # Two values are combined alike either way, and MIN, MAX and integers in any order.
+    sorts = len(numbers) > 2 and dtype.kind == "f" and adds
+    step = piece_elements(len(numbers), dtype.itemsize) & ~1  # no complex number is cut in two
+    for start in range(0, numbers[0].size, step):
+        rows = [number[start : start + step] for number in numbers]
+        if sorts:
+            rows = [row.astype(np.float64 if dtype == np.float32 else dtype) for row in _in_order(rows)]
+        total = reduce(COMBINE[op], rows[1:], rows[0].copy()).astype(dtype, copy=False)
+        use_one_pattern(total, zeros=adds)  # of zeros with different signs MIN and MAX take the same one in any order
+        divide_by(divisor, total.view(arrays[0].dtype))
+        for result in results:
+            result[start : start + step] = total
 
-    received: Array
-    padded: Array
-    sorting: tuple[Array, Array]
+
+def _in_order(rows: list[Array]) -> list[Array]:
+    """Return rows with the values of each element in order; NaN anywhere in an element may be all of it."""
+    if len(rows) > _FEW_ROWS:
+        return [*np.sort(rows, axis=0)]
+    for turn in range(len(rows)):  # odd-even transposition
+        for low in range(turn % 2, len(rows) - 1, 2):
+            pair = rows[low : low + 2]
+            rows[low : low + 2] = np.minimum(*pair), np.maximum(*pair)
+    return rows
 
 
-def _room(communicator: Ranks, op: str, wanted: Array, step: int) -> _Room:
-    size, dtype = communicator.size, wanted.dtype
-    largest, last = -(-min(step, wanted.size) // size), wanted.size % step
-    padded = np.zeros((2, -(-last // size) * size if last % size else 0), dtype)  # all shares have one size
-    received = np.empty(size * largest, dtype)
-    return _Room(received, padded, sorting_memory(size, dtype, op, largest))
+def reals(array: Array) -> Array:
+    """Return a flat complex array as the real numbers of which it consists; others as they are."""
+    return array.view(array.real.dtype) if array.dtype.kind == "c" else array
 
 
-def _combine_piece(
-    communicator: Ranks, op: str, destination: Destination, sent: Array, result: Array, room: _Room
-) -> None:
-    """Write the combination of all ranks' `sent`, of equal shares, into `result` where it is wanted."""
-    rank, size = communicator.rank, communicator.size
-    count = result.size // size
-    received = room.received[: result.size].reshape(size, count)
-    communicator.alltoall(sent, received)
-    own = result[rank * count : (rank + 1) * count]
-    with np.errstate(all="ignore"):
-        combine_ordered(list(received), [own], op, 1, room.sorting)
-    root = destination.only_rank
-    if root is None:
-        communicator.allgatherv(own, [count] * size, result)
-    else:
-        communicator.gatherv(own, [count] * size, result if rank == root else None, root)
+def use_one_pattern(total: Array, *, zeros: bool) -> None:
+    """Give NaN, and with `zeros` zeros, the bits that do not tell of the order: NumPy's NaN, and +0.0."""
+    if total.dtype.kind == "f":
+        if zeros:
+            np.add(total, total.dtype.type(0), out=total)
+        np.copyto(total, total.dtype.type(np.nan), where=np.isnan(total))

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import devices
 from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype
-from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps, by_one_rank
+from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.settings import Fixed
@@ -21,9 +21,6 @@ from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import Plan
 from mpistrategy.reduction.routes.base import Description, Route, Targets, copies_of
 from mpistrategy.reduction.routes.communicator import described
-
-if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.gpu import GpuOperation
 
 
 class ReductionToOneDevice(PackedCrossDeviceOps):
@@ -59,8 +56,8 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
             raise OptionTypeError.at(
                 where, found=f"accumulation_fn={accumulation_fn!r}", expected="a function of a list"
             )
-        self.reduce_to_device = reduce_to_device
-        self.accumulation_fn = accumulation_fn
+        self.reduce_to_device, self.accumulation_fn = reduce_to_device, accumulation_fn
+        self._by_host = accumulation_fn is not None
 
     @property
     def _configuration(self) -> str:
@@ -79,19 +76,11 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         """Return how arrays on the host are reduced; None for an accumulation, the program's own code."""
         return None if self.accumulation_fn is not None else super()._plan_for(ranks, layouts, op, options, destination)
 
-    def _gpu_operation(self, communicator: Ranks, destination: Destination) -> GpuOperation | None:
-        """Return how arrays in GPU memory are combined; None for an accumulation function: on the host."""
-        from mpistrategy.reduction.routes.gpu import on_one_rank  # here: on CPUs nothing reads it
-
-        if self.accumulation_fn is not None:
-            return None
-        return on_one_rank(self._root(communicator, destination), destination)
-
-    def _root(self, communicator: Ranks, destination: Destination) -> int:
-        """Return the rank that sums."""
+    def _root(self, ranks: Ranks, destination: Destination) -> int:
+        """Return the rank that combines."""
         if self.reduce_to_device is None:
             return destination.only_rank or 0
-        return ranks_of(self.reduce_to_device, communicator, "ReductionToOneDevice(reduce_to_device=...)")[0]
+        return ranks_of(self.reduce_to_device, ranks, "ReductionToOneDevice(reduce_to_device=...)")[0]
 
     def _route(
         self,
@@ -103,12 +92,9 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         destination: Destination,
     ) -> Route:
         """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
-        root = self._root(ranks, destination)
         if self.accumulation_fn is None:
-            return by_one_rank(ranks, self._packs(layouts, bytes_per_pack), op, root, destination)
-        one_by_one = tuple(
-            pack for index in range(len(layouts)) for pack in packing.plan(layouts, 0, 0, host_wire_dtype, (index,))
-        )
+            return super()._route(ranks, layouts, op, bytes_per_pack, wire, destination)
+        one_by_one, root = packing.plan(layouts, wire=host_wire_dtype, alone_bytes=0), self._root(ranks, destination)
         return AccumulationRoute(ranks, one_by_one, op, self.accumulation_fn, root, destination)
 
 
@@ -118,8 +104,8 @@ class AccumulationRoute:
     See `mpistrategy.reduction.routes.base.Route`.
 
     Args:
-        communicator: the ranks.
-        packs: the buffers, of one value each.
+        ranks: who takes part.
+        packs: the buffers, one for each value.
         op: MEAN divides what the function returned.
         function: gets all ranks' arrays in rank order, and returns one.
         root: the rank that calls it.
@@ -128,53 +114,50 @@ class AccumulationRoute:
 
     def __init__(
         self,
-        communicator: Ranks,
+        ranks: Ranks,
         packs: tuple[Pack, ...],
         op: ReduceOp,
         function: Callable[[list[Array]], object],
         root: int,
         destination: Destination,
     ) -> None:
-        self.packs = packs
-        self._communicator, self._op, self._function = communicator, op, function
+        self.packs: tuple[Pack, ...] = packs
+        self._ranks, self._op, self._function = ranks, op, function
         self._root, self._is_sent = root, destination.only_rank != root
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
         """Return copies of this rank's arrays, in whose place the results come."""
-        return [pack.fill(arrays) for pack in self.packs]
-
-    def _room(self, mine: Array) -> Array | None:
-        """Return new memory, which the function may keep, for all copies of a value on the rank where they meet."""
-        ranks = self._communicator
-        return np.empty((ranks.size, mine.size), mine.dtype) if ranks.rank == self._root else None
+        return [pack.fill(arrays).reshape(pack.members[0].shape) for pack in self.packs]
 
     def run(self, arrays: Sequence[Array], memory: list[Array]) -> list[Array]:
-        """Return what the function has made of all ranks' arrays."""
-        ranks, results = self._communicator, list(arrays)
-        for pack, buffer in zip(self.packs, memory, strict=True):
-            member = pack.members[0]
-            results[member.index] = result = buffer.reshape(member.shape)
-            together = ranks.guard.on_all(partial(self._room, buffer))
-            ranks.gatherv(buffer, [buffer.size] * ranks.size, together, self._root)
-            dtype = pack.dtype if pack.dtype.kind in "iu" else arrays[member.index].dtype
-            # The function is the user's: if it raises on the summing rank, the others must not wait for its result.
-            ranks.guard.on_all(partial(self._accumulate, together, dtype, result))
-            together = None  # before there is memory for the next value
-            if self._is_sent:
-                ranks.bcast(buffer, self._root)
-            with np.errstate(all="ignore"):
-                divide_by(self._op._divisor(buffer.dtype, ranks.size), buffer)
-        return results
+        """Return what the function has made of all ranks' arrays, one after the other."""
+        for array, result in zip(arrays, memory, strict=True):
+            self._combine(array, result)
+        return memory
 
-    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        return [described(ranks, "root", pack, copies_of(pack, arrays)) for pack in self.packs if pack.size]
+    def _combine(self, array: Array, result: Array) -> None:
+        ranks = self._ranks
+        # The function may keep what it gets.  If it raises, the other ranks must not wait for its result.
+        together = ranks.guard.on_all(partial(self._room, result))
+        ranks.gatherv(result.reshape(-1), [result.size] * ranks.size, together, self._root)
+        dtype = result.dtype if result.dtype.kind in "iu" else array.dtype
+        ranks.guard.on_all(partial(self._accumulate, together, dtype, result))
+        if self._is_sent:
+            ranks.bcast(result.reshape(-1), self._root)
+        with np.errstate(all="ignore"):
+            divide_by(self._op._divisor(result.dtype, ranks.size), result)
+
+    def _room(self, mine: Array) -> Array | None:
+        is_root = self._ranks.rank == self._root
+        return np.empty((self._ranks.size, *mine.shape), mine.dtype) if is_root else None
 
     def _accumulate(self, together: Array | None, dtype: np.dtype[Any], target: Array) -> None:
         """Write what the function makes of all ranks' copies, which it gets in `dtype`, into `target`."""
         if together is None:
             return
-        copies, where = [copy.reshape(target.shape) for copy in together], "ReductionToOneDevice"
-        result = np.asarray(self._function([copy.astype(dtype, copy=False) for copy in copies]))
+        copies = together.astype(dtype, copy=False)
+        result = np.asarray(self._function([copies[rank, ...] for rank in range(len(copies))]))
+        where = "ReductionToOneDevice"
         if result.shape != target.shape:
             raise ShapeError.at(
                 where,
@@ -188,3 +171,6 @@ class AccumulationRoute:
                 expected=f"the dtype of each value, {dtype_name(dtype)}",
             )
         target[...] = result
+
+    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
+        return [described(pack, "root", copies_of(pack, arrays)) for pack in self.packs if pack.size]

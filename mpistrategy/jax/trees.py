@@ -172,7 +172,7 @@ def _check(flat: _Flat, tree: Any, of: Strategy, where: str, name: str | None) -
     for number, leaf in enumerate(flat.leaves):
         if callable(leaf) or is_without_data(leaf):
             path = _paths(tree)[number]
-            with Call(of.extended.communicator.guard, where, flat.text, called=name):
+            with Call(of.extended.communicator.guard, where, name, structure=flat.text):
                 raise _no_function(where, path) if callable(leaf) else without_data(leaf, where, path)
 
 

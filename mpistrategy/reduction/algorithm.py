@@ -12,6 +12,7 @@ from mpistrategy.options import CommunicationImplementation, CommunicationOption
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.plan import Plan
+from mpistrategy.reduction.routes.base import Description
 
 
 class OnDevice(NamedTuple):
@@ -36,13 +37,11 @@ class Algorithm(ABC):
     Attributes:
         _in_rank_order: whether a sum in rank order is what it would return: arenas may then be reduced in place.  A
             subclass says so itself, or it is not.
-        _is_built_in: whether it is one of the library's own pipelines, and can be asked how buffers travel.
         _num_packs: see `mpistrategy.reduction.layout.packing.plan`.
         _device_path: the path of arrays in GPU memory; "" leaves it to the options.
     """
 
     _in_rank_order: bool = False
-    _is_built_in: bool = False
     _num_packs: float = 0
     _device_path: str = ""
 
@@ -58,6 +57,12 @@ class Algorithm(ABC):
             count: how many there are.
         """
         return f"{type(self).__name__} reduces them: its routes are not known"
+
+    def _explained(
+        self, ranks: Ranks, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
+    ) -> tuple[list[Description], list[str]]:
+        """Return what `Strategy.explain` says of buffers, and lines about what is in none."""
+        return [], [self.explain_implementation(op, len(given))]
 
     @property
     def _configuration(self) -> str:
@@ -118,15 +123,3 @@ class Algorithm(ABC):
         The results may be written to `outs`, which are arrays of their dtypes and shapes.  Without `is_batch` one value
         is reduced by `reduce`.
         """
-
-    @abstractmethod
-    def reduce(
-        self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: CommunicationOptions | None = None
-    ) -> Any:
-        """Reduce one value over the replicas."""
-
-    @abstractmethod
-    def batch_reduce(
-        self, reduce_op: Any, value_destination_pairs: Any, options: CommunicationOptions | None = None
-    ) -> list[Any]:
-        """Reduce several values over the replicas."""

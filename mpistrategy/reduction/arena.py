@@ -275,11 +275,12 @@ class Arena(ArenaBase, Generic[T]):
     def _route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Route:
         """Return how the buckets are reduced where they are; `path` is asked for in GPU memory."""
         if not self._on_device:
-            key = (op, wire, in_place)
-            if key not in self._routes:
+            key = (op.value, wire, in_place)
+            known = self._routes.get(key)
+            if known is None:
                 ranks, into_result = self._communicator, not in_place
-                self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=into_result, wire=wire)
-            return self._routes[key]
+                known = self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=into_result, wire=wire)
+            return known
         from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here: on CPUs nothing reads it
 
         packs = gpu_packs(packing.layouts_of(self._mine), 1, 0)  # each by itself

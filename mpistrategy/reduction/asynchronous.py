@@ -19,9 +19,9 @@ from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.over_mpi.engine import AtOnce, Job, engine_of
+from mpistrategy.mpi.over_mpi.engine import AtOnce, Engine, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
-from mpistrategy.objects.jax_traces import in_jax_trace
+from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.inputs import leaves_like
@@ -41,18 +41,17 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
     _instead_of_pickling = "Send what wait() returns."
 
-    def __init__(self, job: Job, engine: AtOnce, guard: Guard, begun: Begun | None = None) -> None:
-        self._job, self._begun = job, begun
-        self._number = engine.submitted
-        self._engine = engine
-        self._guard = guard
+    def __init__(self, result: Any, under_way: _UnderWay | None = None, begun: Begun | None = None) -> None:
+        """Keep the result, or the job that will have it, and what was begun on a GPU."""
+        self._result, self._under_way, self._begun = result, under_way, begun
 
     def done(self) -> bool:
         """Return whether `wait` would find a result or an error at once on this rank; never waits.
 
         The answer differs from rank to rank: do not let it decide about a collective call.
         """
-        return self._job.is_over() and (self._begun is None or self._begun.is_over)
+        is_over = self._under_way is None or self._under_way.job.is_over()
+        return is_over and (self._begun is None or self._begun.is_over)
 
     @collective("wait")
     def wait(self) -> T_co:
@@ -66,6 +65,36 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
                 does something else than wait.
             MpiStrategyError: on every rank, for bad input on any rank; of the kind raised there.
         """
+        if self._under_way is None:
+            refuse_in_jax_trace("AllReduceHandle.wait")
+        else:
+            self._result = self._under_way.result()
+        result: T_co = self._result if self._begun is None else self._begun.results
+        return result
+
+    def __repr__(self) -> str:
+        return f"<AllReduceHandle, {'over' if self.done() else 'under way'}>"
+
+
+class _UnderWay:
+    """A job of an engine, as a handle sees it.
+
+    Args:
+        work: the function to be called in the background.
+        engine: runs it.
+        guard: of the program's ranks.
+
+    Attributes:
+        job: the job.
+    """
+
+    def __init__(self, work: Callable[[], Any], engine: Engine, guard: Guard) -> None:
+        self.job: Job = Job(work)
+        engine.submit(self.job)
+        self._engine, self._guard, self._number = engine, guard, engine.submitted
+
+    def result(self) -> Any:
+        """Wait for the job, together with the other ranks; return its result or raise its error."""
         engine, guard = self._engine, self._guard
         # A peer in another collective may never start its part; this comparison finds that out.  Once all ranks have
         # started equally many, each of these ends.
@@ -74,12 +103,8 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
             engine.known_to_all = started
-        engine.finish(self._job)
-        result: T_co = self._job.result()
-        return result if self._begun is None else self._begun.results
-
-    def __repr__(self) -> str:
-        return f"<AllReduceHandle number {self._number}, {'over' if self.done() else 'under way'}>"
+        engine.finish(self.job)
+        return self.job.result()
 
 
 def start_all_reduce(
@@ -87,35 +112,30 @@ def start_all_reduce(
 ) -> AllReduceHandle[Any]:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
     communicator = reducer.communicator
-    agree = partial(_first_call, communicator.guard, name)
     if in_jax_trace():
-        agree(lambda: None)  # the call refuses it, and tells the other ranks
-    placed = type(value) is not np.ndarray and _is_on_device(value)
-    given = reducer, reduce_op, value, options, name, out
-    if placed:
-        handle = _started_on_device(*given, agree)
-        if handle is not None:
-            return handle
-    # Of arrays on a host and a GPU together all is done now: another thread has another stream.
-    engine = AtOnce(communicator) if placed else engine_of(communicator, agree)
-    ranks = engine.communicator
-    work: Callable[[], Any] = partial(reducer.run, _CALL, AllReduce, *given[1:4], name=name, out=out)
+        _first_call(communicator.guard, name, lambda: None)  # the call refuses it, and tells the other ranks
+    engine: AtOnce | None = None
+    if type(value) is not np.ndarray and _is_on_device(value):
+        begun = _started_on_device(reducer, reduce_op, value, options, name, out)
+        if begun is not None:
+            return begun
+        # Of arrays on a host and a GPU together all is done now: another thread has another stream.
+    elif communicator.nodes > 1:
+        engine = engine_of(communicator, partial(_first_call, communicator.guard, name))
+    if not isinstance(engine, Engine):
+        if isinstance(value, Arena):
+            with Call(communicator.guard, _CALL, name):  # the other ranks hear of an error
+                _check_arena(reducer, value, out)
+        return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
     try:
         _check_arena(reducer, value, out)
-        if not engine.is_at_once:
-            work = _work(_on(reducer, engine), *given[1:])
+        work = _work(_on(reducer, engine), reduce_op, value, options, name, out)
     except Exception as error:  # the peers start theirs: they must hear of it there
-        work = partial(_fail, ranks.guard, name, error)
-    if not engine.is_at_once:
-        # The engine's thread has entered nothing; an algorithm of the program's own may ask for its strategy.
-        work = partial(_in_background, ranks, call_site(), current_frame() or nullcontext(), work)
-    return _started(engine, communicator.guard, work)
-
-
-def _started(engine: AtOnce, guard: Guard, work: Callable[[], Any], begun: Begun | None = None) -> AllReduceHandle[Any]:
-    job = Job(work)
-    engine.submit(job)
-    return AllReduceHandle(job, engine, guard, begun)
+        work = partial(_fail, engine.communicator.guard, name, error)
+    # The engine's thread has entered nothing; an algorithm of the program's own may ask for its strategy.
+    in_step = current_frame() or nullcontext()
+    work = partial(_in_background, engine.communicator, call_site(), in_step, work)
+    return AllReduceHandle(None, _UnderWay(work, engine, communicator.guard))
 
 
 def _in_background(ranks: Ranks, site: Site, in_step: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:
@@ -130,7 +150,7 @@ def _in_background(ranks: Ranks, site: Site, in_step: AbstractContextManager[Any
 
 def _first_call(guard: Guard, name: str | None, make: Callable[[], Any]) -> Any:
     """Return what `make` makes together with the other ranks."""
-    with Call(guard, _WHERE, called=name) as call:
+    with Call(guard, _WHERE, name) as call:
         call.agree("the first all_reduce_async")
         return make()
 
@@ -155,13 +175,13 @@ def _started_on_device(
     options: CommunicationOptions | None,
     name: str | None,
     out: Any,
-    agree: Callable[[Callable[[], Any]], Any],
 ) -> AllReduceHandle[Any] | None:
     """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
     from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here: on CPUs nothing reads it
     from mpistrategy.reduction.asynchronous_gpu import engine as engine_for_gpus
 
     communicator, site = reducer.communicator, call_site()
+    agree = partial(_first_call, communicator.guard, name)
     begun: Begun | None = None
     try:
         _check_arena(reducer, value, out)
@@ -186,11 +206,13 @@ def _started_on_device(
         engine = engine_for_gpus(communicator, begun.path, agree)
         work = partial(_combined, engine.communicator, begun, name, structure.text, seconds)
     work = partial(_in_background, engine.communicator, site, nullcontext(), work)
-    return _started(engine, communicator.guard, work, begun)
+    if isinstance(engine, Engine):
+        return AllReduceHandle(None, _UnderWay(work, engine, communicator.guard), begun)
+    return AllReduceHandle(work(), begun=begun)
 
 
 def _combined(ranks: Ranks, begun: Begun, name: str | None, structure: str, seconds: float | None) -> None:
-    with Call(ranks.guard, _CALL, called=name) as call:
+    with Call(ranks.guard, _CALL, name) as call:
         call.structure = structure
         call.wait_as(seconds)
         begun.work(ranks, call)
@@ -212,13 +234,13 @@ def _work(
     ReduceOp._parse(reduce_op, _WHERE)
     if isinstance(value, Arena):  # bucket by bucket
         buckets = list(value._mine)
-        work = partial(reducer.run, _CALL, AllReduce, reduce_op, buckets, options, name=name, out=buckets)
+        work = partial(reducer.run, _CALL, AllReduce, reduce_op, buckets, options, name, buckets)
         return partial(_then, work, value.values)
     given, structure = nest.flatten_without_none(value)
     leaves_like(out, structure, _WHERE)
     # The caller may put other arrays into the nest meanwhile.
     kept = structure.pack([leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given])
-    return partial(reducer.run, _CALL, AllReduce, reduce_op, kept, options, name=name, out=out)
+    return partial(reducer.run, _CALL, AllReduce, reduce_op, kept, options, name, out)
 
 
 def _then(work: Callable[[], Any], result: Any) -> Any:
@@ -227,11 +249,11 @@ def _then(work: Callable[[], Any], result: Any) -> Any:
 
 
 def _fail(guard: Guard, name: str | None, error: Exception) -> Any:
-    with Call(guard, _CALL, called=name):
+    with Call(guard, _CALL, name):
         raise error
 
 
-def _on(reducer: Reducer, engine: AtOnce) -> Reducer:
+def _on(reducer: Reducer, engine: Engine) -> Reducer:
     """Return a reducer that does as `reducer`, on the engine's communicator; what has been started goes on with it."""
     make = partial(Reducer, engine.communicator, reducer.algorithm, reducer.options)
     found: Reducer = reducer.kept(engine, make)

@@ -121,8 +121,12 @@ def targets_in(
     if out is not value and not where.single and not alike(value, out):
         return None
     targets = where.take(out)
-    is_one_twice = not where.single and len({*map(id, targets)}) < len(targets)
-    return targets if not is_one_twice and all(map(_takes, targets, arrays, dtypes)) else None
+    for target, array, dtype in zip(targets, arrays, dtypes, strict=True):
+        if type(target) is not np.ndarray or target.dtype != dtype or target.shape != array.shape:
+            return None
+        if not target.flags.writeable:
+            return None
+    return targets if len(targets) == 1 or len({*map(id, targets)}) == len(targets) else None
 
 
 def direct(targets: Sequence[Array], arrays: Sequence[Array]) -> list[Array | None] | None:
@@ -136,12 +140,6 @@ def direct(targets: Sequence[Array], arrays: Sequence[Array]) -> list[Array | No
     if alone or _apart([*targets, *sources]):
         return [target if is_buffer(target) else None for target in targets]
     return None
-
-
-def _takes(target: Any, array: Array, dtype: np.dtype[Any]) -> bool:
-    """Return whether a result of this dtype, like `array`, can be written to a target."""
-    is_alike = type(target) is np.ndarray and target.dtype == dtype and target.shape == array.shape
-    return is_alike and target.flags.writeable
 
 
 def _apart(arrays: Sequence[Array]) -> bool:

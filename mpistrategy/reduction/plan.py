@@ -12,10 +12,10 @@ from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, sum_dt
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import finish, rounded
-from mpistrategy.reduction.layout.packing import Layout, hybrid
+from mpistrategy.reduction.layout.packing import Layout, host_packs
 from mpistrategy.reduction.routes import first_message
-from mpistrategy.reduction.routes.base import Route, Targets
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute, names_of
+from mpistrategy.reduction.routes.base import Description, Route, Targets
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
 
 #: From so many bytes on the results of one node are written where the arrays are.  Below, its ranks add up in memory
@@ -108,6 +108,10 @@ class Plan(Transfer):
             for total, (dtype, _), room in zip(totals, self.layouts, rooms, strict=True)
         ]
 
+    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
+        """Return what `run` would do, for `Strategy.explain`."""
+        return self.route.describe(ranks, arrays)
+
 
 def _room(target: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
     """Return the target of a result, or new memory."""
@@ -150,8 +154,8 @@ def usual_route(
     message = communicator.first_message
     if message is not None and wire is None and first_message.fits(communicator, layouts, op):
         return first_message.FirstMessageRoute(communicator, message, layouts, op)
-    packs = hybrid(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
-    return CommunicatorRoute(communicator, packs, op, names_of(communicator, packs, op, wire), wire=wire)
+    packs = host_packs(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
+    return CommunicatorRoute(communicator, packs, op, wire=wire)
 
 
 class NumbersOfRanks:

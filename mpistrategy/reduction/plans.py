@@ -59,23 +59,31 @@ class NestPlan(CallPlan):
         #: Whether results need not be made arrays of another library.
         self._only_own = kinds <= _ARRAYS | _NUMBERS
 
+    def _arrays_of(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
+        """Return leaves as arrays of the plan's layouts; None for those that need a closer look."""
+        if self._only_arrays:
+            return leaves
+        return arrays_of(leaves, None if self._only_own else self._transfer.layouts)
+
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
-        transfer, targets = self._transfer, None
-        leaves: Sequence[Any] = self.leaves.take(value)
-        arrays = leaves if self._only_arrays else arrays_of(leaves, transfer.layouts)
-        if out is not None and arrays is not None:
-            targets = targets_in(out, value, self.leaves, arrays, transfer.results)
-        if arrays is None or (out is not None and targets is None):
+        leaves = self.leaves.take(value)
+        arrays = self._arrays_of(leaves)
+        if arrays is None:
             return self.otherwise.run(call, value, out, weight)
-        written = None if targets is None or not transfer.writes_targets else direct(targets, arrays)
+        if out is None:
+            results = self._sent(call, arrays, None, weight)
+            return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
+        transfer = self._transfer
+        targets = targets_in(out, value, self.leaves, arrays, transfer.results)
+        if targets is None:
+            return self.otherwise.run(call, value, out, weight)
+        written = direct(targets, arrays) if transfer.writes_targets else None
         results = self._sent(call, arrays, written, weight)
-        if targets is not None:
-            for target, result in zip(targets, results, strict=True):
-                if result is not target:
-                    target[...] = result
-            return out
-        return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
+        for target, result in zip(targets, results, strict=True):
+            if result is not target:
+                target[...] = result
+        return out
 
     def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
         call.structure = self._signature.structure
@@ -131,7 +139,7 @@ class PlacedPlan(NestPlan):
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return a `Mirrored`, or a nest of them; see `CallPlan.run`."""
         leaves, text = self.leaves.take(value), self.destination.text
-        arrays = leaves if self._only_arrays else arrays_of(leaves, self._transfer.layouts)
+        arrays = self._arrays_of(leaves)
         if arrays is None:
             return self.otherwise.run(call, value, out, weight)
         results = self._sent(call, arrays, None)

@@ -92,27 +92,6 @@ class General(CallPlan):
         return None
 
 
-class EachArray(General):
-    """A collective that does the same with each array of a nest; a subclass says what, in `made`."""
-
-    #: Whether a nest without arrays is refused; one of None is not.
-    needs_arrays: bool = False
-
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return a nest of the results; see `CallPlan.run`."""
-        leaves, structure = nest.flatten_without_none(value)
-        call.structure = structure.text
-        if self.needs_arrays and not (leaves or structure.num_none or self.reducer.is_alone):
-            raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
-        call.wait_as(self.chosen.timeout_seconds)
-        results = self.made(call, [contribution(leaf) for leaf in leaves])
-        return structure.pack([*map(as_given, results, leaves)])
-
-    def made(self, call: Call, mine: Sequence[Any]) -> list[Any]:
-        """Return the result of each of this rank's arrays: check them, and let a `Transfer` do the rest."""
-        raise NotImplementedError
-
-
 class AllReduce(General):
     """`all_reduce` of any values; the argument is the operation."""
 
@@ -272,7 +251,6 @@ class Reducer:
         argument: Any,
         value: Any,
         options: CommunicationOptions | None = None,
-        *,
         name: str | None = None,
         out: Any = None,
         weight: Any = None,
@@ -281,15 +259,16 @@ class Reducer:
 
         `general` does the calls that no other plan is for, and says what `argument`, `value` and `out` are.
         """
-        with Call(self.communicator.guard, where, called=name) as call:
+        guard = self.communicator.guard
+        with Call(guard, where, name) as call:
             if call.structure:  # of the call around this one: what is compared besides may change from call to call
                 return general(self, argument, options).run(call, value, out, weight)
             key: Any = None
             plan: CallPlan | None = None
             try:
-                kind, level = general.kind(value, out), self.communicator.guard.level
-                asked = type(argument), argument
-                key = general, level, call.where, call.place, call.name, asked, options, weight is not None, kind
+                asked, is_weighted = (type(argument), argument), weight is not None
+                kind = general.kind(value, out)
+                key = general, guard.level, call.where, call.place, call.name, asked, options, is_weighted, kind
                 plan = self._plans.get(key)
             except Exception:  # such as that of a list that holds itself
                 key = None
@@ -407,7 +386,7 @@ class Reducer:
         call.wait_as(options.timeout_seconds)
         if means is not None:
             values = tuple((dtype_name(each.dtype), each.shape) for each in arrays)
-            settings, together = self._algorithm._settings(options), [np.array(mine), *arrays]
+            settings, together = self._algorithm._settings(options), [mine, *arrays]
             memory = means.bring(together)
             call.agree(
                 "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True
@@ -436,14 +415,14 @@ class Reducer:
         plan = self._algorithm._plan_for(self.communicator, sums_of(layouts), ReduceOp.SUM, options, EVERY_RANK)
         return None if plan is None else WeightedMeans(self.communicator, layouts, plan)
 
-    def all_reduce_array(self, call: Call, op: ReduceOp, array: Array) -> Array:
-        """Return the reduction of one array on every rank; inside `call`, in any context."""
-        if type(array) is np.ndarray:
-            plan = self.plan_of_arrays(op, ((array.dtype, array.shape),))
+    def all_reduce_arrays(self, call: Call, op: ReduceOp, arrays: list[Array]) -> list[Array]:
+        """Return the reductions of arrays on every rank; inside `call`, in any context."""
+        if {*map(type, arrays)} == {np.ndarray}:
+            plan = self.plan_of_arrays(op, layouts_of(arrays))
             if plan is not None:
-                return plan.run(call, (array,))[0]
-        result = self.all_reduce_leaves(call, op, [array], lambda: [""], is_batch=False)[0]
-        return result if is_on_device(result) else np.asarray(result)
+                return plan.run(call, arrays)
+        results = self.all_reduce_leaves(call, op, arrays, lambda: [""] * len(arrays), is_batch=False)
+        return [result if is_on_device(result) else np.asarray(result) for result in results]
 
     def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> ArraysPlan | None:
         """Return the plan of ordinary arrays with the algorithm and the options in force; None where there is none.

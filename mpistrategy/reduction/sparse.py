@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from itertools import zip_longest
 from math import prod
 
@@ -50,17 +49,13 @@ def checked(slices: IndexedSlices, op: ReduceOp, where: str) -> IndexedSlices:
 def layout(slices: IndexedSlices) -> tuple[str, tuple[int, ...]]:
     """Return what must be equal on all ranks: dtypes and the rows' shape, not the number of rows."""
     dense = "?" if slices.dense_shape is None else str([int(n) for n in host_array(slices.dense_shape)])
-    kinds = ",".join(map(_kind, (slices.values, slices.indices)))
-    return f"IndexedSlices<{kinds},{dense}>", slices.values.shape[1:]
-
-
-def _kind(array: Array) -> str:
-    return layout_of(array)[0] if is_on_device(array) else dtype_name(array.dtype)
+    kinds = [layout_of(part)[0] for part in (slices.values, slices.indices)]
+    return f"IndexedSlices<{','.join(kinds)},{dense}>", slices.values.shape[1:]
 
 
 def concatenate(communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
     """Return all ranks' slices in rank order, on every rank; MEAN divides the values by the number of ranks."""
-    lengths: Array = communicator.once(concatenate, partial(np.zeros, communicator.size, np.int64))
+    lengths: Array = np.zeros(communicator.size, np.int64)
     communicator.allgatherv(np.array([slices.values.shape[0]]), [1] * communicator.size, lengths)
     rows = lengths.tolist()
     values, indices = gather_all(communicator, [(slices.values, rows), (slices.indices, rows)])

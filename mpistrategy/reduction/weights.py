@@ -170,5 +170,5 @@ class WeightedPlan(NestPlan):
     """The plan of weighted means of nests of arrays and numbers on the host; its transfer is a `WeightedMeans`."""
 
     def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
-        mine = np.array(checked_weight(weight, ReduceOp.MEAN, call.where))
+        mine: Any = checked_weight(weight, ReduceOp.MEAN, call.where)
         return super()._sent(call, [mine, *arrays], None)

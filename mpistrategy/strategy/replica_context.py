@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -28,17 +27,13 @@ from mpistrategy.objects.copies import NotPickled
 from mpistrategy.options import CommunicationOptions, Op
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
-from mpistrategy.reduction.gather import Gather
+from mpistrategy.reduction.collectives import Gather, Scan, Scattered
 from mpistrategy.reduction.inputs import unpacked
-from mpistrategy.reduction.reducer import AllReduce
+from mpistrategy.reduction.reducer import AllReduce, General
 from mpistrategy.strategy.outside_steps import warn_outside_steps
-from mpistrategy.strategy.reduce_scatter import Scattered
-from mpistrategy.strategy.scan import Scan
 from mpistrategy.variables.variable import Variable
 
 T = TypeVar("T")
-
-_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class ReplicaContext(NotPickled):
@@ -174,10 +169,7 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(step)
         {'loss': np.float64(2.0), 'grads': [array([1., 1.])]}
         """
-        with self._required("all_reduce"):
-            return self._strategy.extended._reducer.run(
-                "ReplicaContext.all_reduce", AllReduce, reduce_op, value, options, name=name, out=out, weight=weight
-            )
+        return self._run("ReplicaContext.all_reduce", AllReduce, reduce_op, value, options, name, out, weight)
 
     @overload
     def all_reduce_async(
@@ -253,8 +245,11 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(step)
         array([1., 1.])
         """
-        with self._required("all_reduce_async"):
-            return start_all_reduce(self._strategy.extended._reducer, reduce_op, value, options, name, out)
+        frame, reducer = self._frame("ReplicaContext.all_reduce_async"), self._strategy.extended._reducer
+        if frame is None:
+            return start_all_reduce(reducer, reduce_op, value, options, name, out)
+        with frame:
+            return start_all_reduce(reducer, reduce_op, value, options, name, out)
 
     @collective("gather", outside="strategy.gather")
     def all_gather(
@@ -276,10 +271,7 @@ class ReplicaContext(NotPickled):
             ShapeError: for scalars and for an axis out of range.
             CollectiveMismatchError: when dtypes, structures or the other axes differ between the ranks.
         """
-        with self._required("all_gather"):
-            return self._strategy.extended._reducer.run(  # type: ignore[no-any-return]
-                "ReplicaContext.all_gather", Gather, axis, value, options, name=name
-            )
+        return self._run("ReplicaContext.all_gather", Gather, axis, value, options, name)  # type: ignore[no-any-return]
 
     @collective("reduce_scatter", outside="strategy.reduce", may_skip_check=True)
     def reduce_scatter(
@@ -320,12 +312,9 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(lambda: ms.get_replica_context().reduce_scatter("SUM", np.arange(4.0)))
         array([0., 1., 2., 3.])
         """
-        with self._required("reduce_scatter"):
-            return self._strategy.extended._reducer.run(  # type: ignore[no-any-return]
-                "ReplicaContext.reduce_scatter", Scattered, reduce_op, value, options, name=name, out=axis
-            )
+        return self._run("ReplicaContext.reduce_scatter", Scattered, reduce_op, value, options, name, axis)  # type: ignore[no-any-return]
 
-    @collective("scan", outside="strategy.gather")
+    @collective("scan", outside="strategy.gather", may_skip_check=True)
     def scan(
         self,
         reduce_op: Op,
@@ -361,10 +350,7 @@ class ReplicaContext(NotPickled):
         np.int64(0)
         """
         asked = reduce_op, exclusive, type(exclusive)  # a plan is found by it: 1 and True are equal
-        with self._required("scan"):
-            return self._strategy.extended._reducer.run(  # type: ignore[no-any-return]
-                "ReplicaContext.scan", Scan, asked, value, options, name=name
-            )
+        return self._run("ReplicaContext.scan", Scan, asked, value, options, name)  # type: ignore[no-any-return]
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -381,17 +367,38 @@ class ReplicaContext(NotPickled):
             ContextError: outside this context's step function.
             OptionTypeError: when merge_fn cannot be called, or args is not a sequence.
         """
-        self._required("merge_call", is_collective=False)
+        self._frame("ReplicaContext.merge_call", is_collective=False)
         check_call("ReplicaContext.merge_call", merge_fn, args, kwargs)
         with cross_replica(self._strategy):
             return unpacked(merge_fn(self._strategy, *args, **(kwargs or {})))
 
-    def _required(self, method: str, *, is_collective: bool = True) -> AbstractContextManager[Any]:
-        """Raise ContextError unless this thread is in this context; return what must be entered to communicate."""
+    def _run(
+        self,
+        where: str,
+        general: type[General],
+        argument: Any,
+        value: Any,
+        options: CommunicationOptions | None,
+        name: str | None,
+        out: Any = None,
+        weight: Any = None,
+    ) -> Any:
+        """Make a collective of this context; see `Reducer.run`."""
+        frame, reducer = self._frame(where), self._strategy.extended._reducer
+        if frame is None:
+            return reducer.run(where, general, argument, value, options, name, out, weight)
+        with frame:
+            return reducer.run(where, general, argument, value, options, name, out, weight)
+
+    def _frame(self, where: str, *, is_collective: bool = True) -> Frame | None:
+        """Return what must be entered to communicate, where this thread is in no context; None where it is in this one.
+
+        Raises:
+            ContextError: in another context.
+        """
         frame = current_frame()
         if frame is not None and frame.replica_context is self:
-            return _NOTHING
-        where = f"ReplicaContext.{method}"
+            return None
         if frame is None and self._strategy is current_strategy():
             if is_collective:
                 warn_outside_steps(self._strategy, where)

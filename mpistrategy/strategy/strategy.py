@@ -49,8 +49,8 @@ from mpistrategy.options import (
 )
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.broadcast import Broadcast
+from mpistrategy.reduction.collectives import Gather
 from mpistrategy.reduction.explain import explanation
-from mpistrategy.reduction.gather import Gather
 from mpistrategy.reduction.reducer import Reduce
 from mpistrategy.strategy.along_axis import reduce_along
 from mpistrategy.strategy.extended import StrategyExtended
@@ -398,8 +398,8 @@ class Strategy:
         >>> import numpy as np, mpistrategy as ms
         >>> text = ms.OneDeviceStrategy("CPU:0").explain([np.ones(3), 2.0])
         all_reduce SUM of 2 arrays, 32 B, on 1 rank of 1 node by MpiAllReduce
-          1 pack of 2 arrays, float64, 32 B: stays here, the only replica
-            1 copy: all into the pack
+          2 arrays in 1 buffer, float64, 32 B: stays here, the only replica
+            copies: all into the pack
           thresholds: the defaults
         """
         text = explanation(self.extended._reducer, value, reduce_op, options)

@@ -143,7 +143,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             call.name = f"step {self._steps}"
             call.structure = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in parameters)
             mine = np.array([_kind(*each) for each in parameters], np.int8)
-            kinds = reducer.all_reduce_array(call, ReduceOp.MAX, mine)
+            [kinds] = reducer.all_reduce_arrays(call, ReduceOp.MAX, [mine])
             call.expect_more()
             dense: dict[int, Any] = {}
             for (_, each), kind in zip(parameters, kinds, strict=True):

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping, Sequence
+from operator import is_
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -120,7 +121,7 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
         #: The settings that ranks compare, in order; other attributes are the program's own.
         self._declared: tuple[str, ...] = tuple(sorted(setting.declared(type(self))))
         #: What `_settings` has put into words, and the words.
-        self._told: tuple[Any, str] = (None, "")
+        self._told: tuple[tuple[Any, ...], str] = ((), "")
         #: The step counter that has been checked, its strategy, and its value.
         self._counted: tuple[Any, Any, Array] = (None, None, np.zeros((), np.int64))
 
@@ -200,9 +201,10 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
         if strategy._is_default:
             warn_if_alone(strategy, where, "was called outside every step", _OUTSIDE_STEPS)
         extended = strategy.extended
-        with Call(extended.communicator.guard, where, called=name) as call:
+        with Call(extended.communicator.guard, where, name) as call:
             gradients, plan, ordinary = self._plans.find(grads_and_vars, strategy, where)
-            call.structure = f"{self._settings(strategy, where)} for {plan.text}"
+            call.step = self._steps_made(strategy, where)
+            call.structure = plan.in_words(self._settings())
             buckets = grads_and_vars if isinstance(grads_and_vars, GradientBuckets) else None
             totals = None if buckets is None else buckets._reduced_early(self.aggregation, call)
             if ordinary and totals is None and plan.prepared is not None and self._is_current(plan, extended):
@@ -221,22 +223,27 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
         if trouble and self.nonfinite == "warn":  # after the call, since the program may make it an error
             warn_of(trouble, where, number, strategy.replica_id_in_sync_group)
 
-    def _settings(self, strategy: Strategy, where: str) -> str:
-        """Return all numbers that a step depends on, in words.  If ranks differed in one, their copies would, too."""
+    def _steps_made(self, strategy: Strategy, where: str) -> int:
+        """Return the number of steps made, which a schedule follows."""
         steps, counter = 0, self.iterations
         if counter is not None:
             if self._counted[0] is not counter or self._counted[1] is not strategy:
                 check_variable(counter, strategy, where)
                 self._counted = (counter, strategy, counter.local_view)
-            steps = self._counted[2].tolist()
+            steps = int(self._counted[2])
         if self.schedule is not None:
             setting.follow(self, self.schedule, steps)
-        mine = vars(self)
-        numbers = {name: n for name in self._declared if isinstance(n := mine.get(name), (int, float))}
-        found = (numbers, self.nonfinite, self.aggregation)
-        if self._told[0] != found:
-            self._told = found, f"{numbers}, nonfinite={found[1]}, {found[2].name}"
-        return f"{self._told[1]}, step {steps}"
+        return steps
+
+    def _settings(self) -> str:
+        """Return all numbers that a step depends on, in words.  If ranks differed in one, their copies would, too."""
+        found = (*map(vars(self).get, self._declared), self.nonfinite, self.aggregation)
+        told, words = self._told
+        if not (told and all(map(is_, told, found))):
+            both = zip(self._declared, found, strict=False)
+            numbers = {name: number for name, number in both if isinstance(number, (int, float))}
+            self._told = found, (words := f"{numbers}, nonfinite={self.nonfinite}, {self.aggregation.name}")
+        return words
 
     def _is_current(self, plan: StepPlan, extended: StrategyExtended) -> bool:
         """Return whether the prepared step of a plan still does what this optimizer and its strategy say."""
@@ -265,7 +272,7 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
                 return trouble
             step.update(totals, kernel)
             self._plans.latest_path = "plain"
-        plan.count[...] += 1
+        np.add(plan.count, 1, out=plan.count)
         return trouble
 
     def _prepare_and_make(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,8 @@ from mpistrategy.variables.variable import Variable
 #: How many variables of a step are named when ranks compare their calls.
 _MOST_NAMED = 12
 _PAIRS = "an iterable of (gradient, variable) pairs"
+_dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
+_NONE, _ARRAYS = type(None), {np.ndarray}
 
 
 class Slots:
@@ -110,6 +113,7 @@ class StepPlan:
         variables: the variables, in the order of the pairs.
         strategy: the strategy that keeps them.
         text: names them when ranks compare their calls.
+        said: the settings of the latest step, and these with `text`: what ranks compare.
         layouts: their dtypes and shapes.
         named: these, and the variables without gradients.
         has_slots: whether their slots have been made.
@@ -122,6 +126,7 @@ class StepPlan:
     variables: tuple[Variable, ...]
     strategy: Strategy
     text: str
+    said: tuple[str, str] = ("", "")
     layouts: tuple[tuple[np.dtype[Any], tuple[int, ...]], ...] = field(init=False)
     named: tuple[Variable, ...] = ()
     has_slots: bool = False
@@ -137,6 +142,12 @@ class StepPlan:
     def has_kernels(self) -> bool:
         """Whether kernels take all the variables' dtypes."""
         return all(has_kernel(dtype) for dtype, _ in self.layouts)
+
+    def in_words(self, settings: str) -> str:
+        """Return the settings of a step and the variables, as ranks compare them."""
+        if self.said[0] is not settings:
+            self.said = settings, f"{settings} for {self.text}"
+        return self.said[1]
 
     def ordinary(self, gradients: Sequence[Any], where: str) -> list[Array] | None:
         """Return gradients as arrays of their variables' dtypes; None where they need another reduction."""
@@ -178,17 +189,20 @@ class StepPlans:
         self._fused: dict[tuple[int, ...], FusedUpdate] = {}
         self._known: dict[tuple[int, ...], StepPlan] = {}
 
-    def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[list[Any], StepPlan, bool]:
+    def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[Sequence[Any], StepPlan, bool]:
         """Return the gradients that are not None, and the plan of their variables.  Raise unless they fit.
 
         The last result says whether all gradients are ordinary arrays of their variables' dtypes.
         """
         pairs = _listed(grads_and_vars, where)
+        gradients: Sequence[Any] = ()
         try:
-            # The plan keeps all of them alive, so no other object gets their ids.
-            key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
+            gradients, variables = zip(*pairs, strict=True)
+            kinds, key = {*map(type, gradients)}, tuple(map(id, variables))  # the plan keeps all of them alive
+            if _NONE in kinds:
+                key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
         except (TypeError, ValueError):
-            key = ()
+            kinds, key = set(), ()  # what are no pairs has no plan
         plan = self._known.get(key)
         if plan is None or plan.strategy is not strategy:
             plan = _new_plan(pairs, strategy, where)
@@ -196,12 +210,14 @@ class StepPlans:
             while len(self._known) >= self._MOST:
                 del self._known[next(iter(self._known))]
             self._known[key] = plan
-        gradients, ordinary = [gradient for gradient, _ in pairs if gradient is not None], True
-        for number, (gradient, (dtype, shape)) in enumerate(zip(gradients, plan.layouts, strict=True)):
-            if not (type(gradient) is np.ndarray and gradient.dtype is dtype and gradient.shape == shape):
-                ordinary = False
-                check_gradient(local_component(gradient), plan.variables[number], where)
-        return gradients, plan, ordinary
+        if kinds == _ARRAYS:
+            layouts = zip(map(_dtype_of, gradients), map(_shape_of, gradients), strict=True)
+            if plan.layouts == tuple(layouts):
+                return gradients, plan, True
+        gradients = [gradient for gradient in gradients if gradient is not None]
+        for gradient, var in zip(gradients, plan.variables, strict=True):
+            check_gradient(local_component(gradient), var, where)
+        return gradients, plan, False
 
     def prepare(
         self, plan: StepPlan, kernel: Kernel | None, counter: Variable, op: ReduceOp, screens: bool, call: Call

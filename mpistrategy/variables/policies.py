@@ -7,7 +7,7 @@ on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -46,9 +46,15 @@ def own_if_alone(variable: Variable, called: str | None) -> Array:
 
 def summed(variable: Variable, called: str | None) -> Array:
     """Return the sum or the mean of all copies.  Collective."""
-    reducer = variable._registry.reducer
-    with Call(reducer.communicator.guard, "reading a variable", name=variable._key, called=called) as call:
-        return reducer.all_reduce_array(call, _REDUCE_OPS[variable.aggregation], variable.local_view)
+    return summed_together([variable], called)[0]
+
+
+def summed_together(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return the sum or the mean of all copies of each of some variables, which are summed alike.  Collective."""
+    reducer, op = variables[0]._registry.reducer, _REDUCE_OPS[variables[0].aggregation]
+    names = ", ".join([variable._key for variable in variables])
+    with Call(reducer.communicator.guard, "reading a variable", called, names) as call:
+        return reducer.all_reduce_arrays(call, op, [variable.local_view for variable in variables])
 
 
 def first(variable: Variable, called: str | None) -> Array:
@@ -87,10 +93,10 @@ def combined(write: Write) -> None:
     variable = write.variable
     reducer = variable._registry.reducer
     op = _REDUCE_OPS[variable.aggregation]
-    with Call(reducer.communicator.guard, write.where, name=variable._key, called=write.called) as call:
+    with Call(reducer.communicator.guard, write.where, write.called, variable._key) as call:
         mine = write.checked()
         if not isinstance(mine, IndexedSlices):
-            write.apply(reducer.all_reduce_array(call, op, mine))
+            write.apply(reducer.all_reduce_arrays(call, op, [mine])[0])
             return
         value = PerReplica((mine,))
         with context.cross_replica(variable.strategy):

@@ -15,19 +15,19 @@ import launching
 import pytest
 from mpi4py import MPI
 
-from mpistrategy.cli.doctor.running_job import all_nodes, last_calls, node_view
-from mpistrategy.cli.doctor.running_job.hung_job import Told, lines
+from mpistrategy.cli.doctor.running_job import all_nodes, last_calls
+from mpistrategy.cli.doctor.running_job.hung_job import lines
 from mpistrategy.cli.doctor.running_job.last_calls import Arrival, NodeCalls
-from mpistrategy.cli.doctor.running_job.node_view import Seen
-from mpistrategy.mpi.watchdog.status_board import LastCalls
+from mpistrategy.cli.doctor.running_job.node_view import View
+from mpistrategy.mpi.watchdog.status_board import RankStatus
 
 DOCTOR = ["-m", "mpistrategy", "doctor"]
 one_rank = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="starts processes: runs in the session on 1 rank")
 
 
-def seen(rank: int) -> Seen:
-    text = "in no collective: at train.py:3"
-    return Seen(rank, 0.5, 0.0, 600.0, text, process=90 + rank, shows_stacks=True, host=f"node{1 + rank // 2}")
+def seen(rank: int) -> RankStatus:
+    text, host = "in no collective: at train.py:3", f"node{1 + rank // 2}"
+    return RankStatus(rank, 90 + rank, 3, time.monotonic(), 0.0, 600.0, text, host=host)
 
 
 SLOW = """
@@ -102,21 +102,14 @@ def calls_of(ranks: Sequence[int], entered: Sequence[Sequence[int]], of: int = 4
     return NodeCalls(7, of, len(ranks), len(entered), arrivals)
 
 
-def test_a_strategy_without_a_number_gets_the_one_that_is_its_own() -> None:
-    noted = [LastCalls(0, 2, {7: 1.0, 8: 3.0}), LastCalls(0, 2, {7: 2.0, 8: 4.0})]
-    [found] = last_calls.of_node([0, 1], noted, 0, -5)
-    assert (found.strategy, found.newest, found.arrivals[8].last) == (-5, 8, 1)
-
-
 def test_who_came_last_on_several_nodes() -> None:
     here = calls_of([0, 1], [(100 * n, 100 * n + 4) for n in range(5)])
     there = calls_of([2, 3], [(100 * n + 2, 100 * n + (40 if n else 3)) for n in range(5)])
     (late,) = last_calls.compare([here, there])
     assert (late.calls, late.missing, late.by_times(), late.slow()) == (5, 0, [3, 1], 3)
     assert list(late.waits[3]) == pytest.approx([(40 + 36 + 38) / 3e3] * 4)
-    assert late.longest == pytest.approx({3: 0.040, 1: 0.004})
-    shown = "\n".join(lines(Told("job", "x", [seen(3)], job="17"), [late]))
-    assert "rank 3    last in 4 on node2; the others waited 38.0 ms for it (median), at most 40.0 ms; 35%" in shown
+    shown = "\n".join(lines("job", View([seen(3)], [here, there]), "17"))
+    assert "rank 3    last in 4 on node2; the others waited 38.0 ms for it (median), at most 38.0 ms; 35%" in shown
     assert "  Rank 3 keeps the others waiting.\n" in shown
     assert "srun --jobid=17 --overlap --nodes=1 --ntasks=1 -w node2 kill -QUIT 93" in shown
     (half,) = last_calls.compare([there])
@@ -132,7 +125,7 @@ def test_nobody_is_slow_from_one_collective() -> None:
     for calls in (first, second):
         (late,) = last_calls.compare([calls])
         assert late.slow() is None
-        shown = "\n".join(lines(Told("job", "x", [seen(rank) for rank in range(4)]), [late]))
+        shown = "\n".join(lines("job", View([seen(rank) for rank in range(4)], [calls])))
         assert "keeps the others waiting" not in shown
         assert "too few, or too quick, to compare" in shown
 
@@ -142,7 +135,7 @@ def test_ranks_that_take_turns_and_waits_that_mean_nothing() -> None:
     there = calls_of([2, 3], [(100 * n + (50 if n % 2 else 3), 100 * n + (3 if n % 2 else 50)) for n in range(8)])
     (late,) = last_calls.compare([here, there])
     assert late.slow() is None
-    quick = last_calls.Lateness(2, calls=64, seconds=1e-3, waits={0: [1e-5] * 60, 1: [1e-6] * 4}, longest={0: 1, 1: 1})
+    quick = last_calls.Lateness(2, calls=64, seconds=1e-3, waits={0: [1e-5] * 60, 1: [1e-6] * 4})
     assert last_calls.lines(quick, {0: "node1", 1: "node1"})[-1] == "  No rank keeps the others waiting for long."
 
 
@@ -153,7 +146,7 @@ def test_clocks_that_cannot_be_right_are_corrected() -> None:
     offset = last_calls.offset_of(here, there)
     (late,) = last_calls.compare([here, there])
     assert -5100 * 10**6 <= offset <= -4900 * 10**6
-    assert max(late.longest.values()) <= 0.1
+    assert max(map(max, late.waits.values())) <= 0.1
     assert last_calls.offset_of(here, calls_of([2, 3], [(100 * n + 5, 100 * n + 40) for n in range(5)])) == 0
 
 
@@ -163,10 +156,11 @@ def test_what_the_nodes_of_a_job_print(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, ranks in (("node1", [0, 1]), ("node2", [2, 3])):
         monkeypatch.setenv("SLURMD_NODENAME", name)
         calls = calls_of(ranks, [(100 * n, 100 * n + 4) for n in range(200)])
-        printed += all_nodes.answer(node_view.View(tuple(map(seen, ranks)), calls=(calls,)))
+        printed += all_nodes.answer(View([*map(seen, ranks)], [calls]))
     assert len(printed) > 4
     assert max(map(len, printed)) < 1000
     found = all_nodes.read("\n".join(["srun: a warning", *printed[::-1], "mpistrategy-view node3 1/2 AAAA"]))
     assert [each.rank for each in found.seen] == [0, 1, 2, 3]
     assert last_calls.compare(found.calls)[0].calls == last_calls.MOST_CALLS
-    assert found.troubles == ("node3: its answer cannot be read (a part of it is missing)",)
+    (trouble,) = found.troubles
+    assert trouble.startswith("node3: its answer cannot be read (")

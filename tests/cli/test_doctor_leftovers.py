@@ -67,19 +67,6 @@ def test_what_is_in_use_is_not_left(places: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.one_rank
-def test_a_folder_that_names_no_process_may_belong_to_any_open_mpi(
-    places: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    _, temporary = places
-    (temporary / "ompi.node1.0").mkdir()
-    users = leftovers._Users(frozenset(["/opt/lib/libopen-pal.so.80"]), frozenset())
-    monkeypatch.setattr(leftovers._Users, "look", classmethod(lambda cls: users))
-    assert names_found() == []
-    users = leftovers._Users(frozenset(["/usr/lib/libc.so.6"]), frozenset())
-    assert names_found() == ["ompi.node1.0"]
-
-
-@pytest.mark.one_rank
 def test_the_command(places: tuple[Path, Path], capfd: pytest.CaptureFixture[str]) -> None:
     memory, temporary = places
     (memory / "mpich_shm_1").write_bytes(bytes(4096))
@@ -112,7 +99,7 @@ def test_nothing_is_removed_where_processes_are_hidden(
     def look_into(*arguments: object) -> None:
         raise PermissionError(13, "process 17 (vasp) does not show which files it uses")
 
-    monkeypatch.setattr(leftovers, "_look_into", look_into)
+    monkeypatch.setattr(leftovers, "used_by", look_into)
     assert main.main(["doctor", "--remove-leftovers"]) == 2
     assert "process 17 (vasp) does not show which files it uses; nothing was removed" in capfd.readouterr().err
     assert os.listdir(memory) == ["mpich_shm_1"]
@@ -176,15 +163,14 @@ def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monke
             """Leave what other tests of this machine have killed meanwhile."""
             return [each for each in new() if each.path in mine]
 
-        files: set[str] = set()
-        identities: set[tuple[int, int]] = set()
+        used = set[tuple[int, int]]()
         for process in (*tree(killed.pid), *tree(runs.pid)):
-            leftovers._look_into(str(process), files, identities)
-        users = leftovers._Users(frozenset(files), frozenset(identities))
+            used |= leftovers.used_by(str(process))
         mine = [
-            path
-            for path in (*(f"{FOLDER}/{name}" for name in os.listdir(FOLDER)), *map(str, temporary.iterdir()))
-            if os.path.basename(path) not in before and users.have(path, 0)
+            str(path)
+            for path in (*Path(FOLDER).iterdir(), *temporary.iterdir())
+            if path.name not in before
+            and any((each.lstat().st_dev, each.lstat().st_ino) in used for each in (path, *path.rglob("*")))
         ]
         if not mine:
             pytest.skip("this MPI has nothing that could be left")

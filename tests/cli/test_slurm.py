@@ -6,6 +6,7 @@ import ast
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -608,6 +609,26 @@ def test_the_end_of_a_job_that_may_be_requeued(tmp_path: Path, srun: str, told: 
     assert told in written
     assert ("scontrol requeue 7" in written) == ("back to the queue" in told)
     assert not (tmp_path / file).exists()
+
+
+def test_a_copy_beside_the_script_needs_no_package(tmp_path: Path) -> None:
+    """Where a container holds the package, and the node that runs the script has another Python."""
+    shutil.copy(ROOT / "mpistrategy" / "cli" / "requeue.py", tmp_path)
+    (tmp_path / "scontrol").write_text('#!/bin/bash\necho "scontrol $*"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+    environment = {"PATH": f"{tmp_path}:/usr/bin:/bin", "SLURM_JOB_ID": "7"}
+    for launcher, status, told in (("exit 75", 75, "back to the queue\nscontrol requeue 7\n"), ("exit 3", 3, "")):
+        words = ["--", "bash", "-c", launcher]
+        done = subprocess.run(
+            [sys.executable, "-I", "requeue.py", *words],
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            check=False,
+        )
+        assert done.returncode == status, done
+        assert done.stdout.decode().endswith(told), done
+    assert b"the program failed with status 3; not requeued" in done.stderr
 
 
 def test_a_file_of_a_chain_that_was_killed(tmp_path: Path) -> None:

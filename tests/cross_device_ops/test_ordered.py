@@ -33,7 +33,7 @@ import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array, wire_dtype
 from mpistrategy.cross_device_ops import ordered
-from mpistrategy.cross_device_ops.ordered_sum import combine_ordered, sorting_network
+from mpistrategy.cross_device_ops.ordered import combine_ordered
 from mpistrategy.testing import run_replicas
 
 FLOATS = [np.dtype(dtype) for dtype in ("float16", BFLOAT16, "float32", "float64", "complex64", "complex128")]
@@ -217,17 +217,6 @@ def test_zeros_infinities_and_nan() -> None:
         for turned in (values, values[::-1]):
             for total in on_replicas([np.array([value]) for value in turned]):
                 assert bits(total) == bits(np.array([wanted])), values
-
-
-@pytest.mark.usefixtures("alone")
-@pytest.mark.parametrize("count", range(1, 41))
-def test_the_network_sorts(count: int) -> None:
-    rows = np.random.default_rng(count).integers(0, 2, (count, 4096))  # what sorts zeros and ones sorts everything
-    wanted = np.sort(rows, axis=0)
-    for low, high in sorting_network(count):
-        assert 0 <= low < high < count
-        rows[[low, high]] = np.sort(rows[[low, high]], axis=0)
-    assert (rows == wanted).all()
 
 
 @pytest.mark.usefixtures("alone")

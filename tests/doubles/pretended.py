@@ -28,8 +28,9 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
 from mpistrategy.mpi.watchdog import alarm, group
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.run_directory import RunDirectory
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES, WELL, RankStatus, StatusBoard
+from mpistrategy.mpi.watchdog.roll_call import RollCall
+from mpistrategy.mpi.watchdog.run_directory import ROLL_CALL, RunDirectory
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES, RankStatus, StatusBoard
 
 LIMIT = 600.0
 
@@ -302,9 +303,9 @@ class CountedFiles(RunDirectory):
         self._done["write"] += 1
         return super().claim(name)
 
-    def remove(self, *names: str) -> None:
+    def remove(self, name: str) -> None:
         self._done["write"] += 1
-        super().remove(*names)
+        super().remove(name)
 
 
 class PretendedJob:
@@ -322,8 +323,8 @@ class PretendedJob:
                 guard = Guard(None, node * local + rank, nodes * local)
                 guard.timeout = LIMIT
                 board = StatusBoard(SharedMemory(segments, rank, True))
-                self.groups.append(Group(guard, board, node, nodes, CountedFiles(path, self.done)))
-                self.groups[-1].ranks = range(nodes * local)
+                directory = CountedFiles(path, self.done)
+                self.groups.append(Group(guard, board, range(nodes * local), node, nodes, directory))
                 self.groups[-1]._told_until = self.now
 
     @contextlib.contextmanager
@@ -333,7 +334,7 @@ class PretendedJob:
         with mock.patch.object(group, "time", clock):
             yield
 
-    def beat(self, state: int = WELL) -> None:
+    def beat(self, state: int = 0) -> None:
         for rank, each in enumerate(self.groups):
             expected = self.busy_until if rank == len(self.groups) - 1 else 0.0
             each.board.put("state", state)
@@ -365,15 +366,17 @@ class PretendedJob:
         for rank, each in enumerate(self.groups):
             each.board.write_record(f"the stacks of {rank}\nline")
         for each in (speakers[first], *speakers):
-            each.alarm()
+            if each.directory.claim(ROLL_CALL):
+                each.board.put("caller", True)
             each.end()
         for node, each in enumerate(speakers):
-            assert each.board.most("caller") == (node == first)
+            assert max(each.board.all("caller")) == (node == first)
             if node != first:
-                assert alarm._written(each, each.board.read(), "")
-                assert not each.is_published()
+                here = each.board.read()
+                assert alarm._write(each, RollCall(here, each.ranks), here, "", "")
+                assert not each.directory.read(ROLL_CALL)
         caller = speakers[first]
-        alarm._speak(caller, caller.board.read(), time.monotonic(), f"[rank {first * self.local}] ")
+        alarm._speak(caller, time.monotonic(), f"[rank {first * self.local}] ")
 
 
 # ------------------------------------------------------------------------------------- mailboxes

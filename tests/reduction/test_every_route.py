@@ -120,7 +120,7 @@ def on(node_of_rank: Sequence[int], algorithm: Callable[[], ms.CrossDeviceOps] =
 
 ON_NODE, FIRST = "through memory of the node", "in the first message of the call"
 #: On nodes of one rank each, MPI does it all.
-LANES = ("by MPI's Allreduce between the 2 nodes" if 2 * len({*TWO}) <= SIZE else "by MPI's Allreduce", FIRST)
+LANES = ("by MPI's Allreduce between the nodes" if 2 * len({*TWO}) <= SIZE else "by MPI's Allreduce", FIRST)
 ALL_LANES = replace(WITHOUT_MAILBOXES, lanes_bytes=1)
 ROUTES = {
     "mailboxes": Route("in the ranks' mailboxes", thresholds=Thresholds(2**19, 1, CHUNK, 512, CHUNK)),
@@ -129,7 +129,7 @@ ROUTES = {
     "in place": Route("where the arrays are", kind="arena"),
     "two nodes": Route(LANES, on(TWO), ALL_LANES),
     "two nodes, uneven": Route(("by MPI's Allreduce", FIRST), on([min(rank, 1) for rank in RANKS]), ALL_LANES),
-    "two nodes, hierarchical": Route("by MPI's Allreduce between the 2 nodes", on(TWO, ms.HierarchicalCopyAllReduce)),
+    "two nodes, hierarchical": Route("by MPI's Allreduce between the nodes", on(TWO, ms.HierarchicalCopyAllReduce)),
     "two nodes, in place": Route(LANES, on(TWO), ALL_LANES, kind="arena"),
     "MPI": Route("by MPI's Allreduce", thresholds=BY_MPI),
     "MPI, two nodes": Route(("by MPI's Allreduce", FIRST), on(TWO), BY_MPI),

@@ -281,8 +281,8 @@ def test_a_weighted_mean(strategy: Any, cupy: Any) -> None:
 def test_explain_tells_the_path(strategy: Any, cupy: Any) -> None:
     value = {"w": cupy.asarray(np.ones((2, 3))), "loss": 1.0}
     text = strategy.explain(value)
-    assert "1 array by itself, float64, 48 B: in GPU memory, on a path that the ranks choose" in text
-    assert "    1 copy: all into a bucket\n" in text
+    assert "1 array in 1 buffer, float64, 48 B: in GPU memory, on a path that the ranks choose" in text
+    assert "    copies: all into a bucket\n" in text
     in_step(strategy, lambda ctx: ctx.all_reduce("SUM", value))
     text = strategy.explain(value)
     expected = (
@@ -291,15 +291,15 @@ def test_explain_tells_the_path(strategy: Any, cupy: Any) -> None:
     assert expected in text
     with strategy.scope():
         arena = strategy.arena(value)
-    assert "1 bucket of 2 arrays, float64, 112 B: in GPU memory, " in strategy.explain(arena)
-    assert "\n    no copies\n" in strategy.explain(arena)
+    assert "2 arrays in 1 buffer, float64, 112 B: in GPU memory, " in strategy.explain(arena)
+    assert "\n    copies: none\n" in strategy.explain(arena)
     with strategy.scope():
         halves = strategy.arena(cupy.asarray(np.ones(3, np.float16)), shared_result=True)
-    assert "2 copies: into float32 and back\n" in strategy.explain(halves)
+    assert "copies: into float32 and back\n" in strategy.explain(halves)
     with ms.MirroredStrategy(cross_device_ops=ms.OrderedAllReduce()) as other:
         text = other.explain(value)
-        assert "1 array on a GPU, 48 B: copied to the host, reduced as other arrays are, and copied back" in text
-        assert "array by itself, float64, 48 B: " in text or "1 pack of 2 arrays, float64, 56 B: " in text
+        assert "1 on a GPU: copied to the host, reduced as others are, and copied back" in text
+        assert "1 array in 1 buffer, float64, 48 B: " in text or "2 arrays in 1 buffer, float64, 56 B: " in text
 
 
 @pytest.mark.parametrize("op", ["SUM", "MEAN"])

@@ -130,13 +130,6 @@ def test_reductions_along_axes(cupy: Any, path: str, op: str, axis: Any) -> None
         assert path == "staged" or moved == 0
 
 
-def test_zeros_and_nan_along_an_axis(cupy: Any, path: str) -> None:
-    with made(path) as strategy:
-        mine = ms.PerReplica((cupy.asarray(np.array([[0.0, 1.0, -0.0], [-0.0, np.nan, 0.0]])),))
-        for op, first in (("MIN", [-0.0, np.nan, -0.0]), ("MAX", [0.0, np.nan, 0.0])):
-            assert strategy.reduce(op, mine, 0).get().tobytes() == np.array(first).tobytes()
-
-
 def test_variables(cupy: Any, path: str) -> None:
     """First values, assignments and aggregated writes."""
     with made(path) as strategy, strategy.scope():

@@ -14,7 +14,7 @@ from replicas import DTYPES, INTEGERS, RANK, RANKS, SIXTEEN_BITS, SIZE, OnNodes,
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import COMBINE, Array
-from mpistrategy.strategy import scan as module
+from mpistrategy.reduction import collectives as module
 
 pytestmark = pytest.mark.mpi
 OPS = ("SUM", "MIN", "MAX", "PROD")

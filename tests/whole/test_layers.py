@@ -46,7 +46,7 @@ FLOORS = {
 #: The same within the two largest folders.
 ORDER = {
     "mpi": "contract tuning shared_memory watchdog job interface multi_node,gpu faults over_mpi,over_threads",
-    "reduction": "layout routes sparse inputs plan algorithm plans weights reducer gather,broadcast arena",
+    "reduction": "layout routes sparse inputs plan algorithm plans weights reducer collectives broadcast arena",
 }
 # The benchmark's reference is mpi4py itself, and must not go through what it is compared with; the doctor looks at
 # ranks on which the library refuses to start.
@@ -177,7 +177,7 @@ def test_only_buffers_go_to_mpi(name: str) -> None:
 #: What public classes share with the rest of the package, though users do not see it; a new name here is a decision.
 SHARED = {
     *("_is_default", "_is_local", "_reducer", "_bucket_orders", "_drives_gpu"),  # of strategies
-    *("_key", "_memory_slot", "_storage"),  # of variables
+    *("_key", "_memory_slot", "_policy", "_storage"),  # of variables
     *("_buckets", "_leaves", "_places"),  # of arenas
     *("_in_rank_order", "_parse"),  # of algorithms and operations
     *("_begin", "_cleaned_up", "_save_after"),  # of checkpoints, and what they save:

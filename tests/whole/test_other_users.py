@@ -247,25 +247,6 @@ def test_a_whole_folder_that_another_user_made_first(open_folder: Path) -> None:
 # ------------------------------------------------------------------------------------------------ run directories
 
 
-@as_root
-def test_a_run_directory_that_another_user_made_first_is_not_used(
-    open_folder: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = open_folder / "run"
-    by_another_user(lambda: [path.mkdir(), (path / "roll-call.txt").touch(), (path / "error-1.json").write_text("{}")])
-    directory = RunDirectory(str(path), "[rank 0] ")
-    assert not directory.names()
-    assert directory.claim("roll-call.txt"), "what another user has made is not the word of another rank"
-    directory.claim("busy-0-1")
-    assert directory.read("error-1.json") == ""
-    assert not directory.write("error-0.json", "x")
-    assert "it belongs to " in capsys.readouterr().err
-    path.chmod(0o777)
-    assert not RunDirectory(str(path)).write("error-0.json", "x")
-    RunDirectory(str(path)).claim("busy-0-1")
-    assert sorted(os.listdir(path)) == ["error-1.json", "roll-call.txt"]
-
-
 @pytest.mark.parametrize("umask", [0o000, 0o077])
 def test_who_may_read_a_run_directory(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)

@@ -104,6 +104,8 @@ def test_all_files_of_the_package_travel_along_and_no_others(installed: Installe
         for path in package.rglob("*")
         if path.is_file() and "__pycache__" not in path.parts and "plugins" not in path.parts
     }
+    scripts = [path for path in (ROOT / "slurm").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    there |= {f"mpistrategy/cli/slurm/scripts/{path.relative_to(ROOT / 'slurm').as_posix()}" for path in scripts}
     with zipfile.ZipFile(installed.wheel) as archive:
         names = {name for name in archive.namelist() if ".dist-info/" not in name}
     assert there - names == set()

@@ -1,8 +1,8 @@
 """What killed jobs of this user have left on this node: memory in /dev/shm, and folders of launchers.
 
-A file counts as left only if no process has it open or mapped, so that a job that runs keeps its own.  That takes a
-view of all processes of the user: without one, as in a container, nothing is found.  Files that are only just made
-are left alone, and so are those of other users.
+One rule: a file of this user with the name of one of MPI's, that is older than a moment and that no process has open
+or mapped.  A folder of a launcher names the launcher's process, which must be gone, too.  So a job that runs keeps its
+own.  That takes a view of all processes of the user: without one, as in a container, nothing is found.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -37,13 +37,8 @@ _IN_MEMORY = {
     "PSM2": r"psm2_shm\.",
     "mpistrategy": r"mpistrategy-",
 }
-#: In the folder for temporary files: the number after it is that of the launcher's process, where there is one.
-_TEMPORARY = {
-    "Open MPI": r"ompi\.(?:(?P<process>\d+)$|.+\.\d+$)|prte\.(?:.+\.)?(?P<prte>\d+)$",
-    "MPICH": r"hydra_hwloc_xmlfile_",
-}
-#: Libraries of Open MPI: while a process has one, a folder that names no process may be its own.
-_OPEN_MPI = re.compile(r".*/lib(?:open-pal|open-rte|prrte|pmix|mpi)\.so[.\d]*$")
+#: In the folder for temporary files: folders, which end with the number of the launcher's process.
+_TEMPORARY = {"Open MPI": r"(?:ompi|prte)\.(?:.+\.)?(\d+)$"}
 #: Processes of users that Linux lets nobody look into, and that have nothing to do with MPI; process 1 is another.
 _NO_RANKS = ("(sd-pam)", "sshd", "sshd-session", "ssh-agent", "systemd", "gpg-agent", "sudo", "su")
 
@@ -89,76 +84,43 @@ def found(memory: str, temporary: str, *, all_processes: bool | None = None) -> 
     if not (sees_all_processes() if all_processes is None else all_processes):
         return []
     names = [*_candidates(memory, _IN_MEMORY), *_candidates(temporary, _TEMPORARY)]
-    if not names:
-        return []
-    users = _Users.look()
-    return sorted(
-        (Leftover(owner, path, _size(path)) for owner, path, process in names if not users.have(path, process)),
-        key=lambda each: each.path,
-    )
+    used = in_use() if names else set()
+    left = []
+    for owner, path in names:
+        with suppress(FileNotFoundError):  # it goes just now
+            files = [path, *_inside(path)]
+            if used.isdisjoint(map(_identity, files)):
+                left.append(Leftover(owner, path, sum(512 * os.lstat(each).st_blocks for each in files)))
+    return sorted(left, key=lambda each: each.path)
 
 
-def _candidates(folder: str, patterns: dict[str, str]) -> list[tuple[str, str, int]]:
-    """Return (owner, path, process) of this user's files with such names; the process is 0 where the name has none."""
-    made: list[tuple[str, str, int]] = []
-    with suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            for owner, pattern in patterns.items():
-                match = re.match(pattern, entry.name)
-                if match is None:
-                    continue
-                with suppress(OSError):  # some go meanwhile
-                    state = entry.stat(follow_symlinks=False)
-                    is_folder, is_file = stat.S_ISDIR(state.st_mode), stat.S_ISREG(state.st_mode)
-                    is_right = is_folder if owner == "Open MPI" and patterns is _TEMPORARY else is_file
-                    if is_right and state.st_uid == os.geteuid() and time.time() - state.st_ctime > _YOUNG_SECONDS:
-                        process = next(filter(None, match.groupdict().values()), "0")
-                        made.append((owner, entry.path, int(process)))
-                break
-    return made
+def _candidates(folder: str, patterns: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """Yield owner and path of this user's files, or folders, with such names."""
+    is_right = stat.S_ISDIR if patterns is _TEMPORARY else stat.S_ISREG
+    for name in os.listdir(folder):
+        for owner, pattern in patterns.items():
+            match, path = re.match(pattern, name), os.path.join(folder, name)
+            if match is None or (match.groups() and os.path.exists(f"/proc/{match[1]}")):
+                continue
+            with suppress(OSError):  # some go meanwhile
+                state = os.lstat(path)
+                is_old = time.time() - state.st_ctime > _YOUNG_SECONDS
+                if is_right(state.st_mode) and state.st_uid == os.geteuid() and is_old:
+                    yield owner, path
 
 
-@dataclass(frozen=True)
-class _Users:
-    """What the processes of this user have open.
+def in_use() -> set[tuple[int, int]]:
+    """Return device and inode of what the processes of this user have open or mapped, and of their folders.
 
-    Attributes:
-        files: paths of open and mapped files, and of working folders.
-        identities: of open and mapped files: device and inode.
+    Raises:
+        OSError: where a process of this user keeps them to itself.
     """
-
-    files: frozenset[str]
-    identities: frozenset[tuple[int, int]]
-
-    @classmethod
-    def look(cls) -> _Users:
-        """Return them; OSError where a process of this user keeps them to itself."""
-        files: set[str] = set()
-        identities: set[tuple[int, int]] = set()
-        for name in os.listdir("/proc"):
-            if name.isdigit():
-                try:
-                    if _may_be_a_rank(name):
-                        _look_into(name, files, identities)
-                except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
-                    continue
-        return cls(frozenset(files), frozenset(identities))
-
-    def have(self, path: str, process: int) -> bool:
-        """Return whether some process uses a file or something in a folder, or may do so."""
-        inside = os.path.join(os.path.realpath(path), "")
-        try:
-            if not stat.S_ISDIR(os.lstat(path).st_mode):
-                return _identity(path) in self.identities or os.path.realpath(path) in self.files
-            if process and os.path.exists(f"/proc/{process}"):
-                return True
-            if any(_identity(each) in self.identities for each in _inside(path)):
-                return True
-        except OSError:  # it goes just now
-            return True
-        if any(f"{each}/".startswith(inside) for each in self.files):
-            return True
-        return not process and any(_OPEN_MPI.match(each) for each in self.files)
+    used: set[tuple[int, int]] = set()
+    for name in os.listdir("/proc"):
+        with suppress(FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+            if name.isdigit() and _may_be_a_rank(name):
+                used |= used_by(name)
+    return used
 
 
 def _may_be_a_rank(name: str) -> bool:
@@ -171,30 +133,25 @@ def _may_be_a_rank(name: str) -> bool:
     return re.search(r"^State:\s+[ZX]", status, re.M) is None
 
 
-def _look_into(name: str, files: set[str], identities: set[tuple[int, int]]) -> None:
-    """Add what a process has open or mapped."""
+def used_by(name: str) -> set[tuple[int, int]]:
+    """Return what `in_use` does, of one process."""
+    used = set()
     try:
         with open(f"/proc/{name}/maps", encoding="utf-8", errors="replace") as file:
             for line in file:
-                fields = line.split(maxsplit=5)
-                if len(fields) == 6 and fields[5].startswith("/"):
-                    files.add(fields[5].strip())
-                    major, _, minor = fields[3].partition(":")
-                    identities.add((os.makedev(int(major, 16), int(minor, 16)), int(fields[4])))
-        files.add(os.readlink(f"/proc/{name}/cwd"))
-        numbers = os.listdir(f"/proc/{name}/fd")
+                major, minor, inode = re.split("[ :]", line.split(maxsplit=3)[3])[:3]
+                used.add((os.makedev(int(major, 16), int(minor, 16)), int(inode)))
+        links = [f"/proc/{name}/cwd", *(f"/proc/{name}/fd/{number}" for number in os.listdir(f"/proc/{name}/fd"))]
     except PermissionError as error:
         with open(f"/proc/{name}/comm", encoding="utf-8", errors="replace") as file:
             title = file.read().strip()
         if name == "1" or title in _NO_RANKS:
-            return
+            return set()
         raise PermissionError(error.errno, f"process {name} ({title}) does not show which files it uses") from error
-    for number in numbers:
-        with suppress(FileNotFoundError):  # closed meanwhile
-            path = os.readlink(f"/proc/{name}/fd/{number}")
-            if path.startswith("/"):
-                files.add(path)
-                identities.add(_identity(f"/proc/{name}/fd/{number}", follow=True))
+    for link in links:
+        with suppress(OSError):  # closed meanwhile
+            used.add(_identity(link, follow=True))
+    return used
 
 
 def _identity(path: str, *, follow: bool = False) -> tuple[int, int]:
@@ -203,17 +160,8 @@ def _identity(path: str, *, follow: bool = False) -> tuple[int, int]:
 
 
 def _inside(path: str) -> list[str]:
-    """Return the files in a folder, and in those in it."""
-    return [os.path.join(folder, name) for folder, _, names in os.walk(path) for name in names]
-
-
-def _size(path: str) -> int:
-    """Return how many bytes a file, or all files in a folder, take."""
-    size = 0
-    for each in _inside(path) if os.path.isdir(path) else [path]:
-        with suppress(OSError):
-            size += 512 * os.lstat(each).st_blocks
-    return size
+    """Return what is in a folder, and in those in it; nothing for a file."""
+    return [os.path.join(folder, name) for folder, names, files in os.walk(path) for name in (*names, *files)]
 
 
 def in_words(left: Sequence[Leftover]) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 from mpistrategy import errors
 from mpistrategy.mpi.contract import observers, timeouts
 from mpistrategy.mpi.contract.call_sites import Signature, site_of
-from mpistrategy.mpi.contract.flight_recorder import LENGTH, CurrentCall
+from mpistrategy.mpi.contract.flight_recorder import LENGTH, CurrentCall, FlightRecord
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.objects import jax_traces
 
@@ -31,9 +31,9 @@ class Call(CurrentCall):
     Args:
         guard: of the ranks that make the call.
         where: the public name.
-        structure: that of the values, in words.
-        name: what it is about: a variable's name.
         called: the name= that the program gave; compared instead of the call site, and put before `name`.
+        name: what it is about: a variable's name.
+        structure: that of the values, in words.
         anywhere: whether ranks may make it at different call sites.
 
     Raises:
@@ -46,6 +46,7 @@ class Call(CurrentCall):
     structure: str
     name: str
     place: str
+    step: int
     number: int
     entered: float
     left: float
@@ -57,17 +58,15 @@ class Call(CurrentCall):
         self,
         guard: Guard,
         where: str,
-        structure: str = "",
-        name: str = "",
-        *,
         called: Any = None,
+        name: str = "",
+        structure: str = "",
         anywhere: bool = False,
     ) -> None:
         if guard.closed:
             raise guard.refusal(where)
         self.where = where
-        self._guard, self._called = guard, called
-        self._anywhere = anywhere or bool(called)
+        self._guard, self._called, self._anywhere = guard, called, anywhere or bool(called)
         if structure:
             self.structure = structure
         if called and isinstance(called, str):
@@ -77,13 +76,17 @@ class Call(CurrentCall):
 
     def __enter__(self) -> Call:
         guard, self.frame = self._guard, _getframe(1)
-        outer = self._outer = guard.current
+        outer = guard.current
         try:
+            if outer is not None:
+                outer = self._joined(guard, outer)
+            self._outer = outer
             if outer is None:
-                self._begin(guard)
-            else:
-                self._join(guard, outer)
-                outer = self._outer
+                guard.thread, guard.agreed, guard.told = get_ident(), False, None
+                if not self._anywhere:
+                    self.place = (guard.site or site_of(self.frame)).place
+                if guard.size > 1:
+                    self._write_down(guard.record)
             guard.current = self
             if outer is None and observers.observers:
                 observers.tell("entered", guard, self)
@@ -101,22 +104,16 @@ class Call(CurrentCall):
                 self._leave()
             raise
 
-    def _begin(self, guard: Guard) -> None:
+    def _write_down(self, record: FlightRecord) -> None:
         """Enter the outermost call into the flight record."""
-        guard.thread, guard.agreed, guard.told = get_ident(), False, None
-        if not self._anywhere:
-            self.place = (guard.site or site_of(self.frame)).place
-        if guard.size > 1:
-            record = guard.record
-            record.number += 1
-            number = self.number = record.number
-            self.entered = monotonic()
-            record.entries.append(self)
-            at = number % LENGTH
-            record.before[at], record.times[at], record.after[at] = number, self.entered, number
+        number = self.number = record.number = record.number + 1
+        at, now = number % LENGTH, monotonic()
+        self.entered = now
+        record.entries.append(self)
+        record.before[at], record.times[at], record.after[at] = number, now, number
 
-    def _join(self, guard: Guard, outer: CurrentCall) -> None:
-        """Take over what the call around this one has."""
+    def _joined(self, guard: Guard, outer: CurrentCall) -> CurrentCall | None:
+        """Take over what the call around this one has, and return it; None for one that was left."""
         if guard.thread != get_ident():
             raise errors.ContextError.at(
                 self.where,
@@ -127,17 +124,13 @@ class Call(CurrentCall):
         if not _is_under_way(outer.frame):  # a signal has come where it was left, and it may not be done
             guard.current = None
             if guard.size == 1:
-                self._outer = None
-                self._begin(guard)
-                return
+                return None
             guard.break_off(outer.where, KeyboardInterrupt("as the call was left"))
             raise guard.refusal(self.where)
         self._is_in_own_work = guard.since == math.inf
-        self.where = outer.where
-        self.structure = outer.structure or self.structure
-        self.name = outer.name or self.name
-        self.place = outer.place
-        self.timeout = outer.timeout
+        self.where, self.place, self.step, self.timeout = outer.where, outer.place, outer.step, outer.timeout
+        self.structure, self.name = outer.structure or self.structure, outer.name or self.name
+        return outer
 
     def _enter(self, on_gpu: Callable[[], AbstractContextManager[Any]]) -> None:
         try:
@@ -179,8 +172,9 @@ class Call(CurrentCall):
             CollectiveMismatchError: on every rank, when the calls differ.
             MpiStrategyError: on every rank, when a rank could not make the call; of the type raised there.
         """
+        place, step = self.place, self.step
         signature = Signature(
-            collective, op, self.structure, values, destination, options, self.name, self.where, self.place
+            collective, op, self.structure, values, destination, options, self.name, self.where, place, step
         )
         return self.agree_on(signature, patiently=patiently, sparingly=sparingly)
 

@@ -160,7 +160,11 @@ def warn(text: str, category: type[Warning]) -> None:
 
 
 class Signature(NamedTuple):
-    """Describes a call; every field is plain data whose repr is the same on all ranks."""
+    """Describes a call; every field is plain data whose repr is the same on all ranks.
+
+    The step of an optimizer, which changes with every call, has a field of its own: the other words need be hashed
+    once only.
+    """
 
     collective: str
     op: str = ""
@@ -171,6 +175,7 @@ class Signature(NamedTuple):
     name: str = ""
     call: str = ""
     place: str = ""
+    step: int = 0
 
     def describe(self) -> dict[str, str]:
         """Return the non-empty fields in words."""
@@ -179,10 +184,18 @@ class Signature(NamedTuple):
         return {field: str(value) for field, value in words.items() if value}
 
 
-@lru_cache(_REMEMBERED)
 def digest_of(signature: Signature) -> int:
     """Return the digest of a signature, below 2**62."""
-    return int.from_bytes(_hashed(repr(tuple(signature))), "little") >> 2
+    return (_digest_of_words(signature[:-1]) + signature.step * _STEP) & _LARGEST
+
+
+#: What each step adds to a digest; odd, so that no two steps have the same.
+_STEP, _LARGEST = 0x1E3779B97F4A7C15, 2**62 - 1
+
+
+@lru_cache(_REMEMBERED)
+def _digest_of_words(words: tuple[Any, ...]) -> int:
+    return int.from_bytes(_hashed(repr(words)), "little") & _LARGEST
 
 
 def _hashed(text: str) -> bytes:

@@ -30,6 +30,7 @@ class CurrentCall:
         structure: that of the values, in words.
         name: what it is about.
         place: the call site as ranks compare it; "" for a call that may be made anywhere.
+        step: the number of an optimizer's step, which ranks compare; 0 elsewhere.
         signature: what was compared last.
         timeout: how long it may wait for the other ranks, in seconds; None: the strategy's timeout.
         number: its number in its strategy, from 1 on; 0 for a call inside another one, and in a strategy of one rank.
@@ -41,6 +42,7 @@ class CurrentCall:
     structure: str = ""
     name: str = ""
     place: str = ""
+    step: int = 0
     signature: Signature | None = None
     timeout: float | None = None
     number: int = 0

@@ -1,12 +1,14 @@
 """The public methods that all ranks call together: `collective` declares them, once each.
 
-What is declared serves planned faults, the check level, the calls outside steps, and the tables of the tests.  A
-declared method looks whether there is a hook, and does nothing else while there is none.
+What is declared serves planned faults, the check level, the calls outside steps, and the tables of the tests.  In a
+process that was started with a plan of faults a declared method looks whether there is a hook; elsewhere it is the
+method as it was written.
 """
 
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -33,6 +35,9 @@ class PublicCall(NamedTuple):
     may_skip_check: bool = False
 
 
+#: The environment variable that holds a plan of faults, and whether it did when this package was imported.
+PLAN = "MPISTRATEGY_INJECT"
+HAS_PLAN = bool(os.environ.get(PLAN))
 #: What is called in place of the declared methods, with the method and its arguments; it returns the result.
 hooks: list[Callable[[PublicCall, tuple[Any, ...], dict[str, Any]], Any]] = []
 #: The declared methods of the modules that have been imported, by their names.
@@ -63,6 +68,8 @@ def collective(kind: str, *, outside: str = "", may_skip_check: bool = False) ->
     def declare(function: F) -> F:
         call = PublicCall(function, function.__qualname__, kind, outside, may_skip_check)
         declared[call.name] = call
+        if not HAS_PLAN:
+            return function
 
         @functools.wraps(function)
         def called(*args: Any, **kwargs: Any) -> Any:

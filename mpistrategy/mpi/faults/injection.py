@@ -1,7 +1,8 @@
 """Planned faults: a plan makes some public collective go wrong on one rank.
 
-Without a plan nothing of this runs.  `arm` hooks the methods that `mpistrategy.mpi.contract.public_calls` knows on this
-rank only.  The messages stay the same, so each rank may have a plan of its own.
+Without a plan nothing of this runs.  It must be there when the package is imported: the public methods that
+`mpistrategy.mpi.contract.public_calls` knows then have hooks, which `arm` uses on this rank only.  The messages stay
+the same, so each rank may have a plan of its own.
 
 A plan counts the program's own calls from the first strategy on, over all strategies of this process; calls inside a
 collective do not count.  A fault happens before the guard hears of the call: to the other ranks it looks like the same
@@ -24,13 +25,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from mpistrategy.errors import InjectedFault
+from mpistrategy.errors import InjectedFault, OptionError
 from mpistrategy.mpi.contract.call_sites import call_site
-from mpistrategy.mpi.contract.public_calls import PublicCall, hooks
+from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN, PublicCall, hooks
 from mpistrategy.mpi.faults.plans import Fault, parse
-
-#: The environment variable that holds a plan.
-VARIABLE = "MPISTRATEGY_INJECT"
 
 
 class _Inside(threading.local):
@@ -94,7 +92,7 @@ class Armed:
         elif fault.action == "delay":
             time.sleep(fault.seconds)
         elif fault.action == "raise":
-            raise InjectedFault(f"{fault.text}: raised on purpose, as {VARIABLE} says")
+            raise InjectedFault(f"{fault.text}: raised on purpose, as {PLAN} says")
 
     def _say(self, text: str) -> None:
         sys.stdout.flush()
@@ -112,16 +110,19 @@ def arm(rank: int, size: int) -> None:
         rank, size: this rank's number in the job, and how many there are.
 
     Raises:
-        OptionError: for a malformed plan.
+        OptionError: for a malformed plan, and for one that was set after the package was imported.
     """
     global _armed
-    text = os.environ.get(VARIABLE, "")
+    text = os.environ.get(PLAN, "")
     if text == ("" if _armed is None else _armed.text):
         return
     disarm()
-    faults = parse(text, VARIABLE, size)
+    faults = parse(text, PLAN, size)
     if not faults:
         return
+    if not HAS_PLAN:
+        found, expected = "a plan that was set after mpistrategy was imported", "one that was set before"
+        raise OptionError.at(PLAN, found=found, expected=expected)
     _armed = Armed(text, faults, rank, size)
     atexit.register(_armed.tell_what_is_left)
     hooks.append(_armed.call)

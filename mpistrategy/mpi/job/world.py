@@ -115,16 +115,23 @@ def watch_waiting(
     if not memory.is_shared:
         node_of = range(comm.size)
     directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] " if comm.rank == 0 else "")
-    nodes = max(node_of) + 1
-    _watch(comm, Group(guard, StatusBoard(memory), node_of[comm.rank], nodes, directory, _identity(path)))
+    _watch(comm, guard, memory, (node_of[comm.rank], max(node_of) + 1), directory, _identity(path))
 
 
-def _watch(comm: MPI.Intracomm, group: Group) -> None:
+def _watch(
+    comm: MPI.Intracomm,
+    guard: Guard,
+    memory: SharedMemory,
+    node: tuple[int, int],
+    directory: RunDirectory,
+    identity: int = 0,
+) -> None:
     world = MPI.COMM_WORLD
-    group.guard.timeout = timeouts.expected()
-    group.ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
+    guard.timeout = timeouts.expected()
+    ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
     # Hydra, MPICH's and Intel MPI's launcher, takes the status of any rank that it has to kill for that of the job.
     by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
+    group = Group(guard, StatusBoard(memory), ranks, *node, directory, identity)
     watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(group)
 
 
@@ -163,8 +170,8 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
 
 @contextmanager
 def _meeting(ranks: MPI.Intracomm, guard: Guard, where: str) -> Iterator[None]:
-    board = StatusBoard(private_memory(status_board.BYTES))
-    _watch(ranks, Group(guard, board, 0, 1, RunDirectory(new_path(), f"[rank {ranks.rank}] ")))
+    directory = RunDirectory(new_path(), f"[rank {ranks.rank}] ")
+    _watch(ranks, guard, private_memory(status_board.BYTES), (0, 1), directory)
     try:
         with Call(guard, where, anywhere=True):
             # So that an error can interrupt it: MPI's own collectives cannot be interrupted.

@@ -80,9 +80,12 @@ def where_they_are(
     local_rank: int,
     combination: Combination = in_rank_order,
 ) -> None:
-    """Combine this rank's share of the arrays of all ranks of the node, and write it into each of `targets`.
+    """Combine this rank's share of the arrays of all ranks of the node; see `ShareOfNode`."""
+    ShareOfNode(arrays, targets, op, divisor, local_rank, combination).combine()
 
-    All ranks of the node have written their arrays, and wait for each other before anybody reads the targets.
+
+class ShareOfNode:
+    """This rank's share of the arrays of all ranks of the node, to be combined and written into each of `targets`.
 
     Args:
         arrays: flat, by local rank; 16-bit floats are added in float32 and rounded once.
@@ -92,19 +95,34 @@ def where_they_are(
         local_rank: this rank.
         combination: how they are combined; of 16-bit floats always in rank order.
     """
-    dtype, wide = arrays[0].dtype, host_wire_dtype(arrays[0].dtype)
-    begin, end = share(arrays[0].size, local_rank, len(arrays), dtype.itemsize)
-    step = piece_elements(len(arrays), dtype.itemsize)
-    if wide == dtype and len(arrays) == 2 and len(targets) == 1 and divisor == 1:
-        step = max(1, end - begin)  # nothing is looked at twice
-    converted = np.empty((2 if wide != dtype else 0, min(step, max(0, end - begin))), wide)
-    for start in range(begin, end, step):
-        stop = min(start + step, end)
-        parts, outs = ([each[start:stop] for each in those] for those in (arrays, targets))
-        if wide == dtype:
-            combination(parts, outs, op, divisor)
-        else:
-            _rounded_once(parts, outs, op, divisor, converted[:, : stop - start])
+
+    def __init__(
+        self,
+        arrays: Sequence[Array],
+        targets: Sequence[Array],
+        op: str,
+        divisor: int,
+        local_rank: int,
+        combination: Combination = in_rank_order,
+    ) -> None:
+        dtype, wide = arrays[0].dtype, host_wire_dtype(arrays[0].dtype)
+        begin, end = share(arrays[0].size, local_rank, len(arrays), dtype.itemsize)
+        step = piece_elements(len(arrays), dtype.itemsize)
+        if wide == dtype and len(arrays) == 2 and len(targets) == 1 and divisor == 1:
+            step = max(1, end - begin)  # nothing is looked at twice
+        self._op, self._divisor, self._combination = op, divisor, combination
+        self._wide = wide if wide != dtype else None
+        places = [slice(start, min(start + step, end)) for start in range(begin, end, step)]
+        #: The pieces, which stay in the cache: the parts of all ranks, and where the result goes.
+        self._pieces = [([each[at] for each in arrays], [each[at] for each in targets]) for at in places]
+
+    def combine(self) -> None:
+        """Do it.  All ranks of the node have written their arrays, and wait for each other before targets are read."""
+        for parts, outs in self._pieces:
+            if self._wide is None:
+                self._combination(parts, outs, self._op, self._divisor)
+            else:
+                _rounded_once(parts, outs, self._op, self._divisor, np.empty((2, parts[0].size), self._wide))
 
 
 def piece_elements(ranks: int, itemsize: int) -> int:

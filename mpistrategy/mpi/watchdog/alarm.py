@@ -7,21 +7,22 @@ it reads the files of the others first, and prints the roll call.  Nothing here 
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
 from mpistrategy.mpi.contract.failures import Failure
+from mpistrategy.mpi.contract.flight_recorder import in_words
 from mpistrategy.mpi.watchdog import local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
-from mpistrategy.mpi.watchdog.roll_call import as_data, as_error, not_come, roll_call
-from mpistrategy.mpi.watchdog.run_directory import FILE_SECONDS, ROLL_CALL, in_time, within
-from mpistrategy.mpi.watchdog.status_board import ALARMED, ANSWERED, CALLED, RankStatus
+from mpistrategy.mpi.watchdog.roll_call import RollCall, as_data, statuses_in
+from mpistrategy.mpi.watchdog.run_directory import ERROR, FILE_SECONDS, ROLL_CALL, in_time
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, RankStatus
 
 #: The status of a job that a late collective has ended, as of `timeout`.
 STATUS = 124
@@ -33,6 +34,7 @@ _LOOK_SECONDS = 0.02
 #: The longest pause between two looks at files of other nodes.
 _LONGEST_LOOK_SECONDS = 0.5
 _FORWARDING_SECONDS, _FLUSH_SECONDS = 0.3, 0.5
+_RECORDS = "Each rank's stacks and its last collectives"
 
 
 def answer(groups: Sequence[Group], title: str, end: Callable[[int], object] | None) -> NoReturn:
@@ -70,7 +72,7 @@ def end_for(group: Group, failure: Failure, title: str, end: Callable[[int], obj
 def _end_job(status: int, end: Callable[[int], object] | None) -> NoReturn:
     try:
         if end is not None:
-            within(_END_SECONDS, lambda: end(status))
+            in_time(lambda: end(status), None, _END_SECONDS)
     finally:
         os._exit(status)
 
@@ -82,118 +84,118 @@ def contain(group: Group, title: str) -> None:
         group: the ranks.
         title: as for `answer`.
     """
+    others: list[RankStatus] = []
     try:
-        _call_the_roll((group,), title)
+        others = _call_the_roll((group,), title)
     finally:
-        here = _on_this_node(group, [group])
+        known = _on_this_node(group) + others
         # Only the rank that calls the roll hears of other nodes; what another one does not know is not missing.
-        knows_all = bool(group.others) or group.nodes == 1
-        unknown = _unknown(group, here + group.others) if knows_all else []
-        group.told = as_error(here + group.others, unknown)
+        knows_all = bool(others) or group.nodes == 1
+        group.told = RollCall(known, group.ranks if knows_all else [each.rank for each in known]).as_error()
         group.guard.stop_waiting(group.told)
 
 
-def _on_this_node(widest: Group, groups: Sequence[Group]) -> list[RankStatus]:
-    """Return what is known of the ranks of this node."""
-    last_calls = {rank: text for group in groups for rank, text in group.last_calls().items()}
-    return [
-        each
-        if each.state >= ANSWERED
-        else replace(each, silent=f"{local_process.why_silent(each.process)}{last_calls.get(each.rank, '')}")
-        for each in widest.board.read()
-        if each.process
-    ]
-
-
-def _call_the_roll(groups: Sequence[Group], title: str) -> None:
-    began = time.monotonic()
+def _call_the_roll(groups: Sequence[Group], title: str) -> list[RankStatus]:
+    """Answer, and on one rank print the roll call; return the statuses of other nodes, as far as this rank knows."""
+    began, others = time.monotonic(), list[RankStatus]()
     widest = max(groups, key=lambda group: len(group.ranks))
-    is_first = not any(group.is_alarmed() for group in groups)
-    _put_state(groups, ALARMED)
-    if is_first:
-        widest.alarm()
+    board, directory = widest.board, widest.directory
+    is_first = not any(any(group.board.all("alarmed")) for group in groups)
+    for group in groups:
+        group.board.put("alarmed", True)
+    # Of all nodes the first one that says so calls the roll.
+    if is_first and (widest.nodes == 1 or in_time(lambda: directory.claim(ROLL_CALL), True)):
+        board.put("caller", True)
     guards = [group.guard for group in groups]
     record = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"
     for group in groups:
         group.board.write_record(record)
-    _put_state(groups, ANSWERED)
+        group.board.put("state", ANSWERED)
     widest.end()
-    _until(lambda: all(each.state >= ANSWERED for each in widest.board.read()), began + _NODE_SECONDS)
-    answered = [local for local, each in enumerate(widest.board.read()) if each.state >= ANSWERED]
-    if widest.board.most("state") < CALLED and answered[0] == widest.board.local_rank:
-        _speak(widest, _on_this_node(widest, groups), began, title)
-        _put_state(groups, CALLED)
+    _until(lambda: min(board.all("state")) >= ANSWERED, began + _NODE_SECONDS)
+    states = board.all("state")
+    if max(states) < CALLED and next(local for local, state in enumerate(states) if state) == board.local_rank:
+        others = _speak(widest, began, title)
+        for group in groups:
+            group.board.put("state", CALLED)
     else:
-        _until(lambda: widest.board.most("state") >= CALLED, began + _NODES_SECONDS + 2 * FILE_SECONDS)
+        _until(lambda: max(board.all("state")) >= CALLED, began + _NODES_SECONDS + 2 * FILE_SECONDS)
     _say(title, reports.failed_tests())
     _forward()
+    return others
 
 
-def _speak(widest: Group, here: list[RankStatus], began: float, title: str) -> None:
-    """Print the roll call, or tell the node that prints it about this one."""
-    _ask_for_stacks(here)
-    if not widest.board.most("caller"):
-        if not _written(widest, here, ""):
-            _say_records(widest, title)
-        end = began + _NODES_SECONDS + 2 * FILE_SECONDS + _NODE_SECONDS
-        _until(lambda: in_time(widest.is_published, otherwise=False), end, _LONGEST_LOOK_SECONDS)
-        if time.monotonic() >= end:
-            _say(title, f"a collective is late, and the roll was not called; what is known: {widest.directory.path}/")
-        return
-    if widest.nodes > 1:
-        end = began + _NODES_SECONDS
-        within(_NODES_SECONDS, lambda: _until(widest.hear_others, end, _LONGEST_LOOK_SECONDS))
-    _report(widest, here + widest.others, title)
+def _on_this_node(widest: Group) -> list[RankStatus]:
+    """Return what is known of the ranks of this node; of those that have not answered, as it looks from outside."""
+    words = {entry.number: in_words(entry) for entry in list(widest.guard.record.entries)}  # the other ranks' as well
+    now, found = time.monotonic(), []
+    for each in widest.board.read():
+        calls = [(at - now, words.get(number, f"#{number}")) for number, at in each.calls.items()]
+        silent, record = "", each.record
+        if not each.state:
+            last = "it has made no collective yet"
+            if calls:
+                last = f"its last was {calls[-1][1]}, {-calls[-1][0]:.1f} s ago"
+            silent = f"{local_process.why_silent(each.process)}; {last}"
+            lines = [f"{at:12.6f} s  {text}" for at, text in calls]
+            record = "\n".join(["when it entered its last collectives, as the other ranks call them:", *lines])
+        if each.process:
+            found.append(replace(each, silent=silent, record=record, host=local_process.node_name()))
+    return found
 
 
-def _report(widest: Group, statuses: Sequence[RankStatus], title: str) -> None:
-    """Print the roll call, and write it to the run directory with the records of this node."""
-    unknown = _unknown(widest, statuses)
-    of_records = "Each rank's stacks and its last collectives"
-
-    def text(where: str) -> str:
+def _speak(widest: Group, began: float, title: str) -> list[RankStatus]:
+    """Print the roll call, or tell the node that prints it about this one; return the statuses of other nodes."""
+    directory, here, others = widest.directory, _on_this_node(widest), list[RankStatus]()
+    for each in here:
+        if each.silent and each.signal:  # print your stacks: this needs no Python in that process
+            with suppress(OSError):
+                os.kill(each.process, each.signal)
+    if max(widest.board.all("caller")):
+        if widest.nodes > 1:
+            end = began + _NODES_SECONDS
+            in_time(lambda: _hear_others(widest, others, end), None, _NODES_SECONDS + FILE_SECONDS)
+        called = RollCall(here + others, widest.ranks)
         contained = widest.guard.contains_errors
-        return roll_call(statuses, unknown, len(widest.ranks), where, contained=contained)
-
-    told = text(f"{of_records}: {widest.directory.path}/*.json")
-    if not _written(widest, statuses, told):
-        _say_records(widest, title)
-        told = text(f"{of_records} are above.")
-    _say(title, told)
-    within(FILE_SECONDS, lambda: widest.directory.write(ROLL_CALL, told))
-    _forward()
-
-
-def _unknown(widest: Group, statuses: Sequence[RankStatus]) -> list[int]:
-    return sorted({*widest.ranks} - {status.rank for status in statuses})
-
-
-def _written(widest: Group, statuses: Sequence[RankStatus], text: str) -> bool:
-    """Write what is known to the run directory, with the records of this node; return whether it is there."""
-    unknown = _unknown(widest, statuses)
-    missing = sorted(not_come(statuses, unknown))
-    data = {"ranks": as_data(statuses), "unknown": unknown, "missing": missing, "records": widest.records()}
-    rank = widest.board.read()[widest.board.local_rank].rank
-    told = json.dumps({"text": text, "written_by": rank, **data}, indent=1)
-    return in_time(lambda: widest.directory.write(f"error-{rank}.json", told), otherwise=False)
+        last = "The ranks that wait raise CollectiveTimeoutError" if contained else "The job ends with status 124"
+        text = called.text(f"{_RECORDS}: {directory.path}/*.json", last)
+        if not _write(widest, called, here, text, title):
+            text = called.text(f"{_RECORDS} are above.", last)
+        _say(title, text)
+        in_time(lambda: directory.write(ROLL_CALL, text), False)
+        _forward()
+    else:
+        _write(widest, RollCall(here, widest.ranks), here, "", title)
+        end = began + _NODES_SECONDS + 2 * FILE_SECONDS + _NODE_SECONDS
+        _until(lambda: bool(in_time(lambda: directory.read(ROLL_CALL), "")), end, _LONGEST_LOOK_SECONDS)
+        if time.monotonic() >= end:
+            _say(title, f"a collective is late, and the roll was not called; what is known: {directory.path}/")
+    return others
 
 
-def _say_records(widest: Group, title: str) -> None:
-    for number, lines in widest.records().items():
-        _say(f"{title}record of rank {number}: ", "\n".join(lines))
+def _write(widest: Group, called: RollCall, here: Sequence[RankStatus], text: str, title: str) -> bool:
+    """Write what is known to the file of this node, with the records of its ranks, or print these; return which."""
+    records = {each.rank: each.record.splitlines() for each in here}
+    known = {"ranks": as_data(called.statuses), "unknown": called.unknown, "missing": called.missing}
+    told = json.dumps({"text": text, "node": widest.node, **known, "records": records}, indent=1)
+    is_written = in_time(lambda: widest.directory.write(f"error-{widest.node}.json", told), False)
+    for rank, lines in {} if is_written else records.items():
+        _say(f"{title}record of rank {rank}: ", "\n".join(lines))
+    return is_written
 
 
-def _ask_for_stacks(here: Sequence[RankStatus]) -> None:
-    """Make silent processes print their stacks, where they can; this needs no Python in them."""
-    for status in here:
-        if status.silent and status.signal:
-            with contextlib.suppress(OSError):
-                os.kill(status.process, status.signal)
+def _hear_others(widest: Group, others: list[RankStatus], end: float) -> None:
+    """Add what other nodes have written since the alarm, once all have, or at `end`."""
+    directory, mine, names = widest.directory, f"error-{widest.node}.json", set[str]()
 
+    def have_come() -> bool:
+        names.update(filter(ERROR.fullmatch, directory.names()))
+        return len(names - {mine}) >= widest.nodes - 1
 
-def _put_state(groups: Sequence[Group], state: int) -> None:
-    for group in groups:
-        group.board.put("state", state)
+    _until(have_come, end, _LONGEST_LOOK_SECONDS)
+    for name in names - {mine}:
+        with suppress(ValueError, TypeError, KeyError):
+            others += statuses_in(json.loads(directory.read(name))["ranks"])
 
 
 def _until(ready: Callable[[], bool], end: float, longest: float = _LOOK_SECONDS) -> None:
@@ -212,6 +214,6 @@ def _forward() -> None:
     """Flush what the program has printed, and give the launcher time to read it before anything ends."""
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
-            within(_FLUSH_SECONDS, stream.flush)
+            in_time(stream.flush, None, _FLUSH_SECONDS)
     reports.wait_until_read(FILE_SECONDS)
     time.sleep(_FORWARDING_SECONDS)

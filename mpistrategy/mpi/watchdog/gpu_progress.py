@@ -23,7 +23,6 @@ _BEGUN, _ENDED = 0, 1
 _NUMBER_BYTES = 8
 _TO_HOST = 2  # cudaMemcpyKind
 
-
 #: Puts the writing of a number on a stream: ``write(stream, address, number)``.
 _Write: TypeAlias = Callable[[int, int, int], None]
 _Writer: TypeAlias = Callable[[int, int], "_Write | None"]
@@ -32,13 +31,17 @@ _Writer: TypeAlias = Callable[[int, int], "_Write | None"]
 class GpuProgress:
     """The collectives on this rank's GPU.
 
-    The thread that makes collectives makes it; the watchdog calls `look`, `waited`, `limit` and `in_words`.
+    The thread that makes collectives makes it; the watchdog calls `look`, and reads what that has found.
 
     Args:
         cupy: the package; the device must be the current one.
         check: raises when the communication library has failed; calls nothing of CUDA, and never waits.
         writer: returns for a stream and an address of pinned memory what puts the writing of a number to such memory
             on a stream: ``write(stream, address, number)``; or None where the number must be copied there.
+
+    Attributes:
+        entry: the collective whose result is missing, as of the last look; None without one.
+        failure: why the library says that its result will never come; "" if it does not.
     """
 
     def __init__(self, cupy: Any, check: Any, writer: _Writer = lambda stream, address: None) -> None:
@@ -49,20 +52,20 @@ class GpuProgress:
         self._reached = empty_pinned((2,), "int64")
         self._reached[:] = 0
         stream = cupy.cuda.get_current_stream()
-        write = writer(stream.ptr, self._reached.ctypes.data)
-        self._write: _Write = write or self._copy_of(cupy.arange(_RING, dtype="int64"))
+        self._write = writer(stream.ptr, self._reached.ctypes.data)
+        self._numbers = cupy.arange(_RING, dtype="int64")
         self._given = 0
-        self._entries: list[CurrentCall | None] = [None] * _RING
-        self._limits: list[float | None] = [None] * _RING
+        self._entries: list[tuple[CurrentCall | None, float | None]] = [(None, None)] * _RING
         self._last = cupy.cuda.Event(disable_timing=True)
         self._last.record(stream)
         self._last.synchronize()  # other streams read the numbers, too
         self._stream = stream.ptr
-        # What the watchdog saw last: which collective is the oldest, whether the GPU is at it, and since when.
-        self._oldest = 0
-        self._is_at_it = False
+        self.entry: CurrentCall | None = None
+        self.failure = ""
+        #: The numbers that the GPU had written when the watchdog saw new ones, since when, and the collective's limit.
+        self._seen = (0, 0)
         self._since = math.inf
-        self._failure = ""
+        self._limit: float | None = None
 
     @property
     def is_full(self) -> bool:
@@ -92,7 +95,7 @@ class GpuProgress:
             stream.wait_event(self._last)  # one after the other, whatever streams the program uses
             self._stream = stream.ptr
         self._given = (self._given + 1) % _RING
-        self._entries[self._given], self._limits[self._given] = entry, limit
+        self._entries[self._given] = entry, limit
         self._note(_BEGUN, stream)
 
     def given(self) -> None:
@@ -102,16 +105,12 @@ class GpuProgress:
         self._last.record(stream)
 
     def _note(self, which: int, stream: Any) -> None:
-        self._write(stream.ptr, self._reached.ctypes.data + which * _NUMBER_BYTES, self._given)
-
-    def _copy_of(self, numbers: Any) -> _Write:
-        """Return what copies one of the numbers, which are in GPU memory, to the host."""
-        copy = self._cupy.cuda.runtime.memcpyAsync
-
-        def write(stream: int, address: int, number: int) -> None:
-            copy(address, numbers.data.ptr + number * _NUMBER_BYTES, _NUMBER_BYTES, _TO_HOST, stream)
-
-        return write
+        address = self._reached.ctypes.data + which * _NUMBER_BYTES
+        if self._write is not None:
+            self._write(stream.ptr, address, self._given)
+        else:
+            number = self._numbers.data.ptr + self._given * _NUMBER_BYTES
+            self._cupy.cuda.runtime.memcpyAsync(address, number, _NUMBER_BYTES, _TO_HOST, stream.ptr)
 
     def _under_way(self) -> int:
         ended = int(self._reached[_ENDED])  # read first: what is given may only become more meanwhile
@@ -122,44 +121,32 @@ class GpuProgress:
         ended = int(self._reached[_ENDED])
         begun, given = int(self._reached[_BEGUN]), self._given
         if ended == given:
-            self._oldest, self._since, self._failure = 0, math.inf, ""
+            self.entry, self._since, self.failure = None, math.inf, ""
             return
-        oldest, is_at_it = (ended + 1) % _RING, begun != ended
-        if (oldest, is_at_it) != (self._oldest, self._is_at_it) or self._since == math.inf:
-            self._oldest, self._is_at_it, self._since = oldest, is_at_it, now
+        if (begun, ended) != self._seen or self._since == math.inf:
+            self._seen, self._since = (begun, ended), now
+        self.entry, self._limit = self._entries[(ended + 1) % _RING]
         try:
             self._check()
         except Exception as error:  # of the library's own type
-            self._failure = str(error)
-
-    @property
-    def entry(self) -> CurrentCall | None:
-        """The collective whose result is missing, as of the last look; None without one."""
-        return None if self._since == math.inf else self._entries[self._oldest]
-
-    @property
-    def has_failed(self) -> bool:
-        """Whether the library says that the result will never come."""
-        return bool(self._failure) and self._since < math.inf
+            self.failure = str(error)
 
     def waited(self, now: float, not_before: float) -> float:
         """Return how long the GPU has been in the oldest collective; 0 before it has come to it."""
-        if self._since == math.inf or not self._is_at_it:
-            return 0.0
-        return max(0.0, now - max(self._since, not_before))
+        begun, ended = self._seen
+        return 0.0 if begun == ended else max(0.0, now - max(self._since, not_before))
 
     def limit(self, usual: float) -> float:
         """Return how long the oldest collective may take, in seconds."""
-        seconds = None if self._since == math.inf else self._limits[self._oldest]
-        return usual if seconds is None else seconds
+        return usual if self._since == math.inf or self._limit is None else self._limit
 
     def in_words(self, now: float) -> str:
         """Return where the GPU is; "" when no result is missing."""
-        entry = self.entry
         if self._since == math.inf:
             return ""
-        what = "a collective" if entry is None else in_words(entry)
-        if not self._is_at_it:
+        what = "a collective" if self.entry is None else in_words(self.entry)
+        begun, ended = self._seen
+        if begun == ended:
             return f"on its way: its GPU is still at what comes before {what}"
-        failed = f"{FAILED}{self._failure}" if self._failure else ""
+        failed = f"{FAILED}{self.failure}" if self.failure else ""
         return f"in {what} on its GPU for {now - self._since:.1f} s{failed}"

@@ -35,36 +35,27 @@ def node_name() -> str:
 
 def now_doing(guards: Iterable[Guard]) -> str:
     """Return where this process is: in which collective, or after which one and where in the program."""
-    now = time.monotonic()
-    guards = list(guards)
-    inside = [(entry, guard.thread) for guard in guards if (entry := inside_of(guard)) is not None]
+    now, guards = time.monotonic(), list(guards)
+    inside = [(entry.entered, entry, guard) for guard in guards if (entry := inside_of(guard)) is not None]
     if inside:
-        oldest, thread = min(inside, key=lambda pair: float(pair[0].entered))
-        in_main = thread == threading.main_thread().ident
-        words = flight_recorder.in_words(oldest, with_place=not in_main)
-        if any(guard.own_gpu_since < math.inf and inside_of(guard) is oldest for guard in guards):
-            place = f"{'' if in_main else 'main thread '}{_place()}"
+        entered, entry, guard = min(inside, key=lambda each: each[0])
+        in_main = guard.thread == threading.main_thread().ident
+        words = flight_recorder.in_words(entry, with_place=not in_main)
+        place = f"{'' if in_main else 'main thread '}{_place()}"
+        if guard.own_gpu_since < math.inf:
             return f"on its way: its GPU is still at what comes before {words}; {place}"
-        return f"in {words} for {now - oldest.entered:.1f} s; {'' if in_main else 'main thread '}{_place()}"
-    on_gpu = next((text for guard in guards if (text := _on_gpu(guard, now))), "")
-    if on_gpu:
-        return f"{on_gpu}; {_place()}"
+        return f"in {words} for {now - entered:.1f} s; {place}"
+    for guard in guards:
+        if guard.gpu_progress is not None and (on_gpu := guard.gpu_progress.in_words(now)):
+            return f"{on_gpu}; {_place()}"
+    left = [entry for guard in guards if (entry := guard.record.last()) is not None and entry.left]
+    last = max(left, key=lambda entry: entry.entered, default=None)
+    words = "it has made no collective yet"
+    if last is not None:
+        words = f"its last was {flight_recorder.in_words(last)}, {now - last.left:.1f} s ago"
     if any(guard.leaving for guard in guards):
-        return f"at its end: its program has ended; {_last(guards, now)}"
-    return f"in no collective: {_place()}; {_last(guards, now)}"
-
-
-def _on_gpu(guard: Guard, now: float) -> str:
-    flight = guard.gpu_progress
-    return "" if flight is None else str(flight.in_words(now))
-
-
-def _last(guards: Iterable[Guard], now: float) -> str:
-    entries = [entry for guard in guards if (entry := guard.record.last()) is not None and entry.left]
-    if not entries:
-        return "it has made no collective yet"
-    last = max(entries, key=lambda entry: float(entry.entered))
-    return f"its last was {flight_recorder.in_words(last)}, {now - last.left:.1f} s ago"
+        return f"at its end: its program has ended; {words}"
+    return f"in no collective: {_place()}; {words}"
 
 
 def inside_of(guard: Guard) -> CurrentCall | None:
@@ -107,15 +98,12 @@ def _frames_stay() -> Iterator[None]:
 
 def record(guards: Iterable[Guard]) -> str:
     """Return the flight record of this process: the last collectives of all its strategies, oldest first."""
-    now = time.monotonic()
-    lines: list[tuple[float, str]] = []
-    for guard in guards:
-        entries = list(guard.record.entries)  # copies without letting the program's threads run, which write more
-        lines += [(entry.entered, flight_recorder.line_of(entry, now)) for entry in entries]
-    if not lines:
+    # Copies of the records without letting the program's threads run, which write more.
+    entries = sorted((entry for guard in guards for entry in list(guard.record.entries)), key=lambda each: each.entered)
+    if not entries:
         return "no collectives yet\n"
-    head = f"{'entered':>14} {'took':>14}  collective (# its number in its strategy)\n"
-    return head + "".join(f"{line}\n" for _, line in sorted(lines))
+    now, head = time.monotonic(), f"{'entered':>14} {'took':>14}  collective (# its number in its strategy)\n"
+    return head + "".join(f"{flight_recorder.line_of(entry, now)}\n" for entry in entries)
 
 
 def stacks() -> str:
@@ -123,13 +111,9 @@ def stacks() -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, me = threading.main_thread().ident, threading.get_ident()
     with _frames_stay():
-        frames = sys._current_frames()
-        found = {ident: traceback.format_stack(frame) for ident, frame in frames.items() if ident != me}
-    parts = []
-    for ident in sorted(found, key=lambda ident: ident != main):
-        stack = "".join(found[ident])
-        parts.append(f"thread {names.get(ident, ident)} (most recent call last):\n{stack}")
-    return "\n".join(parts)
+        found = {ident: "".join(traceback.format_stack(frame)) for ident, frame in sys._current_frames().items()}
+    others = sorted(found.keys() - {me}, key=lambda ident: ident != main)
+    return "\n".join(f"thread {names.get(each, each)} (most recent call last):\n{found[each]}" for each in others)
 
 
 def why_silent(process: int) -> str:

@@ -24,17 +24,91 @@ _UNKNOWN = (
 )
 
 
+class RollCall:
+    """What is known of the ranks of a strategy when a collective is late.
+
+    Args:
+        statuses: of the ranks that are known, in any order.
+        ranks: the numbers in the job of all ranks; where not all nodes were asked, of those that are known.
+
+    Attributes:
+        statuses: of the ranks that are known, in order.
+        unknown: the ranks of which nothing is known.
+        missing: the ranks that do not wait, or of which nothing is known.
+    """
+
+    def __init__(self, statuses: Sequence[RankStatus], ranks: Sequence[int]) -> None:
+        self.statuses: list[RankStatus] = sorted(statuses, key=lambda each: each.rank)
+        self._size = len(ranks)
+        self.unknown: list[int] = sorted({*ranks} - {each.rank for each in statuses})
+        silent = [each.rank for each in self.statuses if each.silent]
+        away = [each.rank for each in self.statuses if not each.waited and not each.silent] + self.unknown
+        self.missing: list[int] = sorted(silent + away)
+        told = {"not come": sorted(away), "no answer": silent}
+        self._absent = "".join(f"; {what}: {ranks_in_words(them)}" for what, them in told.items() if them)
+
+    def as_error(self) -> CollectiveTimeoutError:
+        """Return the error of ranks that wait, for a job that goes on."""
+        error = CollectiveTimeoutError(f"a collective is late, as the roll call says{self._absent}. {NO_MORE_CALLS}")
+        error.calls = {each.rank: _call_of(each) for each in self.statuses}
+        error.missing = tuple(self.missing)
+        error.waited_seconds = {each.rank: round(each.waited, 3) for each in self.statuses}
+        return error
+
+    @property
+    def summary(self) -> str:
+        """How many ranks wait, and which do not."""
+        if not self.missing:
+            why = "in different strategies, in calls that do not fit together, or for a network that has stopped"
+            return f"All {self._size} ranks wait: {why}."
+        return f"{self._size - len(self.missing)} of {self._size} ranks wait{self._absent}."
+
+    def text(self, records: str, end: str) -> str:
+        """Return the roll call as text.
+
+        Args:
+            records: where the records and the stacks are, in words.
+            end: what happens now, in words.
+        """
+        rows, late = self.statuses, max(self.statuses, key=lambda each: each.waited - each.limit)
+        failed = [each.rank for each in rows if FAILED in each.text]
+        if failed:
+            told = f"a collective has failed on a GPU: {ranks_in_words(failed)}"
+        elif not late.waited:
+            told = "a collective is late: no rank waits for another one, and a GPU does not come to it"
+        else:
+            told = f"a collective is late: rank {late.rank} has waited for {late.waited:.1f} s "
+            told += f"(timeout_seconds={late.limit:g})"
+        if len(rows) > _MOST_ROWS:  # those that did not come before those that wait
+            rows = sorted(rows, key=lambda each: each.rank not in self.missing)[:_MOST_ROWS]
+        lines = [f"roll call: {told}", *map(_row, rows)]
+        if len(self.statuses) > len(rows):
+            lines.append(f"  and {len(self.statuses) - len(rows)} more ranks that wait")
+        if self.unknown:
+            lines.append(f"  nothing is known of {ranks_in_words(self.unknown)}: {_UNKNOWN}")
+        lines += [
+            self.summary,
+            records,
+            f"{end}. Work that one rank does for long on purpose: `with strategy.expect_long(seconds)`; a longer "
+            "limit: MPISTRATEGY_TIMEOUT_SECONDS.",
+        ]
+        return "\n".join(lines)
+
+
 def as_data(statuses: Sequence[RankStatus]) -> dict[int, dict[str, object]]:
-    """Return by rank: where it was how long ago, how long it had waited (0: not), how long it may, why it is silent."""
+    """Return by rank: where it was how long ago, how long it had waited (0: not), its limit, why it is silent; ..."""
     return {
         each.rank: {
             "text": each.text,
             "waited_seconds": round(each.waited, 3),
             "timeout_seconds": each.limit if math.isfinite(each.limit) else None,
-            "said_seconds_ago": round(_age(each), 3),
+            "said_seconds_ago": round(each.age, 3),
             "silent": each.silent,
+            "host": each.host,
+            "process": each.process,
+            "signal": each.signal,
         }
-        for each in sorted(statuses, key=lambda status: status.rank)
+        for each in sorted(statuses, key=lambda each: each.rank)
     }
 
 
@@ -43,56 +117,17 @@ def statuses_in(data: Mapping[str, Any]) -> list[RankStatus]:
     return [
         RankStatus(
             int(rank),
-            process=0,
-            signal=0,
+            process=int(told["process"]),
+            signal=int(told["signal"]),
             beat=time.monotonic() - float(told["said_seconds_ago"]),
             waited=float(told["waited_seconds"]),
             limit=math.inf if told["timeout_seconds"] is None else float(told["timeout_seconds"]),
             text=str(told["text"]),
             silent=str(told["silent"]),
+            host=str(told["host"]),
         )
         for rank, told in data.items()
     ]
-
-
-def _age(status: RankStatus) -> float:
-    return max(0.0, time.monotonic() - status.beat)
-
-
-def not_come(statuses: Sequence[RankStatus], unknown: Sequence[int]) -> list[int]:
-    """Return the ranks that do not wait, or of which nothing is known."""
-    return [each.rank for each in statuses if each.silent or not each.waited] + list(unknown)
-
-
-def _silent(statuses: Sequence[RankStatus]) -> list[int]:
-    return [each.rank for each in statuses if each.silent]
-
-
-def absent_in_words(missing: Sequence[int], silent: Sequence[int]) -> str:
-    """Return ``; not come: rank 1; no answer: rank 2``.
-
-    Args:
-        missing: the ranks that do not wait, the silent ones among them.
-        silent: those that cannot say where they are, such as stopped ones: they may have come before that.
-    """
-    absent = [rank for rank in missing if rank not in silent]
-    parts = {"not come": absent, "no answer": [rank for rank in missing if rank in silent]}
-    return "".join(f"; {what}: {ranks_in_words(ranks)}" for what, ranks in parts.items() if ranks)
-
-
-def as_error(statuses: Sequence[RankStatus], unknown: Sequence[int]) -> CollectiveTimeoutError:
-    """Return the error of ranks that wait, for a job that goes on."""
-    ordered = sorted(statuses, key=lambda status: status.rank)
-    missing = sorted(not_come(ordered, unknown))
-    error = CollectiveTimeoutError(
-        f"a collective is late, as the roll call says{absent_in_words(missing, _silent(ordered))}. {NO_MORE_CALLS}"
-        if missing
-        else f"a collective is late, as the roll call says. {NO_MORE_CALLS}"
-    )
-    error.calls = {each.rank: _call_of(each) for each in ordered}
-    error.missing = tuple(missing)
-    error.waited_seconds = {each.rank: round(each.waited, 3) for each in ordered}
-    return error
 
 
 def call_in(text: str) -> RankCall:
@@ -111,68 +146,8 @@ def _call_of(status: RankStatus) -> RankCall:
     return replace(call, left=f"does not answer: {status.silent}") if status.silent else call
 
 
-def roll_call(
-    statuses: Sequence[RankStatus],
-    unknown: Sequence[int],
-    size: int,
-    records: str,
-    *,
-    contained: bool = False,
-) -> str:
-    """Return the roll call as text.
-
-    Args:
-        statuses: of the ranks that are known, in any order.
-        unknown: the ranks about which nothing is known.
-        size: how many ranks the job has.
-        records: where the records and the stacks are, in words.
-        contained: whether the job goes on, and the ranks that wait raise.
-    """
-    statuses = sorted(statuses, key=lambda status: status.rank)
-    late = max(statuses, key=lambda status: status.waited - status.limit)
-    waiting = [each.rank for each in statuses if each.waited and not each.silent]
-    missing = not_come(statuses, unknown)
-    failed = [status.rank for status in statuses if FAILED in status.text]
-    told = (
-        f"a collective has failed on a GPU: {ranks_in_words(failed)}"
-        if failed
-        else "a collective is late: no rank waits for another one, and a GPU does not come to it"
-        if not late.waited
-        else f"a collective is late: rank {late.rank} has waited for {late.waited:.1f} s "
-        f"(timeout_seconds={late.limit:g})"
-    )
-    lines = [
-        f"roll call: {told}",
-        *(_row(each) for each in _most_telling(statuses)),
-    ]
-    if len(statuses) > _MOST_ROWS:
-        lines.append(f"  and {len(statuses) - _MOST_ROWS} more ranks that wait")
-    if unknown:
-        lines.append(f"  nothing is known of {ranks_in_words(unknown)}: {_UNKNOWN}")
-    if missing:
-        lines.append(f"{len(waiting)} of {size} ranks wait{absent_in_words(missing, _silent(statuses))}.")
-    else:
-        why = "in different strategies, in calls that do not fit together, or for a network that has stopped"
-        lines.append(f"All {size} ranks wait: {why}.")
-    lines.append(records)
-    end = "The ranks that wait raise CollectiveTimeoutError" if contained else "The job ends with status 124"
-    lines.append(
-        f"{end}. Work that one rank does for long on purpose: `with "
-        "strategy.expect_long(seconds)`; a longer limit: MPISTRATEGY_TIMEOUT_SECONDS."
-    )
-    return "\n".join(lines)
-
-
-def _most_telling(statuses: Sequence[RankStatus]) -> Sequence[RankStatus]:
-    """Return those that did not come before those that wait, when they are too many to be told."""
-    if len(statuses) <= _MOST_ROWS:
-        return statuses
-    return sorted(statuses, key=lambda each: bool(each.waited) and not each.silent)[:_MOST_ROWS]
-
-
 def _row(status: RankStatus) -> str:
     if status.silent:
-        return (
-            f"  rank {status.rank}: does not answer: {status.silent}; {_age(status):.1f} s ago it said: {status.text}"
-        )
+        ago = f"{status.age:.1f} s ago it said: {status.text}"
+        return f"  rank {status.rank}: does not answer: {status.silent}; {ago}"
     return f"  rank {status.rank}: {'waits' if status.waited else 'has not come, is'} {status.text}"

@@ -5,6 +5,7 @@ A rank's watchdog writes it and never calls MPI: the peers can read it when that
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +17,8 @@ from mpistrategy.mpi.contract.flight_recorder import LENGTH
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.objects.text import decoded, encoded
 
-#: How far a rank has come with a late collective: it knows of it; its record and its stacks are written; the roll call
-#: is printed.
-WELL, ALARMED, ANSWERED, CALLED = range(4)
+#: How far a rank has come with a late collective: its record and its stacks are written; the roll call is printed.
+ANSWERED, CALLED = 1, 2
 
 _NUMBER, _SECONDS = np.int64, np.float64  # of time.monotonic(), but `waited` and `limit`
 #: What a rank says of itself at a time: attributes of `RankStatus`.
@@ -34,16 +34,16 @@ ROW = np.dtype(
     [
         ("mark", "S16"),
         ("ranks", _NUMBER),  # of the node, as many as there are rows
-        ("strategy", _NUMBER),  # see `LastCalls`, as for `size`
-        ("size", _NUMBER),
+        ("strategy", _NUMBER),  # a number that only this one has, the same on all its ranks; 0 where there is none
+        ("size", _NUMBER),  # how many ranks the strategy has
         ("sequence", _NUMBER),  # odd while `status` is written
         ("status", STATUS),
-        ("state", _NUMBER),  # WELL, ALARMED, ANSWERED or CALLED
         ("expected", _SECONDS),  # until when this rank is busy, as it said
         ("elsewhere", _SECONDS),  # until when another node is busy
-        ("looked", _SECONDS),  # when this rank has looked for that
         ("left", _NUMBER),  # whether some rank takes no more calls
+        ("alarmed", _NUMBER),  # whether a collective is late
         ("caller", _NUMBER),  # whether this node calls the roll
+        ("state", _NUMBER),  # 0, ANSWERED or CALLED
         ("before", _NUMBER, LENGTH),  # see `FlightRecord`, as for `entered` and `after`
         ("entered", _SECONDS, LENGTH),
         ("after", _NUMBER, LENGTH),
@@ -54,8 +54,6 @@ ROW = np.dtype(
 #: What a row takes in the memory of a node.
 BYTES = 52 * 1024
 MARK = b"mpistrategy rank"
-_LONGEST_TEXT = STATUS["text"].itemsize
-_LONGEST_RECORD = ROW["record"].itemsize
 _CUT = b"\n... (cut)\n"
 
 
@@ -71,8 +69,11 @@ class RankStatus:
         waited: how long it had waited in a collective, in seconds; 0 when it was in none.
         limit: the timeout of that collective, in seconds.
         text: where it was.
-        state: WELL, ALARMED, ANSWERED or CALLED.
+        state: 0, ANSWERED or CALLED.
+        calls: when it entered its last collectives, in seconds of time.monotonic(), by their numbers; in order.
+        record: its stacks and its last collectives in words; "" before it has written them.
         silent: why it has not answered an alarm; "" where it has, or there is none.
+        host: the name of its node; "" if unknown.
     """
 
     rank: int
@@ -82,23 +83,16 @@ class RankStatus:
     waited: float
     limit: float
     text: str
-    state: int = WELL
+    state: int = 0
+    calls: Mapping[int, float] = field(default_factory=dict)
+    record: str = ""
     silent: str = ""
+    host: str = ""
 
-
-@dataclass(frozen=True)
-class LastCalls:
-    """When a rank came to its last collectives of one strategy.
-
-    Attributes:
-        strategy: a number for that strategy; 0 for none.
-        ranks: how many ranks it has.
-        entered: when the rank entered them, in seconds of time.monotonic(), by their numbers; in order.
-    """
-
-    strategy: int = 0
-    ranks: int = 0
-    entered: Mapping[int, float] = field(default_factory=dict)
+    @property
+    def age(self) -> float:
+        """How long ago this was written, in seconds."""
+        return max(0.0, time.monotonic() - self.beat)
 
 
 class StatusBoard:
@@ -113,7 +107,6 @@ class StatusBoard:
 
     def __init__(self, memory: SharedMemory) -> None:
         self.local_rank: int = memory.local_rank
-        self.count: int = len(memory.segments)
         self._fence = memory.fence
         self._rows: list[Any] = [segment[: ROW.itemsize].view(ROW)[0] for segment in memory.segments]
         self._mine = self._rows[self.local_rank]
@@ -123,38 +116,31 @@ class StatusBoard:
     def introduce(self, strategy: int, ranks: int) -> None:
         """Say which strategy this is, and how many ranks it has."""
         self._mine["strategy"], self._mine["size"] = strategy, ranks
-        self._mine["ranks"], self._mine["mark"] = self.count, MARK
+        self._mine["ranks"], self._mine["mark"] = len(self._rows), MARK
 
     def write(self, status: RankStatus) -> None:
-        """Replace this rank's status, but for `state` and `silent`."""
+        """Replace this rank's status: the fields of `STATUS`."""
         values = [getattr(status, name) for name in STATUS.names or ()]
         self._mine["sequence"] += 1
         self._order()
-        self._mine["status"] = (*values[:-1], encoded(status.text, _LONGEST_TEXT))
+        self._mine["status"] = (*values[:-1], encoded(status.text, STATUS["text"].itemsize))
         self._order()
         self._mine["sequence"] += 1
 
+    def write_record(self, text: str) -> None:
+        """Show the node this rank's record; of a long one its beginning and its end."""
+        data, most = encoded(text), ROW["record"].itemsize
+        half = (most - len(_CUT)) // 2
+        self._mine["record"] = data if len(data) <= most else data[:half] + _CUT + data[-half:]
+
     def put(self, name: str, value: float) -> None:
-        """Say at once one thing: `state`, `expected`, `elsewhere`, `looked`, `left` or `caller` of `ROW`."""
+        """Say at once one thing, from `expected` to `state` in `ROW`."""
         self._order()
         self._mine[name] = value
 
-    def most(self, name: str) -> float:
-        """Return the highest value that a rank of the node has put there."""
-        return max(float(row[name]) for row in self._rows)
-
-    def calls(self) -> list[LastCalls]:
-        """Return the last collectives of the node's ranks, by local rank."""
-        return [LastCalls(int(row["strategy"]), int(row["size"]), self._entered(row)) for row in self._rows]
-
-    def write_record(self, text: str) -> None:
-        """Show the node this rank's record; of a long one its beginning and its end."""
-        self._mine["record"] = shortened(encoded(text), _LONGEST_RECORD)
-
-    def records(self, longest: int = _LONGEST_RECORD) -> dict[int, str]:
-        """Return the records that the node's ranks have written, by their numbers in the job; each of so many bytes."""
-        told = {int(row["status"]["rank"]): bytes(row["record"]) for row in self._rows}
-        return {rank: decoded(shortened(record, longest)) for rank, record in told.items() if record}
+    def all(self, name: str) -> list[float]:
+        """Return one number of each rank of the node."""
+        return [float(row[name]) for row in self._rows]
 
     def read(self) -> list[RankStatus]:
         """Return all statuses, by local rank; one that is being written all the time may be mixed."""
@@ -168,10 +154,10 @@ class StatusBoard:
             self._order()
             if before == row["sequence"] and not before & 1:
                 break
-        values += decoded(text), int(row["state"])
+        values += decoded(text), int(row["state"]), self._calls(row), decoded(bytes(row["record"]))
         return RankStatus(*values)
 
-    def _entered(self, row: Any) -> dict[int, float]:
+    def _calls(self, row: Any) -> dict[int, float]:
         """Return when a rank entered its last calls; one that is being written now is left out."""
         after = row["after"].tolist()
         self._order()
@@ -183,11 +169,3 @@ class StatusBoard:
     def _order(self) -> None:
         if self._fence is not None:
             self._fence()
-
-
-def shortened(data: bytes, most: int) -> bytes:
-    """Return a text of at most so many bytes: of a longer one its beginning and its end."""
-    if len(data) <= most:
-        return data
-    half = (most - len(_CUT)) // 2
-    return data[:half] + _CUT + data[-half:]

@@ -22,7 +22,6 @@ from mpistrategy.errors import OptionError
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog import alarm, local_process, reports
-from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.status_board import RankStatus
 
@@ -44,52 +43,38 @@ class Watchdog:
 
     def __init__(self, rank: int, size: int, end: Callable[[int], object] | None = None) -> None:
         self._end = end
-        self.rank = rank
-        self.size = size
+        self.rank, self.size = rank, size
         self.title: str = f"[rank {rank}/{size}] "
         self.pid: int = os.getpid()
-        self._groups: dict[Guard, Group] = {}
-        self._expected = 0.0
-        #: Until when, for each `expect` that lasts.
+        #: The communicators that are watched.
+        self.groups: dict[Guard, Group] = {}
+        #: Until when, for each `expect` that lasts; and what the peers know.
         self._busy: list[float] = []
+        self._expected = 0.0
         self._resumed = 0.0
         self._reminded = self._failed = False
         self._changed = threading.Event()
-        self._lock = threading.Lock()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread()  # none yet
 
     def add(self, group: Group) -> None:
         """Watch over one more communicator."""
-        now, limit = time.monotonic(), group.limit
-        begun = RankStatus(self.rank, self.pid, stack_signal, now, 0.0, limit, "has just begun")
-        group.board.introduce(group.identity, len(group.ranks))
+        begun = RankStatus(self.rank, self.pid, stack_signal, time.monotonic(), 0.0, group.limit, "has just begun")
         group.board.put("expected", self._expected)
         group.board.write(begun)  # a rank that is stopped before the thread looks is known as well
-        with self._lock:
-            self._groups[group.guard] = group
-            self._changed.set()
-            if self._thread is None or not self._thread.is_alive():  # a signal may come before it is started
-                self._thread = threading.Thread(target=self._run, name="mpistrategy watchdog", daemon=True)
-                self._thread.start()
-
-    def groups(self) -> list[Group]:
-        """Return the groups that are watched."""
-        return list(self._groups.values())
-
-    def group_of(self, guard: Guard) -> Group | None:
-        """Return the group of `guard`; None where it is not watched."""
-        return self._groups.get(guard)
+        starts = not self.groups or not self._thread.is_alive()  # a signal may come before it is started
+        self.groups[group.guard] = group
+        self._changed.set()
+        if starts:
+            self._thread = threading.Thread(target=self._run, name="mpistrategy watchdog", daemon=True)
+            self._thread.start()
 
     def remove(self, guard: Guard) -> None:
         """Stop watching the communicator of `guard`; the thread ends after the last one."""
-        with self._lock:
-            group = self._groups.pop(guard, None)
-            thread = None if self._groups else self._thread
-            self._changed.set()
-        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
-            thread.join(_JOIN_SECONDS)
+        group = self.groups.pop(guard, None)
+        self._changed.set()
+        if not self.groups and self._thread.is_alive() and self._thread is not threading.current_thread():
+            self._thread.join(_JOIN_SECONDS)
         if group is not None:
-            group.has_ended = True
             group.end()
 
     @contextlib.contextmanager
@@ -112,16 +97,16 @@ class Watchdog:
             self._set_expected(now)
 
     def _set_expected(self, until: float) -> None:
-        if os.getpid() != self.pid:
-            return  # a forked child sees the board, too, but must not write there
-        self._expected = until
-        for group in self.groups():
-            group.board.put("expected", until)
+        if os.getpid() == self.pid:  # a forked child sees the board, too, but must not write there
+            self._expected = until
+            for group in list(self.groups.values()):
+                group.board.put("expected", until)
 
     def _run(self) -> None:
         last = time.monotonic()
-        while not self._is_over():
-            tick = self._tick()
+        while self.groups and self._thread is threading.current_thread():
+            limits = [group.limit for group in list(self.groups.values())]
+            tick = min(max(min(limits, default=0) / 10, _SHORTEST_TICK), _LONGEST_TICK)
             self._changed.wait(tick)
             self._changed.clear()
             now = time.monotonic()
@@ -129,85 +114,62 @@ class Watchdog:
                 self._resumed = now
             last = now
             try:
-                self._look(now)
+                self._look(now, list(self.groups.values()))
             except Exception as error:  # an error in here must neither end the job nor hide a hang
                 if not self._failed:
                     reports.write_at_once(f"{self.title}mpistrategy's watchdog has failed: {error!r}\n")
                 self._failed = True
 
-    def _is_over(self) -> bool:
-        """Return whether nothing is watched any more; another thread is started for what comes after that."""
-        with self._lock:
-            if not self._groups:
-                self._thread = None
-            return not self._groups
-
-    def _tick(self) -> float:
-        limit = min((group.limit for group in self.groups()), default=math.inf)
-        return min(max(limit / 10, _SHORTEST_TICK), _LONGEST_TICK)
-
-    def _look(self, now: float) -> None:
-        groups = self.groups()
-        if not groups:
-            return
-        for flight in _on_gpus(groups):
-            flight.look(now)
+    def _look(self, now: float, groups: list[Group]) -> None:
+        for group in groups:
+            if group.guard.gpu_progress is not None:
+                group.guard.gpu_progress.look(now)
         self._show(groups)
+        ending = [group for group in groups if not group.guard.contains_errors]
         for group in groups:
             group.look_at_nodes(now)
             group.tell_of_end()
             in_vain = group.seconds_in_vain(now)
-            if in_vain > 0 and group.guard.contains_errors and not group.guard.is_told_late:
-                group.guard.stop_waiting(group.failure().as_error())
-            elif in_vain > (PATIENCE_SECONDS if group.guard.contains_errors else 0):
+            if in_vain > (0 if group in ending else PATIENCE_SECONDS):
                 alarm.end_for(group, group.failure(), self.title, self._end)
-        contained = [group for group in groups if group.guard.contains_errors]
-        for group in contained:
-            if group.guard.is_told_late or not (group.is_alarmed() or self._is_late(now, [group])):
+            if group in ending or group.guard.is_told_late:
                 continue
-            if group.told is not None:  # this rank comes late to the call whose roll was called
-                group.guard.stop_waiting(group.told)
-            else:
-                self._show(groups)
-                alarm.contain(group, self.title)
-        ending = [group for group in groups if not group.guard.contains_errors]
-        if any(group.is_alarmed() for group in ending) or self._is_late(now, ending):
+            if in_vain > 0:
+                group.guard.stop_waiting(group.failure().as_error())
+            elif any(group.board.all("alarmed")) or self._is_late(now, [group]):
+                if group.told is None:
+                    self._show(groups)
+                    alarm.contain(group, self.title)
+                else:  # this rank comes late to the call whose roll was called
+                    group.guard.stop_waiting(group.told)
+        if any(any(group.board.all("alarmed")) for group in ending) or self._is_late(now, ending):
             self._show(groups)
             alarm.answer(ending, self.title, self._end)
         self._remind(now, groups)
 
     def _is_late(self, now: float, groups: list[Group]) -> bool:
-        if any(flight.has_failed for flight in _on_gpus(groups)):
+        if any(group.guard.gpu_progress is not None and group.guard.gpu_progress.failure for group in groups):
             return True
-        late = [group for group in groups if group.is_late(now, self._resumed)]
-        limit = min((group.limit for group in late), default=math.inf)
-        return bool(late) and not any(group.is_excused(now, limit) for group in groups)
+        limit = min((group.limit for group in groups if group.is_late(now, self._resumed)), default=math.inf)
+        return limit < math.inf and not any(group.is_excused(now, limit) for group in groups)
 
     def _show(self, groups: list[Group]) -> None:
         """Write the status of this moment."""
-        now = time.monotonic()
-        longest = max(groups, key=lambda group: group.waited(now, self._resumed) / group.limit)
-        text = local_process.now_doing(group.guard for group in groups)
-        waited, limit = longest.waited(now, self._resumed), longest.limit
+        now, text = time.monotonic(), local_process.now_doing(group.guard for group in groups)
+        waits = [(group.waited(now, self._resumed), group.limit) for group in groups]
+        waited, limit = max(waits, key=lambda wait: wait[0] / wait[1], default=(0.0, math.inf))
         for group in groups:
             group.board.write(RankStatus(self.rank, self.pid, stack_signal, now, waited, limit, text))
 
     def _remind(self, now: float, groups: list[Group]) -> None:
         """Say once that this rank has ended and waits for the others, which may still be at work."""
-        waiting = [group for group in groups if group.guard.leaving]
-        if self._reminded or not any(now - group.guard.since > group.guard.timeout for group in waiting):
-            return
-        self._reminded = True
-        widest = max(waiting, key=lambda group: len(group.ranks))
-        others = [
-            status for status in widest.board.read() if status.rank != self.rank and "at its end" not in status.text
-        ]
-        told = "".join(f"\n  rank {status.rank}: {status.text}" for status in others)
-        reports.write_at_once(f"{self.title}has ended its program and waits for the other ranks.{told}\n")
-
-
-def _on_gpus(groups: list[Group]) -> list[GpuProgress]:
-    return [group.guard.gpu_progress for group in groups if group.guard.gpu_progress is not None]
+        waiting = [group for group in groups if group.guard.leaving and now - group.guard.since > group.guard.timeout]
+        if waiting and not self._reminded:
+            self._reminded = True
+            board = max(waiting, key=lambda group: len(group.ranks)).board
+            others = [each for each in board.read() if "at its end" not in each.text]
+            told = "".join(f"\n  rank {each.rank}: {each.text}" for each in others)
+            reports.write_at_once(f"{self.title}has ended its program and waits for the other ranks.{told}\n")
 
 
 #: The watchdog of this process, or of the one that has forked it; None where there is none.

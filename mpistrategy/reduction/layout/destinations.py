@@ -51,30 +51,16 @@ def for_value(value: Any, destinations: Any) -> Any:
 
     A number alone says nothing: 0 might be meant as rank 0.
     """
-    if destinations is None or isinstance(destinations, str):
+    if destinations is None or not (nest.is_container(destinations) or _is_number(destinations)):
         return destinations
-    is_nest = nest.is_container(destinations)
-    if not (is_nest or _is_number(destinations)):
-        return destinations
-    if destinations is not value:
-        theirs, mine = nest.flatten(destinations), nest.flatten(value)
-        if theirs[1].text != mine[1].text or not all(map(_stand_for_each_other, theirs[0], mine[0])):
-            return destinations
-    elif is_nest and all(isinstance(leaf, str) for leaf in nest.flatten(value)[0]):
-        return destinations
-    return PerReplica((0,))
+    (theirs, one), (mine, other) = nest.flatten(destinations), nest.flatten(value)
+    are_numbers = [*map(_is_number, theirs)] == [*map(_is_number, map(local_component, mine))]
+    is_like = one.text == other.text and are_numbers and not any(isinstance(leaf, str) for leaf in theirs)
+    return PerReplica((0,)) if is_like else destinations
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, bool) or is_python_number(value)
-
-
-def _stand_for_each_other(destination: Any, value: Any) -> bool:
-    """Return whether a leaf of the destinations is a value as the one of `value` at its place is."""
-    if _is_number(destination) or destination is None:
-        mine = local_component(value)
-        return _is_number(mine) if destination is not None else mine is None
-    return not isinstance(destination, str)
 
 
 def resolve(destinations: Any, communicator: Ranks, where: str) -> Destination:

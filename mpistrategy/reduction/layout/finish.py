@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, divide_by, mean_dtype
+from mpistrategy.arrays.dtypes import Array, divide_by, mean_dtype, quietly
 from mpistrategy.options import ReduceOp
 
 
@@ -22,26 +22,25 @@ def finish(total: Array, dtype: np.dtype[Any], op: ReduceOp, count: int, out: Ar
     return rounded(total, dtype, out)
 
 
+@quietly
 def rounded(result: Array, dtype: np.dtype[Any], out: Array | None = None) -> Array:
     """Return `result` in `dtype`, in `out` if given; else no copy where it is that already."""
-    if out is result or (out is None and result.dtype == dtype):
-        return result
-    with np.errstate(all="ignore"):
-        if out is None:
-            return result.astype(dtype)
+    if out is None:
+        return result.astype(dtype, copy=False)
+    if out is not result:
         np.copyto(out, result, casting="unsafe")
-        return out
+    return out
 
 
+@quietly
 def divide(total: Array, count: int | float, out: Array | None = None) -> Array:
     """Return ``total / count`` in the dtype of a mean: in place where it is the same dtype, else in `out` if given."""
     target = mean_dtype(total.dtype)
-    with np.errstate(all="ignore"):
-        if target == total.dtype:
-            divide_by(count, total)
-            return total
-        if is_on_device(total):
-            quotient: Array = np.true_divide(total, count, dtype=np.float64).astype(target, copy=False)
-            return quotient
-        # Divided in float64 and rounded as it is written: no array of that dtype is made.
-        return np.true_divide(total, np.float64(count), out=np.empty(total.shape, target) if out is None else out)
+    if target == total.dtype:
+        divide_by(count, total)
+        return total
+    if is_on_device(total):
+        quotient: Array = np.true_divide(total, count, dtype=np.float64).astype(target, copy=False)
+        return quotient
+    # Divided in float64 and rounded as it is written: no array of that dtype is made.
+    return np.true_divide(total, np.float64(count), out=np.empty(total.shape, target) if out is None else out)

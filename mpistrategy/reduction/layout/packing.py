@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, is_buffer, wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.options import ReduceOp
 
@@ -55,11 +55,6 @@ class Pack:
     def nbytes(self) -> int:
         """The length of the buffer in bytes."""
         return self.size * self.dtype.itemsize
-
-    def is_array(self, arrays: Sequence[Array]) -> bool:
-        """Return whether the buffer can be the one array in it as it is."""
-        array = arrays[self.members[0].index]
-        return len(self.members) == 1 and array.dtype == self.dtype and is_buffer(array)
 
     def chosen(self, arrays: Sequence[Array]) -> Sequence[Array]:
         """Return those of `arrays` that are in the pack."""
@@ -111,7 +106,7 @@ def plan(
     bytes_per_pack: float = 0,
     num_packs: float = 0,
     wire: _Wire = wire_dtype,
-    indices: tuple[int, ...] | None = None,
+    alone_bytes: float | None = None,
     alignment: int | None = None,
 ) -> tuple[Pack, ...]:
     """Return the packs of arrays with these layouts.
@@ -121,49 +116,43 @@ def plan(
         bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
         num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
         wire: returns the dtype in which one travels: `wire_dtype`, or `host_wire_dtype` for arrays on the host.
-        indices: which of the arrays; None for all.
+        alone_bytes: arrays of so many bytes and more travel by themselves; None: all are packed.
         alignment: each array begins at a multiple of so many bytes.  None: packs in GPU memory are padded, so that
             kernels move 16 bytes at a time; those on the host are not.
     """
     if alignment is None:
         alignment = GPU_ALIGNMENT if wire is wire_dtype else 1
-    by_dtype: dict[np.dtype[Any], list[int]] = {}
-    for index in range(len(layouts)) if indices is None else indices:
-        by_dtype.setdefault(wire(layouts[index][0]), []).append(index)
+    together: dict[tuple[np.dtype[Any], int | None], list[int]] = {}
+    for index, (own_dtype, shape) in enumerate(layouts):
+        dtype = wire(own_dtype)
+        is_large = alone_bytes is not None and prod(shape) * dtype.itemsize >= alone_bytes
+        together.setdefault((dtype, index if is_large else None), []).append(index)
     packs: list[Pack] = []
-    for dtype, chosen in by_dtype.items():
+    for (dtype, _), chosen in together.items():
         limit, line = int(bytes_per_pack) or DEFAULT_BYTES_PER_PACK, max(1, alignment // dtype.itemsize)
         if num_packs >= 1:
             total = sum(-(-prod(layouts[index][1]) // line) * line for index in chosen) * dtype.itemsize
             limit = max(1, -(-total // int(num_packs)))
         members: list[Member] = []
-        size, converts = 0, False
         for index in chosen:
-            own_dtype, shape = layouts[index]
-            count = prod(shape)
-            start = -(-size // line) * line
+            count = prod(layouts[index][1])
+            start = -(-members[-1].stop // line) * line if members else 0
             if members and (start + count) * dtype.itemsize > limit:
-                packs.append(Pack(dtype, size, tuple(members), converts))
-                members, start, converts = [], 0, False
-            members.append(Member(index, start, start + count, shape))
-            size = start + count
-            converts |= own_dtype != dtype
-        packs.append(Pack(dtype, size, tuple(members), converts))
+                packs.append(_pack(dtype, members, layouts))
+                members, start = [], 0
+            members.append(Member(index, start, start + count, layouts[index][1]))
+        packs.append(_pack(dtype, members, layouts))
     return tuple(packs)
 
 
-def hybrid(
-    layouts: tuple[Layout, ...],
-    alone_bytes: float,
-    bytes_per_pack: float,
-    wire: _Wire = host_wire_dtype,
-    alignment: int = 1,
-) -> tuple[Pack, ...]:
-    """Return packs of the arrays below `alone_bytes`, and one pack for each larger one."""
-    are_large = [prod(shape) * wire(dtype).itemsize >= alone_bytes for dtype, shape in layouts]
-    small, large = (tuple(i for i, each in enumerate(are_large) if each is wanted) for wanted in (False, True))
-    packs = plan(layouts, bytes_per_pack, 0, wire, small, alignment)
-    return packs + plan(layouts, 1, 0, wire, large, alignment)
+def _pack(dtype: np.dtype[Any], members: Sequence[Member], layouts: tuple[Layout, ...]) -> Pack:
+    converts = any(layouts[member.index][0] != dtype for member in members)
+    return Pack(dtype, members[-1].stop, tuple(members), converts)
+
+
+def host_packs(layouts: tuple[Layout, ...], alone_bytes: float, bytes_per_pack: float) -> tuple[Pack, ...]:
+    """Return packs of small arrays on the host, and one pack for each of `alone_bytes` and more."""
+    return plan(layouts, bytes_per_pack, 0, host_wire_dtype, alone_bytes)
 
 
 def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, is_buffer
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.reduction.layout.packing import Pack
@@ -19,8 +19,8 @@ from mpistrategy.reduction.layout.packing import Pack
 #: array; or None.
 Targets: TypeAlias = "Sequence[Array | None] | None"
 
-#: How much of the packs is copied (1: all), and what where, in words.
-Copies: TypeAlias = "tuple[tuple[float, str], ...]"
+#: How much of the packs is copied, and where to, in words.
+Copies: TypeAlias = "tuple[str, ...]"
 
 
 class CallPlan(ABC):
@@ -67,7 +67,7 @@ class Description:
     Attributes:
         pack: the pack.
         way: how it travels, and where it is combined.
-        copies: what is copied on this rank.
+        copies: what is copied on this rank, and where to.
         in_arena: how many arrays of an arena are in it, which is a bucket; 0 for other packs.
     """
 
@@ -76,10 +76,17 @@ class Description:
     copies: Copies
     in_arena: int = 0
 
+    @property
+    def arrays(self) -> int:
+        """How many arrays are in it."""
+        return self.in_arena or len(self.pack.members)
+
 
 def copies_of(pack: Pack, arrays: Sequence[Array]) -> Copies:
     """Return what is copied of arrays before a pack of them travels, and after it."""
-    several = len(pack.members) > 1
     if pack.converts:
-        return ((2, f"all into {'the pack as ' if several else ''}{pack.dtype.name} and the results back"),)
-    return () if pack.is_array(arrays) else ((1, "all into the pack" if several else "all in order"),)
+        return (f"all into {pack.dtype.name} and the results back",)
+    if len(pack.members) > 1:
+        return ("all into the pack",)
+    array = arrays[pack.members[0].index]
+    return () if array.dtype == pack.dtype and is_buffer(array) else ("all in order",)

@@ -22,7 +22,6 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Member, Pack
 from mpistrategy.reduction.routes.base import Copies, Description, Targets
 from mpistrategy.reduction.routes.gpu_copy import fill
@@ -41,7 +40,7 @@ def gpu_packs(layouts: tuple[Layout, ...], bytes_per_pack: float, num_packs: flo
     """Return the packs of arrays in GPU memory: one for each large array, unless a number of packs is asked for."""
     if num_packs >= 1:
         return packing.plan(layouts, bytes_per_pack, num_packs, _own_dtype, None, packing.GPU_ALIGNMENT)
-    return packing.hybrid(layouts, _ALONE_BYTES, bytes_per_pack, _own_dtype, packing.GPU_ALIGNMENT)
+    return packing.plan(layouts, bytes_per_pack, 0, _own_dtype, _ALONE_BYTES, packing.GPU_ALIGNMENT)
 
 
 def _own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -110,11 +109,6 @@ class GpuOperation:
 
 
 ALL_REDUCE: GpuOperation = GpuOperation()
-
-
-def on_one_rank(root: int, destination: Destination) -> GpuOperation:
-    """Return the operation that combines buffers on `root`, and sends them to others that want them."""
-    return GpuOperation(root, sends=destination.only_rank != root)
 
 
 class GpuRoute:
@@ -231,11 +225,11 @@ class GpuRoute:
             first = pack.members[0].index
             target = None if self._targets is None or len(pack.members) > 1 else self._targets[first]
             dtype = self._sent_as(pack.dtype)
-            copies: Copies = ((1, "all into a bucket"),)
+            copies: Copies = ("all into a bucket",)
             if dtype != pack.dtype:
-                copies = (*(copies if target is None else ()), (2, f"into {dtype.name} and back"))
+                copies = (*(copies if target is None else ()), f"into {dtype.name} and back")
             elif target is not None:
-                copies = () if target is arrays[first] else ((1, "all into the result"),)
+                copies = () if target is arrays[first] else ("all into the result",)
             found.append(Description(pack, self._way(ranks, pack.dtype), copies))
         return found
 

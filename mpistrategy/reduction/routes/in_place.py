@@ -1,6 +1,6 @@
 """Reduction of arrays that live in memory which the ranks of a node share: where they are, without copies.
 
-Every rank combines its share of all ranks' arrays (`node_sum.where_they_are`), and writes it into all of them, or into
+Every rank combines its share of all ranks' arrays (`node_sum.ShareOfNode`), and writes it into all of them, or into
 one result for the whole node.
 
 When a call begins on one node, all ranks have written their arrays (the guard's agreement comes first).  On several
@@ -10,6 +10,7 @@ array again before `communicator.node_barrier()`.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,18 +19,18 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype, quietly
+from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 from mpistrategy.mpi.multi_node.rounded_exchange import Wire
 from mpistrategy.mpi.multi_node.two_level import across_nodes
-from mpistrategy.mpi.shared_memory.node_sum import where_they_are
+from mpistrategy.mpi.shared_memory.node_sum import ShareOfNode
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack, layouts_of, plan
 from mpistrategy.reduction.routes import on_device
-from mpistrategy.reduction.routes.base import Copies, Description, Route, Targets
-from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described, names_of
+from mpistrategy.reduction.routes.base import Description, Route, Targets
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described
 
 
 @dataclass(frozen=True)
@@ -67,26 +68,85 @@ def joined(memory: SharedMemory) -> Array:
     return np.lib.stride_tricks.as_strided(memory.segments[0], (count * nbytes,), (1,))
 
 
-def is_in_place(communicator: Ranks, replicas: Replicas) -> bool:
-    """Return whether the ranks' arrays are combined where they are; else they are sent."""
-    return replicas.is_shared and communicator.nodes == 1
+class _Way(ABC):
+    """How one bucket is combined, and sent to other nodes: a part of `InPlaceRoute`, which has the same arguments."""
+
+    def __init__(
+        self, communicator: Ranks, replicas: Replicas, op: ReduceOp, *, into_result: bool, wire: str | None
+    ) -> None:
+        self._ranks, self._replicas, self._op, self._into_result = communicator, replicas, op._on_the_wire, into_result
+        mine = replicas.mine
+        #: The dtype in which sums travel between nodes, where that is another one.
+        self._wire: Wire = between_nodes(communicator, wire, mine.dtype, self._op)
+        self._divisor = op._divisor(mine.dtype, communicator.size)
+        self._targets = (_result(replicas),) if into_result else replicas.arrays
+        #: The bucket as one pack.
+        self.pack: Pack = Pack(mine.dtype, mine.size, (Member(0, 0, mine.size, mine.shape),), converts=False)
+
+    def bring(self) -> Any:
+        """Return the memory that is needed besides the arrays."""
+        return None
+
+    @abstractmethod
+    def run(self, memory: Any) -> None:
+        """Combine the bucket, after the agreement."""
+
+    def describe(self) -> Description:
+        """Return what `run` would do."""
+        pack, wire = self.pack, self._wire
+        copies = (f"all into {pack.dtype.name} and the results back",) if pack.converts else ()
+        name = "lanes" if wire is not None else self._ranks.route(pack.nbytes, pack.dtype, self._op)
+        return described(pack, name, copies, wire)
 
 
-def is_seen_across(communicator: Any, replicas: Replicas, op: str, wire: Wire) -> bool:
-    """Return whether a node's arrays are combined where they are, and the sums sent to other nodes.
+class _OnOneNode(_Way):
+    """Each rank combines its share of all ranks' arrays, where they are."""
 
-    Smaller buffers are left to one call of MPI, and others travel in another dtype.
-    """
-    mine = replicas.mine
-    return (
-        replicas.is_shared
-        and len(replicas.arrays) > 1
-        and communicator.nodes > 1
-        and communicator.has_links
-        and across_nodes(communicator).sees_node
-        and host_wire_dtype(mine.dtype) == mine.dtype
-        and (wire is not None or communicator.route(mine.nbytes, mine.dtype, op) == "lanes")
-    )
+    def __init__(self, *given: Any, **named: Any) -> None:
+        super().__init__(*given, **named)
+        replicas = self._replicas
+        self._share = ShareOfNode(replicas.arrays, self._targets, self._op, self._divisor, replicas.local_rank)
+
+    def run(self, memory: Any) -> None:
+        self._share.combine()
+
+    def describe(self) -> Description:
+        target = "the node's one result" if self._into_result else "every one"
+        way = f"where the arrays are, each rank 1/{len(self._replicas.arrays)} of them, into {target}"
+        return Description(self.pack, way, ())
+
+
+class _AcrossNodes(_Way):
+    """The node's arrays are combined where they are, and the sums sent to other nodes."""
+
+    def run(self, memory: Any) -> None:
+        finish = partial(divide_by, self._divisor)
+        across_nodes(self._ranks).in_place(self._replicas.arrays, self._targets, self._op, self._wire, finish)
+
+
+class _ByMessages(_Way):
+    """By messages, like other arrays: the ranks of a node do not see each other's."""
+
+    def __init__(
+        self, communicator: Ranks, replicas: Replicas, op: ReduceOp, *, into_result: bool, wire: str | None
+    ) -> None:
+        super().__init__(communicator, replicas, op, into_result=into_result, wire=wire)
+        packs = plan(layouts_of([replicas.mine]), 1, 0, host_wire_dtype)
+        self._route: Route = CommunicatorRoute(communicator, packs, op, wire=wire)
+        self.pack = replace(packs[0], members=self.pack.members)
+        #: Where the result goes; None where the first rank of the node writes it for all.
+        is_others = into_result and replicas.is_shared and replicas.local_rank > 0
+        self._target = None if is_others else _result(replicas) if into_result else replicas.mine
+
+    def bring(self) -> Any:
+        return self._route.bring([self._replicas.mine], [self._target])
+
+    def run(self, memory: Any) -> None:
+        if self._into_result and self._replicas.is_shared:
+            self._ranks.node_barrier()  # until the peers are here they may read the result of the call before
+        [total] = self._route.run([self._replicas.mine], memory)
+        if self._target is not None and total is not self._target:
+            np.copyto(self._target, total, casting="unsafe")
 
 
 class InPlaceRoute:
@@ -109,81 +169,50 @@ class InPlaceRoute:
         into_result: bool,
         wire: str | None = None,
     ) -> None:
-        #: For each bucket the dtype in which it travels between nodes, where that is another one.
-        self._wires = [between_nodes(communicator, wire, each.mine.dtype, op._on_the_wire) for each in buckets]
-        self._communicator, self._buckets, self._op, self._into_result = communicator, buckets, op, into_result
-        #: For each bucket whether it is combined where it is before it travels to other nodes.
-        self._are_seen = [
-            is_seen_across(communicator, each, op._on_the_wire, wire)
-            for each, wire in zip(buckets, self._wires, strict=True)
+        self._ranks = communicator
+        self._ways: list[_Way] = [
+            _way_of(communicator, each, op, wire)(communicator, each, op, into_result=into_result, wire=wire)
+            for each in buckets
         ]
-        #: For each bucket what it takes where the ranks of a node do not see each other's arrays.
-        self._by_messages = [
-            None if seen or is_in_place(communicator, each) else self._route(each, wire)
-            for each, seen in zip(buckets, self._are_seen, strict=True)
-        ]
-        self.packs: tuple[Pack, ...] = tuple(map(self._pack, range(len(buckets)), buckets, self._by_messages))
-
-    def _pack(self, index: int, replicas: Replicas, route: Route | None) -> Pack:
-        mine = replicas.mine
-        pack = Pack(mine.dtype, mine.size, (), converts=False) if route is None else route.packs[0]
-        return replace(pack, members=(Member(index, 0, mine.size, mine.shape),))
-
-    def _route(self, replicas: Replicas, wire: str | None) -> Route:
-        ranks, op = self._communicator, self._op
-        packs = plan(layouts_of([replicas.mine]), 1, 0, host_wire_dtype)
-        return CommunicatorRoute(ranks, packs, op, names_of(ranks, packs, op, wire), wire=wire)
+        self._results = [_result(each) if into_result else each.mine for each in buckets]
+        packs = enumerate(way.pack for way in self._ways)
+        self.packs: tuple[Pack, ...] = tuple(
+            replace(pack, members=(replace(pack.members[0], index=index),)) for index, pack in packs
+        )
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Any]:
         """Return the memory that messages need besides the arrays, which are where they are combined."""
-        return [
-            None if route is None else route.bring([replicas.mine], [self._target(replicas)])
-            for replicas, route in zip(self._buckets, self._by_messages, strict=True)
-        ]
+        return [way.bring() for way in self._ways]
 
-    @quietly
     def run(self, arrays: Sequence[Array], memory: list[Any]) -> list[Array]:
         """Combine the buckets on all nodes, and return where the combinations are."""
-        for each in zip(self._buckets, self._by_messages, memory, self._are_seen, self._wires, strict=True):
-            if each[0].mine.size:  # else nodes may have different numbers of ranks
-                self._combine(*each)
-        self._communicator.node_barrier()
-        return [_result(replicas) if self._into_result else replicas.mine for replicas in self._buckets]
-
-    def _combine(self, replicas: Replicas, route: Route | None, memory: Any, is_seen: bool, wire: Wire) -> None:
-        ranks, op = self._communicator, self._op._on_the_wire
-        if route is None:
-            divisor = self._op._divisor(replicas.mine.dtype, ranks.size)
-            targets = (_result(replicas),) if self._into_result else replicas.arrays
-            if is_seen:
-                across_nodes(ranks).in_place(replicas.arrays, targets, op, wire, partial(divide_by, divisor))
-            else:
-                where_they_are(replicas.arrays, targets, op, divisor, replicas.local_rank)
-            return
-        if self._into_result and replicas.is_shared:
-            ranks.node_barrier()  # until the peers are here they may read the result of the call before
-        target, [total] = self._target(replicas), route.run([replicas.mine], memory)
-        if target is not None and total is not target:
-            np.copyto(target, total, casting="unsafe")
-
-    def _target(self, replicas: Replicas) -> Array | None:
-        """Return where the result of messages goes; None where the first rank of the node writes it for all."""
-        if not self._into_result:
-            return replicas.mine
-        return None if replicas.is_shared and replicas.local_rank else _result(replicas)
+        with np.errstate(all="ignore"):
+            for way, room in zip(self._ways, memory, strict=True):
+                if way.pack.size:  # else nodes may have different numbers of ranks
+                    way.run(room)
+        self._ranks.node_barrier()
+        return self._results
 
     def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        rows = zip(self.packs, self._buckets, self._are_seen, self._wires, strict=True)
-        return [self._described(ranks, *each) for each in rows]
+        rows = zip(self.packs, self._ways, strict=True)
+        return [replace(way.describe(), pack=pack) for pack, way in rows]
 
-    def _described(self, ranks: Ranks, pack: Pack, replicas: Replicas, seen: bool, wire: Wire) -> Description:
-        local, into_result, op = len(replicas.arrays), self._into_result, self._op._on_the_wire
-        if not is_in_place(ranks, replicas):
-            copies: Copies = ((2, f"all into {pack.dtype.name} and the results back"),) if pack.converts else ()
-            name = "lanes" if wire is not None else ranks.route(pack.nbytes, pack.dtype, op)
-            return described(ranks, name, pack, copies, in_place=not into_result, seen=seen, wire=wire)
-        target = "the node's one result" if into_result else "every one"
-        return Description(pack, f"where the arrays are, each rank 1/{local} of them, into {target}", ())
+
+def _way_of(communicator: Ranks, replicas: Replicas, op: ReduceOp, wire: str | None) -> type[_Way]:
+    """Return how a bucket is combined: where it is, where the ranks see each other's arrays; else it is sent.
+
+    Between nodes smaller buffers are left to one call of MPI, and others travel in another dtype.
+    """
+    mine, name = replicas.mine, op._on_the_wire
+    if not replicas.is_shared:
+        return _ByMessages
+    if communicator.nodes == 1:
+        return _OnOneNode
+    is_alone = len(replicas.arrays) == 1 or not communicator.has_links or not across_nodes(communicator).sees_node
+    if is_alone or host_wire_dtype(mine.dtype) != mine.dtype:
+        return _ByMessages
+    is_sent = between_nodes(communicator, wire, mine.dtype, name) is not None
+    return _AcrossNodes if is_sent or communicator.route(mine.nbytes, mine.dtype, name) == "lanes" else _ByMessages
 
 
 def broadcast_replicas(communicator: Ranks, replicas: Replicas) -> None:

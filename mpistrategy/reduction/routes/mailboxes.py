@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype, quietly
+from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, MailboxSlot
 from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
@@ -79,26 +79,27 @@ class MailboxRoute:
         self._combine: Combine = COMBINE[op._on_the_wire]
         self.packs: tuple[Pack, ...] = _packs(layouts)
         self._count = len(layouts)
-        self._divisions = {
-            pack.dtype: division(divisor, pack.dtype)
-            for pack in self.packs
-            if (divisor := op._divisor(pack.dtype, mailboxes.size)) != 1
-        }
         layouts = _flat(self.packs)
         arrays = MailboxArrays(mailboxes, layouts)
-        #: For each slot and pack, what the ranks have of it.
-        self._seen = [list(zip(*theirs, strict=True)) for theirs in arrays.slots]
-        #: The same as the rows of one array, where `combine_rows` takes these; None on a node of few ranks.
-        self._in_rows: list[Sequence[Array | None]] = [
-            [None] * len(layouts)
-            if slot.rows is None or not isinstance(self._combine, np.ufunc)
-            else _arrays_in(slot.rows, layouts)
-            for slot in mailboxes.slots
+        divisors = [op._divisor(dtype, mailboxes.size) for dtype, _ in layouts]
+        divisions = [
+            None if divisor == 1 else division(divisor, dtype)
+            for divisor, (dtype, _) in zip(divisors, layouts, strict=True)
+        ]
+        #: For each slot and pack: its arrays; what the ranks have of it, also as the rows of one array where
+        #: `combine_rows` takes these (None on a node of few ranks); and how the sum is divided.
+        self._seen = [
+            list(zip(self.packs, zip(*theirs, strict=True), self._rows_of(slot, layouts), divisions, strict=True))
+            for theirs, slot in zip(arrays.slots, mailboxes.slots, strict=True)
         ]
         self._places = [
             [place for pack, mine in zip(self.packs, packs, strict=True) for place in pack.views(mine)]
             for packs in arrays.mine
         ]
+
+    def _rows_of(self, slot: MailboxSlot, layouts: tuple[Layout, ...]) -> Sequence[Array | None]:
+        is_quick = slot.rows is not None and isinstance(self._combine, np.ufunc)
+        return _arrays_in(slot.rows, layouts) if is_quick and slot.rows is not None else [None] * len(layouts)
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> list[Array]:
         """Put this rank's arrays into its mailbox; return memory for the results of each pack."""
@@ -106,32 +107,34 @@ class MailboxRoute:
             view[...] = arrays[index]
         return [np.empty(pack.size, pack.dtype) for pack in self.packs]
 
-    @quietly
     def run(self, arrays: Sequence[Any], memory: list[Array]) -> list[Array]:
         """Return the combination of all ranks' arrays, in the memory that was taken."""
         results: list[Any] = [None] * self._count
-        slot = self._mailboxes.sequence & 1
-        for pack, theirs, rows, total in zip(self.packs, self._seen[slot], self._in_rows[slot], memory, strict=True):
-            self._combine_into(total, theirs, rows)
-            for index, view in pack.views(total):
-                results[index] = view.copy() if view.size == 1 else view  # a lone number must not keep a pack alive
+        combine, seen = self._combine, self._seen[self._mailboxes.sequence & 1]
+        with np.errstate(all="ignore"):
+            for (pack, theirs, rows, quotient), total in zip(seen, memory, strict=True):
+                if rows is not None:
+                    combine_rows(combine, rows, total)
+                else:
+                    first, second, *others = theirs
+                    combine(first, second, out=total)
+                    for other in others:
+                        combine(total, other, out=total)
+                if quotient is not None:
+                    divide, operand = quotient
+                    divide(total, operand, total)
+                if len(pack.members) == 1:
+                    results[pack.members[0].index] = total.reshape(pack.members[0].shape)
+                    continue
+                for m in pack.members:
+                    if m.stop - m.start == 1:  # a lone number must not keep a pack alive
+                        results[m.index] = np.array(total[m.start]).reshape(m.shape)
+                    else:
+                        results[m.index] = total[m.start : m.stop].reshape(m.shape)
         return results
 
-    def _combine_into(self, total: Array, parts: Sequence[Array], rows: Array | None) -> None:
-        """Write the combination of the ranks' parts in rank order, divided, into `total`."""
-        combine = self._combine
-        if rows is not None:
-            combine_rows(combine, rows, total)
-        else:
-            combine(parts[0], parts[1], out=total)
-            for part in parts[2:]:
-                combine(total, part, out=total)
-        if total.dtype in self._divisions:
-            divide, operand = self._divisions[total.dtype]
-            divide(total, operand, total)
-
     def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        way, copies = "in the ranks' mailboxes, with the check of the call", ((1.0, "all into this rank's mailbox"),)
+        way, copies = "in the ranks' mailboxes, with the check of the call", ("all into this rank's mailbox",)
         return [Description(pack, way, copies) for pack in self.packs if pack.size]
 
 

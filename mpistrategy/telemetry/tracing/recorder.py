@@ -228,7 +228,7 @@ class _Group(NamedTuple):
 def _group_of(guard: Guard, number: int) -> _Group | None:
     """Return the ranks of `guard`; None where it is alone."""
     dog = watchdog.in_this_process()
-    watched = None if dog is None else dog.group_of(guard)
+    watched = None if dog is None else dog.groups.get(guard)
     if watched is None:
         return None
     return _Group(number, os.path.basename(watched.directory.path), list(watched.ranks))

@@ -56,9 +56,8 @@ class GradientArena:
         return self.arena._leaves[self._number[id(var)]]
 
     def overlaps(self, array: Array) -> bool:
-        """Return whether `array` may share memory with the arena."""
-        # An array that owns its memory shares none.
-        return array.base is not None and any(np.may_share_memory(array, bucket.mine) for bucket in self.arena._buckets)
+        """Return whether `array`, which does not own its memory, may share it with the arena."""
+        return any(np.may_share_memory(array, bucket.mine) for bucket in self.arena._buckets)
 
 
 class SlicedStep:
@@ -96,16 +95,17 @@ class SlicedStep:
         for number, (value, gradient) in enumerate(zip(self._values, gradients, strict=True)):
             if gradient is value:
                 continue
-            if self._gradients.overlaps(gradient):
+            if gradient.base is not None and self._gradients.overlaps(gradient):
                 if _address(gradient) == _address(value) and gradient.flags.c_contiguous:
                     continue
                 gradient = gradient.copy()  # it is in the memory of another gradient, which may be overwritten first
             moved.append((number, gradient))
         elsewhere: list[Array | None] = [None] * len(self._values)
+        own_parts = self._update.own_parts
         for number, gradient in moved:
             value = self._values[number]
-            if not gradient.flags.c_contiguous or not self._update.own_parts[number] or self._update.changes(gradient):
-                np.copyto(value, gradient)
+            if not own_parts[number] or not gradient.flags.c_contiguous or self._update.changes(gradient):
+                value[...] = gradient
                 continue
             source, target = gradient.reshape(-1), value.reshape(-1)
             for part in self._shared_parts[number]:

@@ -196,7 +196,7 @@ class SlicedUpdate:
                     divide_by(size, total)
             kernel(chunk.parameter, total, chunk.slots, chunk.scratch)
             for source, target in chunk.copies:
-                np.copyto(target, source)
+                target[...] = source
 
 
 def _merged(variables: Sequence[Run], local_rank: int) -> Iterator[Run]:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import launching
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,7 +13,6 @@ from replicas import RANK, SIZE, outcomes
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.mpi.contract import public_calls
-from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.faults.plans import Fault, parse
 
 Launch = Callable[..., launching.Finished]
@@ -113,77 +111,74 @@ def test_other_words_are_refused_or_understood(text: str) -> None:
 # -------------------------------------------------------------------------------------- without a plan, and with one
 
 
-@pytest.fixture
-def planned(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], ms.Strategy]]:
-    """Make strategies under a plan; each rank may have one of its own."""
-    made: list[ms.Strategy] = []
-
-    def make(plan: str) -> ms.Strategy:
-        monkeypatch.setenv(injection.VARIABLE, plan)
-        made.append(ms.MirroredStrategy())
-        return made[-1]
-
-    yield make
-    injection.disarm()
-    for strategy in made:
-        strategy.close()
+def test_without_a_plan_a_method_is_the_method_as_it_was_written() -> None:
+    assert all(not hasattr(each.function, "__wrapped__") for each in public_calls.all_declared().values())
+    assert ms.ReplicaContext.all_reduce is public_calls.declared["ReplicaContext.all_reduce"].function
 
 
-def test_without_a_plan_nothing_is_in_the_way(strategy: ms.Strategy) -> None:
-    assert strategy.num_replicas_in_sync == SIZE
-    assert not public_calls.hooks
-
-
-def test_after_a_plan_nothing_is_in_the_way(planned: Callable[[str], ms.Strategy]) -> None:
-    planned("rank=any, at=allreduce#1000, do=kill")
-    assert len(public_calls.hooks) == 1
-    injection.disarm()
-    assert not public_calls.hooks
+def test_a_plan_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(public_calls.PLAN, "rank=any, at=allreduce#1000, do=kill")
+    for outcome in outcomes(ms.MirroredStrategy):
+        assert outcome.error is errors.OptionError
+        assert "after mpistrategy was imported" in outcome.text
 
 
 def test_a_malformed_plan_on_one_rank_raises_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     if RANK == SIZE - 1:
-        monkeypatch.setenv(injection.VARIABLE, "rank=0, at=allreduce#1, do=nothing")
+        monkeypatch.setenv(public_calls.PLAN, "rank=0, at=allreduce#1, do=nothing")
     for outcome in outcomes(ms.MirroredStrategy):
         assert outcome.error is errors.OptionError
         assert "found do=nothing; expected one of kill, stop," in outcome.text
 
 
-def test_raised_on_every_rank(planned: Callable[[str], ms.Strategy]) -> None:
-    strategy = planned("rank=any, at=barrier#2, do=raise; rank=any, at=#3, do=delay:0.01")
-    strategy.barrier()
-    with pytest.raises(errors.InjectedFault, match="rank=any, at=barrier#2, do=raise"):
-        strategy.barrier()
-    strategy.barrier()
-
-
-def test_calls_within_calls_are_not_counted(planned: Callable[[str], ms.Strategy]) -> None:
-    strategy = planned("rank=any, at=#4, do=raise")
-    with strategy.scope():
-        var = ms.Variable(np.ones(2), aggregation="SUM")  # 1
-        sgd = ms.optimizers.SGD(0.1)
-    strategy.run(lambda: sgd.apply_gradients([(np.ones(2), var)]))  # 2
-    strategy.extended.reduce_to("SUM", 1.0, var)  # 3
-    with pytest.raises(errors.InjectedFault):
-        strategy.gather(np.ones(1), 0)
-
-
-def test_faults_at_datasets_and_handles(planned: Callable[[str], ms.Strategy]) -> None:
-    bad = SIZE - 1
-    strategy = planned(f"rank={bad}, at=next#2, do=delay:0.01; rank={bad}, at=wait#1, do=delay:0.01")
-    dataset = strategy.experimental_distribute_dataset([np.ones(SIZE)] * 3)
-    assert sum(float(part.sum()) for part in dataset) == 3
-    iterator = iter(dataset)
-    assert len([iterator.get_next() for _ in range(3)]) == 3
-    got = strategy.run(lambda: ms.get_replica_context().all_reduce_async("SUM", np.ones(2, np.int64)).wait())
-    assert got.tolist() == [SIZE, SIZE]
-
-
 # ------------------------------------------------------------------------------------------------ real jobs
 
 
+# Every rank makes calls of many kinds, of which one raises everywhere.
+CALLS = """
+import numpy as np
+import mpistrategy as ms
+
+strategy = ms.MirroredStrategy()
+size = strategy.num_replicas_in_sync
+with strategy.scope():
+    var = ms.Variable(np.ones(2), aggregation="SUM")  # 1
+    sgd = ms.optimizers.SGD(0.1)
+strategy.run(lambda: sgd.apply_gradients([(np.ones(2), var)]))  # 2
+strategy.extended.reduce_to("SUM", 1.0, var)  # 3
+try:
+    strategy.gather(np.ones(1), 0)  # 4
+except ms.errors.InjectedFault as error:
+    caught = str(error)
+strategy.barrier()
+dataset = strategy.experimental_distribute_dataset([np.ones(size)] * 3)
+assert sum(float(part.sum()) for part in dataset) == 3
+iterator = iter(dataset)
+assert len([iterator.get_next() for _ in range(3)]) == 3
+got = strategy.run(lambda: ms.get_replica_context().all_reduce_async("SUM", np.ones(2, np.int64)).wait())
+assert got.tolist() == [size, size]
+print(caught.partition(":")[0] + "\\n", end="")
+"""
+
+
 def run(launch: Launch, plan: str, ranks: int = 2, program: str = PROGRAM) -> launching.Finished:
-    return launch(ranks, program, timeout=30, env={injection.VARIABLE: plan})
+    return launch(ranks, program, timeout=30, env={public_calls.PLAN: plan})
+
+
+def test_calls_of_many_kinds_without_those_within_calls(launch: Launch) -> None:
+    """A fault on all ranks is raised on all, and the strategy goes on."""
+    plan = "rank=any, at=#4, do=raise; rank=1, at=next#2, do=delay:0.01; rank=1, at=wait#1, do=delay:0.01"
+    done = run(launch, plan, program=CALLS).check()
+    assert done.stdout.splitlines() == ["rank=any, at=#4, do=raise"] * 2
+    assert done.stderr.count("injected fault") == 4
+
+
+def test_by_an_option_of_run(launch: Launch) -> None:
+    arguments = ["-m", "mpistrategy", "run", "--inject", "rank=1, at=barrier#2, do=raise", "-c"]
+    text = "import mpistrategy as ms; s = ms.MirroredStrategy(); s.barrier(); s.barrier()"
+    done = launch(2, [*arguments, text], timeout=30)
+    assert done.returncode != 0
+    assert "[rank 1/2] mpistrategy.errors.InjectedFault: rank=1, at=barrier#2, do=raise" in done.stderr
 
 
 @pytest.mark.each_mpi

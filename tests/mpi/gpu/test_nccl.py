@@ -96,7 +96,7 @@ def test_the_watchdog_knows_the_limit_of_each_call(strategy: Any, cupy: Any) -> 
     for each in (None, options, None):
         in_step(strategy, lambda ctx, each=each: ctx.all_reduce("SUM", cupy.asarray(np.ones(3)), options=each))
         flight = strategy.extended.communicator.guard.gpu_progress
-        limits.append(flight._limits[flight._given])
+        limits.append(flight._entries[flight._given][1])
     assert limits == [None, 500.0, None]
 
 
@@ -312,12 +312,12 @@ def test_the_watchdog_sees_how_far_the_gpu_is(cupy: Any) -> None:
     assert flight.in_words(9.0) == "in #7 all_reduce on its GPU for 4.0 s"
     trouble.append("remote process exited")
     flight.look(9.0)
-    assert flight.has_failed
+    assert flight.failure == "remote process exited"
     assert flight.in_words(9.0).endswith("4.0 s, which has failed: remote process exited")
     may_end[0] = True
     assert flight.is_over
     flight.look(10.0)
-    assert (flight.entry, flight.has_failed, flight.waited(10.0, 0.0)) == (None, False, 0.0)
+    assert (flight.entry, flight.failure, flight.waited(10.0, 0.0)) == (None, "", 0.0)
 
 
 HANGS = """

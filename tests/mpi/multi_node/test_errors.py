@@ -15,7 +15,7 @@ import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops import built_in
 from mpistrategy.errors import ContextError, RemoteError
-from mpistrategy.reduction import broadcast, gather, plans
+from mpistrategy.reduction import collectives, plans
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -133,7 +133,7 @@ CALLS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "the kind of array that was given": (built_in, "in_kind", lambda c: c.all_reduce("SUM", np.ones(3, ">f8"))),
     "numbers in a list": (plans, "as_leaf", lambda c: c.all_reduce("SUM", [1.0, 2.0])),
     "a nest of the program's": (Pair, "__post_init__", lambda c: c.all_reduce("SUM", PAIR).second),
-    "a gather": (gather, "like_given", lambda c: c.all_gather(np.ones(3, ">f8"), 0)),
+    "a gather": (collectives, "like_given", lambda c: c.all_gather(np.ones(3, ">f8"), 0)),
 }
 
 
@@ -164,5 +164,5 @@ def test_what_goes_on_in_the_background(
 
 
 def test_a_broadcast(contained: ms.Strategy, mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(broadcast, "like_given", mistake.before(broadcast.like_given))
+    monkeypatch.setattr(collectives, "like_given", mistake.before(collectives.like_given))
     check_the_others_hear(mistake, lambda: contained.broadcast(np.ones(3, ">f8")))

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from pretended import LIMIT, PretendedJob
 
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.flight_recorder import LENGTH
-from mpistrategy.mpi.watchdog import alarm, run_directory
-from mpistrategy.mpi.watchdog.status_board import BYTES
+from mpistrategy.mpi.watchdog import alarm, reports, run_directory
+from mpistrategy.mpi.watchdog.roll_call import RollCall
+from mpistrategy.mpi.watchdog.status_board import ANSWERED, BYTES
 
 pytestmark = pytest.mark.one_rank
 
@@ -51,6 +51,9 @@ def test_a_busy_node_excuses_the_others_and_one_rank_of_a_node_looks(
         done.append(sum(ranks.done.values()))
         assert all(all(ranks.tick(1)) for _ in range(int(LIMIT) - 10)), "their limit begins when it is over"
         assert not any([ranks.tick(10), ranks.tick(10)][-1])
+        assert not [*ranks.path.iterdir()]
+        for each in ranks.groups:
+            each.end()
         assert not ranks.path.exists()
     assert done[1] <= 4.5 * done[0], "in proportion to the nodes"
 
@@ -88,28 +91,26 @@ def test_a_rank_that_nobody_excuses_is_late(job: Callable[[int, int], PretendedJ
     assert not any(ranks.tick(1))
 
 
-@pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_late_rank_waits_until_its_node_has_looked(job: Callable[[int, int], PretendedJob], on_gpu: bool) -> None:
-    """A GPU may be late in a call that its rank has left long ago."""
+def test_a_late_rank_looks_once_more_before_the_alarm(job: Callable[[int, int], PretendedJob]) -> None:
+    """Another node may have said just now that it is busy."""
     ranks = job(2, 1)
     first, last = ranks.groups
     ranks.tick(1)
-    call = Call(first.guard, "a call", anywhere=True)
-    first.guard.gpu_progress = SimpleNamespace(entry=call if on_gpu else None)
-    with nullcontext() if on_gpu else call:
-        ranks.busy_until = ranks.now + LIMIT
-        ranks.beat()
-        last.hear_and_tell(ranks.now)
-        assert first.is_excused(ranks.now + 1, 0.5), "another node may have said just now that it is busy"
-        assert not first.is_excused(ranks.now + 9, 0.5), "a node that cannot look is not waited for"
-        first.hear_and_tell(ranks.now + 2)
-        assert first.is_excused(ranks.now + 9, 0.5)
+    ranks.busy_until = ranks.now + LIMIT
+    ranks.beat()
+    last.hear_and_tell(ranks.now)
+    assert first.board.all("elsewhere") == [0.0]
+    ranks.now += 1
+    assert first.is_excused(ranks.now, 0.5)
+    ranks.now += LIMIT + 1
+    assert not first.is_excused(ranks.now, 0.5)
 
 
 def test_a_file_system_that_hangs_keeps_nobody(
-    job: Callable[[int, int], PretendedJob], monkeypatch: pytest.MonkeyPatch
+    job: Callable[[int, int], PretendedJob], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    first, _ = job(2, 1).groups
+    ranks = job(2, 1)
+    first, _ = ranks.groups
     over, asked = threading.Event(), []
 
     def hang(name: str) -> None:
@@ -118,14 +119,21 @@ def test_a_file_system_that_hangs_keeps_nobody(
 
     for name in ("names", "claim", "read", "write"):
         monkeypatch.setattr(first.directory, name, lambda *given, name=name: hang(name))
-    monkeypatch.setattr(run_directory, "FILE_SECONDS", 0.1)
+    monkeypatch.setattr(run_directory.in_time, "__defaults__", (0.1,))
+    monkeypatch.setattr(alarm, "_NODES_SECONDS", 0.1)
+    monkeypatch.setattr(reports, "_captured", lambda: None)  # else it writes past pytest
     try:
         for now in range(1_000, 1_010):
             first.look_at_nodes(now)
-        first.alarm()
-        assert asked == ["names", "claim"], "nobody waits for it, and nobody asks it again"
-        assert first.board.most("caller"), "a node that can read no other's files calls the roll"
-        assert not alarm._written(first, [], ""), "the records go to stderr"
+        assert asked == ["names"], "nobody waits for it, and nobody asks it again"
+        assert not first.is_excused(10_000, 0.5)
+        ranks.beat()
+        alarm._call_the_roll([first], "[rank 0] ")
+        assert max(first.board.all("caller")), "a node that can read no other's files calls the roll"
+        told = capfd.readouterr().err
+        assert "roll call: a collective is late" in told
+        assert "last collectives are above" in told
+        assert "record of rank 0: " in told
     finally:
         over.set()
 
@@ -140,23 +148,25 @@ def test_the_first_node_that_raises_the_alarm_calls_the_roll_and_reads_each_file
     assert ranks.path.exists()
     ranks.done.clear()
     ranks.raise_alarm(2)
-    assert ranks.done["read"] <= 2 * nodes, "whether it is there, and each file once"
+    assert ranks.done["read"] <= 2 * nodes, "whether the roll call is there, and each file once"
     assert ranks.done["write"] <= 2 * nodes + 3
     speakers = ranks.groups[::2]
-    assert all(each.is_published() for each in speakers)
+    assert all(each.directory.read("roll-call.txt") for each in speakers)
     files = sorted(path.name for path in ranks.path.iterdir())
-    assert files == sorted(["roll-call.txt", *(f"error-{2 * node}.json" for node in range(nodes))])
-    told = json.loads((ranks.path / "error-4.json").read_text())
+    assert files == sorted(["roll-call.txt", *(f"error-{node}.json" for node in range(nodes))])
+    told = json.loads((ranks.path / "error-2.json").read_text())
     assert len(told["ranks"]) == 2 * nodes
     assert (told["unknown"], told["text"]) == ([], (ranks.path / "roll-call.txt").read_text())
     assert told["records"]["5"] == ["the stacks of 5", "line"]
-    assert json.loads((ranks.path / "error-2.json").read_text())["records"]["3"] == ["the stacks of 3", "line"]
+    assert json.loads((ranks.path / "error-1.json").read_text())["records"]["3"] == ["the stacks of 3", "line"]
 
 
 def test_a_long_record_keeps_its_beginning_and_its_end(job: Callable[[int, int], PretendedJob]) -> None:
-    (alone,) = job(1, 1).groups
+    ranks = job(1, 1)
+    (alone,) = ranks.groups
+    ranks.beat()
     alone.board.write_record(f"first\n{'x' * BYTES}\nlast")
-    (record,) = alone.records().values()
+    record = alone.board.read()[0].record.splitlines()
     assert (record[0], record[-1]) == ("first", "last")
     assert "... (cut)" in record
 
@@ -168,7 +178,8 @@ def test_the_records_of_many_ranks_fit_into_the_file_that_others_read(job: Calla
     for each in ranks.groups:
         each.board.write_record(f"first\n{'x' * BYTES}\nlast")
     first = ranks.groups[0]
-    assert alarm._written(first, [], "")
+    here = first.board.read()
+    assert alarm._write(first, RollCall(here, first.ranks), here, "", "")
     records = json.loads(first.directory.read("error-0.json"))["records"]
     assert len(records) == 400
     assert all((record[0], record[-1]) == ("first", "last") for record in records.values())
@@ -178,7 +189,6 @@ def test_the_last_calls_of_a_rank_are_shown_to_whoever_looks(job: Callable[[int,
     ranks = job(1, 2)
     ranks.beat()
     first, second = ranks.groups
-    first.board.introduce(5, 2)
 
     def make_calls(count: int) -> None:
         for _ in range(count):
@@ -186,14 +196,15 @@ def test_the_last_calls_of_a_rank_are_shown_to_whoever_looks(job: Callable[[int,
                 pass
 
     make_calls(LENGTH + 44)
-    shown, nothing = second.board.calls()
-    assert [*shown.entered] == [*range(45, LENGTH + 45)]
-    assert [*shown.entered.values()] == [entry.entered for entry in first.guard.record.entries]
-    assert (shown.strategy, shown.ranks, nothing.entered) == (5, 2, {})
+    shown, nothing = (each.calls for each in second.board.read())
+    assert [*shown] == [*range(45, LENGTH + 45)]
+    assert [*shown.values()] == [entry.entered for entry in first.guard.record.entries]
+    assert nothing == {}
     make_calls(1)
-    assert [*second.board.calls()[0].entered] == [*range(46, LENGTH + 46)]
+    assert [*second.board.read()[0].calls] == [*range(46, LENGTH + 46)]
     second.board.write_record("the stacks of 1")
-    told = second.records()
+    second.board.put("state", ANSWERED)
+    told = [each.record.splitlines() for each in alarm._on_this_node(second)]
     assert told[1] == ["the stacks of 1"]
     assert told[0][-1].endswith(f" #{LENGTH + 45}"), "of a rank that has written nothing"
 
@@ -209,6 +220,6 @@ def test_a_call_that_is_being_written_is_not_shown(job: Callable[[int, int], Pre
     record, number = first.guard.record, LENGTH + 6
     record.before[number % LENGTH] = number
     record.times[number % LENGTH] = 1e9
-    assert [*second.board.calls()[0].entered] == [*range(7, LENGTH + 6)]
+    assert [*second.board.read()[0].calls] == [*range(7, LENGTH + 6)]
     record.after[number % LENGTH] = number
-    assert [*second.board.calls()[0].entered.items()][-1] == (number, 1e9)
+    assert [*second.board.read()[0].calls.items()][-1] == (number, 1e9)

@@ -10,8 +10,7 @@ from pathlib import Path
 import launching
 import pytest
 
-from mpistrategy import own_files
-from mpistrategy.mpi.watchdog.run_directory import RunDirectory, new_path
+from mpistrategy.mpi.watchdog.run_directory import new_path
 
 Launch = Callable[..., launching.Finished]
 
@@ -25,25 +24,6 @@ if strategy.rank == 1:
 strategy.barrier("late")
 """
 WELL = "import mpistrategy as ms\nms.MirroredStrategy().barrier('x')\n"
-
-
-def test_a_directory_that_another_node_removes_in_between_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    directory, removed = RunDirectory(str(tmp_path / "run")), []
-    mode = own_files.file_mode
-
-    def mode_of_file(folder: os.stat_result) -> int:
-        if not removed:  # it is open already
-            removed.append(os.rmdir(directory.path))
-        return mode(folder)
-
-    monkeypatch.setattr(own_files, "file_mode", mode_of_file)
-    assert directory.write("a", "text")
-    removed.clear()
-    directory.remove("a")
-    assert directory.claim("b")
-    assert directory.names() == ["b"]
 
 
 @pytest.mark.slow
@@ -62,13 +42,12 @@ def test_reports_of_other_starts_stay_and_are_not_spoken_of(launch: Launch, tmp_
 def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("MPISTRATEGY_RUN_DIR", str(tmp_path))
 
-    def name(job: str = "", step: str = "", restart: str = "") -> str:
-        for end, value in (("JOB_ID", job), ("STEP_ID", step), ("RESTART_COUNT", restart)):
+    def name(job: str = "", step: str = "") -> str:
+        for end, value in (("JOB_ID", job), ("STEP_ID", step)):
             monkeypatch.setenv(f"SLURM_{end}", value)
         return os.path.relpath(new_path(), tmp_path)
 
     assert re.fullmatch(r"mpistrategy-run-[0-9a-f]{20}", name())
     assert name() != name(), "each strategy has its own"
     assert name("17", "0").startswith("mpistrategy-run-17-0-")
-    assert name("17", "0", "2").startswith("mpistrategy-run-17-0-r2-")
-    assert re.fullmatch(r"mpistrategy-run-[0-9a-f]{20}", name("../../etc", "x", "-1"))
+    assert re.fullmatch(r"mpistrategy-run-[0-9a-f]{20}", name("../../etc", "x"))

@@ -464,7 +464,7 @@ def test_a_watchdog_that_has_failed_once_still_looks(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(local_process, "now_doing", now_doing)
     monkeypatch.setattr(reports, "_captured", lambda: None)  # else it writes past pytest
     watching = Watchdog(0, 2)
-    watching.add(Group(guard, StatusBoard(private_memory(status_board.BYTES)), 0, 1, RunDirectory("")))
+    watching.add(Group(guard, StatusBoard(private_memory(status_board.BYTES)), (0, 1), 0, 1, RunDirectory("")))
     assert looked.wait(10)
     watching.remove(guard)
     assert capfd.readouterr().err.count("watchdog has failed: ValueError('a mistake')") == 1

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from mpistrategy.cli.doctor.checks.finding import count
-from mpistrategy.mpi.watchdog.status_board import LastCalls
+from mpistrategy.mpi.watchdog.status_board import RankStatus
 
 #: So many calls are compared at most.
 MOST_CALLS = 64
@@ -64,8 +64,7 @@ class NodeCalls:
     @classmethod
     def read(cls, told: Any) -> NodeCalls:
         """Return what JSON has made of one; ValueError, TypeError or KeyError for anything else."""
-        arrivals = {int(number): Arrival(*map(int, each)) for number, each in told["arrivals"].items()}
-        return cls(int(told["strategy"]), int(told["ranks"]), int(told["here"]), int(told["newest"]), arrivals)
+        return cls(**{**told, "arrivals": {int(number): Arrival(*each) for number, each in told["arrivals"].items()}})
 
 
 @dataclass(frozen=True)
@@ -79,7 +78,6 @@ class Lateness:
         newest: the number of the last one that some rank has entered.
         seconds: from the first of those compared to the last one.
         waits: for each rank that came last: how long the others waited then, on average; in seconds, oldest first.
-        longest: for each of these ranks the longest wait of another one.
     """
 
     ranks: int
@@ -88,7 +86,6 @@ class Lateness:
     newest: int = 0
     seconds: float = 0.0
     waits: Mapping[int, Sequence[float]] = field(default_factory=dict)
-    longest: Mapping[int, float] = field(default_factory=dict)
 
     def by_times(self) -> list[int]:
         """Return the ranks that came last, the most frequent one first."""
@@ -108,25 +105,22 @@ class Lateness:
         return first if is_slow and statistics.median(waits) >= _SLOW_SECONDS else None
 
 
-def of_node(ranks: Sequence[int], calls: Sequence[LastCalls], offset: float, own: int) -> list[NodeCalls]:
+def of_node(statuses: Sequence[RankStatus], strategy: int, ranks: int, offset: float) -> list[NodeCalls]:
     """Return the last collectives of the ranks of one board; none where they have noted nothing.
 
     Args:
-        ranks: their numbers in the job.
-        calls: what they have noted, in the same order.
+        statuses: of the ranks.
+        strategy, ranks: the number of their strategy, and how many ranks it has.
         offset: what turns their times into those of time.time(), in seconds.
-        own: the number of the strategy where it has not told one.
     """
-    if not all(each.entered for each in calls):
+    if not all(each.calls for each in statuses):
         return []
-    common = set.intersection(*(set(each.entered) for each in calls))
     arrivals = {}
-    for number in sorted(common):
-        times = [round((each.entered[number] + offset) * 1e9) for each in calls]
-        last = max(times)
-        arrivals[number] = Arrival(ranks[times.index(last)], last, min(times), sum(last - each for each in times))
-    newest = max(max(each.entered) for each in calls)
-    return [NodeCalls(calls[0].strategy or own, calls[0].ranks, len(ranks), newest, arrivals)]
+    for number in sorted(set.intersection(*(set(each.calls) for each in statuses))):
+        times = [(round((each.calls[number] + offset) * 1e9), each.rank) for each in statuses]
+        last_at, last = max(times)
+        arrivals[number] = Arrival(last, last_at, min(times)[0], sum(last_at - at for at, _ in times))
+    return [NodeCalls(strategy, ranks, len(statuses), max(max(each.calls) for each in statuses), arrivals)]
 
 
 def compare(nodes: Sequence[NodeCalls]) -> list[Lateness]:
@@ -143,22 +137,18 @@ def _of_strategy(nodes: list[NodeCalls]) -> Lateness:
     common = sorted(set.intersection(*(set(each.arrivals) for each in nodes)))[-MOST_CALLS:]
     if here < 2 or not common:
         return Lateness(ranks, ranks - here, 0, newest)
-    offsets = [0, *(offset_of(nodes[0], other) for other in nodes[1:])]
+    offsets = [offset_of(nodes[0], each) for each in nodes]
     waits: dict[int, list[float]] = {}
-    longest: dict[int, float] = {}
     ends = []
     for number in common:
         parts = [(each.arrivals[number], each.here, offset) for each, offset in zip(nodes, offsets, strict=True)]
-        last_at = max(part.last_at + offset for part, _, offset in parts)
-        last = next(part.last for part, _, offset in parts if part.last_at + offset == last_at)
+        last_at, last = max((part.last_at + offset, part.last) for part, _, offset in parts)
         summed = sum(part.summed + size * (last_at - part.last_at - offset) for part, size, offset in parts)
-        first_at = min(part.first_at + offset for part, _, offset in parts)
         waits.setdefault(last, []).append(summed / (here - 1) / 1e9)
-        longest[last] = max(longest.get(last, 0.0), (last_at - first_at) / 1e9)
         ends.append(last_at)
     # From the first call to the last one: the wait for the first was before that.
     first = min(each.arrivals[common[0]].first_at + offset for each, offset in zip(nodes, offsets, strict=True))
-    return Lateness(ranks, ranks - here, len(common), newest, (ends[-1] - first) / 1e9, waits, longest)
+    return Lateness(ranks, ranks - here, len(common), newest, (ends[-1] - first) / 1e9, waits)
 
 
 def offset_of(one: NodeCalls, other: NodeCalls) -> int:
@@ -166,15 +156,11 @@ def offset_of(one: NodeCalls, other: NodeCalls) -> int:
 
     A rank enters a call only after all ranks of both nodes have entered the one before.
     """
-    both = one.arrivals.keys() & other.arrivals.keys()
-    pairs = [number for number in both if number + 1 in both]
-    if not pairs:
-        return 0
-    least = max(one.arrivals[number].last_at - other.arrivals[number + 1].first_at for number in pairs)
-    most = min(one.arrivals[number + 1].first_at - other.arrivals[number].last_at for number in pairs)
-    if least <= 0 <= most or least > most:
-        return 0
-    return least if least > 0 else most
+    here, there = one.arrivals, other.arrivals
+    pairs = [number for number in here if number in there and number + 1 in here and number + 1 in there]
+    least = max((here[number].last_at - there[number + 1].first_at for number in pairs), default=0)
+    most = min((here[number + 1].first_at - there[number].last_at for number in pairs), default=0)
+    return sorted((least, 0, most))[1] if least <= most else 0
 
 
 def lines(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
@@ -184,24 +170,16 @@ def lines(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
         late: who came last.
         hosts: the node of each rank, where it is known.
     """
-    whose = f"strategy of {count(late.ranks, 'rank')}"
+    head = f"strategy of {count(late.ranks, 'rank')}: {count(late.newest, 'collective')} so far; "
     if late.calls < _FEWEST_CALLS:
-        return [f"{whose}: {count(late.newest, 'collective')} so far; too few, or too quick, to compare who came last."]
-    missing = f" (nothing is known of {late.missing})" if late.missing > 0 else ""
-    told = [
-        f"{whose}{missing}: {count(late.newest, 'collective')} so far; who came last in the last {late.calls}, "
-        f"within {_time(late.seconds)}:"
-    ]
-    ranked = late.by_times()
-    for rank in ranked[:_MOST_ROWS]:
-        waits = late.waits[rank]
-        host = f" on {hosts[rank]}" if hosts.get(rank) else ""
+        return [f"{head}too few, or too quick, to compare who came last."]
+    told = [f"{head}who came last in the last {late.calls}, within {_time(late.seconds)}:"]
+    for rank in late.by_times()[:_MOST_ROWS]:
+        waits, host = late.waits[rank], f" on {hosts[rank]}" if hosts.get(rank) else ""
         told.append(
             f"  rank {rank:<4} last in {len(waits)}{host}; the others waited {_time(statistics.median(waits))} for it "
-            f"(median), at most {_time(late.longest[rank])}; {late.share(rank):.0%} of the time"
+            f"(median), at most {_time(max(waits))}; {late.share(rank):.0%} of the time"
         )
-    if len(ranked) > _MOST_ROWS:
-        told.append(f"  and {len(ranked) - _MOST_ROWS} more, less often")
     if late.missing > 0:
         told.append(f"  Whom they all wait for cannot be said without the other {count(late.missing, 'rank')}.")
     elif late.slow() is not None:

@@ -8,114 +8,73 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls, of_node
 from mpistrategy.mpi.shared_memory.segments import FOLDER, SharedMemory
-from mpistrategy.mpi.watchdog import local_process
-from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, MARK, ROW, RankStatus, StatusBoard
+from mpistrategy.mpi.watchdog.local_process import node_name, why_silent
+from mpistrategy.mpi.watchdog.status_board import MARK, ROW, RankStatus, StatusBoard
 
 _MOST_RANKS = 1024
 _FILES = ("/memfd:mpistrategy", f"{FOLDER}/mpistrategy-")
-
-
-@dataclass(frozen=True)
-class Seen:
-    """The last report of one rank.
-
-    Attributes:
-        rank: its number.
-        age: how long ago that was, in seconds.
-        waited: how long it had waited in a collective by then; 0 when it was in none.
-        limit: after how long it gives up; 0 if unknown.
-        text: where it was.
-        process: its number on its node; 0 if unknown.
-        shows_stacks: whether SIGQUIT makes it show its stacks.
-        silent: why it cannot say anything any more; "" when it can.
-        host: the name of its node; "" if unknown.
-
-    Texts are printable.
-    """
-
-    rank: int
-    age: float
-    waited: float
-    limit: float
-    text: str
-    process: int = 0
-    shows_stacks: bool = False
-    silent: str = ""
-    host: str = ""
+#: The watchdog writes once a second: nobody writes an older status any more.
+_SILENT_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
 class View:
-    """What is to be seen on this node.
+    """What is to be seen of a job.
 
     Attributes:
-        seen: the ranks.
-        processes: those that belong to the job and use this library, as far as the system shows them.
-        trouble: why nothing is seen; "" when something is.
-        calls: when these ranks came to their last collectives, for each strategy.
+        seen: the ranks, in order.
+        calls: when they came to their last collectives, for each node and strategy.
+        troubles: what was not seen, and why.
     """
 
-    seen: tuple[Seen, ...] = ()
-    processes: tuple[int, ...] = ()
-    trouble: str = ""
-    calls: tuple[NodeCalls, ...] = ()
+    seen: Sequence[RankStatus] = ()
+    calls: Sequence[NodeCalls] = ()
+    troubles: Sequence[str] = ()
 
 
 def of_slurm_job(number: str) -> View:
-    """Return the ranks of a Slurm job on this node."""
-    return _view([process for process in _all_processes() if _belongs(process, number)])
+    """Return what is to be seen of a Slurm job on this node."""
+    return of_processes([int(name) for name in os.listdir("/proc") if name.isdigit() and _belongs(name, number)])
 
 
-def of_process(process: int) -> View:
-    """Return the ranks of the job of a process, as far as they are on its node."""
-    return _view([process])
-
-
-def _view(processes: list[int]) -> View:
-    trouble, users = "", 0
-    seen: dict[int, Seen] = {}
-    calls: list[NodeCalls] = []
-    done: set[tuple[int, int]] = set()
+def of_processes(processes: Sequence[int]) -> View:
+    """Return what is to be seen of the jobs of these processes on their node."""
+    trouble = "its processes here have no strategy of several ranks (yet)"
+    boards: dict[tuple[int, int], StatusBoard | None] = {}
     time.sleep(1 - time.time() % 1)  # at the same time on all nodes: who came last is seen in calls that they all show
     for process in processes:
         try:
-            files = _shared_files(process)
+            for identity, path in _shared_files(process).items():
+                if identity not in boards:
+                    boards[identity] = _board_in(path)
         except OSError as error:
             trouble = f"the memory of process {process} cannot be read ({error.strerror})"
+    seen: dict[int, RankStatus] = {}
+    calls: list[NodeCalls] = []
+    for (_, inode), board in boards.items():
+        statuses = [] if board is None else board.read()
+        if board is None or not all(each.process and each.text for each in statuses):
             continue
-        users += bool(files)
-        for identity, path in files.items():
-            if identity in done:
-                continue
-            done.add(identity)
-            try:
-                board = _board_in(path)
-            except OSError as error:
-                trouble = f"the memory of process {process} cannot be read ({error.strerror})"
-                continue
-            lines = [] if board is None else board.read()
-            if board is None or not all(map(_is_line, lines)):
-                continue
-            for each in (_seen(line, process) for line in lines):
-                if each.rank not in seen or each.age < seen[each.rank].age:  # an older one is of a closed strategy
-                    seen[each.rank] = each
-            offset = time.time() - time.monotonic()
-            calls += of_node([line.rank for line in lines], board.calls(), offset, -identity[1])
-    if seen:
-        return View(tuple(seen[rank] for rank in sorted(seen)), tuple(processes), "", tuple(calls))
-    if not processes:
-        trouble = trouble or "no process of the job is on this node"
-    elif not users:
-        trouble = trouble or "its processes here have no strategy of several ranks (yet)"
-    return View((), tuple(processes), trouble or "its watchdogs have said nothing yet")
+        for each in statuses:
+            if each.rank not in seen or each.beat > seen[each.rank].beat:  # an older one is of a closed strategy
+                seen[each.rank] = each
+        strategy, size = (int(board.all(name)[0]) for name in ("strategy", "size"))
+        calls += of_node(statuses, strategy or -inode, size, time.time() - time.monotonic())
+    troubles = [] if seen else [trouble if processes else "no process of the job is on this node"]
+    return View([_from_outside(seen[rank]) for rank in sorted(seen)], calls, troubles)
+
+
+def _from_outside(status: RankStatus) -> RankStatus:
+    is_old = time.monotonic() - status.beat > _SILENT_SECONDS and not status.state
+    return replace(status, host=node_name(), silent=why_silent(status.process) if is_old else "")
 
 
 def _board_in(path: str) -> StatusBoard | None:
@@ -143,48 +102,10 @@ def board_in(read: Callable[[int], bytes], nbytes: int) -> StatusBoard | None:
     return StatusBoard(SharedMemory(tuple(np.frombuffer(row, np.uint8) for row in rows)))
 
 
-def _is_line(line: RankStatus) -> bool:
-    return (
-        0 <= line.rank < 2**24
-        and 0 < line.process < 2**22
-        and 0 <= line.state <= CALLED
-        and 0 < line.beat <= time.monotonic() + 1
-        and 0 <= line.signal < 65
-        and line.text.isprintable()
-        and bool(line.text)
-    )
-
-
-def _seen(line: RankStatus, told_by: int) -> Seen:
-    age = max(0.0, time.monotonic() - line.beat)
-    # The watchdog writes once a second: nobody writes an older line any more.
-    silent = local_process.why_silent(line.process) if age > 3 and line.state < ANSWERED else ""
-    # The owner can write anything into that memory, such as the number of another user's process.
-    shows_stacks = bool(line.signal) and _owner(line.process) == _owner(told_by) is not None
-    host = local_process.node_name()
-    return Seen(line.rank, age, line.waited, line.limit, line.text, line.process, shows_stacks, silent, host)
-
-
-def _owner(process: int) -> int | None:
-    with suppress(OSError):
-        return os.stat(f"/proc/{process}").st_uid
-    return None
-
-
-def _all_processes() -> Iterator[int]:
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            yield int(name)
-
-
-def _belongs(process: int, number: str) -> bool:
-    try:
-        with open(f"/proc/{process}/environ", "rb") as file:
-            if f"SLURM_JOB_ID={number}".encode() not in file.read().split(b"\0"):
-                return False
-        return bool(_shared_files(process))
-    except OSError:
-        return False
+def _belongs(process: str, number: str) -> bool:
+    with suppress(OSError), open(f"/proc/{process}/environ", "rb") as file:
+        return f"SLURM_JOB_ID={number}".encode() in file.read().split(b"\0") and bool(_shared_files(int(process)))
+    return False
 
 
 def _shared_files(process: int) -> dict[tuple[int, int], str]:

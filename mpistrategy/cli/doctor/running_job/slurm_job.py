@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 _PATIENCE_SECONDS = 20
 _ID = re.compile(r"(\d+(?:[_+]\d+)?)(?:\.\d+)?")
+#: A folder may have blanks in its name.
+_FIELD = re.compile(r"(?:^|\s)(JobId|JobState|NodeList|NumNodes|WorkDir)=((?<=WorkDir=).*?(?=\s*$)|\S*)", re.M)
 
 
 @dataclass(frozen=True)
@@ -19,16 +21,14 @@ class SlurmJob:
         number: its own number, also where it is one of an array.
         state: RUNNING, ...; "" if unknown.
         folder: where it works; "" if unknown.
-        nodes: as Slurm writes them; "" if unknown.
-        count: how many nodes; 0 if unknown.
+        nodes: how many nodes it has; 0 if unknown.
         trouble: why Slurm gives no answer; "" when it does.
     """
 
     number: str
     state: str = ""
     folder: str = ""
-    nodes: str = ""
-    count: int = 0
+    nodes: int = 0
     trouble: str = ""
 
 
@@ -46,7 +46,7 @@ def ask(text: str) -> SlurmJob:
     except OSError as error:
         return SlurmJob(number, trouble=f"scontrol cannot be asked here ({error.strerror or error})")
     if done.returncode:
-        return SlurmJob(number, trouble=f"scontrol: {(done.stderr or done.stdout).strip().splitlines()[-1:]}")
+        return SlurmJob(number, trouble=f"scontrol: {(done.stderr or done.stdout).strip()}")
     return read(done.stdout, number)
 
 
@@ -72,15 +72,10 @@ def answer_of(command: Sequence[str], seconds: float) -> subprocess.CompletedPro
 
 def read(told: str, number: str) -> SlurmJob:
     """Return what is in the output of ``scontrol show job``."""
-    numbers = re.findall(r"^JobId=(\d+)", told, flags=re.M)
+    fields = _FIELD.findall(told)
+    numbers = [value for name, value in fields if name == "JobId"]
     if len(numbers) > 1:
         return SlurmJob(number, trouble=f"{number} is an array of {len(numbers)} jobs: name one, such as {number}_0")
-
-    def field(name: str) -> str:
-        found = re.search(rf"^\s+{name}=(.*?)\s*$" if name == "WorkDir" else rf"\b{name}=(\S*)", told, flags=re.M)
-        return found[1] if found else ""
-
-    nodes = re.search(r"^\s+NodeList=(\S+)", told, flags=re.M)
-    listed = nodes[1] if nodes and nodes[1] != "(null)" else ""
-    count = int(field("NumNodes")) if field("NumNodes").isdigit() and listed else 0
-    return SlurmJob(numbers[0] if numbers else number, field("JobState"), field("WorkDir"), listed, count)
+    of = {"JobId": number, "JobState": "", "NodeList": "", "NumNodes": "", "WorkDir": "", **dict(fields)}
+    has_nodes = of["NumNodes"].isdigit() and of["NodeList"] not in ("", "(null)")
+    return SlurmJob(of["JobId"], of["JobState"], of["WorkDir"], int(of["NumNodes"]) if has_nodes else 0)

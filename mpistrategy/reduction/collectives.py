@@ -1,0 +1,374 @@
+"""Collectives that do the same with each array of a nest: what they have in common; gather, scan and reduce-scatter.
+
+A call checks its arrays and takes memory, which is all that can fail on one rank.  Then the ranks agree on the call,
+the data move, and the results are put into a nest like the given one.
+"""
+
+from __future__ import annotations
+
+import operator
+from abc import abstractmethod
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import (
+    array_where_it_is,
+    copy_of,
+    host_array,
+    is_on_device,
+    like_given,
+    on_device_of,
+    reducible,
+)
+from mpistrategy.arrays.devices import gpu_of
+from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, quietly
+from mpistrategy.arrays.gpu import check_device, layout_of
+from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
+from mpistrategy.errors import EmptyBatchError, OptionTypeError, ReduceOpError, ShapeError, UnsupportedError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.inputs import arrays_of, as_given, check_order, is_plain_array
+from mpistrategy.reduction.layout.finish import rounded
+from mpistrategy.reduction.layout.packing import layouts_of
+from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
+from mpistrategy.reduction.plans import NestPlan
+from mpistrategy.reduction.reducer import General
+from mpistrategy.reduction.routes import on_device
+from mpistrategy.reduction.routes.base import CallPlan, Targets
+from mpistrategy.reduction.routes.mailboxes import MailboxArrays
+from mpistrategy.reduction.sparse import gather_all
+
+Values: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
+
+#: So much of an array is scanned at a time; the ranks need twice as much memory besides.
+_PIECE_BYTES = 8 * 2**20
+
+
+class Collective(Transfer):
+    """How the arrays of such a call move, and what the ranks compare before.
+
+    Attributes:
+        verb: the name of the collective.
+        op: what is asked for, in words.
+        values: the dtype of each array, and what is equal of its shape on all ranks.
+    """
+
+    verb: str
+    op: str
+    values: Values
+
+    def signature(self, call: Call, destination: str = "") -> Signature:
+        """Return what the ranks compare."""
+        words = (self.verb, self.op, call.structure, self.values, destination, "")
+        return Signature(*words, call.name, call.where, call.place)
+
+
+def dense(value: Any, where: str) -> Any:
+    """Return this rank's value; UnsupportedError for IndexedSlices."""
+    given = contribution(value)
+    if isinstance(given, IndexedSlices):
+        fix = "Use to_dense(), or give its values and its indices."
+        raise UnsupportedError.at(where, found="IndexedSlices", expected="an array", fix=fix)
+    return given
+
+
+def check_gpus(ranks: Ranks, arrays: Sequence[Any], where: str) -> bool:
+    """Return whether arrays are in GPU memory: on the GPU that this rank drives, whose path has the memory it needs."""
+    placed = [array for array in arrays if is_on_device(array)]
+    if placed:
+        check_device(placed, gpu_of(ranks.devices, ranks.rank), where)
+        on_device.prepare(ranks, placed, where)
+    return bool(placed)
+
+
+def move(ranks: Ranks, collective: Collective, arrays: Sequence[Any], call: Call) -> list[Array]:
+    """Return what becomes of arrays, once all ranks make the same call."""
+    placed = check_gpus(ranks, arrays, call.where)
+    return collective.carried_out(arrays, partial(call.agree_on, collective.signature(call), sparingly=not placed))
+
+
+class EachArray(General):
+    """A collective that does the same with each array of a nest; a subclass says what, in `collective`."""
+
+    #: Whether a nest without arrays is refused; one of None is not.
+    needs_arrays: bool = False
+    plan_type: type[NestPlan] = NestPlan
+
+    @abstractmethod
+    def collective(self, call: Call, arrays: Sequence[Any]) -> Collective:
+        """Return how arrays like these move.
+
+        Raises:
+            MpiStrategyError: for what cannot.
+        """
+
+    def checked(self, value: Any, where: str) -> Any:
+        """Return this rank's value as an array."""
+        return array_where_it_is(dense(value, where), where)
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return a nest of the results; see `CallPlan.run`."""
+        leaves, structure = nest.flatten_without_none(value)
+        call.structure = structure.text
+        if self.needs_arrays and not (leaves or structure.num_none or self.reducer.is_alone):
+            raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
+        call.wait_as(self.chosen.timeout_seconds)
+        arrays = [self.checked(leaf, call.where) for leaf in leaves]
+        results = self.moved(call, self.collective(call, arrays), arrays, value)
+        given = [*map(contribution, leaves)]
+        self.reducer.communicator.guard.wait_for_gpu(event_of_reads(given))
+        return structure.pack([*map(as_given, map(like_given, results, given), given)])
+
+    def moved(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
+        """Return what becomes of the arrays of a value, once all ranks make the same call."""
+        return move(self.reducer.communicator, collective, arrays, call)
+
+    def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
+        """Return the plan of a nest of arrays and numbers on the host; None for others."""
+        where = nest.leaves_of(value)
+        leaves = [] if where is None else where.take(value)
+        arrays = arrays_of(leaves) if nest.only_text_keys(value) else None
+        if where is None or arrays is None or not all(map(is_plain_array, arrays)):
+            return None
+        call.structure, kinds = where.text, {*map(type, leaves)}
+        collective = self.collective(call, arrays)
+        return self.plan_type(self, where, collective, collective.signature(call), kinds=kinds, timeout=self.timeout)
+
+
+# ------------------------------------------------------------------------------------------------- gather
+
+
+class Gathering(Collective):
+    """How the ranks' arrays come together along an axis.
+
+    On a node small arrays lie in the mailboxes, beside the check of the call and their lengths.  Else the ranks learn
+    the lengths with the check, and then send the arrays.
+
+    Args:
+        ranks: who takes part.
+        arrays: this rank's, or arrays like them.
+        axes: along which axis each comes together.
+        into: see `gather`.
+    """
+
+    verb = "gather"
+
+    def __init__(self, ranks: Ranks, arrays: Sequence[Any], axes: Sequence[int], into: Targets = None) -> None:
+        self._ranks, self._axes, self._into = ranks, axes, into
+        self.layouts, self.op = layouts_of(arrays), f"axis {axes}"
+        both = zip(map(layout_of, arrays), axes, strict=True)
+        self.values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in both)
+        self._mine = np.array([array.shape[axis] for array, axis in zip(arrays, axes, strict=True)], np.int64)
+        header, boxes = layouts_of([self._mine]), ranks.mailboxes
+        #: Whether this rank's arrays lie in its mailbox.
+        self._fits = False
+        self._in_mailboxes: MailboxArrays | None = None
+        if boxes is not None and MailboxArrays.has_room(boxes, header, boxes.size):
+            together = header + self.layouts
+            self._fits = MailboxArrays.has_room(boxes, together, boxes.size) and not any(map(is_on_device, arrays))
+            self._in_mailboxes = MailboxArrays(boxes, together if self._fits else header)
+        else:
+            self._numbers = NumbersOfRanks(ranks, len(arrays))
+
+    def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
+        """Do what must be done before the ranks agree on the call.
+
+        Returns:
+            Memory for the lengths; of small arrays for the results, if all ranks have as many as this one.
+        """
+        if self._in_mailboxes is None:
+            return self._numbers.bring(self._mine)
+        self._in_mailboxes.put([self._mine, *arrays])
+        rows, size = zip(self.layouts, self._axes, strict=True), self._ranks.size
+        shapes = [((*shape[:axis], size * shape[axis], *shape[axis + 1 :]), dtype) for (dtype, shape), axis in rows]
+        return [np.empty(*each) for each in shapes] if self._fits else None
+
+    def run(self, arrays: Sequence[Any], memory: Any) -> list[Array]:
+        """Return all ranks' arrays, after the agreement."""
+        if self._in_mailboxes is None:
+            lengths = self._numbers.found(memory).astype(np.int64)
+        else:
+            seen = self._in_mailboxes.seen()
+            lengths = np.array([theirs[0] for theirs in seen])
+            if self._fits and (lengths == self._mine).all():
+                rows = zip(memory, self._axes, strict=True)
+                return [
+                    np.concatenate([theirs[number] for theirs in seen], axis, out=result)
+                    for number, (result, axis) in enumerate(rows, 1)
+                ]
+        moved = [np.moveaxis(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
+        gathered = gather_all(self._ranks, list(zip(moved, lengths.T.tolist(), strict=True)), self._into)
+        if not any(self._axes):
+            return gathered
+        return self._ranks.guard.on_all(lambda: [*map(_moved_back, gathered, self._axes)])
+
+
+def _moved_back(array: Any, axis: int) -> Any:
+    """Return an array with its first axis where it was, contiguous."""
+    moved = np.moveaxis(array, 0, axis)
+    with on_device_of(moved):
+        return moved if moved.flags.c_contiguous else moved.copy()
+
+
+def gather(ranks: Ranks, arrays: Sequence[Any], axis: int, call: Call, into: Targets = None) -> list[Array]:
+    """Return, for each of the arrays, those of all ranks concatenated along `axis`; in GPU memory where they are there.
+
+    Args:
+        ranks: who takes part.
+        arrays: this rank's; dtypes and all axes but `axis` are equal on all ranks, the length along `axis` may differ.
+        axis: from 0 on.
+        call: the guard's call that all ranks make.
+        into: memory for each result on the host, or None: used where that saves a copy, and if `axis` is 0.
+    """
+    return move(ranks, Gathering(ranks, arrays, [axis] * len(arrays), into), arrays, call)
+
+
+class Gather(EachArray):
+    """`all_gather` and `gather` of any nest of arrays; the argument is the axis."""
+
+    def collective(self, call: Call, arrays: Sequence[Any]) -> Collective:
+        axes = [checked_axis(self.argument, each.ndim, call.where) for each in arrays]
+        return Gathering(self.reducer.communicator, arrays, axes)
+
+
+def checked_axis(axis: Any, ndim: int, where: str) -> int:
+    """Return `axis` as an index from 0 on.
+
+    Raises:
+        OptionTypeError: when it is not an int.
+        ShapeError: when there is no such axis.
+    """
+    if axis is None:
+        raise ShapeError.at(where, found="axis=None", expected="an int", fix="Pass axis=0 for the first axis.")
+    try:
+        index = operator.index(axis)
+    except TypeError as error:
+        raise OptionTypeError.at(where, found=f"axis={axis!r}", expected="an int") from error
+    if not -ndim <= index < ndim:
+        expected = "an array with at least one axis" if ndim == 0 else f"an axis from {-ndim} to {ndim - 1}"
+        fix = "Make it an array of one element first: np.atleast_1d(x)." if ndim == 0 else ""
+        raise ShapeError.at(where, found=f"axis={index} of an array with {ndim} axes", expected=expected, fix=fix)
+    return index % ndim
+
+
+# ------------------------------------------------------------------------------------------------- scan
+
+
+class Scanning(Collective):
+    """The scan of arrays on the host.
+
+    Of each piece of an array every rank gets a part of all ranks' values, combines these in rank order, and sends each
+    rank its combination: each number travels twice, however many ranks there are.
+
+    Args:
+        ranks: who takes part.
+        arrays: this rank's, or arrays like them.
+        op: how they are combined.
+        exclusive: whether a rank's own value is left out.
+    """
+
+    verb = "scan"
+
+    def __init__(self, ranks: Ranks, arrays: Sequence[Array], op: ReduceOp, *, exclusive: bool) -> None:
+        self._ranks, self._op, self._is_exclusive = ranks, op, exclusive
+        self.op = f"{op.value}, exclusive" if exclusive else op.value
+        self.layouts, self.values = layouts_of(arrays), tuple(map(layout_of, arrays))
+
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
+        """Copy the arrays as they are combined; take memory for what travels."""
+        totals = [np.array(array, host_wire_dtype(array.dtype), order="C") for array in arrays]
+        return totals, [(self._room(total), self._room(total)) for total in totals]
+
+    def _room(self, total: Array) -> Array:
+        """Return memory for a piece of an array: a row for each rank."""
+        length, size = min(total.size, max(1, _PIECE_BYTES // total.itemsize)), self._ranks.size
+        return np.zeros((size, -(-length // size)), total.dtype)
+
+    @quietly
+    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
+        """Return the scans."""
+        for total, (sent, received) in zip(*memory, strict=True):
+            flat, step = total.reshape(-1), max(1, sent.size)
+            for start in range(0, flat.size, step):
+                self._scan(flat[start : start + step], sent, received)
+        return [rounded(total, dtype) for total, (dtype, _) in zip(memory[0], self.layouts, strict=True)]
+
+    def _scan(self, piece: Array, sent: Array, received: Array) -> None:
+        """Replace a piece by its scan."""
+        sent.reshape(-1)[: piece.size] = piece
+        self._ranks.alltoall(sent, received)  # a row of each rank: all the values of some elements
+        for rank in range(1, self._ranks.size):
+            COMBINE[self._op.value](received[rank - 1], received[rank], out=received[rank])
+        if self._is_exclusive:
+            received[1:] = received[:-1].copy()
+            received[0] = identity(piece.dtype, self._op)
+        self._ranks.alltoall(received, sent)
+        piece[...] = sent.reshape(-1)[: piece.size]
+
+
+class Scan(EachArray):
+    """`ReplicaContext.scan`; the argument is the operation, whether it is exclusive, and the type of that."""
+
+    needs_arrays = True
+
+    def checked(self, value: Any, where: str) -> Any:
+        return host_array(reducible(dense(value, where), where), where)
+
+    def collective(self, call: Call, arrays: Sequence[Any]) -> Collective:
+        asked, is_exclusive, _ = self.argument
+        op, where = ReduceOp._parse(asked, call.where), call.where
+        if op is ReduceOp.MEAN:
+            raise ReduceOpError.at(
+                where,
+                found="MEAN",
+                expected="SUM, MIN, MAX or PROD",
+                fix="A mean of the first ranks has another divisor on each rank: divide a SUM by rank + 1.",
+            )
+        if not isinstance(is_exclusive, (bool, np.bool_)):
+            raise OptionTypeError.at(where, found=f"exclusive={is_exclusive!r}", expected="True or False")
+        for array in arrays:
+            check_order(reducible(array, where).dtype, op, where)
+        return Scanning(self.reducer.communicator, arrays, op, exclusive=bool(is_exclusive))
+
+
+def identity(dtype: np.dtype[Any], op: ReduceOp) -> Any:
+    """Return what changes no SUM, PROD, MIN or MAX of numbers of this dtype."""
+    if op not in (ReduceOp.MIN, ReduceOp.MAX):
+        return 1 if op is ReduceOp.PROD else 0
+    if dtype.kind in "iu":
+        limits = np.iinfo(dtype)
+        return limits.max if op is ReduceOp.MIN else limits.min
+    return np.inf if op is ReduceOp.MIN else -np.inf
+
+
+# ------------------------------------------------------------------------------------------------- reduce-scatter
+
+
+class Scattered(General):
+    """`reduce_scatter`: each rank's part of an all-reduce; the `out` of its calls is the axis."""
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return this rank's parts; see `CallPlan.run`."""
+        leaves, structure = nest.flatten_without_none(value)
+        given = [dense(leaf, call.where) for leaf in leaves]
+        axes = [checked_axis(out, reducible(each, call.where).ndim, call.where) for each in given]
+        call.structure = f"{structure.text} along axis {', '.join(map(str, axes))}"
+        op = ReduceOp._parse(self.argument, call.where)
+        if self.reducer.agrees_on_none(call, op, structure):
+            return structure.pack([])
+        paths = partial(nest.paths_without_none, value)
+        results = self.reducer.all_reduce_leaves(call, op, leaves, paths, options=self.options)
+        return structure.pack([*map(self._own_part, results, axes, given)])
+
+    def _own_part(self, result: Any, axis: int, given: Any) -> Any:
+        """Return a copy of this rank's part of a reduced array, as the kind of array that was given."""
+        ranks, array = self.reducer.communicator, reducible(result, "ReplicaContext.reduce_scatter")
+        step = -(-array.shape[axis] // ranks.size)
+        part = slice(ranks.rank * step, (ranks.rank + 1) * step)
+        return like_given(copy_of(array[(slice(None),) * axis + (part,)]), given)
