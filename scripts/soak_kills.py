@@ -2,9 +2,7 @@
 
     python scripts/soak_kills.py [--kills N] [--seed N]
 
-Half of the jobs hand memory to their ranks by descriptors, the other half by files that lose their names, as where the
-ranks run in containers of their own.  Prints how many jobs left what.  Exit status 1 if a file with content, or one
-that `mpistrategy doctor --remove-leftovers` does not remove, is left.
+Prints how many jobs left what.  Exit status 1 if a file is left.
 """
 
 from __future__ import annotations
@@ -26,9 +24,7 @@ import launching
 
 FOLDER = Path("/dev/shm")
 PROGRAM = """
-import os, sys
-if "named" in sys.argv:
-    del os.memfd_create
+import sys
 import numpy as np
 import mpistrategy as ms
 
@@ -70,20 +66,16 @@ def main() -> int:
         path = Path(folder) / "program.py"
         path.write_text(PROGRAM)
         for number in range(options.kills):
-            words = (["making"] if number % 4 == 0 else []) + (["named"] if number // 4 % 2 else [])
+            words = ["making"] if number % 4 == 0 else []
             counts[_kill_one(path, words, chance, Path(folder) / str(number))] += 1
             for name, size in left().items():
                 if name not in before:
-                    counts["files with content" if size else "empty names"] += 1
+                    counts["files"] += 1
                     counts["bytes"] += size
                     before[name] = size  # counted once
-        words = ["-m", "mpistrategy", "doctor", "--remove-leftovers"]  # also names of which no memory was taken yet
-        subprocess.run([sys.executable, *words], check=True, stdout=subprocess.DEVNULL)
-        stays = [name for name, size in left().items() if name in before and not size]
-    counts["names after the doctor"] = len(stays)
     told = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
     print(f"kills: {options.kills} jobs in {time.monotonic() - began:.0f} s: {told}")
-    return 1 if counts["files with content"] or counts["names after the doctor"] else 0
+    return 1 if counts["files"] else 0
 
 
 def _kill_one(path: Path, words: list[str], chance: random.Random, marks: Path) -> str:

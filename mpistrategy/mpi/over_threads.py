@@ -21,9 +21,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.tuning.thresholds import RouteName
 
-
-def _has_ended() -> str:
-    return "has come to its end"
+_ENDED = "has come to its end"
 
 
 class Turns:
@@ -36,84 +34,69 @@ class Turns:
     def __init__(self, count: int) -> None:
         self._changed = threading.Condition()
         self._running = 0
-        self._doing: list[Callable[[], str]] = [str] * count
-        self._ready: list[Callable[[], bool]] = [_always] * count
+        self._doing = [""] * count
+        self._ready: list[Callable[[], bool]] = [lambda: True] * count
         self._hopeless: set[int] = set()
         self._why = ""
 
-    def wait_for(self, me: int, ready: Callable[[], bool], doing: Callable[[], str]) -> None:
+    def wait_for(self, me: int, ready: Callable[[], bool], doing: str) -> None:
         """Let the others run until `ready()`; raise on all threads that wait if no thread can go on.
 
         `doing` says where this thread waits, for that error.
         """
-        with self._changed:
-            self._ready[me], self._doing[me] = ready, doing
-            self._pass_on(me)
-            self._changed.wait_for(lambda: self._running == me)
-            self._ready[me], self._doing[me] = _always, str
-            if me in self._hopeless:
-                self._hopeless.remove(me)
-                raise CollectiveMismatchError(self._why)
+        self.pass_on(me, ready, doing)
+        self.begin(me)
+        if me in self._hopeless:
+            self._hopeless.remove(me)
+            raise CollectiveMismatchError(self._why)
 
     def begin(self, me: int) -> None:
-        """Wait for the first turn."""
+        """Wait for the turn of this thread."""
         with self._changed:
             self._changed.wait_for(lambda: self._running == me)
 
-    def end(self, me: int) -> None:
-        """Take no more turns."""
+    def pass_on(self, me: int, ready: Callable[[], bool] = lambda: False, doing: str = _ENDED) -> None:
+        """Let another thread run: the next one that is ready.  By default this one takes no more turns."""
         with self._changed:
-            self._ready[me], self._doing[me] = _never, _has_ended
-            self._pass_on(me)
-
-    def _pass_on(self, me: int) -> None:
-        count = len(self._ready)
-        in_turn = [(me + step) % count for step in range(1, count + 1)]
-        if not any(ready() for ready in self._ready) and not self._hopeless:
-            self._hopeless = {rank for rank in in_turn if self._doing[rank] is not _has_ended}
-            rows = [f"  replica {rank}: {doing()}" for rank, doing in enumerate(self._doing)]
-            self._why = "\n".join(["no replica can go on: the calls do not fit together", *rows])
-        able = [rank for rank in in_turn if rank in self._hopeless or self._ready[rank]()]
-        self._running = able[0] if able else -1
-        self._changed.notify_all()
-
-
-def _always() -> bool:
-    return True
-
-
-def _never() -> bool:
-    return False
+            self._ready[me], self._doing[me] = ready, doing
+            count = len(self._ready)
+            in_turn = [(me + step) % count for step in range(1, count + 1)]
+            able = [rank for rank in in_turn if rank in self._hopeless or self._ready[rank]()]
+            if not able:
+                able = [rank for rank in in_turn if self._doing[rank] != _ENDED]
+                self._hopeless = set(able)
+                rows = [f"  replica {rank}: {doing}" for rank, doing in enumerate(self._doing)]
+                self._why = "\n".join(["no replica can go on: the calls do not fit together", *rows])
+            self._running = able[0] if able else -1
+            self._changed.notify_all()
 
 
 @dataclass
 class Meeting:
-    """Where some of the threads gather values: each brings one, for the same purpose, and takes all.
+    """Where the threads gather values: each brings one, for the same purpose, and takes all.
 
     Attributes:
         turns: who may run.
-        members: the threads, in the order of their ranks here.
+        size: how many threads there are.
     """
 
     turns: Turns
-    members: tuple[int, ...]
+    size: int
     _brought: dict[int, tuple[str, Any]] = field(default_factory=dict)
     _round: int = 0
     _taken: list[Any] = field(default_factory=list)
 
     def allgather(self, rank: int, purpose: str, value: Any) -> list[Any]:
-        """Return what all members brought, in rank order; raise on all unless all came for the same `purpose`."""
+        """Return what all brought, in rank order; raise on all unless all came for the same `purpose`."""
         mine = self._round
         self._brought[rank] = (purpose, value)
-        if len(self._brought) == len(self.members):
-            self._taken = [self._brought[other] for other in range(len(self.members))]
+        if len(self._brought) == self.size:
+            self._taken = [value for _, value in sorted(self._brought.items(), key=lambda each: each[0])]
             self._brought = {}
             self._round += 1
         try:
-            frame = sys._getframe(1)
-            self.turns.wait_for(
-                self.members[rank], lambda: self._round > mine, lambda: f"waits at {site_of(frame).text}"
-            )
+            where = site_of(sys._getframe(1)).text
+            self.turns.wait_for(rank, lambda: self._round > mine, f"waits at {where}")
         except CollectiveMismatchError:
             self._brought.pop(rank, None)
             raise
@@ -128,29 +111,24 @@ class Threads(Ranks, ControlChannel):
     """A `mpistrategy.mpi.interface.ranks.Ranks` among threads of this process.
 
     Args:
-        meeting: where the members bring their data.
-        rank: this thread's number among the members.
-        nodes: the number of the node of each member; None puts all on one.
+        meeting: where the threads bring their data.
+        rank: this thread's number.
+        node_of: the number of the node of each thread, from 0 on.
     """
 
     is_simulated = True
 
-    def __init__(self, meeting: Meeting, rank: int, nodes: Sequence[int] | None = None) -> None:
+    def __init__(self, meeting: Meeting, rank: int, node_of: Sequence[int]) -> None:
         self._meeting = meeting
-        self._nodes = list(nodes) if nodes is not None else [0] * len(meeting.members)
-        numbers, size = list(dict.fromkeys(self._nodes)), len(self._nodes)
-        guard = Guard(self if size > 1 else None, rank, size)
-        super().__init__(rank, [numbers.index(node) for node in self._nodes], guard)
+        super().__init__(rank, node_of, Guard(self if meeting.size > 1 else None, rank, meeting.size))
 
     def _gathered(self, purpose: str, value: Any) -> list[Any]:
         return self._meeting.allgather(self.rank, purpose, _copied(value))
 
     def duplicate(self) -> Threads:
         """Return a communicator of the same ranks whose calls are separate from this one's.  Collective."""
-        meeting = self._meeting.allgather(self.rank, "duplicate", Meeting(self._meeting.turns, self._meeting.members))[
-            0
-        ]
-        made = Threads(meeting, self.rank, self._nodes)
+        ours = Meeting(self._meeting.turns, self.size)
+        made = Threads(self._meeting.allgather(self.rank, "duplicate", ours)[0], self.rank, self.node_of)
         made.devices = self.devices
         return made
 
@@ -218,18 +196,19 @@ def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | 
         For each rank how its program ended: with a `result`, or with an `error`.
     """
     turns = Turns(count)
-    everyone = Meeting(turns, tuple(range(count)))
+    everyone, numbers = Meeting(turns, count), list(dict.fromkeys(nodes or [0]))
+    node_of = [numbers.index(node) for node in nodes or [0] * count]
     endings = [Ending() for _ in range(count)]
 
     def replica(rank: int) -> None:
-        _world.communicator = Threads(everyone, rank, nodes)
+        _world.communicator = Threads(everyone, rank, node_of)
         turns.begin(rank)
         try:
             endings[rank].result = function()
         except BaseException as error:
             endings[rank].error = error
         finally:
-            turns.end(rank)
+            turns.pass_on(rank)
 
     threads = [threading.Thread(target=replica, args=(rank,), name=f"replica {rank}") for rank in range(count)]
     for thread in threads:

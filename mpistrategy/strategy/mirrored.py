@@ -101,7 +101,6 @@ class MirroredStrategy(Strategy):
         contains_errors = str(on_error).lower() == "raise"
         ranks = _connect(communicator, contains_errors)
         try:
-            local_rank, local_size = ranks.local_rank, ranks.node_of.count(ranks.node_of[ranks.rank])
             with Call(ranks.guard, where, called=name) as call:
                 if not isinstance(ranks, Threads):
                     injection.arm(*ranks.place_in_job)
@@ -114,7 +113,7 @@ class MirroredStrategy(Strategy):
                         where, found=f'on_error="raise" with check={check!r}', expected='check="always", or None'
                     )
                 limit = timeouts.chosen(communication_options and communication_options.timeout_seconds)
-                request = None if devices is None else requested(devices, local_rank, local_size)
+                request = None if devices is None else requested(devices, ranks.local_rank, ranks.local_size)
                 call.agree(
                     "create a strategy",
                     op=getattr(cross_device_ops, "_configuration", type(cross_device_ops).__name__),

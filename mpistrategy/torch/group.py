@@ -20,7 +20,7 @@ from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
-from mpistrategy.mpi.over_mpi.background import Background, Submitted
+from mpistrategy.mpi.over_mpi.engine import Background, Submitted
 from mpistrategy.mpi.over_mpi.exchange import exchange
 from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks

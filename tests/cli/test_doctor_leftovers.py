@@ -17,7 +17,6 @@ from mpi4py import MPI
 
 from mpistrategy.cli import main
 from mpistrategy.cli.doctor import leftovers
-from mpistrategy.mpi.shared_memory.segments import FOLDER
 
 one_rank = pytest.mark.skipif(MPI.COMM_WORLD.size > 1, reason="starts processes: runs in the session on 1 rank")
 GONE = 4194305  # more than Linux has
@@ -42,7 +41,7 @@ def names_found() -> list[str]:
 @pytest.mark.one_rank
 def test_what_is_in_use_is_not_left(places: tuple[Path, Path]) -> None:
     memory, temporary = places
-    names = ["mpich_shm_1", "sm_segment.node1.0.5.0", "ucx_shm_posix_2", "nccl-abc", "mpistrategy-0f", "Intel_MPI_x"]
+    names = ["mpich_shm_1", "sm_segment.node1.0.5.0", "ucx_shm_posix_2", "nccl-abc", "psm2_shm.0f", "Intel_MPI_x"]
     for name in (*names, "somebody-else"):
         (memory / name).write_bytes(bytes(4096))
     (memory / "nccl-folder").mkdir()
@@ -141,7 +140,7 @@ def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monke
     program, temporary = launching.program(WORKS, tmp_path), tmp_path / "temporary"
     temporary.mkdir()
     environment = launching.environment() | {"TMPDIR": str(temporary)}
-    before = set(os.listdir(FOLDER))
+    before = set(os.listdir(leftovers.FOLDER))
     jobs = []
     for name in ("killed", "runs"):
         (tmp_path / name).mkdir()
@@ -156,7 +155,7 @@ def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monke
             time.sleep(0.05)
 
         def new() -> list[leftovers.Leftover]:
-            found = leftovers.found(FOLDER, str(temporary), all_processes=True)
+            found = leftovers.found(leftovers.FOLDER, str(temporary), all_processes=True)
             return [each for each in found if os.path.basename(each.path) not in before]
 
         def new_here() -> list[leftovers.Leftover]:
@@ -168,7 +167,7 @@ def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monke
             used |= leftovers.used_by(str(process))
         mine = [
             str(path)
-            for path in (*Path(FOLDER).iterdir(), *temporary.iterdir())
+            for path in (*Path(leftovers.FOLDER).iterdir(), *temporary.iterdir())
             if path.name not in before
             and any((each.lstat().st_dev, each.lstat().st_ino) in used for each in (path, *path.rglob("*")))
         ]

@@ -29,7 +29,7 @@ def agreed_alone(version: str) -> Thresholds:
 def read_thresholds(folder: Path, count: int, dice: random.Random) -> Figures:
     """Read `count` mutated files of thresholds."""
     figures, file = Figures("mutated threshold files"), folder / "paths.json"
-    content = {"machine": {}, "source": "x", "paths": DEFAULT.sizes()}
+    content = {"source": "x", **DEFAULT.sizes()}
     before = os.environ.get(files.VARIABLE)
     os.environ[files.VARIABLE] = str(file)
     try:

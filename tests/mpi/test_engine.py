@@ -29,11 +29,11 @@ def test_it_naps_between_two_looks_only_while_the_program_computes(monkeypatch: 
     monkeypatch.setattr(engines, "patiently", naps.append)
 
     def work() -> None:
-        engine.communicator.manner.pause(1)
+        engine.communicator.pause(1)
         computing.set()
         while not engine.worker._awaited:
             time.sleep(1e-4)
-        engine.communicator.manner.pause(2)
+        engine.communicator.pause(2)
 
     job = engines.Job(work)
     engine.submit(job)

@@ -88,8 +88,8 @@ def check(wanted: Sequence[tuple[Array, Any]], found: Any, mine: Any) -> list[An
 
 # ------------------------------------------------------------------------------------- the routes
 
-WITHOUT_MAILBOXES = Thresholds(64, 0, CHUNK, 512, CHUNK)
-BY_MPI = Thresholds(64, 2**40, CHUNK, 512, CHUNK, lanes_bytes=2**40)
+WITHOUT_MAILBOXES = Thresholds(64, 0, CHUNK, 512)
+BY_MPI = Thresholds(64, 2**40, CHUNK, 512, lanes_bytes=2**40)
 TWO = [rank % 2 for rank in RANKS]
 
 
@@ -123,7 +123,7 @@ ON_NODE, FIRST = "through memory of the node", "in the first message of the call
 LANES = ("by MPI's Allreduce between the nodes" if 2 * len({*TWO}) <= SIZE else "by MPI's Allreduce", FIRST)
 ALL_LANES = replace(WITHOUT_MAILBOXES, lanes_bytes=1)
 ROUTES = {
-    "mailboxes": Route("in the ranks' mailboxes", thresholds=Thresholds(2**19, 1, CHUNK, 512, CHUNK)),
+    "mailboxes": Route("in the ranks' mailboxes", thresholds=Thresholds(2**19, 1, CHUNK, 512)),
     "one node": Route(ON_NODE),
     "one node, hierarchical": Route((ON_NODE, "in the ranks' mailboxes"), by(ms.HierarchicalCopyAllReduce)),
     "in place": Route("where the arrays are", kind="arena"),

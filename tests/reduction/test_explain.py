@@ -20,7 +20,7 @@ from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 from mpistrategy.testing import run_replicas
 
 several = pytest.mark.mpi(min_size=2)
-PATHS = Thresholds(2**15, 2**13, 2**18, 2**16, 2**20, source="this test")
+PATHS = Thresholds(2**15, 2**13, 2**18, 2**16, source="this test")
 LARGE = np.zeros(2**20, np.float32)
 SMALL = np.zeros(2**10, np.float32)
 
@@ -246,7 +246,7 @@ def test_leaves_that_are_none_are_told_beside_others() -> None:
 TABLES: dict[str, Thresholds] = {
     "the defaults": DEFAULT,
     "all in the window": replace(DEFAULT, cell_bytes=64, window_bytes=64, chunk_bytes=4096),
-    "all by MPI": replace(DEFAULT, cell_bytes=64, window_bytes=2**40, piece_bytes=4096),
+    "all by MPI": replace(DEFAULT, cell_bytes=64, window_bytes=2**40),
     "nothing is packed": replace(DEFAULT, cell_bytes=64, pack_bytes=64),
 }
 PLACES: dict[str, list[int]] = {"one node": [0] * SIZE, "two nodes": [r % 2 for r in RANKS], "a node each": [*RANKS]}

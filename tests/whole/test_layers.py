@@ -53,9 +53,7 @@ ORDER = {
 MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.ranks",
     "mpistrategy.mpi.contract.mpi_channel",
-    "mpistrategy.mpi.over_mpi.operations",
     "mpistrategy.mpi.over_mpi.messages",
-    "mpistrategy.mpi.over_mpi.gathering",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.start",
     "mpistrategy.mpi.gpu.loaded_mpi",

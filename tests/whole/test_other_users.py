@@ -272,7 +272,7 @@ def test_who_may_read_a_run_directory(tmp_path: Path, umask: int) -> None:
 def test_thresholds_that_are_no_own_small_file(open_folder: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     file = open_folder / "paths.json"
     others = replace(path_files.DEFAULT, pack_bytes=2**20)
-    path_files.save(others, path_files.Machine("Open MPI v5.0.11", 1, 1), file)
+    path_files.save(others, file)
     monkeypatch.setenv(path_files.VARIABLE, str(file))
     assert hostile_others.agreed_alone("Open MPI v5.0.11").pack_bytes == 2**20
     if what == "pipe":

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from mpistrategy import own_files
 from mpistrategy.cli.bench.report import Report, environment, environment_in_words, write_json
 from mpistrategy.cli.bench.shapes import LISTS
 from mpistrategy.cli.bench.timing import FULL, QUICK
 from mpistrategy.errors import DeviceError, UnsupportedError
 from mpistrategy.mpi.job.launcher import claim_in
-from mpistrategy.mpi.tuning.files import VARIABLE, Machine, check_can_save, expanded, save, trying
+from mpistrategy.mpi.tuning.files import VARIABLE, file_for, save, trying
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, default_for
 from mpistrategy.strategy.mirrored import MirroredStrategy
 
@@ -125,11 +126,9 @@ def _save(options: argparse.Namespace, ranks: RawRanks) -> int:
     from mpistrategy.cli.bench import thresholds
 
     about = environment(ranks)
-    machine = Machine(ranks.library, ranks.ranks_on_node, ranks.nodes)
-    named = os.environ.get(VARIABLE)
 
     def place() -> Path:
-        return expanded(named) if named else machine.file
+        return file_for(ranks.library, ranks.ranks_on_node, ranks.nodes)
 
     def failed(action: Callable[[], object]) -> bool:
         """Say on all ranks whether rank 0 could not do it."""
@@ -142,18 +141,18 @@ def _save(options: argparse.Namespace, ranks: RawRanks) -> int:
             _tell(f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
         return bool(ranks.greatest(np.array([float(trouble)]))[0])
 
-    if failed(lambda: check_can_save(place())):
+    if failed(lambda: own_files.make_folders(str(place().parent))):
         return 1
     tell = _tell if ranks.rank == 0 else lambda line: None
     effort, trials = (thresholds.QUICK, 1) if options.quick else (thresholds.EFFORT, 3)
-    default = default_for(machine.library)
-    search = thresholds.Search(ranks, machine.ranks_on_node > 1, machine.nodes, tell, default, effort, trials)
+    default = default_for(ranks.library)
+    search = thresholds.Search(ranks, ranks.ranks_on_node > 1, ranks.nodes, tell, default, effort, trials)
     found = replace(search.run(), source=f"measured {about['date']} on {about['cpu']}")
-    if failed(lambda: save(found, machine, place())):
+    if failed(lambda: save(found, place())):
         return 1
     tell(
-        f"saved {place()}. Every new strategy of {machine.ranks_on_node} ranks on each of {machine.nodes} node(s) "
-        f"under {machine.library} uses it."
+        f"saved {place()}. Every new strategy of {ranks.ranks_on_node} ranks on each of {ranks.nodes} node(s) "
+        f"under {ranks.library} uses it."
     )
     if options.json and ranks.rank == 0:
         write_json(options.json, {"environment": about, "cases": search.cases, "thresholds": asdict(found)})

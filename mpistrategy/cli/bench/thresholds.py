@@ -32,7 +32,6 @@ _KIB, _MIB = 2**10, 2**20
 
 #: What is tried, and on what.
 CHUNKS = tuple(size * _KIB for size in (64, 128, 256, 512, 1024))
-PIECES = tuple(size * _KIB for size in (256, 512, 1024, 2048, 4096))
 LARGE = (_MIB, 16 * _MIB)
 WINDOW_SIZES = tuple(size * _KIB for size in (4, 16, 64, 256, 1024, 4096))
 CELL_SIZES = tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32))
@@ -79,12 +78,10 @@ class Search:
         if self.nodes > 1:  # what is for a node alone is not used then
             if self.share_memory:
                 self._from_size("lanes_bytes", LANES_SIZES, self.default)
-        else:
-            if self.share_memory:
-                self._best("chunk_bytes", CHUNKS, replace(self.default, cell_bytes=64, window_bytes=64))
-                self._from_size("window_bytes", WINDOW_SIZES, replace(self.paths, cell_bytes=64))
-                self._up_to_size("cell_bytes", CELL_SIZES, _one)
-            self._best("piece_bytes", PIECES, replace(self.paths, window_bytes=NEVER))
+        elif self.share_memory:
+            self._best("chunk_bytes", CHUNKS, replace(self.default, cell_bytes=64, window_bytes=64))
+            self._from_size("window_bytes", WINDOW_SIZES, replace(self.paths, cell_bytes=64))
+            self._up_to_size("cell_bytes", CELL_SIZES, _one)
         self._up_to_size("pack_bytes", PACK_SIZES, _many)
         return self.paths
 

@@ -19,9 +19,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from mpistrategy.cli.doctor.checks.finding import count, mebibytes
-from mpistrategy.mpi.shared_memory.segments import FOLDER
 from mpistrategy.objects.text import printable
 
+#: Where Linux keeps shared memory that has a name.
+FOLDER = "/dev/shm"
 #: The inode of the first PID namespace.
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
 #: What belongs to a job that has only just begun may not be open yet.
@@ -35,7 +36,6 @@ _IN_MEMORY = {
     "UCX": r"ucx_shm_posix_",
     "NCCL": r"nccl-",
     "PSM2": r"psm2_shm\.",
-    "mpistrategy": r"mpistrategy-",
 }
 #: In the folder for temporary files: folders, which end with the number of the launcher's process.
 _TEMPORARY = {"Open MPI": r"(?:ompi|prte)\.(?:.+\.)?(\d+)$"}

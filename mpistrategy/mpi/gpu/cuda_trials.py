@@ -84,7 +84,6 @@ def save(version: str, place: Place, found: Outcome) -> Path:
         OSError: when it cannot be written.
     """
     file = file_of(version, place)
-    own_files.make_folders(str(file.parent))
     content = {"format": _FORMAT, "library": version, "place": place, "settings": settings(), **asdict(found)}
     replace_whole(file, json.dumps(content) + "\n")
     return file

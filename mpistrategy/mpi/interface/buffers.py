@@ -62,3 +62,9 @@ class Once:
 def as_bytes(buffer: Array) -> Array:
     """Return a flat uint8 view of a contiguous buffer of any dtype."""
     return buffer.reshape(-1).view(np.uint8)
+
+
+def put(buffer: Array, source: Array) -> None:
+    """Copy an array into another one of as many elements, unless both are the same memory."""
+    if source is not buffer and not (source.flags.c_contiguous and source.ctypes.data == buffer.ctypes.data):
+        buffer[...] = source.reshape(buffer.shape)

@@ -17,7 +17,7 @@ from mpistrategy.arrays.devices import Device, parse
 from mpistrategy.arrays.dtypes import Array, divide_by, quietly
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.interface.buffers import Once
+from mpistrategy.mpi.interface.buffers import Once, put
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, in_rank_order
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
@@ -36,6 +36,7 @@ class Ranks(ABC):
         nodes: how many nodes there are.
         has_lanes: whether all nodes have equally many ranks, and several.
         local_rank: this rank's index among the ranks of its node.
+        local_size: how many ranks its node has.
         library: the MPI library and its version, in words; "" without one.
         shares_memory: whether ranks of one node see each other's memory; the same on all ranks.
         thresholds: from which size on a buffer takes which route.
@@ -48,20 +49,11 @@ class Ranks(ABC):
         is_crowded: whether the ranks of this node outnumber the cores that they may use.
     """
 
-    rank: int
-    size: int
-    guard: Guard
-    devices: tuple[Device, ...]
-    node_of: tuple[int, ...]
-    nodes: int
-    has_lanes: bool
-    local_rank: int
     library: str = ""
     shares_memory: bool = False
     thresholds: Thresholds = DEFAULT
     mailboxes: Mailboxes | None = None
     first_message: FirstMessage | None = None
-    once: Once
     node_sum: NodeSum | None = None
     is_simulated: bool = False
     has_links: bool = False
@@ -74,16 +66,21 @@ class Ranks(ABC):
         guard: Guard | None = None,
         devices: tuple[Device, ...] = (),
     ) -> None:
-        self.rank, self.size, self.devices = rank, len(node_of), devices
-        self.guard, self.once = guard or Guard(), Once()
+        self.rank: int = rank
+        self.size: int = len(node_of)
+        self.devices: tuple[Device, ...] = devices
+        self.guard: Guard = guard or Guard()
+        self.once: Once = Once()
         self._place(node_of)
 
     def _place(self, node_of: Sequence[int]) -> None:
         """Note on which node each rank is."""
         sizes = Counter(node_of).values()
-        self.has_lanes = min(sizes) == max(sizes) > 1
-        self.node_of, self.nodes = tuple(node_of), max(node_of) + 1
-        self.local_rank = self.node_of[: self.rank].count(self.node_of[self.rank])
+        self.has_lanes: bool = min(sizes) == max(sizes) > 1
+        self.node_of: tuple[int, ...] = tuple(node_of)
+        self.nodes: int = max(node_of) + 1
+        self.local_rank: int = self.node_of[: self.rank].count(self.node_of[self.rank])
+        self.local_size: int = self.node_of.count(self.node_of[self.rank])
 
     @property
     def may_use_threads(self) -> bool:
@@ -111,7 +108,7 @@ class Ranks(ABC):
         This rank's value is in `source`, which does not change; None means in `buffer`.  Any number, of one dtype and
         size on all ranks.
         """
-        _put(buffer, _combined(self._gathered(f"allreduce {op}", buffer if source is None else source), op))
+        put(buffer, _combined(self._gathered(f"allreduce {op}", buffer if source is None else source), op))
 
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int, nbytes: int) -> None:
         """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
@@ -127,11 +124,11 @@ class Ranks(ABC):
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
         everything = self._gathered(f"reduce {op} to {root}", buffer)
         if self.rank == root:
-            _put(buffer, _combined(everything, op))
+            put(buffer, _combined(everything, op))
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
-        _put(buffer, self._gathered(f"bcast from {root}", buffer if self.rank == root else None)[root])
+        put(buffer, self._gathered(f"bcast from {root}", buffer if self.rank == root else None)[root])
 
     def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.
@@ -213,8 +210,3 @@ def _combined(arrays: Sequence[Array], op: str) -> Array:
     total = np.empty_like(arrays[0])
     in_rank_order(arrays, (total,), op, 1)
     return total
-
-
-def _put(buffer: Array, value: Array) -> None:
-    if value is not buffer:
-        buffer[...] = value.reshape(buffer.shape)

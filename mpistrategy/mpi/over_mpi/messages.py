@@ -10,6 +10,7 @@ from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import CollectiveTimeoutError
+from mpistrategy.mpi.interface.buffers import pieces
 
 #: The first tag of those that a program chooses.
 PROGRAM_TAG = 2**11
@@ -36,9 +37,8 @@ class Message:
             self._begin(comm.Isend if sends else comm.Irecv, rank)
 
     def _begin(self, start: Callable[..., MPI.Request], rank: int) -> None:
-        size = self._block.size
-        spans = [(at, min(at + self._most, size)) for at in range(0, size, self._most)] or [(0, 0)]
-        self._requests = [start([self._block[begin:end], MPI.BYTE], rank, self._tag) for begin, end in spans]
+        blocks = [*pieces(self._block, self._most)] or [self._block]
+        self._requests = [start([block, MPI.BYTE], rank, self._tag) for block in blocks]
 
     def test(self) -> bool:
         """Return whether the block has been sent or received."""

@@ -7,16 +7,15 @@ nothing is pickled.
 from __future__ import annotations
 
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, partial
-from itertools import repeat
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.devices import Device
-from mpistrategy.arrays.dtypes import Array, is_buffer
+from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
@@ -28,16 +27,13 @@ from mpistrategy.mpi.interface import buffers
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.introductions import Introduction, introductions
-from mpistrategy.mpi.multi_node.two_level import Manner, allreduce_across
-from mpistrategy.mpi.over_mpi.gathering import gather
+from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
-from mpistrategy.mpi.over_mpi.operations import operation
 from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, chunk_bytes_for
 from mpistrategy.mpi.shared_memory.segments import (
     Fence,
-    NodePeers,
     SharedMemory,
     part,
     private_memory,
@@ -48,13 +44,19 @@ from mpistrategy.mpi.tuning.files import agreed, library_name
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
 
-#: Up to this size MPI reads the source itself; above, a copy and an in-place call are faster.
-_DIRECT_BYTES = 2**21 if MPI.get_vendor()[0] == "Intel MPI" else 2**19
 #: The tag of an exchange of uneven parts.
 _EXCHANGE_TAG = 2**10
 _UNEQUAL = (
     "MPI's Allreduce gives the ranks different bits of one sum ({}): values go by a slower route that does not. "
     "See MPI's settings for the algorithm of Allreduce"
+)
+
+
+_KEPT = "the ranks of a node cannot share more memory, and each keeps new arrays to itself"
+_NOTHING_SHARED = "the ranks of a node share no memory, and everything goes through MPI"
+_MORE_MEMORY = (
+    "Results are the same, slower. Give the job more memory (srun --mem, docker run --memory); give containers on one "
+    "node one network (docker run --net=host)."
 )
 
 
@@ -74,12 +76,13 @@ class MpiRanks(Ranks):
     has_links = True
     #: Whether MPI gives all ranks the same bits of one sum.
     has_equal_sums: bool = True
-    #: How to wait for messages between nodes; None: the usual one of `two_level`.
-    manner: Manner | None = None
+    #: Called between two looks at messages between nodes, with how many there have been; None: see `two_level`.
+    pause: Callable[[int], None] | None = None
     #: Tells the ranks of each other's failures; None on several nodes.
     failures: Failures | None = None
-    #: How many elements one MPI call may carry.
+    #: How many elements one MPI call may carry, and how many bytes it adds up: between nodes pieces cost messages.
     max_count: int = buffers.MAX_COUNT
+    piece_bytes: int = 2**26
 
     def __init__(
         self,
@@ -105,9 +108,9 @@ class MpiRanks(Ranks):
             self._inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         else:
             self._inside = self._comm.Split(node_key, self.rank)
-        self._peers = NodePeers(self._inside, self.rank, self.allgather_text)
-        self.local_size: int = self._peers.local_size
-        leader = self._peers.leader
+        leaders = np.array([self.rank])
+        self._inside.Bcast(leaders, 0)
+        leader = int(leaders[0])
         me = Introduction.of_this_rank(self.rank, leader, sorted(cores()))
         ranks = introductions(self.allgather_text(me.text()))
         numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
@@ -120,6 +123,8 @@ class MpiRanks(Ranks):
                 MPI.Get_library_version(), self.rank, self.node_of, self.allgather_text
             )
         self._has_warned = False
+        if self.nodes == 1:
+            self.piece_bytes = 2**20
         self.shares_memory: bool = self.nodes < self.size  # where some node has several ranks, which can
         memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
         if self._control is not None and usual is self._control:
@@ -144,24 +149,23 @@ class MpiRanks(Ranks):
         if not self.shares_memory:
             alone = self._shared_if_there_is_room(status_board.BYTES)  # `doctor` looks at it from outside
             return alone or private_memory(status_board.BYTES), self._control
-        before = status_board.BYTES + failures.BYTES
+        before, cell_bytes = status_board.BYTES + failures.BYTES, self.thresholds.cell_bytes
         shared = self.shared(before + setup.bytes_for(self.local_size, self.thresholds))
-        lines, errors = part(shared, 0, status_board.BYTES), part(shared, status_board.BYTES, failures.BYTES)
-        shared, cell_bytes = part(shared, before), self.thresholds.cell_bytes
+        board, memory = part(shared, 0, status_board.BYTES), part(shared, before)
         self.shares_memory = shared.is_shared
         if not shared.is_shared or self.local_size == 1:
-            return lines, self._control
-        control, wait = self._control, partial(SpinWait, self.local_size, self._control.progress, self._cores)
+            return board, self._control
+        look = self._look if self.nodes == 1 else lambda: None
+        wait = partial(SpinWait, self.local_size, self._control.progress, self._cores, look)
         chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
-        add_up = partial(NodeSum, part(shared, segment_bytes(cell_bytes)), chunk_bytes)
-        if self.local_size < self.size:
-            self.node_sum: NodeSum | None = add_up(wait())
-            return lines, control
+        more = self._shared_if_there_is_room if self.nodes == 1 else None
+        self.node_sum: NodeSum | None = NodeSum(part(memory, segment_bytes(cell_bytes)), chunk_bytes, wait(), more)
+        if self.nodes > 1:
+            return board, self._control
+        errors = part(shared, status_board.BYTES, failures.BYTES)
         self.failures: Failures | None = Failures(errors.segments, errors.local_rank, errors.fence)
-        mailboxes = Mailboxes(shared, cell_bytes, wait(self._look), control)
-        self.mailboxes: Mailboxes | None = mailboxes
-        self.node_sum = add_up(wait(self._look), self._shared_if_there_is_room)
-        return lines, mailboxes
+        self.mailboxes: Mailboxes | None = Mailboxes(memory, cell_bytes, wait(), self._control)
+        return board, self.mailboxes
 
     def _look(self) -> None:
         self.guard.look()
@@ -174,10 +178,10 @@ class MpiRanks(Ranks):
         if not self.shares_memory:
             return private_memory(nbytes)
         self._meet()
-        memory = share(nbytes, self._peers, _memory_fence())
+        memory = share(nbytes, self, _memory_fence())
         if isinstance(memory, str):
             if self.rank == 0 and not self._has_warned:
-                setup.warn_without_memory(memory, later=self.node_sum is not None)
+                warn(f"{_KEPT if self.node_sum else _NOTHING_SHARED}: {memory}. {_MORE_MEMORY}", FallbackWarning)
             self._has_warned = True
             return private_memory(nbytes)
         return memory
@@ -185,7 +189,7 @@ class MpiRanks(Ranks):
     def _shared_if_there_is_room(self, nbytes: int) -> SharedMemory | None:
         """Return shared memory for what also works without it; None, without a warning, unless there is plenty."""
         self._meet()
-        memory = share(nbytes, self._peers, _memory_fence(), sparing=True)
+        memory = share(nbytes, self, _memory_fence(), sparing=True)
         return None if isinstance(memory, str) else memory
 
     def allgather_text(self, text: str) -> list[str]:
@@ -262,7 +266,7 @@ class MpiRanks(Ranks):
         if not self.has_equal_sums:
             return "root"
         is_large = self.shares_memory and self.has_lanes and nbytes >= self.thresholds.lanes_bytes
-        return "lanes" if is_large or (self.manner is not None and not self.manner.blocks) else "mpi"
+        return "lanes" if is_large or self.pause is not None else "mpi"
 
     def progress(self) -> None:
         self._comm.Iprobe()
@@ -287,20 +291,12 @@ class MpiRanks(Ranks):
             self._allreduce_by_mpi(buffer, op, source)
 
     def _allreduce_by_mpi(self, buffer: Array, op: str, source: Array | None) -> None:
-        brought: Any = MPI.IN_PLACE
-        if source is not None and source is not buffer:
-            if _goes_to_mpi(source, buffer):
-                brought = source
-            elif not _is_the_same(source, buffer):
-                np.copyto(buffer, source)
-        count, by_mpi = self._count(buffer), operation(op, buffer.dtype)
+        if source is not None:
+            buffers.put(buffer, source)
+        pieces, by_mpi = [*buffers.pieces(buffer, self._count(buffer))], operation(op, buffer.dtype)
         self._meet()
-        if 0 < buffer.size <= count:
-            self._comm.Allreduce(brought, buffer, by_mpi)
-        else:
-            parts = repeat(brought) if brought is MPI.IN_PLACE else buffers.pieces(brought, count)
-            for those, piece in zip(parts, buffers.pieces(buffer, count), strict=False):
-                self._comm.Allreduce(those, piece, by_mpi)
+        for piece in pieces:
+            self._comm.Allreduce(MPI.IN_PLACE, piece, by_mpi)
 
     def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int, nbytes: int) -> None:
         """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
@@ -323,16 +319,14 @@ class MpiRanks(Ranks):
         pieces, by_mpi = [*buffers.pieces(buffer, self._count(buffer))], operation(op, buffer.dtype)
         self._meet()
         for piece in pieces:
-            if self.rank == root:
-                self._comm.Reduce(MPI.IN_PLACE, piece, by_mpi, root)
-            else:
-                self._comm.Reduce(piece, None, by_mpi, root)
+            brought, target = (MPI.IN_PLACE, piece) if self.rank == root else (piece, None)
+            self._comm.Reduce(brought, target, by_mpi, root)
 
     def _count(self, buffer: Any) -> int:
         """Return how many elements one MPI call combines: MPI may allocate as much memory again, on the host."""
         if not isinstance(buffer, np.ndarray):
             return self.max_count
-        return min(self.max_count, max(1, self.thresholds.mpi_piece_bytes(self.nodes) // buffer.itemsize))
+        return min(self.max_count, max(1, self.piece_bytes // buffer.itemsize))
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
@@ -347,7 +341,19 @@ class MpiRanks(Ranks):
         Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
         `together`, which is None on the other ranks.
         """
-        gather(self._comm, block, counts, together, root, self.max_count, self._meet)
+        mine, sizes = buffers.as_bytes(block), np.asarray(counts, np.int64) * block.itemsize
+        result = None if together is None else buffers.as_bytes(together)
+        parts = [] if result is None else np.split(result, np.cumsum(sizes)[:-1])
+        if parts:
+            buffers.put(parts[root], mine)
+        self._meet()
+        if sizes.sum() > self.max_count:
+            others = [(rank, part) for rank, part in enumerate(parts) if rank != root]
+            self._exchange([] if parts else [(root, mine)], others)
+        elif result is None:
+            self._comm.Gatherv(mine, None, root)
+        else:
+            self._comm.Gatherv(MPI.IN_PLACE, [result, sizes.tolist(), None, MPI.BYTE], root)
 
     def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
         """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
@@ -367,7 +373,19 @@ class MpiRanks(Ranks):
 
     def allgatherv(self, block: Array | None, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
-        gather(self._comm, block, counts, together, None, self.max_count, self._meet)
+        result, sizes = buffers.as_bytes(together), (np.asarray(counts, np.int64) * together.itemsize).tolist()
+        ends = np.cumsum(sizes)
+        if block is not None:
+            buffers.put(result[ends[self.rank] - sizes[self.rank] : ends[self.rank]], buffers.as_bytes(block))
+        if result.size > self.max_count:
+            for root, (end, size) in enumerate(zip(ends, sizes, strict=True)):
+                self.bcast(result[end - size : end], root)
+            return
+        self._meet()
+        if len(set(sizes)) == 1:  # for megabytes on a node MPICH's Allgatherv takes two to three times as long
+            self._comm.Allgather(MPI.IN_PLACE, result)
+        else:
+            self._comm.Allgatherv(MPI.IN_PLACE, [result, sizes, None, MPI.BYTE])
 
     def alltoall(self, sent: Array, received: Array) -> None:
         """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
@@ -433,10 +451,20 @@ def _memory_fence() -> Fence | None:
     return window.Sync
 
 
-def _goes_to_mpi(source: Array, buffer: Array) -> bool:
-    return buffer.nbytes <= _DIRECT_BYTES and is_buffer(source) and not np.may_share_memory(source, buffer)
+@cache
+def operation(op: str, dtype: np.dtype[Any]) -> MPI.Op:
+    """Return MPI's operation for host memory, or one of our own.
 
+    MPI's MIN and MAX of floats may lose a NaN, and take either of 0.0 and -0.0; ours are commutative in every bit.
+    Open MPI 5 saturates sums of integers of 8 and 16 bits where the processor has AVX; ours wrap around.
+    """
+    combine = COMBINE[op]
+    if dtype.kind != "f" if op in ("MIN", "MAX") else dtype.kind not in "iu" or dtype.itemsize >= 4:
+        return {"SUM": MPI.SUM, "PROD": MPI.PROD, "MIN": MPI.MIN, "MAX": MPI.MAX}[op]
 
-def _is_the_same(source: Array, buffer: Array) -> bool:
-    """Return whether both, of one size and dtype, are the same contiguous memory."""
-    return source.flags.c_contiguous and source.ctypes.data == buffer.ctypes.data
+    def combined(these: Any, those: Any, datatype: MPI.Datatype) -> None:
+        target = np.frombuffer(those, dtype)
+        with np.errstate(all="ignore"):
+            combine(np.frombuffer(these, dtype), target, out=target)
+
+    return MPI.Op.Create(combined, commute=True)

@@ -4,13 +4,11 @@ One rank combines each element, in rank order, so that the bits are the same eve
 all ranks of the node see are combined where they are (`where_they_are`).  Of other arrays (`NodeSum.run`)
 every rank copies the others' shares to where they see them: of a large array into a block of `NodeResults`, in which it
 is combined and in which the result stays; else into buffers, in chunks that stay in the cache.  Of each chunk a rank
-combines its own share, and shows the result; one chunk later everybody copies the other results out.
+combines its own share, and shows the result.  The results of a chunk are copied out when the next one has been
+combined: between its sum and its result a share may be exchanged with other nodes (`Exchange`).
 
-A buffer is written again only after all ranks have said that they are done with the chunk after it, or have come that
-far.
-
-Between its sum and its result a share may be exchanged with other nodes (`Exchange`).  Then the results of a chunk are
-shown, and copied out, when the next one has been combined.
+A rank writes a chunk into the buffers of the one before the last.  It has then seen all results of that one, so nobody
+reads its operands any more; and it writes results there when all ranks have sent their chunk, after they copied out.
 """
 
 from __future__ import annotations
@@ -154,12 +152,12 @@ class Exchange(ABC):
         """Wait until the share has been combined."""
 
 
-class _Sums(NamedTuple):
-    """A chunk whose results are still to be copied out.
+class _Chunk(NamedTuple):
+    """A chunk whose shares have been added up, and whose results are still to be copied out.
 
     Attributes:
         number: of the chunk.
-        target: where they go.
+        target: where the results go.
         borders: where each rank's share is.
         results: where its result is.
         begun: of the exchange of this rank's share.
@@ -232,45 +230,63 @@ class NodeSum:
         typed = self._typed.get(dtype)
         if typed is None:
             typed = self._typed[dtype] = [[each.view(dtype) for each in part] for part in self._parts]
-        me, elements = self.local_rank, self.chunk_bytes // dtype.itemsize
-        sums: _Sums | None = None
+        elements = self.chunk_bytes // dtype.itemsize
+        before: _Chunk | None = None
         for source, target in pairs:
             if self._results is not None and source.nbytes >= LEAST_BYTES:
-                if sums is not None:
-                    self._copy_out(sums)
-                    sums = None
+                self._end(before, exchange)
+                before = None
                 if self._in_blocks(self._results, source, target, op, divisor, combination):
                     continue
             for start in range(0, source.size, elements):
-                mine, result = source[start : start + elements], target[start : start + elements]
-                count, number = mine.size, self._chunks + 1
-                sent, results = typed[number & 1], typed[_BUFFERS + (number & 1)]
-                borders = [share(count, rank, self.size, dtype.itemsize) for rank in range(self.size)]
-                begin, end = borders[me]
-                if begin:
-                    sent[me][:begin] = mine[:begin]
-                if end < count:
-                    sent[me][end:count] = mine[end:]
-                self._sent.tell(number)
-                if sums is not None and exchange is None:
-                    self._copy_out(sums)
-                self._chunks = number
-                self._wait_for(self._sent, number)
-                total = results[me][begin:end]
-                if end > begin:
-                    parts = [each[begin:end] for each in sent]
-                    parts[me] = mine[begin:end]
-                    combination(parts, (total,), op, divisor)
-                if exchange is None:
-                    self._show(number, result[begin:end], total)
-                    sums = _Sums(number, result, borders, results, None)
-                else:
-                    latest = _Sums(number, result, borders, results, exchange.begin(total))
-                    if sums is not None:
-                        self._end(exchange, sums)
-                    sums = latest
-        if sums is not None:
-            self._copy_out(sums) if exchange is None else self._end(exchange, sums)
+                both = source[start : start + elements], target[start : start + elements]
+                chunk = self._begin(typed, *both, op, divisor, combination, exchange)
+                self._end(before, exchange)
+                before = chunk
+        self._end(before, exchange)
+
+    def _begin(
+        self,
+        typed: list[list[Array]],
+        source: Array,
+        target: Array,
+        op: str,
+        divisor: int,
+        combination: Combination,
+        exchange: Exchange | None,
+    ) -> _Chunk:
+        """Add up this rank's share of a chunk."""
+        me, count, number = self.local_rank, source.size, self._chunks + 1
+        sent, results = typed[number & 1], typed[_BUFFERS + (number & 1)]
+        borders = [share(count, rank, self.size, source.itemsize) for rank in range(self.size)]
+        begin, end = borders[me]
+        sent[me][:begin], sent[me][end:count] = source[:begin], source[end:]
+        self._chunks = number
+        self._sent.tell(number)
+        self._wait_for(self._sent, number)
+        total = results[me][begin:end]
+        if end > begin:
+            parts = [each[begin:end] for each in sent]
+            parts[me] = source[begin:end]
+            combination(parts, (total,), op, divisor)
+        if exchange is None:
+            self._added.tell(number)
+        return _Chunk(number, target, borders, results, None if exchange is None else exchange.begin(total))
+
+    def _end(self, chunk: _Chunk | None, exchange: Exchange | None) -> None:
+        """Copy out the results of a chunk: the own one, and those of the other ranks when they are there."""
+        if chunk is None:
+            return
+        number, target, borders, results, begun = chunk
+        if exchange is not None:
+            exchange.end(begun)
+            self._added.tell(number)
+        begin, end = borders[self.local_rank]
+        target[begin:end] = results[self.local_rank][begin:end]
+        self._wait_for(self._added, number)
+        for rank, (begin, end) in enumerate(borders):
+            if rank != self.local_rank and end > begin:
+                target[begin:end] = results[rank][begin:end]
 
     def _in_blocks(
         self, results: NodeResults, source: Array, target: Array, op: str, divisor: int, combination: Combination
@@ -297,25 +313,6 @@ class NodeSum:
         if NO_BLOCK in numbers:
             results.grow(nbytes)
         return NO_BLOCK not in numbers
-
-    def _show(self, number: int, target: Array, total: Array) -> None:
-        """Tell the node that the result of this rank's share of a chunk can be read, and copy it out."""
-        self._added.tell(number)
-        target[...] = total
-
-    def _end(self, exchange: Exchange, sums: _Sums) -> None:
-        """Show and copy out the results of a chunk when its share has been exchanged."""
-        exchange.end(sums.begun)
-        begin, end = sums.borders[self.local_rank]
-        self._show(sums.number, sums.target[begin:end], sums.results[self.local_rank][begin:end])
-        self._copy_out(sums)
-
-    def _copy_out(self, sums: _Sums) -> None:
-        """Copy the results of the other ranks."""
-        self._wait_for(self._added, sums.number)
-        for rank, (begin, end) in enumerate(sums.borders):
-            if rank != self.local_rank and end > begin:
-                sums.target[begin:end] = sums.results[rank][begin:end]
 
     def _wait_for(self, counter: Counter, number: int) -> None:
         for theirs in counter.numbers:

@@ -1,10 +1,10 @@
 """Shared-memory segments: one for each rank of a node, mapped into every process of the node.
 
-All segments lie in one file without a name (a memfd).  The first rank of the node makes it and the others open its
-descriptor, so nothing is left behind however the job ends.  Where the descriptor cannot be opened (each rank in a
-container of its own, say), it is a file in the node's shared-memory file system, whose name is removed before memory is
-taken.  Every rank reserves its own pages, which then lie near its own core.  It compares them with the free memory
-first: a full file system or a memory limit is an error here, not a killed process later.
+All segments lie in one file without a name (a memfd), so nothing is left behind however the job ends.  The first rank
+of the node makes it and hands its descriptor to the others, over a socket of Unix without a name in the file system:
+this also works where each rank is in a container of its own, unless containers have networks of their own.
+Every rank reserves its own pages, which then lie near its own core.  It compares them with the free memory first: a
+memory limit is an error here, not a killed process later.
 
 The mapping lives as long as any array in it, also after the strategy is closed.  A forked child gets a private copy:
 its writes are seen by itself and its own children only.  Where the system promises no memory for the copy
@@ -13,29 +13,25 @@ its writes are seen by itself and its own children only.  Where the system promi
 
 from __future__ import annotations
 
-import contextlib
-import errno
+import ctypes
 import mmap
 import os
-import stat
+import socket
+import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory import memory_limits
-from mpistrategy.mpi.shared_memory.memory_limits import Room
 
 #: Every segment starts on such a boundary: a cache line, and enough for any vector instruction.
 ALIGNMENT = 64
-#: Where Linux keeps shared memory that has a name.
-FOLDER = "/dev/shm"
 _NAME = "mpistrategy"
-_OUT_OF_REACH = "no file for shared memory that all ranks of a node can open"
-_UNOPENED = OSError, AttributeError, MemoryError
 
 Fence = Callable[[], object]
 
@@ -81,144 +77,108 @@ def private_memory(nbytes: int) -> SharedMemory:
     return SharedMemory((block[start : start + nbytes],))
 
 
-class NodePeers:
-    """The ranks of this node, as they find each other to share memory.
-
-    Args:
-        inside: the mpi4py communicator of the node's ranks.
-        rank: this rank's number in the job.
-        allgather_text: returns the texts of all ranks of the job.
-    """
-
-    def __init__(self, inside: Any, rank: int, allgather_text: Callable[[str], list[str]]) -> None:
-        self._allgather_text = allgather_text
-        self.local_rank: int = inside.rank
-        self.local_size: int = inside.size
-        leader = np.array([rank])
-        inside.Bcast(leader, 0)
-        #: The first rank of this node.
-        self.leader: int = int(leader[0])
-
-    def text_of_leader(self, text: str) -> str:
-        """Return the text of the first rank of this node."""
-        return self._allgather_text(text)[self.leader]
-
-    def any_reason(self, reason: str) -> str:
-        """Return the first text that is not empty, of all ranks of the job; "" when all are empty."""
-        return next(filter(None, self._allgather_text(reason)), "")
-
-
-def room(*, named: bool = not hasattr(os, "memfd_create")) -> Room | None:
-    """Return how much memory the ranks of a node may still share; None where the system does not say."""
-    rooms = (memory_limits.memory(), memory_limits.file_system(FOLDER) if named else None)
-    return min(filter(None, rooms), key=lambda each: each.free, default=None)
-
-
-def share(nbytes: int, peers: NodePeers, fence: Fence | None = None, *, sparing: bool = False) -> SharedMemory | str:
+def share(nbytes: int, ranks: Any, fence: Fence | None = None, *, sparing: bool = False) -> SharedMemory | str:
     """Return `nbytes` for each rank of this node, or, on every rank, the same reason why not.
 
-    Collective over all ranks of the job; `nbytes` must be equal on the ranks of a node.  With `sparing`, half of the
-    free memory stays free for others.
+    Collective over all `ranks`; `nbytes` must be equal on those of a node.  With `sparing`, half of the free memory
+    stays free for others.
     """
     size = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
-    block = _reserved(size, peers, named=False, sparing=sparing)
-    if isinstance(block, str) and block.startswith(_OUT_OF_REACH):
-        block = _reserved(size, peers, named=True, sparing=sparing)
-    if isinstance(block, str):
-        return block
-    everything = np.frombuffer(block, np.uint8)
-    segments = tuple(everything[rank * size : rank * size + nbytes] for rank in range(peers.local_size))
-    return SharedMemory(segments, peers.local_rank, True, fence)
-
-
-def _reserved(size: int, peers: NodePeers, *, named: bool, sparing: bool) -> mmap.mmap | str:
-    """Return `size` bytes for each rank in a new file, this rank's own reserved; or why not, on all ranks."""
-    limit = room(named=named)  # before any rank takes memory
-    handle, reason = _opened_by_all(peers, named=named)
-    if reason:
-        if handle >= 0:
-            os.close(handle)
-        return reason
-    total, block = size * peers.local_size, None
+    limit, total = memory_limits.memory(), size * ranks.local_size  # before any rank takes memory
+    handle, reason = _file_of_node(ranks)
     # The ranks of a node may be in control groups of their own, each with a limit for its own pages.
-    wanted = total if peers.local_rank == 0 else size
+    wanted, block = total if ranks.local_rank == 0 else size, None
+    if limit is not None and wanted > (limit.free // 2 if sparing else limit.free):
+        reason = reason or (
+            f"{wanted / 2**20:.1f} MiB of shared memory{' for speed alone' if sparing else ''}, where "
+            f"{limit.free / 2**20:.0f} MiB are free of {limit.of}"
+        )
     try:
-        if limit is not None and wanted > (limit.free // 2 if sparing else limit.free):
-            reason = (
-                f"{wanted / 2**20:.1f} MiB of shared memory{' for speed alone' if sparing else ''}, where "
-                f"{limit.free / 2**20:.0f} MiB are free of {limit.of}"
-            )
-        else:
-            os.posix_fallocate(handle, peers.local_rank * size, size)
+        if not reason:
+            os.posix_fallocate(handle, ranks.local_rank * size, size)
             block = _mapped(handle, total)
     except (OSError, MemoryError) as error:
-        reason = f"{total / 2**20:.1f} MiB of shared memory: {getattr(error, 'strerror', '') or type(error).__name__}"
+        reason = f"{total / 2**20:.1f} MiB of shared memory: {_in_words(error)}"
     finally:
-        if block is None:
+        if block is None and handle >= 0:
             os.close(handle)
-    reason = peers.any_reason(reason)
-    return reason if reason or block is None else block
+    reason = _any_reason(ranks, reason)
+    if reason or block is None:
+        return reason
+    everything = np.frombuffer(block, np.uint8)
+    segments = tuple(everything[rank * size : rank * size + nbytes] for rank in range(ranks.local_size))
+    return SharedMemory(segments, ranks.local_rank, True, fence)
 
 
 # ------------------------------------------------------------------------------------------- files
 
 
-def _opened_by_all(peers: NodePeers, *, named: bool) -> tuple[int, str]:
-    """Return this rank's descriptor of a new file of the node, or -1; and, on all ranks, why one of them has none.
-
-    A name is gone when this returns; `mpistrategy doctor` removes that of a job that is killed just now.
+def _file_of_node(ranks: Any) -> tuple[int, str]:
+    """Return this rank's descriptor of a new file of the node, or -1, and why it has none; names that begin with NUL
+    are in no file system.
 
     An error among the messages is raised: only this rank has left them, and the next ones would be taken for these.
     """
-    handle, path, told, reason = -1, "", "", ""
-    try:
+    handle, name, reason = -1, f"{_NAME}-{os.urandom(8).hex()}", ""
+    with socket.socket(socket.AF_UNIX) as own:
         try:
-            if peers.local_rank == 0:
-                handle, path = _new_file(named)
-                told = f"{_identity(handle)} {path}"
-        except _UNOPENED as error:
-            reason = f"{_OUT_OF_REACH}: {error}"
-        told = peers.text_of_leader(told)
+            if ranks.local_rank == 0:
+                handle = _new_file()
+                own.bind(f"\0{name}")
+                own.listen(ranks.local_size)
+        except (OSError, AttributeError) as error:
+            reason = f"no file for shared memory: {_in_words(error)}"
+        name = _text_of_leader(ranks, name)
         try:
-            if peers.local_rank:
-                handle = _opened(told)
-        except _UNOPENED as error:
-            reason = f"{_OUT_OF_REACH}: {error}"
-        reason = peers.any_reason(reason)
-    finally:
-        if path and named:
-            with contextlib.suppress(OSError):
-                os.unlink(path)
-    if named:
-        peers.text_of_leader("the name is gone")
+            if ranks.local_rank and not reason:
+                own.connect(f"\0{name}")
+        except OSError as error:
+            reason = f"no file for shared memory that all ranks of a node can open: {_in_words(error)}"
+        reason = _any_reason(ranks, reason)
+        try:
+            if not reason and ranks.local_rank == 0:
+                _hand_out(handle, own, ranks.local_size - 1)
+            elif not reason:
+                _, (handle,), _, _ = socket.recv_fds(own, 1, 1, socket.MSG_CMSG_CLOEXEC)
+        except (OSError, ValueError) as error:  # of the first rank: it closes the socket, so that nobody waits for it
+            reason = f"no descriptor of shared memory: {_in_words(error)}"
     return handle, reason
 
 
-def _new_file(named: bool) -> tuple[int, str]:
-    """Return the descriptor of a new file, and a path that leads to it."""
-    if not named:
-        handle = os.memfd_create(_NAME, os.MFD_CLOEXEC)
-        return handle, f"/proc/{os.getpid()}/fd/{handle}"
-    path = os.path.join(FOLDER, f"{_NAME}-{os.urandom(8).hex()}")
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600), path
+def _text_of_leader(ranks: Any, text: str) -> str:
+    """Return the text of the first rank of this node."""
+    leader: int = ranks.node_of.index(ranks.node_of[ranks.rank])
+    texts: list[str] = ranks.allgather_text(text)
+    return texts[leader]
 
 
-def _identity(file: int | str) -> str:
-    """Return the identity of an open file, or of a path's; "" for anything but a regular file."""
-    state = os.stat(file)
-    return f"{state.st_dev}:{state.st_ino}" if stat.S_ISREG(state.st_mode) else ""
+def _any_reason(ranks: Any, reason: str) -> str:
+    """Return the first text that is not empty, of all ranks; "" when all are empty."""
+    reasons: list[str] = ranks.allgather_text(reason)
+    return next((each for each in reasons if each), "")
 
 
-def _opened(told: str) -> int:
-    """Return a descriptor of the file that another rank made: `told` is its identity and path."""
-    identity, _, path = told.partition(" ")
-    # Ranks in containers have process numbers of their own: there the path may lead to a device, which notices an open.
-    if _identity(path) == identity:
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
-        if _identity(handle) == identity:
-            return handle
-        os.close(handle)
-    raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+def _new_file() -> int:
+    """Return the descriptor of a new file; by the C library, since the Python of conda has no os.memfd_create."""
+    close_on_exec = 1
+    handle: int = _libc().memfd_create(_NAME.encode(), close_on_exec)
+    if handle < 0:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return handle
+
+
+def _hand_out(handle: int, own: socket.socket, peers: int) -> None:
+    """Send a descriptor to so many ranks of this user, all of which have connected."""
+    while peers:
+        with own.accept()[0] as peer:
+            _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+            if user == os.geteuid():
+                socket.send_fds(peer, [b"."], [handle])
+                peers -= 1
+
+
+def _in_words(error: BaseException) -> str:
+    return getattr(error, "strerror", "") or type(error).__name__
 
 
 # ------------------------------------------------------------------------------------------- mappings
@@ -232,19 +192,20 @@ class _Mapping(NamedTuple):
 
 #: What a child must not write to, by the identity of the object that keeps it mapped.
 _mappings: dict[int, _Mapping] = {}
-_libc: Any = None
+
+
+@cache
+def _libc() -> Any:
+    """Return the C library; from then on children make their mappings private."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.mmap.restype = ctypes.c_void_p
+    libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+    os.register_at_fork(after_in_child=_make_private)
+    return libc
 
 
 def _mapped(handle: int, nbytes: int) -> mmap.mmap:
     """Return the file as memory; it is unmapped, and the descriptor closed, when nobody refers to it any more."""
-    global _libc
-    import ctypes  # here, for the quick import
-
-    if _libc is None:
-        _libc = ctypes.CDLL(None, use_errno=True)
-        _libc.mmap.restype = ctypes.c_void_p
-        _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
-        os.register_at_fork(after_in_child=_make_private)
     # Python's object keeps the addresses; the file is mapped over them by hand, so that a child can do it again.
     block = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping = _Mapping(np.frombuffer(block, np.uint8).ctypes.data, nbytes, handle)
@@ -263,7 +224,7 @@ def _forget(identity: int, handle: int) -> None:
 def _map(mapping: _Mapping, kind: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> bool:
     """Map the file at its address, in place of what is there; return whether that was possible."""
     fixed = 0x10
-    address = _libc.mmap(mapping.address, mapping.nbytes, access, kind | fixed, mapping.handle, 0)
+    address = _libc().mmap(mapping.address, mapping.nbytes, access, kind | fixed, mapping.handle, 0)
     return bool(address == mapping.address)
 
 

@@ -12,9 +12,9 @@ import os
 import re
 import reprlib
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 
 from mpistrategy import own_files
@@ -25,34 +25,17 @@ from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, default_for
 VARIABLE = "MPISTRATEGY_PATHS"
 #: A file is a thousand times smaller.
 MOST_BYTES = 2**20
-#: Least and most of what every rank reserves, and of parts of buffers: small ones would be mere overhead.
-_RANGES = {"cell_bytes": (64, 2**20), "chunk_bytes": (4096, 2**28), "piece_bytes": (4096, 2**40)}
-_RANGE = (0, 2**40)
+_MOST = 2**40
 
 
-@dataclass(frozen=True)
-class Machine:
-    """What thresholds depend on.
+def file_for(library: str, ranks_on_node: int, nodes: int) -> Path:
+    """Return where thresholds are kept for an MPI library, so many ranks on the fullest node, and so many nodes.
 
-    Attributes:
-        library: the MPI library and its version; `library_name`.
-        ranks_on_node: how many ranks the fullest node has.
-        nodes: how many nodes there are.
+    Raises:
+        FileNotFoundError: where neither `VARIABLE` names a file nor a home folder is known.
     """
-
-    library: str
-    ranks_on_node: int
-    nodes: int
-
-    @classmethod
-    def of(cls, version: str, node_of: tuple[int, ...]) -> Machine:
-        """Return the machine of ranks on these nodes, with what MPI says about its version."""
-        return cls(library_name(version), max(Counter(node_of).values()), max(node_of) + 1)
-
-    @property
-    def file(self) -> Path:
-        """Where its thresholds are kept; FileNotFoundError where no home folder is known."""
-        return kept_file(self.library, f"{self.ranks_on_node}x{self.nodes}")
+    named = os.environ.get(VARIABLE)
+    return expanded(named) if named else kept_file(library, f"{ranks_on_node}x{nodes}")
 
 
 def kept_file(library: str, of_what: str) -> Path:
@@ -84,36 +67,25 @@ def library_name(version: str) -> str:
     return " ".join(re.split(r",| for ", first)[0].replace("Version:", "").replace("(R)", "").split())
 
 
-def check_can_save(file: Path) -> None:
-    """Raise OSError when `file` cannot be written."""
-    own_files.make_folders(str(file.parent))
-    trial = f"{file}.{os.urandom(4).hex()}.new"
-    os.close(own_files.new_file(trial))
-    os.unlink(trial)
-
-
 def replace_whole(file: Path, text: str) -> None:
     """Write a file that others may read meanwhile, maybe on another node with the same home: the old one, or the new.
 
     Raises:
         OSError: when it cannot be written.
     """
+    own_files.make_folders(str(file.parent))
     with own_files.whole_file(str(file)) as draft:
         draft.write(text.encode())
         os.fchmod(draft.fileno(), 0o644)
 
 
-def save(thresholds: Thresholds, machine: Machine, file: Path | None = None) -> Path:
-    """Write thresholds for `machine`; return the file, its own by default.
+def save(thresholds: Thresholds, file: Path) -> None:
+    """Write thresholds to a file.
 
     Raises:
         OSError: when it cannot be written.
     """
-    file = file or machine.file
-    own_files.make_folders(str(file.parent))
-    content = {"machine": asdict(machine), "source": thresholds.source, "paths": thresholds.sizes()}
-    replace_whole(file, json.dumps(content, indent=1) + "\n")
-    return file
+    replace_whole(file, json.dumps(asdict(thresholds), indent=1) + "\n")
 
 
 def load(file: Path) -> Thresholds:
@@ -127,18 +99,16 @@ def load(file: Path) -> Thresholds:
         content = json.loads(own_files.read(str(file), MOST_BYTES).decode())
     except (ValueError, RecursionError) as error:  # also for what is no UTF-8
         raise ValueError(f"it is not JSON ({reprlib.repr(str(error))})") from error
-    values = content.get("paths") if isinstance(content, dict) else None
     names = DEFAULT.sizes().keys()
-    if not isinstance(values, dict) or values.keys() != names:
+    if not isinstance(content, dict) or content.keys() != {*names, "source"}:
         raise ValueError(f"it does not have the thresholds {', '.join(names)}")
-    for name, value in values.items():
-        least, most = _RANGES.get(name, _RANGE)
-        if type(value) is not int or not least <= value <= most or value % 64:
-            raise ValueError(f"{name} is {reprlib.repr(value)}, expected a multiple of 64 from {least} to {most}")
-    return Thresholds(**values, source=str(file))
+    for name in names:
+        if type(content[name]) is not int or not 64 <= content[name] <= _MOST or content[name] % 64:
+            raise ValueError(f"{name} is {reprlib.repr(content[name])}, expected a multiple of 64 from 64 to {_MOST}")
+    return Thresholds(**{**content, "source": str(file)})
 
 
-def agreed(version: str, rank: int, node_of: tuple[int, ...], allgather_text: Callable[[str], list[str]]) -> Thresholds:
+def agreed(version: str, rank: int, node_of: Sequence[int], allgather_text: Callable[[str], list[str]]) -> Thresholds:
     """Return the thresholds for these ranks, the same on all of them: those that rank 0 finds.  Collective.
 
     A file that cannot be used means the defaults, and one warning on rank 0.
@@ -151,20 +121,20 @@ def agreed(version: str, rank: int, node_of: tuple[int, ...], allgather_text: Ca
     """
     if _tried:
         return _tried[-1]
-    found, complaint = _found(Machine.of(version, node_of)) if rank == 0 else (DEFAULT, "")
+    found, complaint = _found(library_name(version), node_of) if rank == 0 else (DEFAULT, "")
     values = json.loads(allgather_text(json.dumps(asdict(found)))[0])
     if complaint:  # not before: a warning may be an error, and the others wait
         warn(complaint, FallbackWarning)
     return Thresholds(**values)
 
 
-def _found(machine: Machine) -> tuple[Thresholds, str]:
-    """Return the thresholds of a machine's file, and why it cannot be used; then the shipped ones."""
-    named, default = os.environ.get(VARIABLE), default_for(machine.library)
-    file = named or ""
+def _found(library: str, node_of: Sequence[int]) -> tuple[Thresholds, str]:
+    """Return the thresholds of a file, and why it cannot be used; then the shipped ones."""
+    named, default = os.environ.get(VARIABLE), default_for(library)
+    file = named
     try:
         if named is None:
-            file = str(machine.file)
+            file = str(file_for(library, max(Counter(node_of).values()), max(node_of) + 1))
         if not file or (named is None and not os.path.isfile(file)):
             return default, ""
         return load(expanded(file)), ""

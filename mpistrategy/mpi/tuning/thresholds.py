@@ -10,8 +10,6 @@ from typing import Literal
 #: want instead.
 RouteName = Literal["none", "threads", "node_sum", "lanes", "mpi", "root", "alltoallv"]
 
-_PIECE_BYTES_BETWEEN_NODES = 2**26
-
 
 @dataclass(frozen=True)
 class Thresholds:
@@ -23,7 +21,6 @@ class Thresholds:
         window_bytes: from here on the ranks of a node add up an array themselves; below it MPI does it.
         chunk_bytes: what each rank has under way in it at a time.
         pack_bytes: arrays below this are packed with others of their dtype.
-        piece_bytes: on one node MPI is given larger buffers in pieces of this.
         lanes_bytes: on several nodes of equally many ranks a buffer is reduced by lanes from here on.  Below it the
             waits for all ranks of the node cost more than they save (4 nodes of 4 ranks, MPICH, CPU over that of a bare
             Allreduce, by lanes and by one Allreduce: 256 KiB 1.9 and 1.4, 1 MiB 1.2 and 1.3).
@@ -34,19 +31,12 @@ class Thresholds:
     window_bytes: int = 8 * 2**10
     chunk_bytes: int = 512 * 2**10
     pack_bytes: int = 64 * 2**10
-    piece_bytes: int = 2**20
     lanes_bytes: int = 512 * 2**10
     source: str = "the defaults"
 
     def sizes(self) -> dict[str, int]:
         """Return the thresholds by name: they decide the route of a value, and so the bits of its sum."""
-        sizes = asdict(self)
-        del sizes["source"]
-        return sizes
-
-    def mpi_piece_bytes(self, nodes: int) -> int:
-        """Return how much of a buffer one call of MPI's Allreduce takes: between nodes short pieces cost messages."""
-        return self.piece_bytes if nodes == 1 else max(self.piece_bytes, _PIECE_BYTES_BETWEEN_NODES)
+        return {name: size for name, size in asdict(self).items() if name != "source"}
 
 
 DEFAULT = Thresholds()

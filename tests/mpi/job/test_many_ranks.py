@@ -13,7 +13,7 @@ from mpistrategy import context
 from mpistrategy.mpi.gpu import binding
 from mpistrategy.mpi.gpu.inventory import Sight
 from mpistrategy.mpi.job.introductions import Introduction, introductions
-from mpistrategy.mpi.tuning.files import Machine
+from mpistrategy.mpi.tuning import files
 
 pytestmark = pytest.mark.one_rank
 FEW, MANY, LOCAL = 2_000, 16_000, 8
@@ -36,7 +36,10 @@ def nodes(size: int) -> tuple[int, ...]:
 STEPS: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
     "introductions": (texts_of, introductions),
     "GPUs where there are none": (blind, lambda sights: binding.bind_if_possible(sights, nodes(len(sights)))),
-    "the machine of the thresholds": (nodes, lambda node_of: Machine.of("MPICH Version: 5.0.2", node_of)),
+    "the machine of the thresholds": (
+        nodes,
+        lambda node_of: files.agreed("MPICH Version: 5.0.2", 0, node_of, lambda text: [text]),
+    ),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import mpi_channel
 from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.mpi.multi_node.two_level import Manner, across_nodes, allreduce_across
+from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.mpi.shared_memory.node_sum import segment_bytes
 from mpistrategy.mpi.shared_memory.segments import private_memory
@@ -52,7 +53,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[MpiRanks]:
 @pytest.fixture(params=["blocking", "without waiting"])
 def allreduce(request: pytest.FixtureRequest, ranks: MpiRanks) -> Callable[..., None]:
     """The all-reduce in blocking calls of MPI, where there is one piece, or not."""
-    across_nodes(ranks)._manner = Manner(blocks=request.param == "blocking")
+    ranks.pause = None if request.param == "blocking" else lambda looks: os.sched_yield()
     return partial(allreduce_across, ranks)
 
 

@@ -6,7 +6,8 @@ import errno
 import gc
 import os
 import re
-import time
+import socket
+import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -22,26 +23,14 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.shared_memory import memory_limits, segments
 from mpistrategy.mpi.shared_memory.memory_limits import Room
-from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, FOLDER, private_memory
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, private_memory
 
 pytestmark = [pytest.mark.mpi, one_node]
 
 
-def files_in_memory() -> set[str]:
-    return {name for name in os.listdir(FOLDER) if name.startswith("mpistrategy-")}
-
-
-def lasting(names: set[str]) -> set[str]:
-    """Return which of these files stay; another job's are there for a moment only."""
-    end = time.monotonic() + 10
-    while (names := names & files_in_memory()) and time.monotonic() < end:
-        time.sleep(0.01)
-    return names
-
-
 def mappings() -> int:
     """Return how many of our nameless files this process has mapped."""
-    return len(re.findall(r"/memfd:mpistrategy |/dev/shm/mpistrategy-", Path("/proc/self/maps").read_text()))
+    return len(re.findall(r"/memfd:mpistrategy ", Path("/proc/self/maps").read_text()))
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 4095, 4096, 4097, 1_000_000])
@@ -82,7 +71,6 @@ def test_nothing_is_left_behind() -> None:
     memory = ranks.shared(100_000)
     kept = memory.segments[0][5:10]
     ranks.node_barrier()
-    assert "/dev/shm/mpistrategy-" not in Path("/proc/self/maps").read_text()
     assert mappings() == mapped + 2
     kept[...] = 7
     ranks.node_barrier()
@@ -105,8 +93,16 @@ def refuse(*_: object) -> Any:
 
 
 def no_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "memfd_create", refuse)
-    monkeypatch.setattr(segments, "FOLDER", "/dev/shm/there-is-no-such-folder")
+    monkeypatch.setattr(segments, "_new_file", refuse)
+
+
+def no_way_to_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a container with a network of its own has; the first rank itself cannot listen."""
+    monkeypatch.setattr(socket.socket, "listen" if RANK == 0 else "connect", refuse)
+
+
+def no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(socket, "send_fds" if RANK == 0 else "recv_fds", refuse)
 
 
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -122,13 +118,15 @@ def a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 TROUBLES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
-    "no file": (no_file, "No such file or directory"),
+    "no file": (no_file, "No space left on device"),
+    "no way": (no_way_to_the_first_rank, "no file for shared memory"),
+    "no descriptor": (no_descriptor, "no descriptor of shared memory"),
     "no room": (no_room, "No space left on device"),
     "no mapping": (no_mapping, "No space left on device"),
     "a limit": (a_limit, "where 0 MiB are free of what a made-up limit allows"),
 }
 # The first rank makes the file, each rank reserves and maps it.
-CASES = [(0, "no file"), *((rank, t) for rank in sorted({0, SIZE - 1}) for t in ("no room", "no mapping", "a limit"))]
+CASES = [(0, "no file"), *((rank, t) for rank in sorted({0, SIZE - 1}) for t in TROUBLES if t != "no file")]
 
 
 def assert_all_works(strategy: ms.Strategy) -> None:
@@ -163,7 +161,7 @@ def assert_all_works(strategy: ms.Strategy) -> None:
 @pytest.mark.parametrize(("where", "trouble"), CASES)
 def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, where: int, trouble: str) -> None:
     make, reason = TROUBLES[trouble]
-    before, open_files = files_in_memory(), len(os.listdir("/proc/self/fd"))
+    open_files = len(os.listdir("/proc/self/fd"))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         with monkeypatch.context() as patched:
@@ -181,7 +179,6 @@ def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, w
     assert ranks.mailboxes is None
     assert ranks.node_sum is None
     assert not again.is_shared
-    assert not lasting(files_in_memory() - before), "no file is left"
     ranks.node_barrier()
     strategy.close()
     del again, ranks, strategy
@@ -202,7 +199,7 @@ def test_an_error_among_the_messages_of_new_memory_ends_the_strategy(
 
     with ms.MirroredStrategy(on_error="raise") as strategy:
         if where == RANK:
-            monkeypatch.setattr(segments.NodePeers, "text_of_leader", no_memory)
+            monkeypatch.setattr(segments, "_text_of_leader", no_memory)
         ends = outcomes(lambda: strategy.arena(np.zeros(3)))
         monkeypatch.undo()
         heard = [end.text.count("MemoryError: no room for a message") for end in ends]
@@ -230,60 +227,24 @@ def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
         assert ranks.shared(10_000).is_shared, "where there is room again"
 
 
-# ------------------------------------------------------------------------------------- files with a name
-
-
-def unreachable(path: str, *arguments: Any, **more: Any) -> int:
-    """Open no descriptor of another process: as between containers."""
-    if str(path).startswith("/proc/"):
-        raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), path)
-    return OPEN(path, *arguments, **more)
-
-
-def another(path: str, *arguments: Any, **more: Any) -> int:
-    """Open what has the number of the descriptor in another container."""
-    return OPEN("/dev/null" if str(path).startswith("/proc/") else path, *arguments, **more)
-
-
-OPEN = os.open
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("where", sorted({0, SIZE - 1}))
-@pytest.mark.parametrize("why", ["no memfd", "unreachable", "another"])
-def test_where_descriptors_are_out_of_reach_the_file_has_a_name_for_a_moment(
-    monkeypatch: pytest.MonkeyPatch, why: str, where: int
-) -> None:
-    if why == "no memfd" and where:
-        pytest.skip("only the first rank makes one")
-    gc.collect()  # strategies of other tests
-    mapped, before, named = shared_by_name(), files_in_memory(), set[str]()
-
-    def fallocate(*arguments: int) -> None:
-        named.update(lasting(files_in_memory() - before))
-        FALLOCATE(*arguments)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(os, "posix_fallocate", fallocate)
-        if where == RANK and why == "no memfd":
-            patched.delattr(os, "memfd_create")
-        elif where == RANK:
-            patched.setattr(os, "open", unreachable if why == "unreachable" else another)
-        strategy = ms.MirroredStrategy()
-    if why != "no memfd" and where == 0:
-        assert shared_by_name() == mapped, "the first rank opens nothing"
-    else:
-        assert shared_by_name() == mapped + 1
-    assert not named, "the name is gone before memory is taken"
-    assert_all_works(strategy)
-    strategy.close()
-
-
-FALLOCATE = os.posix_fallocate
-
-
-def shared_by_name() -> int:
-    return Path("/proc/self/maps").read_text().count("/dev/shm/mpistrategy-")
+@pytest.mark.mpi(max_size=1)
+def test_nobody_but_this_user_is_handed_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name of the socket is seen by all users of the node."""
+    name = f"\0mpistrategy-test-{os.getpid()}"
+    with (
+        socket.socket(socket.AF_UNIX) as own,
+        socket.socket(socket.AF_UNIX) as other,
+        socket.socket(socket.AF_UNIX) as peer,
+    ):
+        own.bind(name)
+        own.listen(2)
+        other.connect(name)
+        peer.connect(name)
+        users = iter([os.geteuid() + 1, os.geteuid()])
+        monkeypatch.setattr(struct, "unpack", lambda *_: (0, next(users), 0))
+        segments._hand_out(own.fileno(), own, 1)
+        assert other.recv(1) == b""
+        assert len(socket.recv_fds(peer, 1, 1)[1]) == 1
 
 
 # ------------------------------------------------------------------------------------- limits

@@ -22,12 +22,12 @@ import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.gpu import cuda_trials
 from mpistrategy.mpi.tuning import files
-from mpistrategy.mpi.tuning.files import VARIABLE, Machine
+from mpistrategy.mpi.tuning.files import VARIABLE, file_for, library_name
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, default_for
 
 pytestmark = pytest.mark.one_rank
 
-MEASURED = Thresholds(64, 2**16, 2**17, 2**12, 2**21, source="a test")
+MEASURED = Thresholds(64, 2**16, 2**17, 2**12, source="a test")
 VERSION = "Open MPI v5.0.11, package: Open MPI, ident: 5.0.11"
 SHIPPED = default_for("Open MPI v5.0.11")
 
@@ -35,6 +35,13 @@ SHIPPED = default_for("Open MPI v5.0.11")
 def agreed(version: str = VERSION, ranks: int = 2) -> Thresholds:
     """Return what rank 0 of so many on a node finds, which is what all take."""
     return files.agreed(version, 0, (0,) * ranks, lambda text: [text] * ranks)
+
+
+def saved() -> Path:
+    """Save what was measured for two ranks on a node; return where."""
+    file = file_for(library_name(VERSION), 2, 1)
+    files.save(MEASURED, file)
+    return file
 
 
 @pytest.fixture(autouse=True)
@@ -58,20 +65,16 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     ],
 )
 def test_a_file_for_each_mpi(cache: Path, version: str, name: str, file: str) -> None:
-    machine = Machine.of(version, (0, 0))
-    assert machine == Machine(name, 2, 1)
-    assert machine.file == cache / "mpistrategy" / file
-
-
-def test_nodes_count() -> None:
-    assert Machine.of(VERSION, (0, 0, 0, 1, 1)) == Machine("Open MPI v5.0.11", 3, 2)
+    assert library_name(version) == name
+    assert file_for(name, 2, 1) == cache / "mpistrategy" / file
 
 
 def test_what_is_saved_is_found_by_the_next_strategy() -> None:
-    file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+    file = saved()
     found = agreed()
     assert found == replace(MEASURED, source=str(file))
     assert agreed(ranks=3) == SHIPPED  # three ranks were not measured
+    assert files.agreed(VERSION, 0, (0, 0, 1), lambda text: [text]) == SHIPPED  # nor two nodes
     assert agreed("MPICH Version: 5.0.2") == DEFAULT
     assert [path.name for path in file.parent.iterdir()] == [file.name]
 
@@ -85,8 +88,9 @@ def test_defaults_of_a_library() -> None:
 
 
 def test_a_named_file_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    files.save(MEASURED, Machine.of(VERSION, (0, 0)))
-    other = files.save(replace(MEASURED, pack_bytes=128), Machine.of(VERSION, (0, 0)), cache / "other.json")
+    saved()
+    other = cache / "other.json"
+    files.save(replace(MEASURED, pack_bytes=128), other)
     monkeypatch.setenv(VARIABLE, str(other))
     assert agreed().pack_bytes == 128
     monkeypatch.setenv(VARIABLE, "")
@@ -95,7 +99,7 @@ def test_a_named_file_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def spoiled(file: Path, **changes: object) -> str:
     content = json.loads(file.read_text())
-    content["paths"].update(changes)
+    content.update(changes)
     return json.dumps(content)
 
 
@@ -108,17 +112,17 @@ def spoiled(file: Path, **changes: object) -> str:
         pytest.param("9" * 10**4, "not JSON", id="many digits"),
         pytest.param(" " * 2**20 + "{}", "more than 1048576 bytes", id="large"),
         ("[]", "does not have the thresholds"),
-        ('{"paths": {"cell_bytes": 64}}', "does not have the thresholds"),
+        ('{"cell_bytes": 64}', "does not have the thresholds"),
         ({"chunk_bytes": "many"}, "chunk_bytes is 'many'"),
         ({"chunk_bytes": True}, "chunk_bytes is True"),
         ({"chunk_bytes": 2**50}, "chunk_bytes"),
         ({"cell_bytes": 0}, "cell_bytes is 0"),
-        ({"piece_bytes": 4097}, "piece_bytes is 4097, expected a multiple of 64"),
+        ({"lanes_bytes": 4097}, "lanes_bytes is 4097, expected a multiple of 64"),
         ({"extra": 64}, "does not have the thresholds"),
     ],
 )
 def test_a_spoiled_file_means_the_defaults_and_one_warning(content: str | dict[str, object], what: str) -> None:
-    file = files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+    file = saved()
     file.write_text(spoiled(file, **content) if isinstance(content, dict) else content)
     with pytest.warns(FallbackWarning) as caught:
         assert agreed() == SHIPPED
@@ -141,8 +145,7 @@ def test_a_strategy_takes_what_was_measured_and_sums_the_same(
     comm: MPI.Intracomm, cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = cache / f"{comm.rank}.json"
-    machine = Machine.of(MPI.Get_library_version(), (0,) * comm.size)
-    files.save(replace(MEASURED, chunk_bytes=4096), machine, file)
+    files.save(replace(MEASURED, chunk_bytes=4096), file)
     monkeypatch.setenv(VARIABLE, str(file))
     with ms.MirroredStrategy() as strategy:
         communicator = strategy.extended.communicator
@@ -157,7 +160,7 @@ def test_a_strategy_takes_what_was_measured_and_sums_the_same(
 @pytest.mark.mpi(min_size=2)
 def test_all_ranks_take_what_rank_0_finds(comm: MPI.Intracomm, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = cache / f"{comm.rank}.json"
-    files.save(replace(MEASURED, pack_bytes=64 * (1 + comm.rank)), Machine("any", 1, 1), file)
+    files.save(replace(MEASURED, pack_bytes=64 * (1 + comm.rank)), file)
     monkeypatch.setenv(VARIABLE, str(file) if comm.rank < 2 else str(cache / "none.json"))
     with ms.MirroredStrategy() as strategy:
         communicator = strategy.extended.communicator
@@ -187,7 +190,7 @@ def test_without_a_home_folder_the_defaults_are_taken() -> None:
         assert agreed() == SHIPPED
     assert cuda_trials.load(VERSION, "one node") is None
     with pytest.raises(FileNotFoundError, match=r"no home folder is known of ~ .*HOME"):
-        files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+        saved()
 
 
 def test_a_cache_that_cannot_be_looked_into_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -204,7 +207,7 @@ def test_a_home_folder_of_nobody(variable: str, monkeypatch: pytest.MonkeyPatch)
     else:
         assert agreed() == SHIPPED
         with pytest.raises(FileNotFoundError, match="of ~no-such-user "):
-            files.save(MEASURED, Machine.of(VERSION, (0, 0)))
+            saved()
 
 
 WITHOUT_HOME = """

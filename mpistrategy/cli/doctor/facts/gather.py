@@ -21,8 +21,7 @@ from mpistrategy.cli.doctor.facts.facts import Facts
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import loaded_mpi
 from mpistrategy.mpi.job import introductions, launcher
-from mpistrategy.mpi.shared_memory.memory_limits import file_system
-from mpistrategy.mpi.shared_memory.segments import room
+from mpistrategy.mpi.shared_memory.memory_limits import file_system, memory
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.mpi.tuning.files import library_name
 from mpistrategy.mpi.watchdog.local_process import stat_of
@@ -64,7 +63,7 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
     mine = sorted(cores())
     threads, source = blas_threads(environment, len(mine))
     claim = launcher.claim_in(environment)
-    shared = room()
+    shared = memory()
     visible = environment.get("CUDA_VISIBLE_DEVICES")
     return Facts(
         host=os.uname().nodename,

@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls, of_node
-from mpistrategy.mpi.shared_memory.segments import FOLDER, SharedMemory
+from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.watchdog.local_process import node_name, why_silent
 from mpistrategy.mpi.watchdog.status_board import MARK, ROW, RankStatus, StatusBoard
 
 _MOST_RANKS = 1024
-_FILES = ("/memfd:mpistrategy", f"{FOLDER}/mpistrategy-")
+_FILE = "/memfd:mpistrategy"
 #: The watchdog writes once a second: nobody writes an older status any more.
 _SILENT_SECONDS = 3.0
 
@@ -115,7 +115,7 @@ def _shared_files(process: int) -> dict[tuple[int, int], str]:
     for name in os.listdir(folder):
         path = f"{folder}/{name}"
         with suppress(OSError):  # closed meanwhile
-            if os.readlink(path).startswith(_FILES):
+            if os.readlink(path).startswith(_FILE):
                 state = os.stat(path)
                 found.setdefault((state.st_dev, state.st_ino), path)
     return found
