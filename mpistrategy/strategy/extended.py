@@ -183,19 +183,8 @@ class StrategyExtended(NotPickled, Settable):
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
         where, pairs = "StrategyExtended.batch_reduce_to", value_destination_pairs
         self._require_collective(where)
-        with self._entered(), Call(self.communicator.guard, where, called=name) as call:
-            pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
-            are_pairs = isinstance(pairs, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
-            if not are_pairs:  # which the algorithm refuses
-                return self.cross_device_ops.batch_reduce(reduce_op, pairs, self.options.merge(options))
-            one = _ReduceTo(self._reducer, reduce_op, options)
-            if not any(isinstance(value, Arena) for value, _ in pairs):
-                return one.batch(call, pairs)
-            results = []
-            for value, to in pairs:
-                call.expect_more()
-                results.append(one.run(call, value, to, None))
-            return results
+        pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
+        return self._reducer.run(where, _BatchReduceTo, reduce_op, pairs, options, name)  # type: ignore[no-any-return]
 
     @collective("broadcast")
     def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
@@ -497,6 +486,44 @@ class _ReduceTo(AllReduce):
             return [structure.pack([]) for _, structure in nests]
         results = iter(algorithm.batch_reduce(self.argument, single, self.chosen))
         return [structure.rebuild(results) for _, structure in nests]
+
+
+class _BatchReduceTo(_ReduceTo):
+    """`StrategyExtended.batch_reduce_to`; the values of its calls are the pairs."""
+
+    @staticmethod
+    def kind(value: Any, out: Any) -> Any:
+        """Return what tells the calls apart for which there are plans: tuples of arrays and one destination."""
+        if {*map(type, value)} != {tuple}:
+            raise TypeError
+        values, destinations = zip(*value, strict=True)
+        (where,) = {*map(_kind_of_destinations, values, destinations)}
+        return where, kind_of(values)
+
+    def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
+        """Return how to reach the arrays; None where some are in nests."""
+        return None if any(map(nest.is_container, _values_of(value))) else nest.Leaves(_values_of, list, False, "")
+
+    def destination(self, value: Any, out: Any, where: str) -> Destination | None:
+        """Return which ranks get the results."""
+        return resolve(for_value(*value[0]), self.reducer.communicator, where)
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reductions; see `CallPlan.run`."""
+        with self.reducer.entered():
+            if not isinstance(value, list) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+                return cast(CrossDeviceOps, self.reducer.algorithm).batch_reduce(self.argument, value, self.chosen)
+            if not any(isinstance(each, Arena) for each in _values_of(value)):
+                return self.batch(call, value)
+            results = []
+            for each, to in value:
+                call.expect_more()
+                results.append(super().run(call, each, to, None))
+            return results
+
+
+def _values_of(pairs: Any) -> list[Any]:
+    return [value for value, _ in pairs]
 
 
 def _kind_of_destinations(value: Any, destinations: Any) -> Any:
