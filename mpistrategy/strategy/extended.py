@@ -191,7 +191,8 @@ class StrategyExtended(NotPickled, Settable):
         """Send replica 0's value to `destinations`.  Collective; cross-replica context.
 
         Args:
-            tensor: an array, a number, a nest of them, of equal shapes and dtypes on all ranks, or an `Arena`.
+            tensor: an array or a number, of equal shape and dtype on all ranks, or an `Arena`.  For a nest there is
+                `Strategy.broadcast`.
             destinations: as in `reduce_to`.
             name: is compared between the ranks instead of the call site.
 
@@ -202,17 +203,7 @@ class StrategyExtended(NotPickled, Settable):
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
                 return tensor._broadcast(self._reducer, destinations, call)
-            leaves, structure = _leaves_of(tensor)
-            if structure is nest.LEAF:
-                return self.cross_device_ops.broadcast(tensor, destinations)
-            call.structure = structure.text
-            where, results = for_value(tensor, destinations), []
-            for leaf in leaves:
-                call.expect_more()
-                results.append(self.cross_device_ops.broadcast(leaf, where))
-            if not leaves:
-                call.agree("broadcast")
-            return structure.pack(results)
+            return self.cross_device_ops.broadcast(tensor, destinations)
 
     @collective("barrier")
     def barrier(self, name: str = "") -> None:
@@ -511,15 +502,9 @@ class _BatchReduceTo(_ReduceTo):
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reductions; see `CallPlan.run`."""
         with self.reducer.entered():
-            if not isinstance(value, list) or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
-                return cast(CrossDeviceOps, self.reducer.algorithm).batch_reduce(self.argument, value, self.chosen)
-            if not any(isinstance(each, Arena) for each in _values_of(value)):
+            if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
                 return self.batch(call, value)
-            results = []
-            for each, to in value:
-                call.expect_more()
-                results.append(super().run(call, each, to, None))
-            return results
+            return cast(CrossDeviceOps, self.reducer.algorithm).batch_reduce(self.argument, value, self.chosen)
 
 
 def _values_of(pairs: Any) -> list[Any]:
