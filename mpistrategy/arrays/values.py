@@ -270,8 +270,7 @@ class Mirrored(DistributedValues):
     """
 
     def __init__(self, values: tuple[Any, ...] | list[Any], lives_on: str = "every rank") -> None:
-        is_one = type(values) is tuple and len(values) < 2
-        self.values: tuple[Any, ...] = tuple(values) if is_one else self._checked(values)
+        self.values: tuple[Any, ...] = values if type(values) is tuple and len(values) < 2 else self._checked(values)
         self._lives_on = lives_on
 
     def _read(self) -> Any:

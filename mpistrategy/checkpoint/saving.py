@@ -40,7 +40,7 @@ from mpistrategy.errors import CheckpointError, CheckpointExistsError, Checkpoin
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.observers import Interval
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.job.abort import before_abort
+from mpistrategy.mpi.job.exit_hooks import before_abort
 from mpistrategy.mpi.job.introductions import version
 from mpistrategy.objects.copies import NotPickled
 
@@ -390,14 +390,11 @@ class Saving(NotPickled):
     def _gather_reports(self, report: Array) -> Array:
         """Return the reports of the writers, on rank 0."""
         assert self._collected is not None
-        rank, writers = self._communicator.rank, self._collected.writers
-        reports = np.zeros(len(writers), REPORT)
-        blocks = None
-        if rank == 0:
-            blocks = [reports[:0]] * self._communicator.size
-            for number, writer in enumerate(writers):
-                blocks[writer] = reports[number : number + 1]
-        self._communicator.gather_blocks(report, blocks, 0)
+        ranks, writers = self._communicator, self._collected.writers
+        together, reports = np.zeros((2, len(writers)), REPORT)
+        counts = np.bincount(writers, minlength=ranks.size).tolist()
+        ranks.gatherv(report, counts, together if ranks.rank == 0 else None, 0)
+        reports[np.argsort(writers)] = together
         return reports
 
     def _text(self, where: str, reports: Array) -> bytes:

@@ -5,7 +5,8 @@ A subclass says only by which routes its packs travel, where these are not the u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -17,6 +18,7 @@ from mpistrategy.arrays.dtypes import Array, host_wire_dtype
 from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
+from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
@@ -51,6 +53,13 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def num_packs(self) -> float:
         """Into about how many packs values are split; 0 leaves it to bytes_per_pack.  The constructor's alone."""
         return self._num_packs
+
+    def _set_num_packs(self, num_packs: Any) -> None:
+        is_number = isinstance(num_packs, (int, float)) and not isinstance(num_packs, bool)
+        if not is_number or not 0 <= num_packs < math.inf:
+            error = OptionError if is_number else OptionTypeError
+            raise error.at(type(self).__name__, found=f"num_packs={num_packs!r}", expected="an int >= 0")
+        self._num_packs = num_packs
 
     @cached_property
     def _configuration(self) -> str:
@@ -104,7 +113,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         if not self._is_usual:
             return None
         reduced_precision.check(options.wire)
-        self._check_values([np.empty(0, dtype) for dtype, _ in layouts], op, type(self).__name__)
+        self._check_dtypes((dtype for dtype, _ in layouts), op, type(self).__name__)
         return self._plan(ranks, layouts, op, options, destination)
 
     def _gpu_word(self, ranks: Ranks, options: CommunicationOptions) -> str | None:
@@ -132,8 +141,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         operation = gpu.GpuOperation(root, sends=destination.only_rank != root)
         return gpu.GpuRoute(ranks, packs, op, word, options.wire, operation, targets)
 
-    def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
-        """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
+    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp, where: str) -> None:
+        """Raise for dtypes that this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
 
     def _looked_at(self, given: Sequence[Any], op: ReduceOp, options: CommunicationOptions, where: str) -> list[Any]:
         """Return this rank's components as what can be reduced.
@@ -143,7 +152,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """
         reduced_precision.check(options.wire)
         values = [checked_value(own_component(value, op, where), op, where) for value in given]
-        self._check_values(values, op, where)
+        others = (IndexedSlices, Mirrored)
+        self._check_dtypes((value.dtype for value in values if not isinstance(value, others)), op, where)
         return values
 
     def _reduce_slices(self, communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:

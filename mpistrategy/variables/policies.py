@@ -46,11 +46,17 @@ def own_if_alone(variable: Variable, called: str | None) -> Array:
 
 def summed(variable: Variable, called: str | None) -> Array:
     """Return the sum or the mean of all copies.  Collective."""
-    return summed_together([variable], called)[0]
+    return _sums_of([variable], called)[0]
 
 
-def summed_together(variables: Sequence[Variable], called: str | None) -> list[Array]:
-    """Return the sum or the mean of all copies of each of some variables, which are summed alike.  Collective."""
+def read_together(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    """Return what variables of one policy read as: in one call, where their copies are added up."""
+    if all(variable._policy("reading a variable").read is summed for variable in variables):
+        return _sums_of(variables, called)
+    return [variable._read(called) for variable in variables]
+
+
+def _sums_of(variables: Sequence[Variable], called: str | None) -> list[Array]:
     reducer, op = variables[0]._registry.reducer, _REDUCE_OPS[variables[0].aggregation]
     names = ", ".join([variable._key for variable in variables])
     with Call(reducer.communicator.guard, "reading a variable", called, names) as call:

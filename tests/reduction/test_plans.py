@@ -44,9 +44,9 @@ pytestmark = pytest.mark.mpi
 
 THRESHOLDS = {
     "the defaults": DEFAULT,
-    "small ones": Thresholds(128, 1024, 4096, 512, 4096),
-    "everything in the window": Thresholds(64, 0, 4096, 64, 4096),
-    "nothing in the window": Thresholds(64, 2**40, 4096, 256, 1024),
+    "small ones": Thresholds(128, 1024, 4096, 512),
+    "everything in the window": Thresholds(64, 0, 4096, 64),
+    "nothing in the window": Thresholds(64, 2**40, 4096, 256),
 }
 
 

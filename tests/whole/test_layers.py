@@ -54,6 +54,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.ranks",
     "mpistrategy.mpi.contract.mpi_channel",
     "mpistrategy.mpi.over_mpi.messages",
+    "mpistrategy.mpi.job.abort",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.start",
     "mpistrategy.mpi.gpu.loaded_mpi",
@@ -175,7 +176,7 @@ def test_only_buffers_go_to_mpi(name: str) -> None:
 #: What public classes share with the rest of the package, though users do not see it; a new name here is a decision.
 SHARED = {
     *("_is_default", "_is_local", "_reducer", "_bucket_orders", "_drives_gpu"),  # of strategies
-    *("_key", "_memory_slot", "_policy", "_storage"),  # of variables
+    *("_key", "_memory_slot", "_storage"),  # of variables
     *("_buckets", "_leaves", "_places"),  # of arenas
     *("_in_rank_order", "_parse"),  # of algorithms and operations
     *("_begin", "_cleaned_up", "_save_after"),  # of checkpoints, and what they save:

@@ -14,7 +14,7 @@ import pytest
 
 import mpistrategy as ms
 from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError
-from mpistrategy.mpi.faults import plans
+from mpistrategy.mpi.faults import injection
 from mpistrategy.objects.settings import Setting, cannot_be_set
 from mpistrategy.training.hyperparameters import Misnamed
 
@@ -158,7 +158,7 @@ def test_a_device_string_is_told_by_its_argument(make: Callable[[], Any], told: 
 
 def test_words_are_taken_in_any_letter_case(monkeypatch: pytest.MonkeyPatch) -> None:
     ms.telemetry.RankFilter(ranks="ALL", level="info", others="Error")
-    assert plans.parse("RANK=0, At=AllReduce#7, do=Kill", "here") == plans.parse(
+    assert injection.parse("RANK=0, At=AllReduce#7, do=Kill", "here") == injection.parse(
         "rank=0, at=allreduce#7, do=kill", "here"
     )
     monkeypatch.setenv("MPISTRATEGY_PROGRESS", "OFF")

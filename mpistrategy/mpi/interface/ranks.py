@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.devices import Device, parse
-from mpistrategy.arrays.dtypes import Array, divide_by, quietly
+from mpistrategy.arrays.dtypes import Array, quietly
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.buffers import Once, put
@@ -110,16 +110,6 @@ class Ranks(ABC):
         """
         put(buffer, _combined(self._gathered(f"allreduce {op}", buffer if source is None else source), op))
 
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int, nbytes: int) -> None:
-        """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
-
-        The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
-        They are part of a list of `nbytes`, which the ranks of a node add up themselves as a whole or not at all.
-        """
-        for source, target in pairs:
-            self.allreduce(target, op, source)
-            divide_by(divisor, target)
-
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
         everything = self._gathered(f"reduce {op} to {root}", buffer)
@@ -136,16 +126,10 @@ class Ranks(ABC):
         Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
         `together`, which is None on the other ranks.
         """
-        everything = self._gathered(f"gatherv to {root}", block)
-        if together is not None:
-            np.concatenate(everything, axis=None, out=together.reshape(-1))
-
-    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
-        everything = self._gathered(f"gather blocks to {root}", block)
-        if blocks is not None:
-            for place, theirs in zip(blocks, everything, strict=True):
-                place[...] = theirs
+        counts_here = counts if self.rank == root else [0] * self.size
+        received = np.empty(0, block.dtype) if together is None else together.reshape(-1)
+        sent = [block.size * (rank == root) for rank in range(self.size)]
+        self.alltoallv(block.reshape(-1), sent, received, counts_here)
 
     def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""

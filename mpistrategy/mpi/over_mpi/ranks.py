@@ -6,6 +6,7 @@ nothing is pickled.
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -26,7 +27,7 @@ from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.job import abort, world
-from mpistrategy.mpi.job.introductions import Introduction, introductions
+from mpistrategy.mpi.job.introductions import Introduction, introductions, python_version, version
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
 from mpistrategy.mpi.shared_memory import setup
@@ -43,6 +44,7 @@ from mpistrategy.mpi.shared_memory.spin_wait import SpinWait, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
+from mpistrategy.mpi.watchdog.run_directory import new_path
 
 #: The tag of an exchange of uneven parts.
 _EXCHANGE_TAG = 2**10
@@ -111,8 +113,9 @@ class MpiRanks(Ranks):
         leaders = np.array([self.rank])
         self._inside.Bcast(leaders, 0)
         leader = int(leaders[0])
-        me = Introduction.of_this_rank(self.rank, leader, sorted(cores()))
-        ranks = introductions(self.allgather_text(me.text()))
+        directory = new_path() if self.rank == 0 else ""
+        me = Introduction(version(), python_version(), leader, sorted(cores()), directory)
+        ranks = introductions(self.allgather_text(json.dumps(me._asdict())))
         numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
         self._place([numbers[each.leader] for each in ranks])
         self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
@@ -136,7 +139,7 @@ class MpiRanks(Ranks):
         self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
         self._is_free = False
         world.close_at_finalize(self.guard)
-        world.watch(self.guard, self.free)
+        abort.watch(self.guard, self.free)
         if self.size > 1:
             world.watch_waiting(self._comm, self.guard, memory, self.node_of, ranks[0].directory)
 
@@ -298,17 +301,6 @@ class MpiRanks(Ranks):
         for piece in pieces:
             self._comm.Allreduce(MPI.IN_PLACE, piece, by_mpi)
 
-    def allreduce_many(self, pairs: Sequence[tuple[Array, Array]], op: str, divisor: int, nbytes: int) -> None:
-        """Do ``allreduce(target, op, source)`` for pairs of (source, target), flat and of one dtype.
-
-        The results are divided by `divisor`, which must be 1 unless the dtype is a floating one.
-        They are part of a list of `nbytes`, which goes through shared memory as a whole or not at all.
-        """
-        if self.route(nbytes, pairs[0][1].dtype, op) == "node_sum" and self.node_sum is not None:
-            self.node_sum.run(pairs, op, divisor)
-        else:
-            super().allreduce_many(pairs, op, divisor, nbytes)
-
     def allreduce_device_memory(self, buffer: Any, op: str) -> None:
         """Do `allreduce` with a contiguous array in GPU memory that no stream uses; for CUDA-aware MPIs only."""
         for piece in buffers.pieces(buffer, self.max_count):
@@ -334,42 +326,6 @@ class MpiRanks(Ranks):
         self._meet()
         for piece in pieces:
             self._comm.Bcast(piece, root)
-
-    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.
-
-        Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
-        `together`, which is None on the other ranks.
-        """
-        mine, sizes = buffers.as_bytes(block), np.asarray(counts, np.int64) * block.itemsize
-        result = None if together is None else buffers.as_bytes(together)
-        parts = [] if result is None else np.split(result, np.cumsum(sizes)[:-1])
-        if parts:
-            buffers.put(parts[root], mine)
-        self._meet()
-        if sizes.sum() > self.max_count:
-            others = [(rank, part) for rank, part in enumerate(parts) if rank != root]
-            self._exchange([] if parts else [(root, mine)], others)
-        elif result is None:
-            self._comm.Gatherv(mine, None, root)
-        else:
-            self._comm.Gatherv(MPI.IN_PLACE, [result, sizes.tolist(), None, MPI.BYTE], root)
-
-    def gather_blocks(self, block: Array, blocks: list[Array] | None, root: int) -> None:
-        """Copy every rank's `block` into ``blocks[rank]`` on `root`, which alone knows their sizes; any dtype."""
-        self._meet()
-        self._exchange([(root, block)], [*enumerate(blocks or ())])
-
-    def _exchange(self, sent: Sequence[tuple[int, Array]], received: Sequence[tuple[int, Array]]) -> None:
-        """Send blocks, of any dtype, to some ranks, and receive blocks from others; empty ones are no messages."""
-        most, comm = max(1, self.max_count // self.size), self._comm
-        requests = [
-            start([piece, MPI.BYTE], rank, _EXCHANGE_TAG)
-            for start, blocks in ((comm.Irecv, received), (comm.Isend, sent))
-            for rank, block in blocks
-            for piece in buffers.pieces(buffers.as_bytes(block), most)
-        ]
-        MPI.Request.Waitall(requests)
 
     def allgatherv(self, block: Array | None, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
@@ -410,10 +366,21 @@ class MpiRanks(Ranks):
 
         Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
         """
-        ours, theirs = (np.split(array, np.cumsum(each)[:-1]) for array, each in ((sent, counts), (received, taken)))
-        ranks = (*range(self.rank, self.size), *range(self.rank))  # not all to rank 0 first
+        ours, theirs = (
+            np.split(buffers.as_bytes(array), np.cumsum(np.multiply(each, array.itemsize))[:-1])
+            for array, each in ((sent, counts), (received, taken))
+        )
+        buffers.put(theirs[self.rank], ours[self.rank])
+        others = (*range(self.rank + 1, self.size), *range(self.rank))  # not all to rank 0 first
+        most, comm = max(1, self.max_count // self.size), self._comm
         self._meet()
-        self._exchange([(rank, ours[rank]) for rank in ranks], [*enumerate(theirs)])
+        requests = [
+            start([piece, MPI.BYTE], rank, _EXCHANGE_TAG)
+            for start, blocks in ((comm.Irecv, theirs), (comm.Isend, ours))
+            for rank in others
+            for piece in buffers.pieces(blocks[rank], most)
+        ]
+        MPI.Request.Waitall(requests)
 
     def begin_to_send(self, block: Array, rank: int, tag: int) -> Message:
         """Begin to send `block`, of any dtype, to one rank, which receives as many bytes with this tag."""

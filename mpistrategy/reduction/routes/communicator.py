@@ -105,14 +105,16 @@ class CommunicatorRoute:
 
     def _combine(self, dtype: np.dtype[Any], pairs: Sequence[tuple[Array, Array]]) -> None:
         wire, divisor = self._dtype_between_nodes(dtype), self._divisors[dtype]
-        if self._reduce_pair is None and wire is None and self._name != "lanes":
-            self._ranks.allreduce_many(pairs, self._text, divisor, self._nbytes)
+        if self._node is not None and self._reduce_pair is None:
+            self._node.run(pairs, self._text, divisor)
             return
         for source, target in pairs:
-            if self._reduce_pair is None:
+            if self._reduce_pair is not None:
+                self._reduce_pair(source, target)
+            elif wire is not None or self._name == "lanes":
                 allreduce_across(self._ranks, target, self._text, source=source, wire=wire)
             else:
-                self._reduce_pair(source, target)
+                self._ranks.allreduce(target, self._text, source)
             divide_by(divisor, target)
 
     def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
@@ -159,4 +161,5 @@ def described(pack: Pack, name: str, copies: Copies, wire: Wire = None) -> Descr
     """
     stays = name == "node_sum" and pack.nbytes >= node_results.LEAST_BYTES
     way, more = _WAYS["node_results" if stays else name]
-    return Description(pack, way if wire is None else f"{way}, as {wire.name} between them", copies + more)
+    way = way if wire is None else f"{way}, as {wire.name} between them"
+    return Description(pack, way, copies or more if name in ("root", "none") else copies + more)

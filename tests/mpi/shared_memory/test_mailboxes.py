@@ -25,7 +25,7 @@ from mpistrategy.mpi.shared_memory import spin_wait
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
-from mpistrategy.reduction.routes.mailboxes import MailboxRoute
+from mpistrategy.reduction.routes.mailboxes import MailboxRoute, combine_rows
 
 Launch = Callable[..., launching.Finished]
 pytestmark = pytest.mark.mpi
@@ -366,12 +366,14 @@ def test_of_many_ranks_the_bits_are_those_of_one_rank_after_the_other(ranks: int
             if dtype.kind == "f" and shape:
                 values.reshape(ranks, -1)[:, 0] = -0.0  # whose sum is not 0.0
             route = route_of_many(ranks, values, op)
-            few, (pack,) = [part.copy() for part in route._seen[1][0]], route.packs
-            expected, found = np.empty(pack.size, pack.dtype), np.empty(pack.size, pack.dtype)
-            route._combine_into(expected, few, None)
-            rows = route._in_rows[1][0]
+            pack, theirs, rows, _ = route._seen[1][0]
             assert (rows is not None) == (ranks >= 16 and op is not ms.ReduceOp.MAX)
-            route._combine_into(found, route._seen[1][0], rows)
+            if rows is None:
+                continue
+            expected, found = theirs[0].copy(), np.empty(pack.size, pack.dtype)
+            for part in theirs[1:]:
+                route._combine(expected, part, out=expected)
+            combine_rows(route._combine, rows, found)
             assert found.dtype == expected.dtype
             assert found.tobytes() == expected.tobytes(), (dtype, shape)
 
@@ -380,6 +382,6 @@ def route_of_many(ranks: int, values: Array, op: ms.ReduceOp) -> MailboxRoute:
     """Return the route of the first of many ranks, all of which have brought their values."""
     layouts = ((values.dtype, values.shape[1:]),)
     routes = [MailboxRoute(each, layouts, op) for each in mailboxes_of_many(ranks)[:1]]
-    for place, value in zip(routes[0]._seen[1][0], values, strict=True):
+    for place, value in zip(routes[0]._seen[1][0][1], values, strict=True):
         place[...] = value.reshape(-1)
     return routes[0]

@@ -245,7 +245,7 @@ def test_a_strategy_adds_large_arrays_itself_and_leaves_small_ones_to_mpi(
     limit = ranks.thresholds.window_bytes // 4
     for size in (limit, limit - 1, 10 * limit):
         target = np.ones(size, np.float32)
-        ranks.allreduce_many([(target, target)], "SUM", 1, target.nbytes)
+        ranks.allreduce(target)
         assert np.all(target == SIZE)
     assert went == [limit, 10 * limit]
 

@@ -19,6 +19,7 @@ from mpistrategy.cli.doctor.running_job.node_view import View
 from mpistrategy.cli.doctor.running_job.slurm_job import answer_of
 from mpistrategy.mpi.watchdog.local_process import node_name
 from mpistrategy.mpi.watchdog.roll_call import as_data, statuses_in
+from mpistrategy.mpi.watchdog.status_board import RankStatus
 
 _PATIENCE_SECONDS = 40
 _MOST_LETTERS = 700
@@ -54,17 +55,16 @@ def read(output: str) -> View:
     pieces: dict[str, dict[int, str]] = {}
     for name, number, count, text in _LINE.findall(output):
         pieces.setdefault(name, dict.fromkeys(range(1, int(count) + 1), "?"))[int(number)] = text
-    view = View([], [], [])
+    seen, calls, troubles = list[RankStatus](), list[NodeCalls](), list[str]()
     for name, parts in pieces.items():
         try:
             told = json.loads(zlib.decompress(base64.b64decode("".join(parts.values()), validate=True)))
-            seen, calls = statuses_in(told["ranks"]), [NodeCalls.read(each) for each in told["calls"]]
-            troubles = told["troubles"]
+            seen += statuses_in(told["ranks"])
+            calls += map(NodeCalls.read, told["calls"])
+            troubles += [f"{name}: {each}" for each in told["troubles"]]
         except (ValueError, TypeError, KeyError, zlib.error) as error:
-            seen, calls, troubles = [], [], [f"its answer cannot be read ({error})"]
-        named = [f"{name}: {each}" for each in troubles]
-        view = View([*view.seen, *seen], [*view.calls, *calls], [*view.troubles, *named])
-    return View(sorted(view.seen, key=lambda each: each.rank), view.calls, view.troubles)
+            troubles.append(f"{name}: its answer cannot be read ({error})")
+    return View(sorted(seen, key=lambda each: each.rank), calls, troubles)
 
 
 def answer(view: View) -> list[str]:
