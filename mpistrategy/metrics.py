@@ -15,7 +15,7 @@ from mpistrategy.objects.nearest import NamesOurs, not_in_module, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import weights_of_rows
-from mpistrategy.variables.policies import summed, summed_together
+from mpistrategy.variables.policies import read_together
 from mpistrategy.variables.variable import Variable
 
 __all__ = [
@@ -138,10 +138,7 @@ class Mean(NamesOurs):
         Args:
             name: is compared between the ranks instead of the call site.
         """
-        if self._total._policy("reading a variable").read is summed:  # both at once
-            total, count = map(float, summed_together(self.variables, name))
-        else:
-            total, count = float(self._total.numpy(name=name)), float(self._count.numpy(name=name))
+        total, count = map(float, read_together(self.variables, name))
         return total / count if count else float("nan")
 
     def reset_state(self, *, name: str | None = None) -> None:

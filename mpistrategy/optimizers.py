@@ -6,7 +6,7 @@ Gradients are summed over the replicas, so divide the loss by the global batch s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import TYPE_CHECKING, Any, Never
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpistrategy.objects.settings import Setting, amount, decay, switch
 from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.schedules import Schedule
 from mpistrategy.training import kernels
-from mpistrategy.training.hyperparameters import Momentum, OldNames
+from mpistrategy.training.hyperparameters import Momentum
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -70,7 +70,7 @@ class SGD(Optimizer):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **old: Unpack[OldNames],
+        **others: Never,
     ) -> None:
         super().__init__(
             learning_rate,
@@ -78,7 +78,7 @@ class SGD(Optimizer):
             global_clipnorm=global_clipnorm,
             mirrored_check_steps=mirrored_check_steps,
             nonfinite=nonfinite,
-            **old,
+            **others,
         )
         self.momentum = momentum
         self.nesterov = nesterov
@@ -132,7 +132,7 @@ class Adam(Optimizer):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **old: Unpack[OldNames],
+        **others: Never,
     ) -> None:
         super().__init__(
             learning_rate,
@@ -140,7 +140,7 @@ class Adam(Optimizer):
             global_clipnorm=global_clipnorm,
             mirrored_check_steps=mirrored_check_steps,
             nonfinite=nonfinite,
-            **old,
+            **others,
         )
         self.beta_1 = beta_1
         self.beta_2 = beta_2
@@ -194,7 +194,7 @@ class AdamW(Adam):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **old: Unpack[OldNames],
+        **others: Never,
     ) -> None:
         super().__init__(
             learning_rate,
@@ -205,7 +205,7 @@ class AdamW(Adam):
             global_clipnorm=global_clipnorm,
             mirrored_check_steps=mirrored_check_steps,
             nonfinite=nonfinite,
-            **old,
+            **others,
         )
         self.weight_decay = weight_decay
 

@@ -23,7 +23,6 @@ from mpistrategy.checkpoint.checkpoint import Checkpoint, checked_path
 from mpistrategy.checkpoint.manager import CheckpointManager
 from mpistrategy.errors import CheckpointError, ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.over_threads import Threads
@@ -107,7 +106,6 @@ class PreemptionCheckpointHandler(Settable):
             steps without a comparison, `run` makes one.
         name: is compared between the ranks instead of the place of this call, and of each `run`, whose keywords are
             the function's.
-        steps_between_checks: the former name of `steps_between_votes`.
 
     Attributes:
         checkpoint_manager: what saves.
@@ -141,11 +139,7 @@ class PreemptionCheckpointHandler(Settable):
         *,
         steps_between_votes: int = 1,
         name: str | None = None,
-        steps_between_checks: int | None = None,
     ) -> None:
-        if steps_between_checks is not None:
-            warn_of_old_name(_WHERE, "steps_between_checks", "steps_between_votes")
-            steps_between_votes = steps_between_checks
         self.checkpoint_manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
         self._config = _config(termination_config)
         if type(steps_between_votes) is not int or steps_between_votes < 1:

@@ -5,7 +5,7 @@ A subclass says only by which routes its packs travel, where these are not the u
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -104,7 +104,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         if not self._is_usual:
             return None
         reduced_precision.check(options.wire)
-        self._check_values([np.empty(0, dtype) for dtype, _ in layouts], op, type(self).__name__)
+        self._check_dtypes((dtype for dtype, _ in layouts), op, type(self).__name__)
         return self._plan(ranks, layouts, op, options, destination)
 
     def _gpu_word(self, ranks: Ranks, options: CommunicationOptions) -> str | None:
@@ -132,8 +132,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         operation = gpu.GpuOperation(root, sends=destination.only_rank != root)
         return gpu.GpuRoute(ranks, packs, op, word, options.wire, operation, targets)
 
-    def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
-        """Raise for what this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
+    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp, where: str) -> None:
+        """Raise for dtypes that this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
 
     def _looked_at(self, given: Sequence[Any], op: ReduceOp, options: CommunicationOptions, where: str) -> list[Any]:
         """Return this rank's components as what can be reduced.
@@ -143,7 +143,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """
         reduced_precision.check(options.wire)
         values = [checked_value(own_component(value, op, where), op, where) for value in given]
-        self._check_values(values, op, where)
+        others = (IndexedSlices, Mirrored)
+        self._check_dtypes((value.dtype for value in values if not isinstance(value, others)), op, where)
         return values
 
     def _reduce_slices(self, communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import partial, reduce
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, dtype_name, host_wire_dtype, quietly, sum_dtype_of_mean
-from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.errors import UnsupportedError
@@ -19,14 +18,13 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, piece_elements
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
+from mpistrategy.reduction.collectives import by_shares, room_for_shares
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout, host_packs
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
-#: About so much of a buffer is exchanged at a time where the ranks do not share memory; three times as much is needed.
-_PIECE_BYTES = 8 * 2**20
 #: So many rows are put in order by minima and maxima: 4 rows of float32 take 4 ns an element so, 150 by `numpy.sort`.
 _FEW_ROWS = 8
 
@@ -57,7 +55,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
     MAX, -0.0 is less than +0.0.
 
     Cost: on one node that of `MpiAllReduce` for two ranks, and with n > 2 the sorting of the n values of each element.
-    Between nodes each rank sends all its values once and gets the result once, with no sums on the way:
+    Between nodes each rank sends all its values once and gets all results once, with no sums on the way:
     `CommunicationOptions.wire` is not followed, and with many ranks on a node this is more than the other algorithms
     send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
     """
@@ -80,7 +78,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         if node is not None and names == {"node_sum"}:
             return CommunicatorRoute(ranks, packs, op, "node_sum", partial(_combine_on_node, node, text))
         shown = "alltoallv" if names.isdisjoint(("none", "threads")) else names.pop()
-        return CommunicatorRoute(ranks, packs, op, shown, partial(gather_and_combine, ranks, text, destination))
+        return CommunicatorRoute(ranks, packs, op, shown, partial(combine_by_shares, ranks, text))
 
     def _reduce_slices(self, communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
         """Return all ranks' rows, those with equal indices added up, in the order of their indices; on the host."""
@@ -98,51 +96,32 @@ class OrderedAllReduce(PackedCrossDeviceOps):
             total[chosen] = rows[0]
         return IndexedSlices(finish(total, dtype, op, communicator.size), indices, slices.dense_shape)
 
-    def _check_values(self, values: Sequence[Any], op: ReduceOp, where: str) -> None:
+    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp, where: str) -> None:
         """Raise UnsupportedError for a PROD of complex numbers, whose order is not that of their parts."""
-        for value in values:
-            is_array = isinstance(value, np.ndarray) or is_cupy(value)
-            if op is ReduceOp.PROD and is_array and value.dtype.kind == "c":
-                raise UnsupportedError.at(
-                    where,
-                    found=f"PROD of {dtype_name(value.dtype)} by OrderedAllReduce",
-                    expected="PROD of real numbers, or SUM or MEAN",
-                    fix="Use MpiAllReduce(), or multiply the magnitudes and add the angles.",
-                )
+        odd = [dtype for dtype in dtypes if op is ReduceOp.PROD and dtype.kind == "c"]
+        if odd:
+            raise UnsupportedError.at(
+                where,
+                found=f"PROD of {dtype_name(odd[0])} by OrderedAllReduce",
+                expected="PROD of real numbers, or SUM or MEAN",
+                fix="Use MpiAllReduce(), or multiply the magnitudes and add the angles.",
+            )
 
 
 def _combine_on_node(node: NodeSum, op: str, source: Array, target: Array) -> None:
     node.run(((source, target),), op, combination=combine_ordered)
 
 
-def gather_and_combine(ranks: Ranks, op: str, destination: Destination, source: Array, target: Array) -> None:
-    """Write the combination of all ranks' `source` into `target`, which may be the same, where it is wanted.
-
-    Each rank gets the others' values of its share, combines them, and sends the result: two collectives for a piece.
-    """
-    brought, wanted, root = reals(source.reshape(-1)), reals(target.reshape(-1)), destination.only_rank
-    rank, size, itemsize = ranks.rank, ranks.size, wanted.itemsize
-    step = size * max(1, _PIECE_BYTES // (size * itemsize))
-    most = min(step, -(-wanted.size // size) * size)  # all shares have one size
-    sent, received, total = ranks.guard.on_all(lambda: _room(most, wanted.dtype))
-    for start in range(0, wanted.size, step):
-        piece = wanted[start : start + step]
-        count = -(-piece.size // size)
-        sent[: piece.size] = brought[start : start + step]
-        theirs, whole = received[: size * count].reshape(size, count), total[: size * count]
-        ranks.alltoall(sent[: size * count], theirs)
-        own = whole[rank * count : (rank + 1) * count]
-        combine_ordered([*theirs], [own], op, 1)
-        if root is None:
-            ranks.allgatherv(own, [count] * size, whole)
-        else:
-            ranks.gatherv(own, [count] * size, whole if rank == root else None, root)
-        piece[...] = whole[: piece.size]
+def combine_by_shares(ranks: Ranks, op: str, source: Array, target: Array) -> None:
+    """Write the combination of all ranks' `source` into `target`, which may be the same."""
+    memory = ranks.guard.on_all(partial(room_for_shares, ranks, reals(target)))
+    if target is not source:
+        target[...] = source
+    by_shares(ranks, reals(target), memory, partial(_combine_rows, op))
 
 
-def _room(count: int, dtype: np.dtype[Any]) -> Array:
-    """Return memory for what is sent of a piece, what is received, and what they combine to."""
-    return np.zeros((3, count), dtype)
+def _combine_rows(op: str, rows: Array) -> None:
+    combine_ordered([*rows], [*rows], op, 1)
 
 
 @quietly

@@ -316,7 +316,7 @@ class Arena(ArenaBase, Generic[T]):
         compared = f"arena {self._number}, {in_place=}, wire={options.wire}{more}"
         signature = Signature(
             *("reduce an arena", op.value, self._structure.text, self._summary, destination, compared),
-            *(call.name, call.where, call.place),
+            *(call.name, call.where, call.place, call.step),
         )
         return ArenaPlan(reducer, (op, path, options.wire, in_place), signature, options.timeout_seconds)
 

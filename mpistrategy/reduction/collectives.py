@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import operator
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -46,8 +47,8 @@ from mpistrategy.reduction.sparse import gather_all
 
 Values: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
 
-#: So much of an array is scanned at a time; the ranks need twice as much memory besides.
-_PIECE_BYTES = 8 * 2**20
+#: So much of an array travels by shares at a time; the ranks need twice as much memory besides.
+PIECE_BYTES = 8 * 2**20
 
 
 class Collective(Transfer):
@@ -66,7 +67,7 @@ class Collective(Transfer):
     def signature(self, call: Call, destination: str = "") -> Signature:
         """Return what the ranks compare."""
         words = (self.verb, self.op, call.structure, self.values, destination, "")
-        return Signature(*words, call.name, call.where, call.place)
+        return Signature(*words, call.name, call.where, call.place, call.step)
 
 
 def dense(value: Any, where: str) -> Any:
@@ -260,11 +261,31 @@ def checked_axis(axis: Any, ndim: int, where: str) -> int:
 # ------------------------------------------------------------------------------------------------- scan
 
 
-class Scanning(Collective):
-    """The scan of arrays on the host.
+def room_for_shares(ranks: Ranks, flat: Array) -> tuple[Array, Array]:
+    """Return memory for what `by_shares` sends and receives of an array at a time: a row for each rank."""
+    length = min(flat.size, max(1, PIECE_BYTES // flat.itemsize))
+    shape = ranks.size, -(-length // ranks.size)
+    return np.zeros(shape, flat.dtype), np.zeros(shape, flat.dtype)
 
-    Of each piece of an array every rank gets a part of all ranks' values, combines these in rank order, and sends each
-    rank its combination: each number travels twice, however many ranks there are.
+
+def by_shares(ranks: Ranks, flat: Array, memory: tuple[Array, Array], work: Callable[[Array], object]) -> None:
+    """Let each rank work on all ranks' values of its share of an array, piece by piece.
+
+    `work` gets a row of each rank, in rank order, and leaves there what that rank gets in place of its values.  Each
+    number travels twice, however many ranks there are.
+    """
+    sent, received = memory
+    for start in range(0, flat.size, max(1, sent.size)):
+        piece = flat[start : start + sent.size]
+        sent.reshape(-1)[: piece.size] = piece
+        ranks.alltoall(sent, received)
+        work(received)
+        ranks.alltoall(received, sent)
+        piece[...] = sent.reshape(-1)[: piece.size]
+
+
+class Scanning(Collective):
+    """The scan of arrays on the host, by shares.
 
     Args:
         ranks: who takes part.
@@ -283,33 +304,21 @@ class Scanning(Collective):
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Copy the arrays as they are combined; take memory for what travels."""
         totals = [np.array(array, host_wire_dtype(array.dtype), order="C") for array in arrays]
-        return totals, [(self._room(total), self._room(total)) for total in totals]
-
-    def _room(self, total: Array) -> Array:
-        """Return memory for a piece of an array: a row for each rank."""
-        length, size = min(total.size, max(1, _PIECE_BYTES // total.itemsize)), self._ranks.size
-        return np.zeros((size, -(-length // size)), total.dtype)
+        return totals, [room_for_shares(self._ranks, total) for total in totals]
 
     @quietly
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the scans."""
-        for total, (sent, received) in zip(*memory, strict=True):
-            flat, step = total.reshape(-1), max(1, sent.size)
-            for start in range(0, flat.size, step):
-                self._scan(flat[start : start + step], sent, received)
+        for total, room in zip(*memory, strict=True):
+            by_shares(self._ranks, total.reshape(-1), room, self._scan)
         return [rounded(total, dtype) for total, (dtype, _) in zip(memory[0], self.layouts, strict=True)]
 
-    def _scan(self, piece: Array, sent: Array, received: Array) -> None:
-        """Replace a piece by its scan."""
-        sent.reshape(-1)[: piece.size] = piece
-        self._ranks.alltoall(sent, received)  # a row of each rank: all the values of some elements
-        for rank in range(1, self._ranks.size):
-            COMBINE[self._op.value](received[rank - 1], received[rank], out=received[rank])
+    def _scan(self, rows: Array) -> None:
+        for before, row in pairwise(rows):
+            COMBINE[self._op.value](before, row, out=row)
         if self._is_exclusive:
-            received[1:] = received[:-1].copy()
-            received[0] = identity(piece.dtype, self._op)
-        self._ranks.alltoall(received, sent)
-        piece[...] = sent.reshape(-1)[: piece.size]
+            rows[1:] = rows[:-1].copy()
+            rows[0] = identity(rows.dtype, self._op)
 
 
 class Scan(EachArray):

@@ -18,7 +18,6 @@ from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import Mirrored
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
-from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct, in_kind, targets_in
 from mpistrategy.reduction.layout.destinations import Destination
@@ -98,19 +97,17 @@ class ArraysPlan:
     """The plan of arrays whose calls are compared by words that change: a variable's name, the number of a step.
 
     Args:
-        guard: compares the calls.
         plan: of the arrays.
-        signature: without these words.
+        words: the other words that are compared: arguments of `Call.agree`.
         timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
 
     Attributes:
         plan: as given.
     """
 
-    def __init__(self, guard: Guard, plan: Plan, signature: Signature, timeout: float | None) -> None:
+    def __init__(self, plan: Plan, words: dict[str, Any], timeout: float | None) -> None:
         self.plan: Plan = plan
-        self._guard, self._timeout = guard, timeout
-        self._signature, self._digest = signature, digest_of(signature)
+        self._words, self._timeout = words, timeout
 
     def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
         """Return the results on every rank; inside `call`."""
@@ -122,11 +119,7 @@ class ArraysPlan:
         """Compare the call with those of the other ranks."""
         if self._timeout is not None:
             call.timeout = self._timeout
-        last = self._signature
-        if (call.name, call.structure, call.where, call.place) != (last.name, last.structure, last.call, last.place):
-            self._signature = last._replace(name=call.name, structure=call.structure, call=call.where, place=call.place)
-            self._digest = digest_of(self._signature)
-        call.agree_on(self._signature, self._digest, sparingly=True)
+        call.agree("reduce", **self._words, sparingly=True)
 
 
 class PlacedPlan(NestPlan):

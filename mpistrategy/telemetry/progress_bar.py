@@ -9,10 +9,9 @@ import sys
 from collections.abc import Iterable, Iterator, Sized
 from time import monotonic
 from types import TracebackType
-from typing import Any, Generic, Self, TypedDict, TypeVar, Unpack
+from typing import Any, Generic, Self, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.settings import Settable, Setting
 from mpistrategy.telemetry import terminal
@@ -25,12 +24,6 @@ _BAR_SECONDS, _LINE_SECONDS = 0.1, 30.0
 _LEAST_COLUMNS = 10
 
 T = TypeVar("T")
-
-
-class OldNames(TypedDict, total=False):
-    """Former names of keywords of `progress`."""
-
-    every: float | None
 
 
 def _checked_total(where: str, name: str, value: Any) -> int | None:
@@ -145,7 +138,6 @@ def progress(
     total: int | None = None,
     title: str = "",
     every_seconds: float | None = None,
-    **old: Unpack[OldNames],
 ) -> Progress[T]:
     """Show how far a loop has come: a bar on rank 0 at a terminal, nothing elsewhere.
 
@@ -158,7 +150,6 @@ def progress(
         total: how many there are; None for the length of `iterable`, where it has one.
         title: what stands in front.
         every_seconds: where there is no terminal: write a line so often; None for none.
-        old: `every`, the former name of `every_seconds`, which warns.
 
     Raises:
         OptionTypeError, OptionError: for what cannot be gone through, and for a negative `total` or `every_seconds`.
@@ -169,11 +160,6 @@ def progress(
     """
     if not _can_be_gone_through(iterable):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
-    if "every" in old:
-        warn_of_old_name(_WHERE, "every", "every_seconds")
-        every_seconds = old.pop("every")
-    if old:
-        raise TypeError(f"progress() got an unexpected keyword argument {next(iter(old))!r}")
     if every_seconds is not None and not (_is_number(every_seconds) and every_seconds > 0):
         raise OptionError.at(_WHERE, found=f"every_seconds={every_seconds!r}", expected="seconds > 0, or None")
     total = _checked_total(_WHERE, "total", _length(iterable) if total is None else total)

@@ -3,26 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, Generic, TypedDict, TypeVar
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
-from mpistrategy.mpi.contract.call_sites import warn_of_old_name
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.settings import Setting, checked_number, not_negative, positive
 from mpistrategy.options import NonFinite, ReduceOp
 from mpistrategy.training.nonfinite import checked_policy
 from mpistrategy.variables.variable import Variable
-
-T = TypeVar("T")
-
-
-class OldNames(TypedDict, total=False):
-    """Former names of the keywords of optimizers."""
-
-    check_every: int
 
 
 class Momentum(Setting[float]):
@@ -105,26 +96,6 @@ class Misnamed:
         )
 
 
-class Renamed(Generic[T]):
-    """An attribute under its former name, which warns."""
-
-    def __init__(self, new: str) -> None:
-        self._new, self._name = new, ""
-
-    def __set_name__(self, owner: type, name: str) -> None:
-        self._name = name
-
-    def __get__(self, instance: object | None, owner: type) -> Any:
-        if instance is None:
-            return self
-        warn_of_old_name(owner.__name__, self._name, self._new)
-        return getattr(instance, self._new)
-
-    def __set__(self, instance: object, value: Any) -> None:
-        warn_of_old_name(type(instance).__name__, self._name, self._new)
-        setattr(instance, self._new, value)
-
-
 def declared(kind: type) -> set[str]:
     """Return the settings of a class and its bases: what they annotate, or check when it is set."""
     names: set[str] = set()
@@ -134,19 +105,14 @@ def declared(kind: type) -> set[str]:
     return {name for name in names if not name.startswith("_")}
 
 
-def set_old_names(optimizer: object, old: Mapping[str, Any]) -> None:
-    """Set what a constructor was given under former names; refuse other names as Python does, and name ours."""
+def refuse_others(optimizer: object, others: Mapping[str, Any]) -> None:
+    """Refuse arguments that a constructor does not have as Python does, and name ours."""
     kind = type(optimizer)
-    for name, value in old.items():
-        attribute = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-        if isinstance(attribute, Renamed):
-            setattr(optimizer, name, value)
-            continue
+    for name in others:
         from mpistrategy.objects.other_names import OF_OPTIMIZERS  # here, for the quick import
 
-        hint = OF_OPTIMIZERS.get(name, "")
-        if isinstance(attribute, Misnamed):
-            hint = f"write {attribute.right!r}"
+        attribute = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
+        hint = f"write {attribute.right!r}" if isinstance(attribute, Misnamed) else OF_OPTIMIZERS.get(name, "")
         hint = f"; {hint}" if hint else ""
         raise TypeError(f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}{hint}")
 

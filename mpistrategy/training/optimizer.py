@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, ClassVar, Self, Unpack
+from typing import Any, ClassVar, Never, Self
 
 import numpy as np
 
@@ -93,7 +93,6 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
     global_clipnorm: Setting[float | None] = limit()
     mirrored_check_steps: Setting[int] = steps()
     nonfinite: Setting[NonFinite | None] = setting.policy()
-    check_every: setting.Renamed[int] = setting.Renamed[int]("mirrored_check_steps")
     iterations: Setting[Variable | None] = setting.counter()
     skipped_steps: int
     schedule: Schedule | None
@@ -108,7 +107,7 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **old: Unpack[setting.OldNames],
+        **others: Never,
     ) -> None:
         where = type(self).__name__
         self.learning_rate = learning_rate
@@ -116,7 +115,7 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
         self.global_clipnorm = global_clipnorm
         self.mirrored_check_steps = mirrored_check_steps
         self.nonfinite = nonfinite
-        setting.set_old_names(self, old)
+        setting.refuse_others(self, others)
         self.iterations, self.skipped_steps = None, 0
         self._slots = Slots(where)
         self._plans = StepPlans(self._slots)

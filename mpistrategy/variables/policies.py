@@ -96,11 +96,17 @@ def own_if_alone(variable: Replica, called: str | None) -> Array:
 
 def summed(variable: Replica, called: str | None) -> Array:
     """Return the sum or the mean of all copies.  Collective."""
-    return summed_together([variable], called)[0]
+    return _sums_of([variable], called)[0]
 
 
-def summed_together(variables: Sequence[Replica], called: str | None) -> list[Array]:
-    """Return the sum or the mean of all copies of each of some variables, which are summed alike.  Collective."""
+def read_together(variables: Sequence[Any], called: str | None) -> list[Array]:
+    """Return what variables of one policy read as: in one call, where their copies are added up."""
+    if all(variable._policy("reading a variable").read is summed for variable in variables):
+        return _sums_of(variables, called)
+    return [variable._read(called) for variable in variables]
+
+
+def _sums_of(variables: Sequence[Replica], called: str | None) -> list[Array]:
     extended, op = variables[0]._extended, _REDUCE_OPS[variables[0].aggregation]
     names = ", ".join([variable._key for variable in variables])
     with Call(extended.communicator.guard, "reading a variable", called, names) as call:

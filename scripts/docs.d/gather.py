@@ -31,7 +31,7 @@ from public_names import MODULES, members, public_name  # noqa: E402
 #: What only the library makes: its constructor's arguments are nobody's business.
 MADE_BY_THE_LIBRARY = ("AllReduceHandle", "Dataset", "DistributedIterator")
 #: Attributes that only raise, or warn, and name another one; what Python's own base class takes.
-NOT_TOLD = {"lr", "clipnorm", "check_every", *("fmt", "datefmt", "style", "validate", "defaults")}
+NOT_TOLD = {"lr", "clipnorm", *("fmt", "datefmt", "style", "validate", "defaults")}
 _NO_PARAMETER = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
 #: A docstring that leaves the arguments to that of another function.
 _REFERS = re.compile(r"\b(?:as|as by|Do|what|Return) `[\w.]+`|Return `\w+\(")

@@ -495,13 +495,6 @@ def test_bad_arguments(strategy: ms.MirroredStrategy, folder: Path) -> None:
     assert signal.getsignal(TERM) == signal.SIG_DFL
 
 
-def test_the_former_name_of_the_steps_between_votes_works_and_warns(folder: Path) -> None:
-    manager = ms.CheckpointManager(ms.Checkpoint(x=1), folder)
-    with pytest.warns(DeprecationWarning, match="steps_between_votes") as told, pytest.raises(errors.OptionError):
-        ms.PreemptionCheckpointHandler(manager, steps_between_checks=0)
-    assert told[0].filename == __file__
-
-
 def test_calls_in_a_step_function(
     strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
 ) -> None:

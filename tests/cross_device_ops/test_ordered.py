@@ -32,8 +32,8 @@ from replicas import (
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array, wire_dtype
-from mpistrategy.cross_device_ops import ordered
 from mpistrategy.cross_device_ops.ordered import combine_ordered
+from mpistrategy.reduction import collectives
 from mpistrategy.testing import run_replicas
 
 FLOATS = [np.dtype(dtype) for dtype in ("float16", BFLOAT16, "float32", "float64", "complex64", "complex128")]
@@ -246,7 +246,7 @@ def test_under_mpi_the_bits_are_those_of_the_definition(
     strategies: dict[str, ms.Strategy], where: str, size: int, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first few of always the same contributions; as these do not know of ranks, so the sums do not."""
-    monkeypatch.setattr(ordered, "_PIECE_BYTES", 2**19)  # the largest goes in several pieces
+    monkeypatch.setattr(collectives, "PIECE_BYTES", 2**19)  # the largest goes in several pieces
     dtypes = FLOATS if size < 100 else FLOATS[2:3]
     turned = ORDERS[order](RANK)
     for dtype in dtypes:

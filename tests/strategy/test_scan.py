@@ -55,7 +55,7 @@ def test_values_of_the_ranks_before_in_rank_order(
     parts = [value_of(rank, dtype, shape) for rank in RANKS]
     mine = parts[RANK].copy()
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(module, "_PIECE_BYTES", piece)
+        patched.setattr(module, "PIECE_BYTES", piece)
         found = scan(strategy, op, mine, exclusive)
     right = expected(op, dtype, parts, exclusive)
     assert (found.dtype, np.shape(found)) == (dtype, shape)

@@ -85,13 +85,6 @@ def test_lines_now_and_then_if_asked_for(clock: Callable[[float], None], monkeyp
         assert written() == before
 
 
-def test_the_former_name_of_the_period_warns() -> None:
-    with pytest.warns(DeprecationWarning, match=r"telemetry.progress: 'every' is now called 'every_seconds'"):
-        assert list(ms.telemetry.progress(range(2), every=60)) == [0, 1]
-    with pytest.raises(TypeError, match="'evry'"):
-        ms.telemetry.progress(range(2), evry=60)  # type: ignore[call-overload]
-
-
 def test_counting_by_hand_and_without_a_total(clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(progress_bar.VARIABLE, "bar")
     with stderr(is_terminal=False) as written, ms.telemetry.progress(title="rows") as bar:

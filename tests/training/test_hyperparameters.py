@@ -77,18 +77,6 @@ def test_settings_after_the_hyperparameters_have_names() -> None:
         SGD(*arguments)
 
 
-def test_the_former_name_of_a_setting_works_and_warns() -> None:
-    with pytest.warns(DeprecationWarning, match="mirrored_check_steps") as told:
-        optimizer = Adam(check_every=3)
-    assert told[0].filename == __file__
-    assert optimizer.mirrored_check_steps == 3
-    with pytest.warns(DeprecationWarning, match="mirrored_check_steps"):
-        assert optimizer.check_every == 3
-    with pytest.warns(DeprecationWarning, match="mirrored_check_steps"):
-        optimizer.check_every = 4
-    assert optimizer.mirrored_check_steps == 4
-
-
 def test_a_repr_tells_the_settings_that_are_no_defaults() -> None:
     assert repr(SGD()) == "SGD()"
     assert repr(SGD(0.5, momentum=0.9, aggregation="mean")) == "SGD(learning_rate=0.5, momentum=0.9, aggregation=MEAN)"

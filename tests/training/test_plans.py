@@ -8,9 +8,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, bits, same_everywhere
+from replicas import RANK, SIZE, bits, outcomes, same_everywhere
 
 import mpistrategy as ms
+from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.optimizers import SGD, Adam, Optimizer
 
@@ -145,6 +146,27 @@ def test_a_counter_of_the_programs_own_counts_on(fresh: ms.Strategy) -> None:
     optimizer.iterations = other
     step(fresh, optimizer, variables, 2)
     assert (int(mine), float(other), optimizer.next_step()) == (12, 1.0, 2)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "path"), [(SGD, "f8", "sliced"), (SGD, "f2", "plain"), (Asked, "f8", "plain")]
+)
+def test_a_rank_that_is_a_step_ahead_is_found(fresh: ms.Strategy, kind: type[SGD], dtype: str, path: str) -> None:
+    optimizer = kind(0.1)
+    with fresh.scope():
+        variables = [ms.Variable(np.ones(shape, dtype)) for shape in SHAPES]
+    for number in range(2):
+        step(fresh, optimizer, variables, number)
+    assert optimizer.latest_path == path
+    assert optimizer.iterations is not None
+    with fresh.scope():
+        optimizer.iterations.assign(np.int64(2 + RANK))  # each rank writes its own copy
+    before = [bits(v.local_copy()) for v in variables]
+    for end in outcomes(step, fresh, optimizer, variables, 2):
+        assert end.error is errors.CollectiveMismatchError
+        assert "they differ in: step" in end.text
+    assert [bits(v.local_copy()) for v in variables] == before
 
 
 def test_gradients_of_other_kinds_in_between(fresh: ms.Strategy) -> None:

@@ -16,7 +16,7 @@ import mpistrategy as ms
 from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError
 from mpistrategy.mpi.faults import plans
 from mpistrategy.objects.settings import Setting, cannot_be_set
-from mpistrategy.training.hyperparameters import Misnamed, Renamed
+from mpistrategy.training.hyperparameters import Misnamed
 
 pytestmark = pytest.mark.one_rank
 
@@ -53,7 +53,6 @@ CONSTRUCTORS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
 ANYTHING = {
     ("MirroredStrategy", "communicator"): "tests of the launch give one",
     ("from_arrays", "arrays"): "its error tells the shapes",
-    ("PreemptionCheckpointHandler", "steps_between_checks"): "a former name, which warns",
 }
 SWEEP = [
     (name, argument)
@@ -84,7 +83,7 @@ SETTERS = [
     if inspect.isclass(made)
     for attribute in sorted({attribute for base in made.__mro__ for attribute in vars(base)})
     if (
-        isinstance(setter := inspect.getattr_static(made, attribute), (Setting, Misnamed, Renamed))
+        isinstance(setter := inspect.getattr_static(made, attribute), (Setting, Misnamed))
         and getattr(setter, "_refusal", None) is not cannot_be_set
     )
     or (isinstance(setter, property) and setter.fset is not None)
@@ -92,7 +91,6 @@ SETTERS = [
 
 
 @pytest.mark.parametrize(("name", "attribute"), SETTERS)
-@pytest.mark.filterwarnings("ignore:.*is now called:DeprecationWarning")
 def test_a_setter_refuses_what_no_constructor_would_take(name: str, attribute: str, tmp_path: Path) -> None:
     with ms.OneDeviceStrategy("CPU:0").scope():
         if name == "StrategyExtended":

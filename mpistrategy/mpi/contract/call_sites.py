@@ -156,11 +156,6 @@ def warn(text: str, category: type[Warning]) -> None:
     warnings.warn_explicit(text, category, frame.f_code.co_filename, frame.f_lineno, module, registry)
 
 
-def warn_of_old_name(where: str, old: str, new: str) -> None:
-    """Warn at the call site that the argument or attribute `old` of `where` is now `new`."""
-    warn(f"{where}: {old!r} is now called {new!r}", DeprecationWarning)
-
-
 # ----------------------------------------------------------------------------------------------------------- signatures
 
 

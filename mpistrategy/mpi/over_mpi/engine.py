@@ -170,32 +170,14 @@ class Worker:
 
 
 class AtOnce(Freed):
-    """Runs every job when it is submitted, in the calling thread.
+    """Says that the caller does the work itself, when it is started.
 
     Attributes:
-        communicator: that of the jobs.
-        submitted: the number of jobs so far.
-        known_to_all: how many of them all ranks are known to have submitted.
-        is_at_once: whether a job is done when it has been submitted.
+        communicator: that of the work.
     """
-
-    is_at_once: bool = True
 
     def __init__(self, communicator: Any) -> None:
         self.communicator = communicator
-        self.submitted: int = 0
-        self.known_to_all: int = 0
-
-    def submit(self, job: Job) -> None:
-        """Run `job`; raise its error, which no rank need wait for."""
-        self.submitted += 1
-        self.known_to_all = self.submitted
-        job.run()
-        if job.error is not None:
-            raise job.error
-
-    def finish(self, job: Job) -> None:
-        """Do what is needed for `job` to end by itself: nothing."""
 
     def free(self) -> None:
         """Free nothing."""
@@ -206,11 +188,15 @@ class Engine(AtOnce):
 
     Args:
         communicator: the strategy's; all its ranks make an engine at the same time.
+
+    Attributes:
+        submitted: the number of jobs so far.
+        known_to_all: how many of them all ranks are known to have submitted.
     """
 
-    is_at_once: bool = False
-
     def __init__(self, communicator: Any) -> None:
+        self.submitted: int = 0
+        self.known_to_all: int = 0
         self.worker: Worker = Worker(self._keep_failed)
         self._program: Guard = communicator.guard
         self._failed: list[Job] = []

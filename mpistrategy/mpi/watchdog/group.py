@@ -173,7 +173,7 @@ class Group:
 
         In a save a rank is busy until now, again and again: that is told from time to time.
         """
-        expected, step = max(self.board.all("expected")), min(self.guard.timeout / 10, _UNTOLD_SECONDS)
+        expected, step = max(self.board.all("expected")), min(self.guard.timeout / 4, _UNTOLD_SECONDS)
         if expected < now - step:
             self._told_until = now
             return ""

@@ -201,7 +201,7 @@ def test_an_arena_of_16_bit_floats(apart: ms.Strategy, memory: Memory, monkeypat
 @pytest.mark.parametrize("count", [1000, 1001], ids=["in equal shares", "in unequal shares"])
 def test_sums_in_order(memory: Memory, monkeypatch: pytest.MonkeyPatch, count: int) -> None:
     with OnNodes(range(SIZE), ms.OrderedAllReduce()) as made:
-        memory.limit(ordered, "_room")
+        memory.limit(ordered, "room_for_shares")
         right = np.full(count, SIZE * (SIZE + 1) / 2, np.float32)
         check_first_call(made, memory, lambda: made.run(summed, args=(count,)), right)
 
