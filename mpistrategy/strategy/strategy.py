@@ -210,7 +210,7 @@ class Strategy:
             op = ReduceOp._parse(reduce_op, call.where)
             if extended._reducer.agrees_on_none(call, op, structure):
                 return structure.pack([])
-            return reduce_along(extended.cross_device_ops, extended.options, op, value, axis, call)
+            return reduce_along(extended._reducer, op, value, axis, call)
 
     @collective("gather")
     def gather(self, value: T, axis: int, *, name: str | None = None) -> T:
