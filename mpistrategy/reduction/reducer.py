@@ -36,7 +36,7 @@ from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEX
 from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
 from mpistrategy.reduction.plan import NumbersOfRanks
-from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
+from mpistrategy.reduction.plans import ArraysPlan, DevicePlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.weights import (
     WEIGHTED,
@@ -157,15 +157,12 @@ class AllReduce(General):
             kinds_of_mean = op is not ReduceOp.MEAN or all(leaf.dtype.kind in "fc" for leaf in leaves)
             if word is None or not kinds_of_mean or not all(is_simple(leaf.dtype, op) for leaf in leaves):
                 return None
-            from mpistrategy.reduction.routes.gpu import (  # here: on CPUs nothing reads it
-                DevicePlan,
-                GpuRoute,
-                gpu_packs,
-            )
+            from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here: on CPUs nothing reads it
 
             packs = gpu_packs(layouts_of(leaves), options.bytes_per_pack, algorithm._num_packs)
             signature = signature._replace(values=tuple(map(layout_of, leaves)))
-            return DevicePlan(self, ranks, where, GpuRoute(ranks, packs, op, word, None), signature, timeout)
+            route, gpu = GpuRoute(ranks, packs, op, word, None), gpu_of(ranks.devices, ranks.rank)
+            return DevicePlan(self, where, route, signature, timeout, gpu)
         arrays = arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
             return None

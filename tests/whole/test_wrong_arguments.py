@@ -265,7 +265,6 @@ def test_misspelt_attributes_of_variables_strategies_and_helpers_are_refused(tmp
         (strategy.extended, "cross_device_op", "cross_device_ops"),
         (accumulator, "step", "steps"),
         (handler, "checkpoint_maneger", "checkpoint_manager"),
-        (ms.telemetry.progress(range(3)), "totl", "total"),
         (ms.telemetry.trace("folder"), "directry", "directory"),
     ):
         with pytest.raises(OptionError, match=f"{type(made).__name__}.{wrong}: .*Did you mean {right!r}"):
@@ -277,12 +276,10 @@ def test_what_the_constructor_would_refuse_is_refused_later() -> None:
     for algorithm in (ms.MpiAllReduce(), ms.NcclAllReduce(), ms.HierarchicalCopyAllReduce(2), ms.OrderedAllReduce()):
         with pytest.raises(AttributeError, match="num_packs"):
             algorithm.num_packs = 3  # type: ignore[misc]
-    bar, trace = ms.telemetry.progress(range(3)), ms.telemetry.trace("folder")
-    with pytest.raises(OptionError, match="total='many'"):
-        bar.total = "many"
+    trace = ms.telemetry.trace("folder")
     with pytest.raises(OptionError, match=r"Trace.directory"):
         trace.directory = "another"
-    assert (bar.total, trace.directory) == (3, "folder")
+    assert trace.directory == "folder"
     arena = ms.OneDeviceStrategy().arena(np.zeros(2))
     with pytest.raises(OptionError, match=r"Arena.strategy"):
         arena.strategy = ms.OneDeviceStrategy()

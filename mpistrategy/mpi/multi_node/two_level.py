@@ -25,7 +25,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.multi_node.rounded_exchange import Rounded, Wire
+from mpistrategy.mpi.multi_node.reduced_precision import Rounded, Wire
 from mpistrategy.mpi.shared_memory.node_sum import Exchange, NodeSum, in_rank_order, segment_bytes, share
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting

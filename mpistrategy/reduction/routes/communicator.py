@@ -9,8 +9,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, is_buffer, quietly
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
-from mpistrategy.mpi.multi_node.rounded_exchange import Wire
+from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.shared_memory import node_results
 from mpistrategy.mpi.tuning.thresholds import RouteName

@@ -21,8 +21,7 @@ import numpy as np
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
-from mpistrategy.mpi.multi_node.rounded_exchange import Wire
+from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
 from mpistrategy.mpi.multi_node.two_level import across_nodes
 from mpistrategy.mpi.shared_memory.node_sum import ShareOfNode
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
