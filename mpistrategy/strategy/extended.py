@@ -329,7 +329,7 @@ class StrategyExtended(NotPickled, Settable):
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; `Strategy.run` is this."""
         if not observers.observers:
             return self._call(fn, args, kwargs)
-        with observers.Interval("step", getattr(fn, "__name__", type(fn).__name__)):
+        with observers.interval("step", getattr(fn, "__name__", type(fn).__name__)):
             return self._call(fn, args, kwargs)
 
     def _call(self, fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> T:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from counting import counted_calls
-from replicas import RANK, RANKS, SIZE, OnNodes, context
+from replicas import RANKS, SIZE, OnNodes, context
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
