@@ -104,7 +104,7 @@ class MpiStrategyError(Exception):
     where = found = expected = fix = ""
     rank: int | None = None
     # Of an error that several ranks raise: whether another rank prints it whole, and whether others have other errors.
-    _is_printed_elsewhere = _is_one_of_several = False
+    _is_printed_elsewhere = False
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)

@@ -10,9 +10,10 @@ import numpy as np
 from mpistrategy.arrays.convert import host_array, is_on_device, like_given, on_device_of_any, placed_as, reducible
 from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
-from mpistrategy.errors import DTypeError, OptionError, OptionTypeError, ShapeError
+from mpistrategy.errors import DTypeError, ShapeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Fixed, Settable, checked_count
+from mpistrategy.objects.nearest import make_public
+from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, positive
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.training.gpu.norm import norm_of
@@ -23,9 +24,7 @@ __all__ = [
     "global_norm",
 ]
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
+make_public(__name__)
 
 
 def global_norm(arrays: Sequence[Any]) -> float:
@@ -65,41 +64,51 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         LeafError, DTypeError, ShapeError: for values that are no arrays of such numbers.
     """
     where = "clip_by_global_norm"
-    if not isinstance(clip_norm, (int, float, np.integer, np.floating)):
-        raise OptionTypeError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a number")
-    if not clip_norm > 0:
-        raise OptionError.at("clip_by_global_norm", found=f"clip_norm={clip_norm!r}", expected="a positive number")
+    checked_number(where, "clip_norm", clip_norm, "a positive number", positive)
     given = [array for array in arrays if array is not None]
-    slices = [sparse.checked(array, ReduceOp.SUM, where) for array in given if isinstance(array, IndexedSlices)]
-    kept = iter(slices)
-    parts = [next(kept) if isinstance(array, IndexedSlices) else reducible(array, where) for array in given]
-    values = [part.values if isinstance(part, IndexedSlices) else part for part in parts]
+    parts = [_checked(array, where) for array in given]
+    values = [_values(part) for part in parts]
     for array in values:
         if array.dtype.kind in "iu":
             raise DTypeError.at(where, found=f"dtype {dtype_name(array.dtype)}", expected="a floating dtype")
     norm = global_norm(parts)
     scale = np.nan if not np.isfinite(norm) else min(1.0, clip_norm / norm) if norm else 1.0
-    results = iter([_like(*each) for each in zip(scaled_by(values, scale), given, strict=True)])
+    results = iter([_like(*each) for each in zip(parts, scaled_by(values, scale), given, strict=True)])
     return [None if array is None else next(results) for array in arrays], norm
 
 
-def _like(values: Array, given: Any) -> Any:
-    """Return numbers as the kind of gradient that was given: with the indices of IndexedSlices."""
-    if isinstance(given, IndexedSlices):
-        return IndexedSlices(like_given(values, given.values), given.indices, given.dense_shape)
-    return like_given(values, given)
+def _checked(gradient: Any, where: str) -> Any:
+    """Return a gradient as an array that can be reduced, or as IndexedSlices of one."""
+    if isinstance(gradient, IndexedSlices):
+        return sparse.checked(gradient, ReduceOp.SUM, where)
+    return reducible(gradient, where)
+
+
+def _values(gradient: Any) -> Any:
+    return gradient.values if isinstance(gradient, IndexedSlices) else gradient
+
+
+def _with_values(gradient: Any, values: Any) -> Any:
+    """Return an array, or IndexedSlices with the rows of a gradient, of other values."""
+    is_sparse = isinstance(gradient, IndexedSlices)
+    return IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse else values
+
+
+def _like(gradient: Any, values: Any, given: Any) -> Any:
+    """Return `_with_values`, of the kind of array that was given; None where one of them is None."""
+    return gradient if given is None or gradient is None else _with_values(gradient, like_given(values, _values(given)))
 
 
 def _rows_added(gradient: Any, where: str) -> Any:
     """Return an array that has the numbers of a gradient; of IndexedSlices the rows, those of one index added."""
+    gradient = _checked(gradient, where)
     if not isinstance(gradient, IndexedSlices):
-        return reducible(gradient, where)
-    slices = sparse.checked(gradient, ReduceOp.SUM, where)
-    values = host_array(slices.values)
-    rows, places = np.unique(host_array(slices.indices), return_inverse=True)
+        return gradient
+    values = host_array(gradient.values)
+    rows, places = np.unique(host_array(gradient.indices), return_inverse=True)
     added = np.zeros((len(rows), *values.shape[1:]), wire_dtype(values.dtype))
     np.add.at(added, places.reshape(-1), values)
-    return placed_as(added, slices.values)
+    return placed_as(added, gradient.values)
 
 
 def scaled_by(arrays: Sequence[Array], scale: float) -> list[Array]:
@@ -153,7 +162,8 @@ class GradientAccumulator(Settable):
             ContextError: in a function that JAX traces.
         """
         refuse_in_jax_trace("GradientAccumulator.add")
-        added = [_widened(gradient) for gradient in gradients]
+        given = [None if each is None else _checked(each, _WHERE) for each in gradients]
+        added = [None if each is None else _with_values(each, _widened(_values(each))) for each in given]
         before = self._sums if self._count else [None] * len(added)
         if len(before) != len(added) or not all(map(_fit, before, added)):
             raise ShapeError.at(
@@ -163,12 +173,11 @@ class GradientAccumulator(Settable):
             )
         sums = [*map(_sum, before, added)]
         known = self._dtypes if self._count else [None] * len(added)
-        dtypes = [_dtype(gradient) or dtype for gradient, dtype in zip(gradients, known, strict=True)]
+        dtypes = [dtype if each is None else _values(each).dtype for each, dtype in zip(given, known, strict=True)]
         self._sums, self._dtypes = sums, dtypes
         self._count += 1
-        if self._count < self.steps or (taken := self.take()) is None:
-            return None
-        return [_like_sum(*each) for each in zip(taken, gradients, strict=True)]
+        taken = self.take() if self._count >= self.steps else None
+        return taken and [_like(total, _values(total), each) for total, each in zip(taken, gradients, strict=True)]
 
     @property
     def _partial_sums(self) -> list[Array | None]:
@@ -192,25 +201,16 @@ class GradientAccumulator(Settable):
             return None
         self._count = 0
         with np.errstate(over="ignore"):
-            return [_as(total, dtype) for total, dtype in zip(self._sums, self._dtypes, strict=True)]
+            return [
+                _with_values(total, _values(total).astype(dtype, copy=False)) if dtype is not None else total
+                for total, dtype in zip(self._sums, self._dtypes, strict=True)
+            ]
 
 
-def _widened(gradient: Any) -> Any:
-    """Return a gradient as it is added: 16-bit floats in 32 bits, as in a reduction."""
-    if gradient is None:
-        return None
-    if isinstance(gradient, IndexedSlices):
-        slices = sparse.checked(gradient, ReduceOp.SUM, _WHERE)
-        return IndexedSlices(_widened(slices.values), slices.indices, slices.dense_shape)
-    array = reducible(gradient, _WHERE)
+def _widened(array: Any) -> Any:
+    """Return an array as it is added: 16-bit floats in 32 bits, as in a reduction."""
     with on_device_of_any([array]):
         return array.astype(wire_dtype(array.dtype), copy=False)
-
-
-def _dtype(gradient: Any) -> np.dtype[Any] | None:
-    if gradient is None:
-        return None
-    return reducible(gradient.values if isinstance(gradient, IndexedSlices) else gradient, _WHERE).dtype  # type: ignore[no-any-return]
 
 
 def _shape(gradient: Any) -> tuple[int, ...] | None:
@@ -252,30 +252,11 @@ def _sum(total: Any, gradient: Any) -> Any:
         return gradient.copy() if total is None else placed_as(total, gradient) + gradient
 
 
-def _as(total: Any, dtype: np.dtype[Any] | None) -> Any:
-    if isinstance(total, IndexedSlices):
-        return IndexedSlices(_as(total.values, dtype), total.indices, total.dense_shape)
-    return total if total is None or dtype is None else total.astype(dtype, copy=False)
-
-
-def _like_sum(total: Any, given: Any) -> Any:
-    """Return a sum as the kind of array that was given last."""
-    if given is None:
-        return total
-    if isinstance(total, IndexedSlices):
-        return IndexedSlices(like_given(total.values, given.values), total.indices, total.dense_shape)
-    return like_given(total, given.values if isinstance(given, IndexedSlices) else given)
-
-
 def as_dense(gradient: Any, like: Any) -> Array:
     """Return a gradient as an array of the dtype of `like`; IndexedSlices become an array of its shape."""
     if isinstance(gradient, IndexedSlices):
         dense = np.zeros(like.shape, like.dtype)
         np.add.at(dense, host_array(gradient.indices), host_array(gradient.values).astype(like.dtype, copy=False))
-        return _on_device_of(dense, like)
-    return _on_device_of(gradient, like).astype(like.dtype, copy=False)
-
-
-def _on_device_of(gradient: Any, like: Any) -> Array:
-    """Return a gradient on the device of its variable."""
-    return placed_as(gradient, like.local_view if hasattr(like, "local_view") else like)
+        gradient = dense
+    where = like.local_view if hasattr(like, "local_view") else like
+    return placed_as(gradient, where).astype(like.dtype, copy=False)

@@ -5,7 +5,7 @@ The losses themselves are the program's own NumPy code.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -13,7 +13,7 @@ from mpistrategy.arrays.convert import any_array, like_given, reducible
 from mpistrategy.arrays.dtypes import wire_dtype
 from mpistrategy.context import current_strategy
 from mpistrategy.errors import ContextError, OptionError, ShapeError
-from mpistrategy.objects.nearest import not_in_module
+from mpistrategy.objects.nearest import make_public
 from mpistrategy.objects.settings import whole_number
 from mpistrategy.strategy.current import has_strategy, in_cross_replica_context
 from mpistrategy.strategy.outside_steps import warn_if_alone
@@ -24,15 +24,7 @@ __all__ = [
     "scale_regularization_loss",
 ]
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        raise not_in_module(name, __name__)
+make_public(__name__)
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,7 +11,7 @@ from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.nearest import NamesOurs, not_in_module, refuses
+from mpistrategy.objects.nearest import NamesOurs, make_public, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import weights_of_rows
@@ -27,15 +27,7 @@ __all__ = [
 
 _DTYPE = "Leave it out: metrics add in float64."
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        raise not_in_module(name, __name__)
+make_public(__name__)
 
 
 class Sum(NamesOurs):

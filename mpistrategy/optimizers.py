@@ -6,13 +6,13 @@ Gradients are summed over the replicas, so divide the loss by the global batch s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Never
+from typing import Any, Never
 
 import numpy as np
 
 from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.objects.nearest import not_in_module
+from mpistrategy.objects.nearest import make_public
 from mpistrategy.objects.settings import Setting, amount, decay, switch
 from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.schedules import Schedule
@@ -28,15 +28,7 @@ __all__ = [
     "Optimizer",
 ]
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        raise not_in_module(name, __name__)
+make_public(__name__)
 
 
 class SGD(Optimizer):

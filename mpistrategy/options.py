@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import enum
-import numbers
+import math
 import os
-import sys
-from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
 from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.settings import checked_count, checked_number, not_negative
 
 if TYPE_CHECKING:
     import numpy as np
@@ -102,30 +101,19 @@ class ReduceOp(enum.Enum):
             return cls.SUM
         if value is VariableAggregation.MEAN:
             return cls.MEAN
-        raise ReduceOpError.at(
-            where,
-            found=f"reduce_op={value!r}",
-            expected=f"a ReduceOp or one of the strings {', '.join(cls.__members__)}",
-            fix=_of_mpi(value, cls.__members__) or did_you_mean(value, cls.__members__),
-        )
+        is_mpis = type(value).__module__ == "mpi4py.MPI"  # whose own operations are pickled by name
+        name = str(value.__reduce__() if is_mpis else value).upper().removeprefix("MPI.").removeprefix("MPI_")
+        fix = did_you_mean(value, cls.__members__)
+        if name in cls.__members__:
+            fix = f"Write {name!r}."
+        elif name in _MPIS_OWN:
+            fix = "Call mpi4py's own allreduce for it, beside the library: see `mpistrategy guide mpi4py`."
+        expected = f"a ReduceOp or one of the strings {', '.join(cls.__members__)}"
+        raise ReduceOpError.at(where, found=f"reduce_op={value!r}", expected=expected, fix=fix)
 
 
 #: The operations of MPI that are none of ours.
 _MPIS_OWN = ("MAXLOC", "MINLOC", "LAND", "BAND", "LOR", "BOR", "LXOR", "BXOR", "REPLACE", "NO_OP")
-
-
-def _of_mpi(value: Any, names: Iterable[str]) -> str:
-    """Return what to write for an operation of mpi4py's, given itself or by name; "" for anything else."""
-    mpi = sys.modules.get("mpi4py.MPI")
-    named = value.upper().removeprefix("MPI.").removeprefix("MPI_") if isinstance(value, str) else ""
-    is_mpis = mpi is not None and isinstance(value, mpi.Op)
-    for name in names:
-        if named == name or (is_mpis and value == getattr(mpi, name, None)):
-            return f"Write {name!r}."
-    if is_mpis or named in _MPIS_OWN:
-        return "Call mpi4py's own allreduce for it, beside the library: see `mpistrategy guide mpi4py`."
-    return ""
-
 
 #: A mean, as an argument; see `Op`.
 Mean: TypeAlias = Literal[ReduceOp.MEAN, VariableAggregation.MEAN, "MEAN", "mean", "Mean"]
@@ -214,25 +202,17 @@ class CommunicationOptions:
     wire: Wire | None = None
 
     def __post_init__(self) -> None:
-        where = "CommunicationOptions"
-        given: Any = self.bytes_per_pack
-        if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-            raise OptionTypeError.at(where, found=f"bytes_per_pack={given!r}", expected="an int >= 0")
-        if given < 0:
-            raise OptionError.at(where, found=f"bytes_per_pack={given!r}", expected="an int >= 0")
-        object.__setattr__(self, "bytes_per_pack", int(given))
-        seconds: Any = self.timeout_seconds
-        if seconds is not None:
-            if isinstance(seconds, bool) or not isinstance(seconds, numbers.Real):
-                raise OptionTypeError.at(where, found=f"timeout_seconds={seconds!r}", expected="seconds, or None")
-            if not float(seconds) >= 0:
-                raise OptionError.at(where, found=f"timeout_seconds={seconds!r}", expected="seconds >= 0, or None")
-        chosen = checked_member(CommunicationImplementation, self.implementation, where, "implementation")
-        object.__setattr__(self, "implementation", chosen)
-        wire: Any = self.wire
+        where, wire = "CommunicationOptions", cast("Any", self.wire)
+        if self.timeout_seconds not in (None, math.inf):
+            checked_number(where, "timeout_seconds", self.timeout_seconds, "seconds >= 0, or None", not_negative)
         if wire is not None and not (isinstance(wire, str) and wire.lower() in WIRES):
             raise OptionError.at(where, found=f"wire={wire!r}", expected='None, "bfloat16" or "float16"')
-        object.__setattr__(self, "wire", wire and wire.lower())
+        chosen = checked_member(CommunicationImplementation, self.implementation, where, "implementation")
+        vars(self).update(
+            bytes_per_pack=checked_count(where, "bytes_per_pack", self.bytes_per_pack, least=0),
+            implementation=chosen,
+            wire=wire and wire.lower(),
+        )
 
     def merge(self, options: CommunicationOptions | None) -> CommunicationOptions:
         """Return these options with the fields of `options` that differ from the defaults."""

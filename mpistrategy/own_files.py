@@ -18,7 +18,6 @@ from typing import IO
 READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCTTY
 #: The flags for creating a file that must not exist.
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-_PIECE_BYTES = 2**20
 
 
 def is_own(state: os.stat_result, folder: os.stat_result | None = None) -> bool:
@@ -37,11 +36,6 @@ def is_trusted(state: os.stat_result, folder: os.stat_result) -> bool:
     return is_own(state) or not folder.st_mode & stat.S_IWOTH
 
 
-def others_can_write(state: os.stat_result) -> bool:
-    """Return whether users other than the owner may write to a file."""
-    return bool(state.st_mode & (stat.S_IWGRP | stat.S_IWOTH))
-
-
 def user_in_words(number: int) -> str:
     """Return ``user me (uid 1000)``; without a name where the system knows none."""
     with suppress(ImportError, KeyError):
@@ -51,77 +45,52 @@ def user_in_words(number: int) -> str:
     return f"uid {number}"
 
 
-def open_own(name: str, folder: int | None = None) -> int:
-    """Open a file of this user for reading; return its descriptor.
+def open_trusted(name: str, only_own: bool = False) -> int:
+    """Open a file for reading; return its descriptor.
 
     Args:
         name: its path.
-        folder: the descriptor of the open folder that `name` is relative to, whose owner's files are taken, too; None
-            for an ordinary path.
+        only_own: whether it must be `is_own`; else `is_trusted` is enough.
 
     Raises:
         OSError: when it cannot be opened, is not a regular file, or belongs to another user; `strerror` says which.
     """
-    descriptor = open_file(name, folder)
-    owner = os.fstat(descriptor)
-    if not is_own(owner, None if folder is None else os.fstat(folder)):
-        os.close(descriptor)
-        raise PermissionError(errno.EACCES, f"it belongs to {user_in_words(owner.st_uid)}", name)
-    return descriptor
-
-
-def open_file(name: str, folder: int | None = None) -> int:
-    """Open a file of any user for reading; otherwise as `open_own`."""
     try:
-        descriptor = os.open(name, READING, dir_fd=folder)
+        descriptor = os.open(name, READING)
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         raise OSError(errno.ELOOP, "it is a symbolic link; name the file itself", name) from error
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-        os.close(descriptor)
-        raise OSError(errno.EINVAL, "it is not a regular file", name)
-    return descriptor
-
-
-def open_trusted(name: str) -> int:
-    """Open a file that the user has named for reading; as `open_own`, but for files that `is_trusted` accepts."""
-    descriptor = open_file(name)
     state = os.fstat(descriptor)
-    if not is_trusted(state, os.stat(os.path.dirname(name) or os.curdir)):
-        os.close(descriptor)
-        owner = user_in_words(state.st_uid)
-        raise PermissionError(errno.EACCES, f"it belongs to {owner}, and everybody can write to its folder", name)
-    return descriptor
+    if stat.S_ISREG(state.st_mode) and (is_own(state) if only_own else is_trusted(state, _state_of_folder(name))):
+        return descriptor
+    os.close(descriptor)
+    if not stat.S_ISREG(state.st_mode):
+        raise OSError(errno.EINVAL, "it is not a regular file", name)
+    why = "" if only_own else ", and everybody can write to its folder"
+    raise PermissionError(errno.EACCES, f"it belongs to {user_in_words(state.st_uid)}{why}", name)
 
 
-def read(name: str, most: int, folder: int | None = None) -> bytes:
-    """Return the bytes of a small file of this user.
+def _state_of_folder(name: str) -> os.stat_result:
+    return os.stat(os.path.dirname(name) or os.curdir)
+
+
+def read(name: str, most: int, only_own: bool = True) -> bytes:
+    """Return the bytes of a small file.
 
     Args:
         name: its path.
         most: the most bytes it may have.
-        folder: as in `open_own`.
+        only_own: as in `open_trusted`.
 
     Raises:
-        OSError: as `open_own`; and when it has more bytes.
+        OSError: as `open_trusted`; and when it has more bytes.
     """
-    descriptor = open_own(name, folder)
-    try:
-        return read_all(descriptor, most, name)
-    finally:
-        os.close(descriptor)
-
-
-def read_all(descriptor: int, most: int, name: str = "") -> bytes:
-    """Return the bytes of an open file from its position on; OSError when there are more than `most`."""
-    pieces, left = [], most + 1
-    while left > 0 and (piece := os.read(descriptor, min(left, _PIECE_BYTES))):
-        pieces.append(piece)
-        left -= len(piece)
-    if left <= 0:
+    with os.fdopen(open_trusted(name, only_own), "rb") as file:
+        data = file.read(most + 1)
+    if len(data) > most:
         raise OSError(errno.EFBIG, f"it has more than {most} bytes", name)
-    return b"".join(pieces)
+    return data
 
 
 # ------------------------------------------------------------------------------------------------ new ones
@@ -161,7 +130,7 @@ def new_file(path: str) -> int:
     Raises:
         OSError: when the name exists, or the file cannot be created.
     """
-    return os.open(path, NEW, file_mode(os.stat(os.path.dirname(path) or os.curdir)))
+    return os.open(path, NEW, file_mode(_state_of_folder(path)))
 
 
 @contextmanager
@@ -178,32 +147,6 @@ def whole_file(path: str) -> Iterator[IO[bytes]]:
             yield file
         os.replace(temporary, path)
     except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-
-
-@contextmanager
-def replacing(name: str, place: int, temporary: str, folder: int) -> Iterator[IO[bytes]]:
-    """Open a file for writing under a temporary name; it gets its final name when it is complete.
-
-    Args:
-        name: the final name; an existing file is replaced.
-        place: the descriptor of its folder, which determines the mode as `file_mode` says.
-        temporary: the temporary name, which no other process uses; an existing file was left by an ended process.
-        folder: the descriptor of the folder of the temporary file.
-
-    Raises:
-        OSError: when it cannot be written; nothing has changed then.
-    """
-    with suppress(FileNotFoundError):
-        os.unlink(temporary, dir_fd=folder)
-    descriptor = os.open(temporary, NEW, file_mode(os.fstat(place)), dir_fd=folder)
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            yield file
-        os.replace(temporary, name, src_dir_fd=folder, dst_dir_fd=place)
-    except BaseException:
         with suppress(OSError):
-            os.unlink(temporary, dir_fd=folder)
+            os.unlink(temporary)
         raise

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TypeAlias
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.objects.nearest import not_in_module
+from mpistrategy.objects.nearest import make_public
 from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, not_negative
 
 __all__ = [
@@ -21,15 +21,7 @@ __all__ = [
     "Warmup",
 ]
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        raise not_in_module(name, __name__)
+make_public(__name__)
 
 
 #: Returns the learning rate, 0 or more, of the step after this many; the same on all ranks.

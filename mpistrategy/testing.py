@@ -7,15 +7,14 @@ from typing import TypeVar
 
 from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.over_threads import run_threads
+from mpistrategy.objects.nearest import make_public
 
 __all__ = [
     "run_replicas",
     "run_threads",
 ]
 
-
-def __dir__() -> list[str]:
-    return list(__all__)
+make_public(__name__)
 
 
 T = TypeVar("T")

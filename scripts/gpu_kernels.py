@@ -116,10 +116,10 @@ def nccl1(cupy: Any) -> Figures:
     ranks = strategy.extended.communicator
     path = nccl.join(ranks)
     assert not isinstance(path, str), path
-    found: Figures = {"version": nccl.version(cupy)}
+    found: Figures = {"version": nccl.version()}
     for nbytes in SIZES:
         buffer = cupy.ones(nbytes // 4, "float32")
-        calls = {"ours": partial(path.allreduce, ranks, buffer, "SUM"), "NCCL": nccls_own(cupy, path, buffer)}
+        calls = {"ours": partial(path.reduce, ranks, buffer, "SUM"), "NCCL": nccls_own(cupy, path, buffer)}
         found[str(nbytes)] = {name: seconds_of(cupy, None, call, REPEATS) for name, call in calls.items()}
         assert float(buffer.sum()) == nbytes // 4, "a wrong sum"
     path.free()

@@ -5,7 +5,7 @@ scripts/soak_hostile.py [--files 10000] [--seed 0] [--no-jobs]      in one proce
 scripts/mpirun -n 2 scripts/soak_hostile.py --on-ranks [--files 500]      checkpoints that all ranks read
 
 Checkpoints (bytes that are flipped, cut, moved and put in; manifests and headers that lie, with checksums that are
-right), .npz, .npy and .safetensors files, manifests with partial=True, thresholds, run directories, traces, and
+right), .npz, .npy and .safetensors files, manifests with partial=True, thresholds, run directories, and
 environment variables.  `errors that are not ours` are Python's own, and changes that a refused checkpoint made.
 Address space is limited; the peak of memory is told.
 """
@@ -48,7 +48,7 @@ def soak(files: int, seed: int, jobs: bool) -> int:
             program = hostile.Program(ms.OneDeviceStrategy("CPU:0"))
             program.checkpoint.save(folder / "c", overwrite=True)
             found.append(tell(hostile.read_checkpoints(program, folder / "c", count, dice, partial=in_part)))
-        others = (hostile_others.read_thresholds, hostile_others.read_traces)
+        others = (hostile_others.read_thresholds,)
         found += [tell(read(folder, files // _OTHERS, dice)) for read in others]
         print(f"the peak of memory meanwhile: {_peak()} MiB", flush=True)
         if jobs:

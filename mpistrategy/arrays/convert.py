@@ -29,12 +29,12 @@ from mpistrategy.errors import DTypeError, LeafError, ShapeError
 if TYPE_CHECKING:
     from mpistrategy.arrays.gpu import DeviceArray
 
-_INTERFACE = "__cuda_array_interface__"
 #: The libraries whose arrays are never written.
 NEVER_WRITTEN = ("jax", "jaxlib")
 _REDUCIBLE_KINDS = "iufc"
 _NOT_FOREIGN = ("builtins", "numpy")
 _ON_HOST: AbstractContextManager[Any] = nullcontext()
+_CONVERT = "Convert it first, e.g. x.astype(np.float32); broadcast and all_gather take any dtype of fixed size."
 
 
 def is_on_device(value: object) -> bool:
@@ -62,44 +62,23 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
         DTypeError: for dtypes with Python objects in their fields.
     """
     leaf = f"leaf {path}" if path else name
-    if type(value).__module__ not in _NOT_FOREIGN:
-        if is_on_device(value):
-            value = to_host(as_device_array(value, where, path))
-        elif is_foreign(value) or is_without_data(value):
-            value = on_host(value, where, path)
+    if type(value).__module__ not in _NOT_FOREIGN and (
+        is_on_device(value) or is_foreign(value) or is_without_data(value)
+    ):
+        value = host_array(value, where, path)
     if isinstance(value, np.ma.MaskedArray):
-        raise LeafError.at(
-            where,
-            found=f"a masked array as {leaf}",
-            expected="an ordinary array",
-            fix="Pass x.filled(0): masks are not sent.",
-        )
+        fix = "Pass x.filled(0): masks are not sent."
+        raise LeafError.at(where, found=f"a masked array as {leaf}", expected="an ordinary array", fix=fix)
     try:
         array = np.asarray(value)
     except (TypeError, ValueError) as error:
-        raise LeafError.at(where, found=f"{leaf} = {_short(value)}", expected="an array or a number") from error
+        raise LeafError.at(where, found=f"{leaf} = {value!r:.60}", expected="an array or a number") from error
     if array.dtype.kind == "O":
-        raise _of_objects(value, where, leaf)
+        expected = "a number of 64 bits" if isinstance(value, int) else "an array of a numeric dtype, or a number"
+        raise LeafError.at(where, found=f"{leaf} = {value!r:.60}, of dtype object", expected=expected, fix=_CONVERT)
     if array.dtype.hasobject:
         raise DTypeError.at(where, found=f"dtype {dtype_name(array.dtype)} as {leaf}", expected="a dtype of fixed size")
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
-
-
-def _of_objects(value: Any, where: str, leaf: str) -> LeafError:
-    """Return the error for what NumPy keeps as Python objects."""
-    expected, fix = "an array or a number", ""
-    found = f"{leaf} = {_short(value)}"
-    if isinstance(value, int):
-        expected, fix = "a number of 64 bits", "Write float(x), or split the number."
-    elif getattr(value, "dtype", None) is not None:
-        found, expected = f"{found}, of dtype object", "an array of a numeric dtype"
-        fix = "Convert it: x.astype(float)."
-    return LeafError.at(where, found=found, expected=expected, fix=fix)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def to_reducible(value: Any, where: str, path: str = "") -> Array:
@@ -109,22 +88,15 @@ def to_reducible(value: Any, where: str, path: str = "") -> Array:
         DTypeError: for bool, strings, dates and structured dtypes.
         LeafError: as `to_array`.
     """
-    array = value if type(value) is np.ndarray and value.dtype.isnative else to_array(value, where, path)
+    array = value
+    if type(value) is not np.ndarray or not value.dtype.isnative or value.dtype.kind == "O":
+        array = to_array(value, where, path)
     dtype = array.dtype
     numpys_own = dtype.type.__module__ == "numpy"  # not the 8-bit floats of ml_dtypes
     if (dtype.kind in _REDUCIBLE_KINDS and numpys_own) or is_bfloat16(dtype):
-        return array
-    if dtype.kind == "O":
-        return to_array(value, where, path)
-    fix = "Convert it first, e.g. x.astype(np.int64)." if dtype.kind == "b" else ""
-    if dtype.kind not in "bSUMm" and not numpys_own:
-        fix = "Convert it first, e.g. x.astype(np.float32); broadcast and all_gather take it as it is."
-    raise DTypeError.at(
-        where,
-        found=f"dtype {dtype_name(dtype)} {f'at leaf {path}' if path else ''}".rstrip(),
-        expected="a numeric dtype (integer, float or complex)",
-        fix=fix,
-    )
+        return array  # type: ignore[no-any-return]
+    found = f"dtype {dtype_name(dtype)}{f' at leaf {path}' if path else ''}"
+    raise DTypeError.at(where, found=found, expected="a numeric dtype (integer, float or complex)", fix=_CONVERT)
 
 
 def reducible(value: Any, where: str, path: str = "") -> Any:
@@ -180,29 +152,18 @@ def as_target(target: Any, where: str, name: str) -> Any:
     Raises:
         ShapeError: when it is not an array, or read-only.
     """
-    found = type(target).__name__
+    array: Any = None
     if isinstance(target, np.ndarray):
-        if target.flags.writeable:
-            return target
+        array = target if target.flags.writeable else None
+    elif is_on_device(target):
+        array = as_device_array(target, where, name) if library_of(target) not in NEVER_WRITTEN else None
     elif library_of(target) == "torch":
-        return as_device_array(target, where, name) if is_on_device(target) else on_host(target, where, name)
-    elif is_on_device(target) and library_of(target) not in NEVER_WRITTEN:
-        array = None if _is_read_only(target) else as_device_array(target, where, name)
-        if array is not None and not _overlaps_itself(array):
-            return array
-    raise ShapeError.at(where, found=f"{name} = {found}", expected="a writeable ndarray, or array in GPU memory")
-
-
-def _is_read_only(array: Any) -> bool:
-    """Return whether an array in GPU memory says that it is read-only."""
-    interface = getattr(array, _INTERFACE, None)
-    data = interface.get("data") if isinstance(interface, dict) else None
-    return isinstance(data, tuple) and len(data) == 2 and bool(data[1])
-
-
-def _overlaps_itself(array: DeviceArray) -> bool:
-    """Return whether elements share memory, as after ``broadcast_to``; NumPy makes such arrays read-only."""
-    return any(stride == 0 and length > 1 for length, stride in zip(array.shape, array.strides, strict=True))
+        array = on_host(target, where, name)
+    # Elements that share memory, as after ``broadcast_to``; NumPy makes such arrays read-only.
+    if array is None or any(step == 0 and many > 1 for many, step in zip(array.shape, array.strides, strict=True)):
+        found = f"{name} = {type(target).__name__}"
+        raise ShapeError.at(where, found=found, expected="a writeable ndarray, or array in GPU memory")
+    return array
 
 
 def hand_back(written: Any, target: Any) -> None:
@@ -227,18 +188,10 @@ def like_given(result: Any, given: Any) -> Any:
     if type(given) is np.ndarray or isinstance(given, (np.generic, int, float, complex)):
         return result
     if is_on_device(given):
-        result = _on_device_of(result, given)
+        result = result if is_cupy(result) else placed_as(result, as_device_array(given, "a result in GPU memory"))
     elif not isinstance(result, np.ndarray):
         return result
     return as_kind_of(result, given)
-
-
-def _on_device_of(result: Any, given: Any) -> DeviceArray:
-    if is_cupy(result):
-        return result
-    cupy = cupy_for("a result in GPU memory")
-    with as_device_array(given, "a result in GPU memory").device:
-        return cupy.asarray(result)
 
 
 # ------------------------------------------------------------------------ arrays of NumPy's or CuPy's: where they are
@@ -266,7 +219,7 @@ def host_array(value: Any, where: str = "a value", path: str = "") -> Array:
     if type(value) is np.ndarray:
         return value
     if is_on_device(value):
-        return to_host(as_device_array(value, "a value"))
+        return to_host(as_device_array(value, where, path))
     return on_host(value, where, path) if is_foreign(value) or is_without_data(value) else np.asarray(value)
 
 

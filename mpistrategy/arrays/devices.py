@@ -13,10 +13,12 @@ from functools import lru_cache
 
 from mpistrategy.errors import DeviceError
 
-KINDS = ("CPU", "GPU")
 _FORMS = "'CPU:0', 'GPU:1', 'task:3', or '/job:worker/replica:0/task:3/device:GPU:0'"
-_PART = re.compile(r"^(job|replica|task|device):(.+)$", re.IGNORECASE)
-_KIND_AND_INDEX = re.compile(r"^(?P<kind>[A-Za-z]+)(?::(?P<index>\d+|\*))?$")
+_FORM = re.compile(
+    r"(?P<job>/job:worker)?(?P<replica>/replica:0)?(?:/task:(?P<task>[0-9]+))?"
+    r"(?:/(?:device:)?(?P<kind>CPU|GPU)(?::(?P<index>[0-9]+|\*))?)?",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +63,15 @@ def parse(text: str, where: str = "a device string", argument: str = "device") -
     Raises:
         DeviceError: for an empty string, an unknown part, or a device kind other than CPU and GPU.
     """
-    if not text.strip():
-        raise _unreadable(text, where, argument)
-    task: int | None = None
-    kind: str | None = None
-    index: int | None = None
-    for part in text.strip().strip("/").split("/"):
-        match = _PART.match(part)
-        name, value = (match[1].lower(), match[2]) if match else ("device", part)
-        if name == "task" and value.isascii() and value.isdecimal():
-            task = int(value)
-        elif name == "device":
-            match = _KIND_AND_INDEX.match(value)
-            if match is None or match["kind"].upper() not in KINDS:
-                raise _unreadable(text, where, argument)
-            kind, index = match["kind"].upper(), None if match["index"] in (None, "*") else int(match["index"])
-        elif (name, value) not in (("job", "worker"), ("replica", "0")):
-            raise _unreadable(text, where, argument)
-    return Device(task, kind, index)
-
-
-def _unreadable(text: str, where: str, argument: str) -> DeviceError:
-    return DeviceError.at(where, found=f"{argument}={text!r}", expected=f"a device such as {_FORMS}")
+    match = _FORM.fullmatch(f"/{text.strip().strip('/')}")
+    if match is None or not any(match.groups()):
+        raise DeviceError.at(where, found=f"{argument}={text!r}", expected=f"a device such as {_FORMS}")
+    task, kind, index = match["task"], match["kind"], match["index"]
+    return Device(
+        None if task is None else int(task),
+        None if kind is None else kind.upper(),
+        None if index in (None, "*") else int(index),
+    )
 
 
 def gpu_of(devices: Sequence[Device], rank: int) -> int | None:

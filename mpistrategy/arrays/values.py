@@ -7,9 +7,9 @@ acts as an array.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+from typing import Any
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
@@ -30,61 +30,8 @@ from mpistrategy.arrays.foreign import in_jax, is_in_gpu_memory, library_of
 from mpistrategy.arrays.gpu import cupy_for, is_cupy, on_device
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
-
-#: How operators are typed.
-Unary: TypeAlias = "Callable[[Any], NDArray[Any]]"
-Binary: TypeAlias = "Callable[[Any, Any], NDArray[Any]]"
-
-
-class ArrayOperators(NDArrayOperatorsMixin):
-    """The operators, with types, where NumPy's mixin says Any.
-
-    They are done by `__array_ufunc__`; the results are arrays, or NumPy scalars of 0-d ones.
-    """
-
-    if TYPE_CHECKING:
-        __add__: ClassVar[Binary]
-        __radd__: ClassVar[Binary]
-        __sub__: ClassVar[Binary]
-        __rsub__: ClassVar[Binary]
-        __mul__: ClassVar[Binary]
-        __rmul__: ClassVar[Binary]
-        __truediv__: ClassVar[Binary]
-        __rtruediv__: ClassVar[Binary]
-        __floordiv__: ClassVar[Binary]
-        __rfloordiv__: ClassVar[Binary]
-        __mod__: ClassVar[Binary]
-        __rmod__: ClassVar[Binary]
-        __pow__: ClassVar[Binary]
-        __rpow__: ClassVar[Binary]
-        __matmul__: ClassVar[Binary]
-        __rmatmul__: ClassVar[Binary]
-        __and__: ClassVar[Binary]
-        __rand__: ClassVar[Binary]
-        __or__: ClassVar[Binary]
-        __ror__: ClassVar[Binary]
-        __xor__: ClassVar[Binary]
-        __rxor__: ClassVar[Binary]
-        __lshift__: ClassVar[Binary]
-        __rlshift__: ClassVar[Binary]
-        __rshift__: ClassVar[Binary]
-        __rrshift__: ClassVar[Binary]
-        __lt__: ClassVar[Binary]
-        __le__: ClassVar[Binary]
-        __gt__: ClassVar[Binary]
-        __ge__: ClassVar[Binary]
-        __neg__: ClassVar[Unary]
-        __pos__: ClassVar[Unary]
-        __abs__: ClassVar[Unary]
-        __invert__: ClassVar[Unary]
-        __eq__: ClassVar[Binary]
-        __ne__: ClassVar[Binary]
-
-
-class ArrayLike(ArrayOperators, ArrayMethods):
+class ArrayLike(NDArrayOperatorsMixin, ArrayMethods):
     """Arithmetic, comparison, indexing, conversion and NumPy's methods for anything with a `_read` method."""
 
     def _array(self, asked: str) -> Any:

@@ -21,7 +21,7 @@ from mpistrategy.checkpoint.state import Fit
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item
 from mpistrategy.checkpoint.storage.shards import dtype_of
 from mpistrategy.options import VariableAggregation, VariableSynchronization
-from mpistrategy.reduction.routes.on_device import write_from_host_of
+from mpistrategy.reduction.routes.on_device import write_that_of
 from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 
@@ -209,7 +209,7 @@ def _send_to_gpus(source: Reading, path: str, variable: Any) -> None:
     target = variable._storage.reshape(-1)
     for piece in _pieces_of(source, path):
         part = _read(source, path, piece) if piece.root == communicator.rank else None
-        write_from_host_of(communicator, piece.root, part, target[piece.start : piece.start + piece.elements])
+        write_that_of(communicator, piece.root, part, target[piece.start : piece.start + piece.elements])
 
 
 def _sent(source: Reading, path: str, pieces: Sequence[_Piece]) -> Array:

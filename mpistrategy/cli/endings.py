@@ -13,9 +13,9 @@ An error that only reports the end of another rank, or that MPI has raised, is n
 
 from __future__ import annotations
 
-import contextlib
 import os
 import sys
+from contextlib import suppress
 
 from mpistrategy.errors import LaunchError, MpiStrategyError
 from mpistrategy.mpi.job.exit_hooks import status_of
@@ -42,53 +42,44 @@ class Unfinished:
     def begin(self, rank: int) -> None:
         """Write that MPI has been started; this is the rank among all of the job."""
         self._rank = rank
-        if self._path and rank == 0:
+        if rank == 0:
             self._write("begun")
 
     def note(self, error: BaseException | None) -> None:
         """Write how the program ended on this rank: with this error, or with None."""
-        if not self._path or os.getpid() != self._pid:
-            return
-        status = status_of(error.code) if isinstance(error, SystemExit) else int(error is not None)
-        if error is None or status == 0:
+        status, where = status_of(error), f" on rank {self._rank}" if self._rank >= 0 else ""
+        if status == 0 and self._rank == 0:
             self._remove()
-        elif status == STOPPED and isinstance(error, SystemExit):
-            if self._rank == 0:  # all ranks end so
-                self._write(f"stopped with status {status}")
-        elif isinstance(error, SystemExit):
-            self._write(f"failed with status {status} on rank {self._rank}")
-        elif isinstance(error, LaunchError) or not _is_from_outside(error):
+        elif status == STOPPED:
+            self._write(f"stopped with status {status}")
+        elif isinstance(error, SystemExit) and status:
+            self._write(f"failed with status {status}{where}")
+        elif status and (isinstance(error, LaunchError) or not _is_from_outside(error)):
             text = " ".join(str(error).split())[:_MOST]
-            where = f" on rank {self._rank}" if self._rank >= 0 else ""
             self._write(f"failed with {type(error).__name__}{where}: {text}".rstrip(": "))
 
     def _remove(self) -> None:
-        if self._rank:
-            return
         try:
-            os.unlink(self._path)
+            if self._path and os.getpid() == self._pid:
+                os.unlink(self._path)
         except OSError as error:
             sys.stderr.write(f"mpistrategy run --unfinished: {error}\n")
 
     def _write(self, line: str) -> None:
-        with contextlib.suppress(OSError):  # without the file the script has to go by the status
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND)
-            try:
-                if os.fstat(descriptor).st_size < 2**16:  # thousands of ranks may have the same to say
-                    os.write(descriptor, encoded(f"{line}\n"))
-            finally:
-                os.close(descriptor)
+        if self._path and os.getpid() == self._pid:
+            # Without the file the script has to go by the status.
+            with suppress(OSError), open(os.open(self._path, os.O_WRONLY | os.O_APPEND), "wb", buffering=0) as file:
+                file.write(encoded(f"{line}\n"))
 
 
-def _is_from_outside(error: BaseException) -> bool:
+def _is_from_outside(error: BaseException | None) -> bool:
     """Return whether an error has its cause in another rank or in MPI: in a node that is gone, for one."""
-    seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:
-        if isinstance(each, MpiStrategyError) and each._is_printed_elsewhere:
+    seen = []
+    while error is not None and error not in seen:
+        if isinstance(error, MpiStrategyError) and error._is_printed_elsewhere:
             return True
-        if type(each).__module__.partition(".")[0] == "mpi4py":
+        if type(error).__module__.partition(".")[0] == "mpi4py":
             return True
-        seen.add(id(each))
-        each = each.__cause__ or each.__context__
+        seen.append(error)
+        error = error.__cause__ or error.__context__
     return False

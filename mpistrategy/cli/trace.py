@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Put a trace together; return the exit status."""
-    from mpistrategy.telemetry.tracing import chrome, plot  # here, for the quick start of `mpistrategy run`
+    from mpistrategy.telemetry.tracing import plot  # here, for the quick start of `mpistrategy run`
     from mpistrategy.telemetry.tracing.report import report
     from mpistrategy.telemetry.tracing.timeline import timeline_of
 
@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> int:
         timeline = timeline_of(options.folder)
         if part is not None:
             timeline = timeline.between(*part)
-        chrome.write(timeline, output)
+        timeline.write(output)
     except TraceError as error:
         sys.stderr.write(f"{printable(str(error))}\n")
         return _COULD_NOT

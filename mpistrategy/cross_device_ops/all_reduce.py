@@ -6,7 +6,7 @@ from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
-from mpistrategy.reduction.layout.packing import Layout, checked_num_packs
+from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.base import Route
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
@@ -32,7 +32,7 @@ class NcclAllReduce(PackedCrossDeviceOps):
     _device_path: str = "nccl"
 
     def __init__(self, num_packs: int = 1) -> None:
-        self._num_packs = checked_num_packs(num_packs, "NcclAllReduce")
+        self._set_num_packs(num_packs)
 
 
 class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
@@ -53,7 +53,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
     _in_rank_order = True
 
     def __init__(self, num_packs: int = 1) -> None:
-        self._num_packs = checked_num_packs(num_packs, "HierarchicalCopyAllReduce")
+        self._set_num_packs(num_packs)
 
     def _route(
         self,

@@ -5,6 +5,7 @@ A subclass says only by which routes its packs travel, where these are not the u
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -14,9 +15,10 @@ import numpy as np
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_of, to_host
+from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_of, own_result, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
+from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
@@ -51,6 +53,13 @@ class PackedCrossDeviceOps(CrossDeviceOps):
     def num_packs(self) -> float:
         """Into about how many packs values are split; 0 leaves it to bytes_per_pack.  The constructor's alone."""
         return self._num_packs
+
+    def _set_num_packs(self, num_packs: Any) -> None:
+        is_number = isinstance(num_packs, (int, float)) and not isinstance(num_packs, bool)
+        if not is_number or not 0 <= num_packs < math.inf:
+            error = OptionError if is_number else OptionTypeError
+            raise error.at(type(self).__name__, found=f"num_packs={num_packs!r}", expected="an int >= 0")
+        self._num_packs = num_packs
 
     @cached_property
     def _configuration(self) -> str:
@@ -125,7 +134,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         from mpistrategy.reduction.routes import gpu  # here: on CPUs nothing reads it
 
         packs = gpu.gpu_packs(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
-        targets = None if outs is None else [*map(gpu.own_result, arrays, outs)]
+        targets = None if outs is None else [*map(own_result, arrays, outs)]
         if targets is not None and not are_apart([each for each in targets if each is not None]):
             targets = None  # what they have in common would be combined twice
         root, word = self._root(ranks, destination), path_word(options, self._device_path)

@@ -19,8 +19,8 @@ from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import Plan
-from mpistrategy.reduction.routes.base import Description, Route, Targets, copies_of
-from mpistrategy.reduction.routes.communicator import described
+from mpistrategy.reduction.routes.base import Route
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 
 class ReductionToOneDevice(PackedCrossDeviceOps):
@@ -95,13 +95,13 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         if self.accumulation_fn is None:
             return super()._route(ranks, layouts, op, bytes_per_pack, wire, destination)
         one_by_one, root = packing.plan(layouts, wire=host_wire_dtype, alone_bytes=0), self._root(ranks, destination)
-        return AccumulationRoute(ranks, one_by_one, op, self.accumulation_fn, root, destination)
+        return AccumulationRoute(
+            ranks, one_by_one, op, self.accumulation_fn, root, is_sent=destination.only_rank != root
+        )
 
 
-class AccumulationRoute:
+class AccumulationRoute(CommunicatorRoute):
     """All ranks' copies of a value meet on one rank, where a function of the program's puts them together.
-
-    See `mpistrategy.reduction.routes.base.Route`.
 
     Args:
         ranks: who takes part.
@@ -109,7 +109,7 @@ class AccumulationRoute:
         op: MEAN divides what the function returned.
         function: gets all ranks' arrays in rank order, and returns one.
         root: the rank that calls it.
-        destination: where the results are wanted.
+        is_sent: whether others want the results.
     """
 
     def __init__(
@@ -119,33 +119,30 @@ class AccumulationRoute:
         op: ReduceOp,
         function: Callable[[list[Array]], object],
         root: int,
-        destination: Destination,
+        *,
+        is_sent: bool,
     ) -> None:
-        self.packs: tuple[Pack, ...] = packs
-        self._ranks, self._op, self._function = ranks, op, function
-        self._root, self._is_sent = root, destination.only_rank != root
-
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
-        """Return copies of this rank's arrays, in whose place the results come."""
-        return [pack.fill(arrays).reshape(pack.members[0].shape) for pack in self.packs]
+        super().__init__(ranks, packs, op, "root")
+        self._function, self._root, self._is_sent = function, root, is_sent
 
     def run(self, arrays: Sequence[Array], memory: list[Array]) -> list[Array]:
         """Return what the function has made of all ranks' arrays, one after the other."""
         for array, result in zip(arrays, memory, strict=True):
-            self._combine(array, result)
+            result[...] = array
+            self._combine_at_root(array.dtype, result)
         return memory
 
-    def _combine(self, array: Array, result: Array) -> None:
+    def _combine_at_root(self, dtype: np.dtype[Any], result: Array) -> None:
         ranks = self._ranks
         # The function may keep what it gets.  If it raises, the other ranks must not wait for its result.
         together = ranks.guard.on_all(partial(self._room, result))
         ranks.gatherv(result.reshape(-1), [result.size] * ranks.size, together, self._root)
-        dtype = result.dtype if result.dtype.kind in "iu" else array.dtype
+        dtype = result.dtype if result.dtype.kind in "iu" else dtype
         ranks.guard.on_all(partial(self._accumulate, together, dtype, result))
         if self._is_sent:
             ranks.bcast(result.reshape(-1), self._root)
         with np.errstate(all="ignore"):
-            divide_by(self._op._divisor(result.dtype, ranks.size), result)
+            divide_by(self._divisors[result.dtype], result)
 
     def _room(self, mine: Array) -> Array | None:
         is_root = self._ranks.rank == self._root
@@ -171,6 +168,3 @@ class AccumulationRoute:
                 expected=f"the dtype of each value, {dtype_name(dtype)}",
             )
         target[...] = result
-
-    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        return [described(pack, "root", copies_of(pack, arrays)) for pack in self.packs if pack.size]

@@ -136,12 +136,7 @@ class Threads(Ranks, ControlChannel):
         """Return "threads", whatever the size."""
         return "threads"
 
-    def allgather_text(
-        self,
-        text: str,
-        look: Callable[[], object] | None = None,
-        interruptions: list[BaseException] | None = None,
-    ) -> list[str]:
+    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order; `Turns` ends the wait for a thread that has ended."""
         return list(self._meeting.allgather(self.rank, "allgather_text", text))
 

@@ -23,7 +23,7 @@ from mpistrategy.mpi.over_mpi.engine import AtOnce, Engine, Job, engine_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.arena import Arena, check_dtypes
+from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.inputs import leaves_like
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 
@@ -186,35 +186,25 @@ def _started_on_device(
     begun: Begun | None = None
     try:
         _check_arena(reducer, value, out)
-        op, arena = ReduceOp._parse(reduce_op, _WHERE), value if isinstance(value, Arena) else None
-        leaves, structure = nest.flatten_without_none(value if arena is None else arena.values)
-        targets = leaves_like(out if arena is None else None, structure, _WHERE)
-        paths = partial(nest.paths_without_none, value)
-        build: Callable[[list[Any]], Any] = structure.pack
-        if arena is not None:
-            check_dtypes(arena._buckets, op, _WHERE)
-            leaves = targets = list(arena._mine)
-            paths, build = partial(nest.leaf_paths, leaves), lambda results: arena.values
-        made = reducer.begin_on_device(op, leaves, paths, _WHERE, options=options, targets=targets)
+        begun = Begun(reducer, ReduceOp._parse(reduce_op, _WHERE), value, options, out, _WHERE)
         seconds = reducer.options.merge(options).timeout_seconds
     except Exception as error:  # the peers start theirs: they must hear of it there
         engine = engine_for_gpus(communicator, known_path(reducer, options), agree)
         work = partial(_fail, engine.communicator.guard, name, error)
     else:
-        if made is None:
+        if begun.path is None:
             return None
-        begun = Begun(communicator, [contribution(leaf) for leaf in leaves], *made, build)
         engine = engine_for_gpus(communicator, begun.path, agree)
-        work = partial(_combined, engine.communicator, begun, name, structure.text, seconds)
+        work = partial(_combined, engine.communicator, begun, name, seconds)
     work = partial(_in_background, engine.communicator, site, nullcontext(), work)
     if isinstance(engine, Engine):
         return AllReduceHandle(None, _UnderWay(work, engine, communicator.guard), begun)
     return AllReduceHandle(work(), begun=begun)
 
 
-def _combined(ranks: Ranks, begun: Begun, name: str | None, structure: str, seconds: float | None) -> None:
+def _combined(ranks: Ranks, begun: Begun, name: str | None, seconds: float | None) -> None:
     with Call(ranks.guard, _CALL, name) as call:
-        call.structure = structure
+        call.structure = begun.structure.text
         call.wait_as(seconds)
         begun.work(ranks, call)
 

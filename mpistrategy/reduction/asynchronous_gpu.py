@@ -1,66 +1,130 @@
 """All-reduces of arrays in GPU memory that go on while the program's stream computes.
 
 What is packed is packed on the program's stream, and the results are made of it there, when somebody waits for them.
-Between the two the reduction goes on a stream of its own.  Only NCCL needs nothing else.  On the other paths the host
-takes part: a thread of ours, or the call that starts the reduction where MPI may not be called in several threads.
+Between the two the reduction goes on a stream of its own.  Events order them: this stream waits for what was put on the
+program's stream before the call, and a program's stream waits for the reduction where the result is asked for.  Nothing
+waits on the host.
+
+Only NCCL needs nothing else.  On the other paths the host takes part: a thread of ours, or the call that starts the
+reduction where MPI may not be called in several threads.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import cached_property
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property, partial
 from typing import Any
 
+from mpistrategy.arrays import nest
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.arrays.values import event_of_reads
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.gpu.communication_stream import communication_stream
+from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.over_mpi.engine import AtOnce, engine_of
-from mpistrategy.options import CommunicationOptions, path_word
-from mpistrategy.reduction.algorithm import OnDevice
-from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
+from mpistrategy.reduction.arena import Arena, check_dtypes
+from mpistrategy.reduction.inputs import in_kind, leaves_like
+from mpistrategy.reduction.reducer import Reducer, handed_out, looked_at
+
+
+class CommunicationStream(Freed):
+    """One stream for each device, made at the first use; an event belongs to a stream of its device."""
+
+    def __init__(self) -> None:
+        self._cupy: Any = cupy_for("arrays in GPU memory")
+        self._streams: dict[int, Any] = {}
+        #: What the stream may still use, and the events behind it; the oldest first.
+        self._used: deque[tuple[Any, object]] = deque()
+
+    def note(self) -> Any:
+        """Return an event behind what is on the current stream so far."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._cupy.cuda.get_current_stream())
+        return event
+
+    @contextmanager
+    def after(self, event: Any) -> Iterator[None]:
+        """Make the stream of the current device the current one, behind an event."""
+        device = self._cupy.cuda.runtime.getDevice()
+        if device not in self._streams:
+            self._streams[device] = self._cupy.cuda.Stream(non_blocking=True)
+        with self._streams[device] as stream:
+            stream.wait_event(event)
+            yield
+
+    def keep(self, what: object) -> Any:
+        """Return an event behind what is on the current stream, and keep `what` alive until it has been reached."""
+        event = self.note()
+        self._used.append((event, what))
+        while self._used and self._used[0][0].done:
+            self._used.popleft()
+        return event
+
+    def free(self) -> None:
+        """Wait for what is on the streams: then nothing of it uses any memory."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._used.clear()
 
 
 class Begun:
     """One of these all-reduces, from the packing on; made on the program's stream, on the device of the arrays.
 
     Args:
-        communicator: the strategy's.
-        given: the arrays as they were given.
-        begun: what has been packed.
-        results: returns the results, on the current stream.
-        build: makes of them what the program gets.
+        reducer: reduces them.
+        op: how they are combined.
+        value: an arena, or a nest.
+        options, out: of the call.
+        where: the public call.
+
+    Attributes:
+        structure: of the nest.
+        path: of the strategy, which all ranks know from here on; None where nothing has begun: the arrays are not all
+            in GPU memory, or are combined on the host.
+
+    Raises:
+        As `Reducer.all_reduce_leaves`.
     """
 
     def __init__(
-        self,
-        communicator: Ranks,
-        given: Sequence[Any],
-        begun: OnDevice,
-        results: Callable[[], list[Any]],
-        build: Callable[[list[Any]], Any],
+        self, reducer: Reducer, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any, where: str
     ) -> None:
-        self._begun, self._results, self._build, self._device = begun, results, build, begun.arrays[0].device
+        self._arena = value if isinstance(value, Arena) else None
+        self._leaves, self.structure = nest.flatten_without_none(value if self._arena is None else self._arena.values)
+        self._targets = leaves_like(out if self._arena is None else None, self.structure, where)
+        paths = partial(nest.paths_without_none, value)
+        if self._arena is not None:
+            check_dtypes(self._arena._buckets, op, where)
+            self._leaves = self._targets = list(self._arena._mine)
+            paths = partial(nest.leaf_paths, self._leaves)
+        self._given, _, self._memory = looked_at(op, self._leaves, paths, where, None, self._targets)
+        communicator, chosen = reducer.communicator, reducer.options.merge(options)
+        begun = reducer.algorithm._begin_on_device(communicator, op, self._given, chosen, self._memory, where)
+        self.path: DevicePath | None = None
+        if begun is None:
+            return
+        self._begun, self._device, self._guard = begun, begun.arrays[0].device, communicator.guard
         with self._device:
-            self._stream = communication_stream(communicator)
+            self._stream = communicator.once(CommunicationStream, CommunicationStream)
             self._packed = self._stream.note()
-            #: The path of the strategy, which all ranks know from here on.
-            self.path: DevicePath = begun.route.path(communicator)
+            self.path = begun.route.path(communicator)
             #: Whose memory may be used again only when it has been packed.
-            self._read = event_of_reads(given)
-        self._guard = communicator.guard
+            self._read = event_of_reads(self._given)
         self._sent: Any = None
 
     def work(self, communicator: Ranks, call: Call) -> None:
         """Agree, and combine what has been packed; inside `call`, with the communicator of the engine."""
         route, _, memory, words = self._begun
-        name = self.path.name  # an engine's ranks have a path of their own, of the same kind
+        path: Any = self.path  # an engine's ranks have a path of their own, of the same kind
         with self._device:
-            route.make_room(communicator, name)
+            device_paths(communicator).check()
             call.agree("reduce", **words)
-            path = route.path(communicator, name) if name not in ON_THE_STREAM else self.path
+            if path.name not in ON_THE_STREAM:
+                path = route.path(communicator, path.name)
             with self._stream.after(self._packed):
                 try:
                     route.send(communicator, path, memory)
@@ -77,9 +141,11 @@ class Begun:
         """Return what the program gets, on the current stream, behind the reduction."""
         with self._device:
             cupy_for("arrays in GPU memory").cuda.get_current_stream().wait_event(self._sent)
-            results = self._results()
+            found = self._begun.route.results(self._begun.memory)
+            kinds = [in_kind(result, like) for result, like in zip(found, self._given, strict=True)]
+            results = handed_out(kinds, self._leaves, self._targets, self._memory)
         self._guard.wait_for_gpu(self._read)
-        return self._build(results)
+        return self.structure.pack(results) if self._arena is None else self._arena.values
 
 
 def engine(communicator: Ranks, path: DevicePath | None, agree: Callable[[Callable[[], Any]], Any]) -> AtOnce:

@@ -14,7 +14,7 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, host_array, is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, mean_dtype
-from mpistrategy.arrays.gpu import check_device, is_cupy
+from mpistrategy.arrays.gpu import check_device, is_cupy, layout_of
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
@@ -23,7 +23,7 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.algorithm import Algorithm, OnDevice
+from mpistrategy.reduction.algorithm import Algorithm
 from mpistrategy.reduction.inputs import (
     arrays_of,
     as_given,
@@ -37,7 +37,7 @@ from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEX
 from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
 from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
-from mpistrategy.reduction.plans import ArraysPlan, NestPlan, PlacedPlan, kind_of
+from mpistrategy.reduction.plans import ArraysPlan, DevicePlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.weights import (
     WEIGHTED,
@@ -153,13 +153,17 @@ class AllReduce(General):
             and destination is None
             and [(kind.__module__, kind.__name__) for kind in kinds] == [("cupy", "ndarray")]
         ):
-            from mpistrategy.reduction.routes.device_plan import plan_on_gpu  # here: on CPUs nothing reads it
-
             word = algorithm._gpu_word(ranks, options)
-            if word is None:
+            # A mean of integers has another dtype than they.
+            kinds_of_mean = op is not ReduceOp.MEAN or all(leaf.dtype.kind in "fc" for leaf in leaves)
+            if word is None or not kinds_of_mean or not all(is_simple(leaf.dtype, op) for leaf in leaves):
                 return None
-            sizes = {"bytes_per_pack": options.bytes_per_pack, "num_packs": algorithm._num_packs}
-            return plan_on_gpu(self, ranks, where, op, leaves, signature, word=word, timeout=timeout, **sizes)
+            from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here: on CPUs nothing reads it
+
+            packs = gpu_packs(layouts_of(leaves), options.bytes_per_pack, algorithm._num_packs)
+            signature = signature._replace(values=tuple(map(layout_of, leaves)))
+            route, gpu = GpuRoute(ranks, packs, op, word, None), gpu_of(ranks.devices, ranks.rank)
+            return DevicePlan(self, where, route, signature, timeout, gpu)
         arrays = arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
             return None
@@ -322,7 +326,7 @@ class Reducer:
             return []  # alone, a structure without leaves is its own reduction
         chosen = self._options.merge(options)
         dense = None if weight is None and targets is None else UnsupportedError
-        given, arrays, memory = _looked_at(op, leaves, paths, call.where, dense, targets)
+        given, arrays, memory = looked_at(op, leaves, paths, call.where, dense, targets)
         if weight is None:
             call.wait_as(chosen.timeout_seconds)
             with self.entered():
@@ -331,39 +335,7 @@ class Reducer:
                 )
         else:
             results = self._weighted(call, op, given, arrays, weight, chosen)
-        return _handed_out(results, leaves, targets, memory)
-
-    def begin_on_device(
-        self,
-        op: ReduceOp,
-        leaves: list[Any],
-        paths: Callable[[], list[str]],
-        where: str,
-        *,
-        options: CommunicationOptions | None = None,
-        targets: list[Any] | None = None,
-    ) -> tuple[OnDevice, Callable[[], list[Any]]] | None:
-        """Begin to do `all_reduce_leaves` with arrays in GPU memory: pack them, on the current stream.
-
-        Returns:
-            What the ranks have yet to agree on and to combine, and what returns the results then, on the current
-            stream; None where the leaves are not all in GPU memory, or are combined on the host.
-
-        Raises:
-            As `all_reduce_leaves`.
-        """
-        given, _, memory = _looked_at(op, leaves, paths, where, None, targets)
-        chosen = self._options.merge(options)
-        begun = self._algorithm._begin_on_device(self.communicator, op, given, chosen, memory, where)
-        if begun is None:
-            return None
-
-        def results() -> list[Any]:
-            found = begun.route.results(begun.memory)
-            kinds = [in_kind(result, like) for result, like in zip(found, given, strict=True)]
-            return _handed_out(kinds, leaves, targets, memory)
-
-        return begun, results
+        return handed_out(results, leaves, targets, memory)
 
     def agrees_on_none(self, call: Call, op: ReduceOp, structure: nest.Structure) -> bool:
         """Return whether a structure has no leaves but None; if so, the ranks have compared the call."""
@@ -458,7 +430,7 @@ def _made(call: Call, general: General, value: Any, out: Any, weight: Any) -> Ca
         return general  # it raises the error
 
 
-def _looked_at(
+def looked_at(
     op: ReduceOp,
     leaves: list[Any],
     paths: Callable[[], list[str]],
@@ -482,7 +454,7 @@ def _looked_at(
     return given, arrays, memory
 
 
-def _handed_out(
+def handed_out(
     results: Sequence[Any], leaves: Sequence[Any], targets: Sequence[Any] | None, memory: Sequence[Any] | None
 ) -> list[Any]:
     """Return what the caller gets: results as the kinds of the leaves, or the targets, into which they are written."""

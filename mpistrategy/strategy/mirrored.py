@@ -16,7 +16,6 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.faults import injection
 from mpistrategy.mpi.gpu.device_selection import activate, choose_device, requested
 from mpistrategy.mpi.job.environment import warn_of_unknown
-from mpistrategy.mpi.job.launcher import no_mpi
 from mpistrategy.mpi.job.start import start
 from mpistrategy.mpi.over_threads import Threads
 from mpistrategy.objects.nearest import did_you_mean, refuses
@@ -36,7 +35,7 @@ _USED_LATER = (
 #: The same of ranks that drive GPUs.
 _USED_LATER_ON_GPUS = (
     "mpistrategy.reduction.asynchronous_gpu",
-    "mpistrategy.reduction.routes.device_plan",
+    "mpistrategy.reduction.routes.gpu",
 )
 
 
@@ -160,15 +159,10 @@ def _connect(comm: Any, contains_errors: bool) -> MpiRanks | Threads:
     replicas = over_threads.world()
     if replicas is not None and comm is None:
         return replicas.duplicate()
-    try:
-        start("MirroredStrategy")
-        from mpistrategy.mpi.job import world
-        from mpistrategy.mpi.over_mpi.ranks import MpiRanks
-    except MpiStrategyError:  # some are RuntimeErrors, too
-        raise
-    except (ImportError, RuntimeError) as error:
-        raise no_mpi("MirroredStrategy", error) from None  # its traceback shows mpi4py's search alone
-    world.refuse_child("MirroredStrategy", comm)
+    start("MirroredStrategy")
+    from mpistrategy.mpi.job import world
+    from mpistrategy.mpi.over_mpi.ranks import MpiRanks
+
     with world.joining("MirroredStrategy", comm):
         _load(_USED_LATER)
         return MpiRanks(comm, contains_errors=contains_errors)

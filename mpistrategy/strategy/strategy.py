@@ -214,7 +214,7 @@ class Strategy:
                 return structure.pack([])
             if weight is not None:
                 raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
-            return reduce_along(extended.cross_device_ops, extended.options, op, value, axis, call)
+            return reduce_along(extended._reducer, op, value, axis, call)
 
     @overload
     def gather(self, value: NDArray[S], axis: int, **more: Unpack[Named]) -> NDArray[S]: ...

@@ -12,14 +12,13 @@ from typing import IO, Any
 
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.objects.nearest import did_you_mean
-from mpistrategy.telemetry import terminal
 from mpistrategy.telemetry.own_rank import own_place
 
 #: For ``logger.info("...", extra=ALL_RANKS)``: every rank logs this record.
 ALL_RANKS: Mapping[str, Any] = {"ranks": "all"}
 
 _WHERE = "telemetry: setup_logging or RankFilter"
-#: Records that are written at once stay whole where ranks share a pipe; PIPE_BUF of Linux.
+#: What is written at once stays whole where ranks share a pipe, up to PIPE_BUF of Linux.
 _WHOLE_BYTES = 4096
 _NEVER = logging.CRITICAL + 1_000_000
 _FORMAT, _DATES = "%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"
@@ -49,12 +48,12 @@ class RankFilter(logging.Filter):
         levels: Mapping[int, int | str] | None = None,
     ) -> None:
         super().__init__()
-        self._ranks = _checked_ranks(ranks)
-        self._level = level_number(level)
-        self._others = _NEVER if others is None else level_number(others, "others")
         if levels is not None and not isinstance(levels, Mapping):
             raise OptionTypeError.at(_WHERE, found=f"levels={levels!r}", expected="a dict from ranks to levels")
-        self._levels = {rank: level_number(each, "levels") for rank, each in (levels or {}).items()}
+        self._ranks = _checked_ranks(ranks)
+        self._level = _level_number(level, "level")
+        self._others = _NEVER if others is None else _level_number(others, "others")
+        self._levels = {rank: _level_number(each, "levels") for rank, each in (levels or {}).items()}
 
     @property
     def lowest(self) -> int:
@@ -88,7 +87,7 @@ class RankFormatter(logging.Formatter):
 
 
 class RankHandler(logging.Handler):
-    """Writes each record at once, so that lines of several ranks are not torn.
+    """Writes each record at once, so that lines of several ranks are not torn, and above a bar of tqdm's.
 
     Has a `RankFormatter` until it is given another one.
 
@@ -106,8 +105,13 @@ class RankHandler(logging.Handler):
         try:
             text = self.format(record) + "\n"
             stream = sys.stderr if self._stream is None else self._stream
-            for part in whole_lines(text):
-                terminal.say(part, stream)
+            is_long = len(text.encode(errors="replace")) > _WHOLE_BYTES
+            for part in text.splitlines(keepends=True) if is_long else [text]:
+                if tqdm := sys.modules.get("tqdm"):
+                    tqdm.tqdm.write(part, stream, end="")
+                else:
+                    stream.write(part)
+                stream.flush()
         except Exception:
             self.handleError(record)
 
@@ -146,19 +150,14 @@ def setup_logging(
 
     Raises:
         OptionError, OptionTypeError: for unknown levels, and for what is not a rank.
+        ValueError: for what is not a format of logging's.
     """
     if not isinstance(logger, (str, logging.Logger)):
         raise OptionTypeError.at(_WHERE, found=f"logger={logger!r}", expected="a logger, or its name")
     chosen = logging.getLogger(logger) if isinstance(logger, str) else logger
-    handler = RankHandler(stream)
+    handler, by_rank = RankHandler(stream), RankFilter(ranks, level, others, levels)
     if format is not None:
-        try:
-            handler.setFormatter(RankFormatter(format, _DATES))
-        except ValueError as error:
-            raise OptionError.at(
-                _WHERE, found=f"format={format!r} ({error})", expected="a format of logging's"
-            ) from None
-    by_rank = RankFilter(ranks, level, others, levels)
+        handler.setFormatter(RankFormatter(format, _DATES))
     handler.addFilter(by_rank)
     for each in list(chosen.handlers):
         if force or isinstance(each, RankHandler):
@@ -169,51 +168,26 @@ def setup_logging(
     return handler
 
 
-def whole_lines(text: str) -> list[str]:
-    """Return a text in parts that can be written at once: whole lines, as many as go together."""
-    parts: list[str] = []
-    length = _WHOLE_BYTES
-    for line in text.splitlines(keepends=True):
-        length += len(line.encode(errors="replace"))
-        if length > _WHOLE_BYTES:
-            parts.append(line)
-            length = len(line.encode(errors="replace"))
-        else:
-            parts[-1] += line
-    return parts
-
-
-def level_number(level: int | str, argument: str = "level") -> int:
-    """Return the number of a level.
-
-    Args:
-        level: a level or its name.
-        argument: what it was given as; for the error.
-
-    Raises:
-        OptionError, OptionTypeError: for what is none.
-    """
-    if isinstance(level, bool) or not isinstance(level, (int, str)):
-        raise OptionTypeError.at(_WHERE, found=f"{argument}={level!r}", expected="a level's name, or a number")
-    names = logging.getLevelNamesMapping()
-    if isinstance(level, str) and level.upper() not in names:
+def _level_number(level: int | str, argument: str) -> int:
+    """Return the number of a level; the error names the argument."""
+    try:
+        return logging.NullHandler(level.upper() if isinstance(level, str) else level).level
+    except (ValueError, TypeError) as error:
+        kind, names = OptionError if isinstance(error, ValueError) else OptionTypeError, logging.getLevelNamesMapping()
         fix = did_you_mean(level, names)
-        raise OptionError.at(_WHERE, found=f"{argument}={level!r}", expected=", ".join(names), fix=fix)
-    return names[level.upper()] if isinstance(level, str) else level
+        raise kind.at(_WHERE, found=f"{argument}={level!r}", expected=", ".join(names), fix=fix) from None
 
 
 def _checked_ranks(ranks: Any) -> Any:
-    several = [ranks] if isinstance(ranks, int) else ranks
     if isinstance(ranks, str) and ranks.lower() == "all":
         return "all"
+    several = [ranks] if isinstance(ranks, int) else ranks
     if isinstance(several, str) or not isinstance(several, Collection):
         raise OptionTypeError.at(_WHERE, found=f"ranks={ranks!r}", expected='a rank, a list of ranks, or "all"')
-    if not all(isinstance(rank, int) and not isinstance(rank, bool) and rank >= 0 for rank in several):
+    if not all(isinstance(rank, int) and rank >= 0 for rank in several):
         raise OptionError.at(_WHERE, found=f"ranks={ranks!r}", expected="numbers of ranks, from 0 on")
-    return frozenset(several)
+    return several
 
 
 def _has(ranks: Any, rank: int) -> bool:
-    if isinstance(ranks, str):
-        return ranks.lower() == "all"
-    return rank == ranks if isinstance(ranks, int) else rank in ranks
+    return ranks == "all" or rank == ranks or (isinstance(ranks, Collection) and rank in ranks)

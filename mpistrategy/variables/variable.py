@@ -150,10 +150,10 @@ class Variable(ArrayLike, Settable):
                 storage[...] = host_array(array)
                 communicator.bcast(storage, 0)
             else:
-                from mpistrategy.reduction.routes.on_device import write_that_of_rank_0  # here, for the quick import
+                from mpistrategy.reduction.routes.on_device import write_that_of  # here, for the quick import
 
                 storage, slot = on_device, None
-                write_that_of_rank_0(communicator, array, on_device)
+                write_that_of(communicator, 0, array, on_device)
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
         self.name = extended._next_variable_name() if name is None else name
         #: This replica's copy, which optimizers and checkpoints also change in place.

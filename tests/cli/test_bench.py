@@ -238,21 +238,9 @@ def test_operands_are_rewritten_and_results_read_outside_the_time() -> None:
 
 def test_figures_of_rounds() -> None:
     own, reference = np.array([1e-6, 2e-6, 9e-6]), np.array([2e-6, 2e-6, 2e-6])
-    found = summary(own, reference, own / reference)
+    found = summary(own, reference)
     assert (found["median_us"], found["ratio"], found["fastest_us"]) == (2, 1, 1)
     assert (found["ratio_quartile_1"], found["ratio_quartile_3"]) == (0.75, 2.75)
-
-
-def test_a_time_that_others_disturbed_is_marked() -> None:
-    row = {"right": True, **dict.fromkeys(("ratio", "ratio_quartile_1", "ratio_quartile_3"), 1.0)}
-    variants = [
-        {**row, "name": "mpi4py", "median_us": 271.0, "disturbed": True},
-        {**row, "name": "x", "median_us": 80.0, "disturbed": False},
-    ]
-    assert report.rows({"case": "4 B", "variants": variants}) == [
-        "| 4 B | mpi4py | ~271 us | 1 |",
-        "|  | x | 80 us | ~1.00 (1.00-1.00) |",
-    ]
 
 
 def test_rows_are_printed_when_they_are_there_and_stay_after_a_kill(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from mpistrategy.cli.doctor.facts import c_libraries, gather, network
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.cli.doctor.report import report
 from mpistrategy.cli.doctor.report.privacy import HIDDEN, covered, veil
-from mpistrategy.mpi.gpu.cuda_trials import Outcome
+from mpistrategy.mpi.gpu.cuda_aware import Outcome
 from mpistrategy.mpi.gpu.inventory import Gpu, Sight
 
 pytestmark = pytest.mark.one_rank
@@ -107,7 +107,7 @@ def seeing(*gpus_of_rank: tuple[Gpu, ...], **others: Any) -> Callable[[Facts], F
 
 
 def gpus_of(node: int, *numbers: int) -> tuple[Gpu, ...]:
-    return tuple(Gpu(index, f"GPU-{node}{number}") for index, number in enumerate(numbers))
+    return tuple(Gpu(f"GPU-{node}{number}") for number in numbers)
 
 
 ALL = {0, 1, 2, 3}
@@ -257,9 +257,6 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     "each rank sees its own GPU only": (
         job(seeing(*OWN)), "gpus", NOTE, ["see only their own"], "--gpus-per-node=N", ALL,
     ),
-    "no peer access": (
-        job(seeing(*BOTH, no_peer_access=((0, 1),))), "peer access", NOTE, ["GPUs 0-1 on node1"], "topo -p2p r", {0, 1},
-    ),
     "CUDA-aware, but the numbers are wrong": (
         job(seeing(*BOTH), trial=Outcome("wrong", "other numbers than were sent")), "cuda-aware", BAD,
         ["says that it was built with CUDA", "came back wrong"], "MPISTRATEGY_CUDA_AWARE=0", set(),
@@ -267,10 +264,6 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     "CUDA-aware, and nobody could try": (
         job(seeing(*BOTH), trial=Outcome("unverified", "no mpiexec is here")), "cuda-aware", NOTE,
         ["unverified", "no mpiexec is here"], "MPISTRATEGY_CUDA_AWARE", set(),
-    ),
-    "not said to be CUDA-aware, and it works": (
-        job(seeing(*BOTH, cuda_aware="unverified nothing tells"), trial=Outcome("right", "two ranks, 20 GB/s")),
-        "cuda-aware", NOTE, ["two ranks, 20 GB/s"], "MPISTRATEGY_CUDA_AWARE=1", set(),
     ),
     "not CUDA-aware": (
         job(seeing(*BOTH, cuda_aware="no MPICH 5.0.2 says that it has no CUDA")), "cuda-aware", NOTE,
@@ -326,7 +319,7 @@ def test_gpus_that_are_well() -> None:
     findings = catalog.examine(job(seeing(*BOTH), trial=Outcome("right", "two ranks, 20 GB/s")))
     told = {each.check: each for each in findings}
     assert told["gpus"].found.startswith("rank 0 drives GPU:0 (GPU-10), rank 1 drives GPU:1 (GPU-11)")
-    assert told["cuda-aware"].verdict == told["gpus"].verdict == told["peer access"].verdict == OK
+    assert told["cuda-aware"].verdict == told["gpus"].verdict == OK
     assert told["cuda-aware"].found.endswith("without NCCL arrays travel by MPI (mpi)")
     slower = catalog.examine(job(seeing(*BOTH), trial=Outcome("right", "two ranks", 1e9, 2e9)))
     assert any("through the host (staged)" in each.found for each in slower if each.check == "cuda-aware")
@@ -504,16 +497,3 @@ def test_threads_of_linear_algebra(
     installed = None if blas is None else SimpleNamespace(threadpool_info=lambda: asked)
     monkeypatch.setitem(sys.modules, "threadpoolctl", installed)
     assert c_libraries.blas_threads(environment, 6) == found
-
-
-def test_peer_access_as_the_driver_tells_it() -> None:
-    class Driver:
-        def cuInit(self, flags: int) -> int:  # noqa: N802
-            return 0
-
-        def cuDeviceCanAccessPeer(self, answer: Any, one: int, other: int) -> int:  # noqa: N802
-            answer._obj.value = int((one, other) != (0, 2))
-            return 0
-
-    assert c_libraries.pairs_without_peer_access(3, Driver()) == ((0, 2),)
-    assert c_libraries.pairs_without_peer_access(3, SimpleNamespace(cuInit=lambda flags: 100)) == ()

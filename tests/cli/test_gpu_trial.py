@@ -1,4 +1,4 @@
-"""Which ranks give GPU memory to MPI; and the networks that NCCL knows."""
+"""The networks that NCCL knows."""
 
 from __future__ import annotations
 
@@ -6,22 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from mpistrategy.cli.doctor.facts import cuda_trial, fabric
-from mpistrategy.cli.doctor.facts.facts import Facts
+from mpistrategy.cli.doctor.facts import fabric
 
 pytestmark = pytest.mark.one_rank
-
-
-def ranks_on(*leaders: int, cuda_aware: str = "yes it says so") -> list[Facts]:
-    return [Facts(rank=rank, leader=leader, cuda_aware=cuda_aware) for rank, leader in enumerate(leaders)]
-
-
-def test_ranks_of_one_node_and_of_two_try_it() -> None:
-    assert cuda_trial._pairs(ranks_on(0, 0, 2, 2)) == {"one node": (0, 1), "several nodes": (0, 2)}
-    assert cuda_trial._pairs(ranks_on(0, 1, 1)) == {"one node": (1, 2), "several nodes": (0, 1)}
-    assert cuda_trial._pairs(ranks_on(0)) == {}
-    assert cuda_trial._pairs(ranks_on(0, 0, cuda_aware="no it says so")) == {}
-    assert cuda_trial._pairs([*ranks_on(0, cuda_aware=""), Facts(rank=1, cuda_aware="yes")]) == {}
 
 
 def test_fabrics_are_seen_and_so_is_a_plugin(tmp_path: Path) -> None:

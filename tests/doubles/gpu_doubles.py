@@ -2,46 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
+from unittest import mock
 
 import cupy_double
 
+from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.gpu import inventory
 from mpistrategy.mpi.gpu.inventory import Gpu
 
 
-class PretendedGpus:
-    """GPUs by their descriptions; see `mpistrategy.mpi.gpu.inventory.Gpus`."""
-
-    def __init__(self, described: Sequence[Gpu]) -> None:
-        self._described = described
-
-    def count(self) -> int:
-        return len(self._described)
-
-    def uuid(self, index: int) -> str:
-        return self._described[index].uuid
-
-    def pci_bus_id(self, index: int) -> str:
-        return self._described[index].pci_bus_id
-
-    def numa_node(self, index: int) -> int | None:
-        return self._described[index].numa_node
+def seen(*names: str) -> AbstractContextManager[object]:
+    """Let this process see GPUs with these names."""
+    gpus = tuple(map(Gpu, names))
+    return (
+        mock.patch.object(inventory, "visible_gpus", return_value=gpus) if gpus else none("no GPU is here", "Get one")
+    )
 
 
 @contextmanager
-def pretended(*uuids: str) -> Iterator[None]:
-    """Let this process see GPUs with these UUIDs, and a CuPy."""
-    seen = inventory.seen_through(lambda: PretendedGpus([Gpu(index, uuid) for index, uuid in enumerate(uuids)]))
-    with seen, cupy_double.installed():
+def pretended(*names: str) -> Iterator[None]:
+    """Let this process see GPUs with these names, and a CuPy."""
+    with seen(*names), cupy_double.installed():
         yield
 
 
-def raising(error: Callable[[], BaseException]) -> AbstractContextManager[None]:
+def raising(error: Callable[[], BaseException]) -> AbstractContextManager[object]:
     """Let this process fail to look at its GPUs."""
 
-    def fail() -> inventory.Gpus:
+    def fail() -> tuple[Gpu, ...]:
         raise error()
 
-    return inventory.seen_through(fail)
+    return mock.patch.object(inventory, "visible_gpus", fail)
+
+
+def none(reason: str, fix: str) -> AbstractContextManager[object]:
+    """Let this process see no GPU."""
+    return raising(lambda: DeviceError.at("GPUs", found=reason, expected="a GPU", fix=fix))

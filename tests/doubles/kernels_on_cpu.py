@@ -125,13 +125,10 @@ def _compiled(made: Path, *what: str | Path) -> None:
 
 def move(library: ctypes.CDLL, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> int:
     """Copy each source into its target by the kernel; return how often it was started."""
-    launches = gpu_copy.launches(tuple([source.nbytes for source in sources]))
-    for launch in launches:
-        argument = launch.argument(_addresses(sources), _addresses(targets))
+    moves = [(s.ctypes.data, t.ctypes.data, s.nbytes) for s, t in zip(sources, targets, strict=True)]
+    starts = range(0, len(moves), copy_kernel.ARRAYS)
+    for start in starts:
+        argument, blocks, count = gpu_copy.launch(moves[start : start + copy_kernel.ARRAYS])
         pointer: Any = ctypes.c_void_p(argument.ctypes.data)
-        library.run_move(pointer, launch.count, launch.blocks, copy_kernel.THREADS)
-    return len(launches)
-
-
-def _addresses(arrays: Sequence[np.ndarray]) -> np.ndarray:
-    return np.array([array.ctypes.data for array in arrays], np.uint64)
+        library.run_move(pointer, count, blocks, copy_kernel.THREADS)
+    return len(starts)

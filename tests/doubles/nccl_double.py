@@ -89,6 +89,27 @@ class NcclCommunicator:
 
         queue.put(finish, memory, ready=ready)
 
+    def allGather(self, sendbuf: int, recvbuf: int, count: int, datatype: int, stream: int) -> None:  # noqa: N802
+        calls.append("allGather")
+        nbytes = count * np.dtype(_DTYPES[datatype]).itemsize
+        mine, everyone = cupy_double._at(sendbuf, nbytes), cupy_double._at(recvbuf, nbytes * self._comm.size)
+        received, comm, under_way = np.empty_like(everyone), self._comm, []
+
+        def ready() -> bool:
+            if not under_way:
+                under_way.extend([mine.copy(), None])
+                under_way[1] = comm.Iallgather(under_way[0], received)
+            return bool(under_way[1].Test())
+
+        queue = next(each for each in cupy_double._streams() if each.ptr == stream)
+        self._begun += 1
+
+        def finish() -> None:
+            np.copyto(everyone, received)
+            self._ended += 1
+
+        queue.put(finish, everyone, ready=ready)
+
     def check_async_error(self) -> None:
         if faults.later:
             raise NcclError(faults.later)

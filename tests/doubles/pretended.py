@@ -369,18 +369,22 @@ class PretendedJob:
         speakers = self.groups[:: self.local]
         for rank, each in enumerate(self.groups):
             each.board.write_record(f"the stacks of {rank}\nline")
-        for each in (speakers[first], *speakers):
-            if each.directory.claim(ROLL_CALL):
-                each.board.put("caller", True)
+        for each in speakers:
             each.end()
-        for node, each in enumerate(speakers):
-            assert max(each.board.all("caller")) == (node == first)
-            if node != first:
-                here = each.board.read()
-                assert alarm._write(each, RollCall(here, each.ranks), here, "", "")
-                assert not each.directory.read(ROLL_CALL)
-        caller = speakers[first]
-        alarm._speak(caller, time.monotonic(), f"[rank {first * self.local}] ")
+
+        def answer(caller: Group, others: list[RankStatus], end: float) -> None:
+            """Let the other nodes write, which find that the roll is called, and read what they have written."""
+            for node, each in enumerate(speakers):
+                if node != first:
+                    here = each.board.read()
+                    assert not each.directory.claim(ROLL_CALL)
+                    assert alarm._write(each, RollCall(here, each.ranks), here, "", "")
+                    assert not each.directory.read(ROLL_CALL)
+            hear(caller, others, end)
+
+        hear = alarm._hear_others
+        with mock.patch.object(alarm, "_hear_others", answer):
+            alarm._speak(speakers[first], f"[rank {first * self.local}] ")
 
 
 # ------------------------------------------------------------------------------------- mailboxes

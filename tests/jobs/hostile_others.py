@@ -1,4 +1,4 @@
-"""Other files and settings that were made up to harm: thresholds, run directories, traces, environment variables."""
+"""Other files and settings that were made up to harm: thresholds, run directories, environment variables."""
 
 from __future__ import annotations
 
@@ -6,10 +6,8 @@ import json
 import os
 import random
 import re
-import shutil
 import warnings
 from pathlib import Path
-from typing import Any
 
 import launching
 from hostile import MOST_SECONDS, Figures, mutated_bytes, mutated_json, text_of
@@ -17,8 +15,6 @@ from hostile import MOST_SECONDS, Figures, mutated_bytes, mutated_json, text_of
 import mpistrategy as ms
 from mpistrategy.mpi.tuning import files
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
-from mpistrategy.telemetry.tracing import chrome, report
-from mpistrategy.telemetry.tracing.timeline import timeline_of
 
 
 def agreed_alone(version: str) -> Thresholds:
@@ -41,41 +37,6 @@ def read_thresholds(folder: Path, count: int, dice: random.Random) -> Figures:
                 figures.add(f"number {number}", lambda: agreed_alone("Open MPI v5.0.11"))
     finally:
         os.environ.pop(files.VARIABLE) if before is None else os.environ.update({files.VARIABLE: before})
-    return figures
-
-
-def read_traces(folder: Path, count: int, dice: random.Random) -> Figures:
-    """Put `count` mutated traces together."""
-    figures, path = Figures("mutated traces"), folder / "traces"
-    header = {
-        "format": "mpistrategy trace", "version": 1, "rank": 0, "size": 2, "host": "node1", "pid": 7,
-        "program": "train.py", "clock": "c", "monotonic_ns": 10**9, "wall_ns": 10**18, "begun": "2026-01-01T00:00",
-    }  # fmt: skip
-    events: list[dict[str, Any]] = [
-        {"kind": "thread", "thread": 0, "name": "MainThread", "replica": None},
-        {"kind": "group", "group": 0, "id": "g", "ranks": [0, 1]},
-        {"kind": "what", "what": 0, "call": "all_reduce", "place": "a:1", "verb": "reduce", "bytes": 8, "op": "SUM"},
-        {"kind": "call", "what": 0, "group": 0, "number": 1, "thread": 0, "from": 10**9 + 5, "to": 10**9 + 9},
-        {"kind": "step", "name": "step", "number": 1, "thread": 0, "from": 10**9 + 1, "to": 10**9 + 99},
-        {"kind": "inside", "of": "step", "name": "step", "number": 2, "thread": 0, "from": 10**9 + 100},
-        {"kind": "alive", "at": 10**9 + 500}, {"kind": "lost", "events": 3}, {"kind": "end"},
-    ]  # fmt: skip
-
-    def put_together() -> None:
-        timeline = timeline_of(str(path))
-        list(report.report(timeline))
-        json.dumps(list(chrome.events(timeline)))
-
-    for number in range(count):
-        shutil.rmtree(path, ignore_errors=True)
-        path.mkdir()
-        for rank in range(2):
-            lines = [json.loads(json.dumps(each)) for each in (header | {"rank": rank}, *events)]
-            if rank or dice.random() < 0.5:
-                mutated_json(lines if dice.random() < 0.5 else dice.choice(lines), dice)
-            text = b"\n".join(map(text_of, lines)) + b"\n"
-            (path / f"rank-{rank}.jsonl").write_bytes(text if dice.random() < 0.7 else mutated_bytes(text, dice))
-        figures.add(f"number {number}", put_together)
     return figures
 
 

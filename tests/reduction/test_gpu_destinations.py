@@ -131,7 +131,7 @@ class Silent:
 
 def test_what_does_not_say_where_it_is_is_refused(gpus: ms.MirroredStrategy) -> None:
     given = Silent() if RANK == SIZE - 1 else asarray(np.ones(2))
-    with pytest.raises(ms.errors.LeafError, match=r"Silent that does not say where it is \(it is gone\)"):
+    with pytest.raises(ms.errors.LeafError, match="Silent"):
         gpus.run(lambda: ms.get_replica_context().all_reduce("SUM", given))
     assert (
         gpus.run(lambda: ms.get_replica_context().all_reduce("SUM", asarray(np.ones(2)))).get().tolist() == [SIZE] * 2

@@ -90,23 +90,30 @@ def test_the_kernel_copies_every_bit(library: Any, arrays: Any, seed: int) -> No
         assert everything == own, "something was written outside"
 
 
-def test_the_gradients_of_resnet50_are_one_launch(library: Any) -> None:
-    sizes = tuple(4 * int(np.prod(shape)) for shape in shapes.resnet50())
-    (launch,) = gpu_copy.launches(sizes)
-    assert launch.count == len(sizes) == 161
-    assert launch.blocks == sum(-(-size // copy_kernel.BLOCK_BYTES) for size in sizes)
+def test_the_gradients_of_resnet50_are_one_launch() -> None:
+    sizes = [4 * int(np.prod(shape)) for shape in shapes.resnet50()]
+    _, blocks, count = gpu_copy.launch([(0, 0, size) for size in sizes])
+    assert count == len(sizes) == 161
+    assert blocks == sum(-(-size // copy_kernel.BLOCK_BYTES) for size in sizes)
 
 
-def test_lists_of_any_length_and_arrays_of_any_size_are_cut_into_launches(library: Any) -> None:
+def test_lists_of_any_length_are_cut_into_launches(library: Any) -> None:
     sources = [filled(7, np.dtype("float16"), number % 5, number) for number in range(400)]
     targets = [misaligned(7, np.dtype("float16"), number % 3) for number in range(400)]
     assert kernels_on_cpu.move(library, sources, targets) == 3
     assert all(np.array_equal(a, b, equal_nan=True) for a, b in zip(sources, targets, strict=True))
-    (launch,) = gpu_copy.launches((2**31 + 8, 0, 2**27 + 5))
-    assert launch.arrays.tolist() == [0] * 17 + [2, 2]
-    sizes = launch.template["size"][0, : launch.count].astype(int)
-    assert sizes.sum() == 2**31 + 8 + 2**27 + 5
-    assert launch.before.tolist() == [*range(0, 2**31 + 1, 2**27), 0, 2**27]
+
+
+def test_arrays_that_are_too_long_for_the_kernel_are_copied_one_by_one(
+    cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gpu_copy, "LONGEST", 40)
+    arrays = [cupy.asarray(np.arange(float(size))) for size in (5, 6, 3, 0, 7, 2)]
+    targets = [cupy.empty(each.shape) for each in arrays]
+    before = cupy_double.counts["kernels"]
+    gpu_copy.move(arrays, targets)
+    assert cupy_double.counts["kernels"] == before + 1
+    assert [each.get().tolist() for each in targets] == [list(range(size)) for size in (5, 6, 3, 0, 7, 2)]
 
 
 def test_the_argument_is_laid_out_as_cpp_does_and_small_enough_for_every_gpu() -> None:

@@ -157,7 +157,7 @@ def test_the_staged_path_is_right_for_all_boundaries_of_chunks(chunk: int, size:
         buffers = []
         for call in range(calls):
             buffer = cupy.asarray(values((size,), "float64") + call) * 1.0
-            path.allreduce(communicator, buffer, "SUM")
+            path.reduce(communicator, buffer, "SUM")
             buffers.append(buffer * 1.0)
         for call, buffer in enumerate(buffers):
             assert np.array_equal(buffer.get(), total((size,), "float64").real + SIZE * call)
@@ -233,7 +233,7 @@ def test_without_the_event_of_a_copy_the_numbers_are_wrong(
     with ms.MirroredStrategy() as strategy:
         path = StagedPath(64)
         buffer = cupy.asarray(np.arange(8.0 * chunks)) + 1
-        path.allreduce(strategy.extended.communicator, buffer, "SUM")
+        path.reduce(strategy.extended.communicator, buffer, "SUM")
         assert not np.array_equal(buffer.get(), (np.arange(8.0 * chunks) + 1) * SIZE)
     assert staged.CHUNK_BYTES >= 2**20
 

@@ -147,7 +147,7 @@ def test_variables(cupy: Any, path: str) -> None:
 
 @pytest.mark.parametrize("method", ["scatter_add", "scatter_sub", "scatter_max", "scatter_update"])
 def test_rows_written_into_a_variable(cupy: Any, path: str, method: str) -> None:
-    """The rows stay on the GPU; their indices are checked on the host."""
+    """The rows that are written go through the host, with their indices; the others do not."""
     indices = np.array([3, 1, 3, 8, 3, 1])
     slices = value(0, "float32", (6, 64)) / np.float32(3)
     expected = value(1, "float32", (9, 64))
@@ -162,7 +162,7 @@ def test_rows_written_into_a_variable(cupy: Any, path: str, method: str) -> None
         mine = ms.IndexedSlices(cupy.asarray(slices), cupy.asarray(indices))
         _, moved = bytes_to_host(lambda: in_step(strategy, lambda c: getattr(var, method)(mine)))
         assert var.local_view.get().tobytes() == expected.tobytes()
-        assert path == "staged" or moved <= 2 * indices.nbytes
+        assert path == "staged" or moved <= 2 * (indices.nbytes + slices.nbytes)
 
 
 def test_an_arena_takes_that_of_rank_0(cupy: Any, path: str) -> None:

@@ -54,6 +54,7 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.over_mpi.ranks",
     "mpistrategy.mpi.contract.mpi_channel",
     "mpistrategy.mpi.over_mpi.messages",
+    "mpistrategy.mpi.job.abort",
     "mpistrategy.mpi.job.world",
     "mpistrategy.mpi.job.start",
     "mpistrategy.mpi.gpu.loaded_mpi",
@@ -182,7 +183,7 @@ SHARED = {
     *("_settle", "_wait", "_raise_failure", "_is_left", "_end_of_program"),  # of saves in the background
     *("_check_can_go", "_go_to", "_walk", "_go_on_with", "_partial_sums", "_position", "_slots"),
     *("_describe", "_empty_batch", "_lazy_batches"),  # of datasets
-    *("_kernel", "_reduced_early", "_abandon"),  # of optimizers, gradient buckets, traces
+    *("_kernel", "_reduced_early"),  # of optimizers, gradient buckets
     *("_C", "_distributed_c10d", "_create_work_from_future", "_debug_has_internal_overlap", "_nnz"),  # of torch
     "_getframe",  # of sys
     *("_current_graph_task_id", "_execution_engine", "_pytree"),  # of Python: what has entered a call
@@ -201,7 +202,7 @@ def check_names(path: Path) -> None:
         assert not any(part.startswith("_") and part != "__future__" for part in module.split(".")), f"{path}:{line}"
     for node in ast.walk(tree_of(path)):
         if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            if node.attr in SHARED or node.attr == "_asdict":  # of a NamedTuple, whose methods all begin so
+            if node.attr in {*SHARED, "_asdict", "_replace"}:  # these two of a NamedTuple
                 continue
             assert isinstance(node.value, ast.Name), f"{path}:{node.lineno}: {ast.unparse(node)}"
             assert node.value.id in ("self", "cls"), f"{path}:{node.lineno}: {ast.unparse(node)}"

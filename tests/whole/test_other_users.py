@@ -340,7 +340,7 @@ def test_who_may_read_a_picture(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("what", ["pipe", "link", "another user's", "endless"])
 def test_recordings_that_are_no_own_small_file(open_folder: Path, what: str) -> None:
-    file = open_folder / "rank-0.jsonl"
+    file = open_folder / "rank-0.json"
     if what == "pipe":
         os.mkfifo(file)
     elif what == "link":
@@ -354,6 +354,6 @@ def test_recordings_that_are_no_own_small_file(open_folder: Path, what: str) -> 
     else:
         pytest.skip("not run: only root can give files to another user")
     began = time.monotonic()
-    with pytest.raises(errors.TraceError, match=r"rank-0\.jsonl"):
+    with pytest.raises(errors.TraceError, match=r"rank-0\.json"):
         timeline_of(str(open_folder))
     assert time.monotonic() - began < 1

@@ -49,10 +49,6 @@ def test_what_is_no_small_file_is_not_read(tmp_path: Path, monkeypatch: pytest.M
     began = time.monotonic()
     with pytest.raises(OSError, match=word):
         own_files.read(str(tmp_path / "x"), 100)
-    folder = os.open(tmp_path, os.O_RDONLY)
-    with pytest.raises(OSError, match=word):
-        own_files.read("x", 100, folder)
-    os.close(folder)
     assert time.monotonic() - began < 1
 
 
@@ -74,13 +70,6 @@ def test_another_users_file_is_not_read(tmp_path: Path) -> None:
     os.chown(tmp_path / "x", NOBODY, NOBODY)
     with pytest.raises(PermissionError, match=r"it belongs to .*uid 65534"):
         own_files.read(str(tmp_path / "x"), 100)
-
-
-def test_who_can_have_written_a_file(tmp_path: Path) -> None:
-    for mode, others in ((0o600, False), (0o644, False), (0o620, True), (0o602, True)):
-        (tmp_path / "x").touch()
-        (tmp_path / "x").chmod(mode)
-        assert own_files.others_can_write(os.stat(tmp_path / "x")) == others, oct(mode)
 
 
 @pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.cli.bench.case import Case
-from mpistrategy.cli.bench.timing import PATIENCE, Effort, measure
+from mpistrategy.cli.bench.timing import Effort, measure
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.objects.text import encoded
 
@@ -25,8 +25,7 @@ if TYPE_CHECKING:
 METHOD = (
     "Median of all rounds; the variants of a case take turns within each round. Ratio: median over the median of the "
     "case's first row; in brackets the quartiles of the ratios round by round. Every rank rewrites its operand before "
-    "each call and reads its result after it (not counted). A call's time is that of its slowest rank. Calls during "
-    "which a rank had to share its core with another program are left out, unless nearly all are (marked ~)."
+    "each call and reads its result after it (not counted). A call's time is that of its slowest rank."
 )
 #: Variables that set the number of BLAS threads.
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
@@ -89,10 +88,7 @@ class Report:
         self._started = time.monotonic()
         self.environment: dict[str, Any] = environment(ranks)
         self.cases: list[dict[str, Any]] = []
-        self.tell(
-            f"{expected} cases, each measured for up to about {effort.seconds:g} s ({PATIENCE * effort.seconds:g} s "
-            "where other programs take the cores), and prepared and checked before that"
-        )
+        self.tell(f"{expected} cases, each measured for up to about {effort.seconds:g} s, and checked before that")
         self.print([environment_in_words(self.environment), "", METHOD])
 
     def tell(self, line: str) -> None:
@@ -141,9 +137,8 @@ def rows(case: dict[str, Any]) -> list[str]:
     """Return the rows of one case."""
     lines, first = [], case["variants"][0]
     for row in case["variants"]:
-        doubt = "~" * (row["disturbed"] or first["disturbed"])
-        ratio = f"{doubt}{row['ratio']:.2f} ({row['ratio_quartile_1']:.2f}-{row['ratio_quartile_3']:.2f})"
-        took = "~" * row["disturbed"] + time_in_words(row["median_us"])
+        ratio = f"{row['ratio']:.2f} ({row['ratio_quartile_1']:.2f}-{row['ratio_quartile_3']:.2f})"
+        took = time_in_words(row["median_us"])
         wrong = "" if row["right"] else " **WRONG RESULT**"
         shown = (case["case"], "1") if row is first else ("", ratio)
         lines.append(f"| {shown[0]} | {row['name']} | {took} | {shown[1]}{wrong} |")

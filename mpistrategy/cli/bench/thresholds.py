@@ -6,9 +6,9 @@ be clearly faster.  All ranks come to the same values, since all see the same fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -28,16 +28,18 @@ QUICK = Effort(seconds=0.05, least=3, most=9)
 #: A value replaces the default only if its time is below this fraction of the default's.
 CLEARLY = 0.95
 NEVER = 2**40
-_KIB, _MIB = 2**10, 2**20
+_KIB = 2**10
 
-#: What is tried, and on what.
-CHUNKS = tuple(size * _KIB for size in (64, 128, 256, 512, 1024))
-LARGE = (_MIB, 16 * _MIB)
-WINDOW_SIZES = tuple(size * _KIB for size in (4, 16, 64, 256, 1024, 4096))
-CELL_SIZES = tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32))
-PACK_SIZES = tuple(size * _KIB for size in (1, 4, 16, 64, 256))
-LANES_SIZES = tuple(size * _KIB for size in (64, 256, 512, 1024, 4096))
-PACKED_ARRAYS = 50
+#: For each threshold the values that are tried, and the sizes in bytes on which.
+_SIZES = {
+    "chunk_bytes": tuple(size * _KIB for size in (64, 128, 256, 512, 1024)),
+    "window_bytes": tuple(size * _KIB for size in (4, 16, 64, 256, 1024, 4096)),
+    "cell_bytes": tuple(size * _KIB for size in (1, 2, 4, 8, 16, 32)),
+    "pack_bytes": tuple(size * _KIB for size in (1, 4, 16, 64, 256)),
+    "lanes_bytes": tuple(size * _KIB for size in (64, 256, 512, 1024, 4096)),
+}
+_LARGE = (2**20, 2**24)
+_PACKED_ARRAYS = 50
 
 
 class Search:
@@ -69,112 +71,69 @@ class Search:
         self.tell = tell
         self.effort = effort
         self.trials = trials
-        self.default: Thresholds = default
-        self.paths: Thresholds = default
+        self.found: Thresholds = default
         self.cases: list[dict[str, Any]] = []
 
     def run(self) -> Thresholds:
         """Measure all thresholds; return them.  Collective."""
-        if self.nodes > 1:  # what is for a node alone is not used then
-            if self.share_memory:
-                self._from_size("lanes_bytes", LANES_SIZES, self.default)
+        if self.nodes > 1 and self.share_memory:  # what is for a node alone is not used then
+            self._settle("lanes_bytes", (64, *_SIZES["lanes_bytes"], NEVER))
         elif self.share_memory:
-            self._best("chunk_bytes", CHUNKS, replace(self.default, cell_bytes=64, window_bytes=64))
-            self._from_size("window_bytes", WINDOW_SIZES, replace(self.paths, cell_bytes=64))
-            self._up_to_size("cell_bytes", CELL_SIZES, _one)
-        self._up_to_size("pack_bytes", PACK_SIZES, _many)
-        return self.paths
+            self._settle("chunk_bytes", _SIZES["chunk_bytes"], _LARGE, cell_bytes=64, window_bytes=64)
+            self._settle("window_bytes", (64, *_SIZES["window_bytes"], NEVER), cell_bytes=64)
+            self._settle("cell_bytes", (64, *_SIZES["cell_bytes"]))
+        self._settle("pack_bytes", (64, *_SIZES["pack_bytes"]), arrays=_PACKED_ARRAYS)
+        return self.found
 
-    def _best(self, name: str, candidates: Sequence[int], base: Thresholds) -> None:
-        """Find the value that is fastest over all large sizes."""
-        default = getattr(self.default, name)
-        ordered = [default, *(value for value in candidates if value != default)]
-        tried = {size_in_words(value): _with(base, name, value) for value in ordered}
-        logs = self._logs(name, LARGE, tried, _one)
-        self._settle(name, dict(zip(ordered, logs.mean(axis=0), strict=True)))
+    def _settle(
+        self, name: str, values: Sequence[int], sizes: Sequence[int] = (), arrays: int = 1, **others: int
+    ) -> None:
+        """Take the value that is fastest over all sizes, if it is clearly faster than the present one.
 
-    def _from_size(self, name: str, sizes: Sequence[int], base: Thresholds) -> None:
-        """Find the size from which the route of the threshold `name` is faster."""
-        logs = self._with_and_without(name, sizes, _with(base, name, NEVER), _with(base, name, 64), _one)
-        self._settle(
-            name, {start: sum(log for size, log in logs.items() if size >= start) for start in (*sizes, NEVER)}
-        )
-
-    def _up_to_size(self, name: str, sizes: Sequence[int], make: _Make) -> None:
-        """Find the size up to which the route of the threshold `name` is faster."""
-        without, most = _with(self.paths, name, 64), _with(self.paths, name, 2 * sizes[-1])
-        logs = self._with_and_without(name, sizes, without, most, make)
-        costs = {stop: sum(log for size, log in logs.items() if size <= stop) for stop in (64, *sizes)}
-        self._settle(name, costs)
-
-    def _with_and_without(
-        self, name: str, sizes: Sequence[int], without: Thresholds, most: Thresholds, make: _Make
-    ) -> dict[int, float]:
-        logs = self._logs(name, sizes, {"without": without, "with": most}, make)
-        return dict(zip(sizes, logs[:, 1].tolist(), strict=True))
-
-    def _settle(self, name: str, costs: dict[int, float]) -> None:
-        """Take the value of the least cost (a logarithm of time), if it is clearly less than the default's."""
-        default = getattr(self.default, name)
-        # A default between two of the sizes that were tried acts as the nearer one does.
-        like_default = min(costs, key=lambda value: abs(np.log2(value / default)))
-        best = min(costs, key=lambda value: costs[value])
-        value = best if costs[best] < costs[like_default] + np.log(CLEARLY) else default
-        words = ["never" if size == NEVER else size_in_words(size) for size in (value, default)]
-        self.tell(f"{name}: {words[0]} (default {words[1]})")
-        self.paths = _with(self.paths, name, value)
-
-    def _logs(self, name: str, sizes: Sequence[int], tried: dict[str, Thresholds], make: _Make) -> Array:
-        """Return the logarithms of the ratios to the first, by size and what is tried.
-
-        They are medians of several trials with new strategies: speed also depends on where their memory lies.
+        Args:
+            name: of the threshold.
+            values: what is tried besides the present one.
+            sizes: of each array; those of the threshold where none are given.
+            arrays: how many of them.
+            others: further thresholds, as long as this one is tried.
         """
-        logs = np.zeros((self.trials, len(sizes), len(tried)))
-        for trial in range(self.trials):
-            order = [(number + trial) % len(tried) for number in range(len(tried))]
-            labels, paths = [list(tried)[n] for n in order], [list(tried.values())[n] for n in order]
-            with _strategies(paths) as strategies:
-                for row, size in enumerate(sizes):
-                    case = self._case(name, size, labels, strategies, make)
-                    medians = np.array([variant["median_us"] for variant in case["variants"]])[np.argsort(order)]
-                    logs[trial, row] = np.log(medians / medians[0])
-        return np.asarray(np.median(logs, axis=0))
+        present: int = asdict(self.found)[name]
+        tried = list(dict.fromkeys((present, *values)))
+        trials = [self._logs(name, tried, sizes or _SIZES[name], arrays, others) for _ in range(self.trials)]
+        costs = dict(zip(tried, np.median(trials, axis=0).tolist(), strict=True))
+        best = min(costs, key=lambda value: costs[value])
+        value = best if costs[best] < costs[present] + np.log(CLEARLY) else present
+        words = ["never" if size == NEVER else size_in_words(size) for size in (value, present)]
+        self.tell(f"{name}: {words[0]} (default {words[1]})")
+        self.found = _with(self.found, {name: value})
 
-    def _case(
-        self,
-        name: str,
-        size: int,
-        labels: Sequence[str],
-        strategies: Sequence[Strategy],
-        make: _Make,
-    ) -> dict[str, Any]:
-        operands = make(size)
-        variants = [
-            Variant(label, _sum(strategy, operands), operands)
-            for label, strategy in zip(labels, strategies, strict=True)
-        ]
-        case = measure(Case(name, size_in_words(size), size, variants), self.ranks, self.effort)
-        self.cases.append(case)
-        return case
-
-
-def _with(paths: Thresholds, name: str, value: int) -> Thresholds:
-    changes: dict[str, Any] = {name: value}
-    return replace(paths, **changes)
+    def _logs(
+        self, name: str, tried: Sequence[int], sizes: Sequence[int], arrays: int, others: Mapping[str, int]
+    ) -> Array:
+        """Return the mean over the sizes of the logarithm of the time, for each value; by strategies made anew."""
+        with ExitStack() as stack:
+            strategies = []
+            for value in tried:
+                with trying(_with(self.found, {**others, name: value})):
+                    strategies.append(stack.enter_context(closing(MirroredStrategy())))
+            logs = []
+            for size in sizes:
+                # One element less of several, which are packed below the threshold.
+                operands = [np.zeros(size // 4 - (arrays > 1), np.float32) for _ in range(arrays)]
+                variants = [
+                    Variant(size_in_words(value), _sum(strategy, operands), operands)
+                    for value, strategy in zip(tried, strategies, strict=True)
+                ]
+                self.cases.append(measure(Case(name, size_in_words(size), size, variants), self.ranks, self.effort))
+                logs.append(np.log([row["median_us"] for row in self.cases[-1]["variants"]]))
+        return np.asarray(np.mean(logs, axis=0))
 
 
-_Make = Callable[[int], list[Array]]
+def _with(thresholds: Thresholds, changes: Mapping[str, Any]) -> Thresholds:
+    return replace(thresholds, **changes)
 
 
-def _one(nbytes: int) -> list[Array]:
-    return [np.zeros(nbytes // 4, np.float32)]
-
-
-def _many(nbytes: int) -> list[Array]:
-    return [np.zeros(nbytes // 4 - 1, np.float32) for _ in range(PACKED_ARRAYS)]
-
-
-def _sum(strategy: Strategy, operands: Sequence[Any]) -> Callable[[], Any]:
+def _sum(strategy: Strategy, operands: Sequence[Array]) -> Callable[[], Any]:
     value = operands[0] if len(operands) == 1 else operands
 
     def step() -> Any:
@@ -183,14 +142,3 @@ def _sum(strategy: Strategy, operands: Sequence[Any]) -> Callable[[], Any]:
         return context.all_reduce("SUM", value)
 
     return lambda: strategy.run(step)
-
-
-@contextmanager
-def _strategies(tried: Sequence[Thresholds]) -> Iterator[list[Strategy]]:
-    """Make a strategy for each set of thresholds.  Collective."""
-    with ExitStack() as stack:
-        made: list[Strategy] = []
-        for paths in tried:
-            with trying(paths):
-                made.append(stack.enter_context(closing(MirroredStrategy())))
-        yield made

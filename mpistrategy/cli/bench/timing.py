@@ -3,15 +3,12 @@
 Before each call every rank rewrites its whole operand, and after it reads its whole result: calls on idle buffers
 would favour shared memory.  Long calls are timed one by one behind a barrier; short ones in batches together with
 the rewriting and reading, whose own time is then measured and taken off.  A call's time is that of its slowest rank.
-Calls during which a rank had to share its core are left out, where enough others remain: other programs disturbed
-them.
 """
 
 from __future__ import annotations
 
 import gc
 import random
-import resource
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -26,8 +23,6 @@ from mpistrategy.cli.bench.case import Case, Ranks, Variant, is_right
 ONE_BY_ONE = 40e-6
 #: What a batch of short calls should take, in seconds.
 BATCH_SECONDS = 0.5e-3
-#: How much longer than asked for a case may take when other programs disturb it.
-PATIENCE = 3.0
 
 
 @dataclass(frozen=True)
@@ -61,18 +56,15 @@ def measure(case: Case, ranks: Ranks, effort: Effort) -> dict[str, Any]:
         gc.collect()
         gc.disable()
         try:
-            seconds, disturbed = _time(case.variants, ranks, effort, case.batch)
+            seconds = _time(case.variants, ranks, effort, case.batch)
         finally:
             if gc_was_on:
                 gc.enable()
         right = [is_right(variant, ranks) and was for was, variant in zip(before, case.variants, strict=True)]
-    quiet = [seconds[row][~disturbed[row]] for row in range(len(seconds))]
-    kept = [own if own.size >= effort.least else seconds[row] for row, own in enumerate(quiet)]
     rows = [
         {
             "name": variant.name,
-            **summary(kept[row], kept[0], seconds[row] / seconds[0]),
-            "disturbed": quiet[row].size < effort.least,
+            **summary(seconds[row], seconds[0]),
             "right": right[row],
         }
         for row, variant in enumerate(case.variants)
@@ -87,16 +79,15 @@ def measure(case: Case, ranks: Ranks, effort: Effort) -> dict[str, Any]:
     }
 
 
-def summary(own: Array, reference: Array, ratios: Array) -> dict[str, float]:
+def summary(own: Array, reference: Array) -> dict[str, float]:
     """Return the figures of one variant: the quartiles of its time and of its ratio to the reference.
 
     Args:
-        own: the seconds of its calls.
+        own: the seconds of its calls, by round.
         reference: those of the reference's.
-        ratios: of the two, by round.
     """
     fastest, first, middle, third = np.quantile(1e6 * own, [0, 0.25, 0.5, 0.75])
-    low, high = np.quantile(ratios, [0.25, 0.75])
+    low, high = np.quantile(own / reference, [0.25, 0.75])
     figures = {
         "fastest_us": fastest,
         "quartile_1_us": first,
@@ -109,8 +100,8 @@ def summary(own: Array, reference: Array, ratios: Array) -> dict[str, float]:
     return {name: round(float(figure), 4) for name, figure in figures.items()}
 
 
-def _time(variants: Sequence[Variant], ranks: Ranks, effort: Effort, batch: int | None) -> tuple[Array, Array]:
-    """Return the seconds of one call, by variant and round, and which were disturbed."""
+def _time(variants: Sequence[Variant], ranks: Ranks, effort: Effort, batch: int | None) -> Array:
+    """Return the seconds of one call, by variant and round."""
     for variant in variants:
         with variant.within:
             _alone(variant, ranks, 1)  # first touch of buffers, plans that are cached
@@ -123,30 +114,14 @@ def _time(variants: Sequence[Variant], ranks: Ranks, effort: Effort, batch: int 
     one_round = float(((once[:, 0] + (1 + short) * once[:, 1]) * batches).sum())
     wanted = int(min(max(effort.seconds / one_round, effort.least), effort.most))
     order = random.Random(wanted)  # so that no variant always follows the same one
-    seconds, disturbed = np.zeros((len(variants), 0)), np.zeros((len(variants), 0), bool)
-    started = time.perf_counter()
-    while True:
-        some = np.zeros((2, len(variants), wanted))
-        for number in range(wanted):
-            for index in order.sample(range(len(variants)), len(variants)):
-                variant = variants[index]
-                with variant.within:
-                    switches = _switches()
-                    some[0, index, number] = (
-                        _in_batch(variant, ranks, batches[index], number) if short else _alone(variant, ranks, number)
-                    )
-                    some[1, index, number] = _switches() > switches
-        some = ranks.greatest(some)
-        seconds = np.concatenate([seconds, some[0]], axis=1)
-        disturbed = np.concatenate([disturbed, some[1] > 0], axis=1)
-        elapsed = ranks.greatest(np.array([time.perf_counter() - started]))[0]
-        if (~disturbed).sum(axis=1).min() >= min(effort.least, wanted) or elapsed > PATIENCE * effort.seconds:
-            return np.maximum(seconds, 1e-9), disturbed
-
-
-def _switches() -> int:
-    """Return how often this process had to give its core away."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+    seconds = np.zeros((len(variants), wanted))
+    for number in range(wanted):
+        for index in order.sample(range(len(variants)), len(variants)):
+            variant = variants[index]
+            with variant.within:
+                one = _in_batch(variant, ranks, batches[index], number) if short else _alone(variant, ranks, number)
+                seconds[index, number] = one
+    return np.maximum(ranks.greatest(seconds), 1e-9)
 
 
 def _probe(variant: Variant, ranks: Ranks) -> tuple[float, float]:

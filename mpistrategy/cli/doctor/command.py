@@ -87,9 +87,9 @@ def _examine(options: argparse.Namespace, deadline: Deadline, start_seconds: flo
 
         ranks = Ranks()
     except LaunchError as error:
+        if error.__context__ is not None:
+            return _without_mpi(options, facts, error, cover)
         return _alone(options, facts, Finding("pmi", BAD, *parts_of(error)), cover)
-    except (ImportError, RuntimeError) as error:
-        return _without_mpi(options, facts, error, cover)
     facts = gather.with_mpi(facts, ranks, time.monotonic() - began)
     if facts.refusal and facts.place:
         return 0  # all of them found the same; the first one tells it, and its status is the job's
@@ -140,12 +140,10 @@ def _meet(
     everyone = [Facts.read(texts[rank]) for rank in sorted(texts)]
     deadline.stage = "adding up"
     sums_right, untried = _sums(ranks, everyone)
-    trial = None
-    if ranks.told(int(any(each.cuda_aware for each in everyone))):
-        from mpistrategy.cli.doctor.facts import cuda_trial
+    from mpistrategy.cli.doctor.facts import cuda_trial
 
-        deadline.stage = "giving GPU memory to MPI"
-        trial = cuda_trial.try_all(ranks, everyone)
+    deadline.stage = "giving GPU memory to MPI"
+    trial = cuda_trial.try_all(ranks, facts.local_rank, everyone)
     return Job(everyone, wanted, (), 0.0, sums_right, untried, trial)
 
 
@@ -171,11 +169,9 @@ def _sums(ranks: Ranks, everyone: list[Facts]) -> tuple[bool | None, str]:
         return None, str(error)
 
 
-def _without_mpi(options: argparse.Namespace, facts: Facts, error: BaseException, cover: Callable[[str], str]) -> int:
+def _without_mpi(options: argparse.Namespace, facts: Facts, error: LaunchError, cover: Callable[[str], str]) -> int:
     """Say that no MPI can be loaded."""
-    from mpistrategy.mpi.job.launcher import no_mpi
-
-    found, fix = parts_of(no_mpi("mpistrategy doctor", error))
+    found, fix = parts_of(error)
     if facts.wanted:
         fix = f"Correct MPI4PY_LIBMPI={facts.wanted}: is it there, with all that it needs (ldd)? Or unset it.\n{fix}"
     return _alone(options, facts, Finding("mpi", BAD, found, fix), cover)

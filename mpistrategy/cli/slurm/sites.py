@@ -118,12 +118,7 @@ def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
             else's.
         ValueError: when it is not TOML, or nested too deeply.
     """
-    name = os.path.realpath(path)
-    descriptor = own_files.open_trusted(name)
-    try:
-        text = own_files.read_all(descriptor, _MOST_BYTES, name).decode()
-    finally:
-        os.close(descriptor)
+    text = own_files.read(os.path.realpath(path), _MOST_BYTES, only_own=False).decode()
     try:
         return tomllib.loads(text)
     except RecursionError as error:

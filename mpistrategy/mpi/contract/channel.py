@@ -38,23 +38,13 @@ class ControlChannel(ABC):
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""
 
-    def leave(self) -> None:  # noqa: B027  # most need nothing
-        """Note that this rank has left a comparison, which may be under way: the next `start` goes on with it."""
-
     @abstractmethod
-    def allgather_text(
-        self,
-        text: str,
-        look: Callable[[], object] | None = None,
-        interruptions: list[BaseException] | None = None,
-    ) -> list[str]:
+    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order.
 
         Args:
             text: this rank's.
             look: is called now and then; what it raises ends the wait.
-            interruptions: what the handler of a signal raises meanwhile goes in here, and the wait goes on; None: it
-                ends the wait.
         """
 
 

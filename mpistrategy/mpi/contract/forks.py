@@ -13,17 +13,24 @@ from collections.abc import Callable
 from typing import Any
 from weakref import ref
 
-from mpistrategy.errors import ContextError, ForkedProcessError
+from mpistrategy.errors import ContextError, ForkedProcessError, MpiStrategyError
 
 # No WeakSet: it runs Python code when a guard is collected, in which the exception of a signal's handler would be lost.
 _guards: list[ref[Any]] = []
 _was_forked_from_rank = False
 
 
-def close_in_children(guard: Any) -> None:
-    """Close `guard` in every child that is forked from now on."""
-    _guards[:] = [known for known in _guards if known() is not None] + [ref(guard)]
+def remember(guard: Any) -> None:
+    """Close `guard` by `close_all` from now on, and in every forked child where it has several ranks."""
+    _guards[:] = [known for known in _guards if known() not in (None, guard)] + [ref(guard)]
     _look_for_forks()
+
+
+def close_all(why: Callable[[str], MpiStrategyError], least_size: int = 1) -> None:
+    """Let the guards of so many ranks take no more calls, which then raise what `why` returns."""
+    for known in _guards:
+        if (guard := known()) is not None and guard.size >= least_size:
+            guard.close(why)
 
 
 @functools.cache
@@ -34,16 +41,13 @@ def _look_for_forks() -> None:
 def _after_fork() -> None:
     global _was_forked_from_rank
     mpi = sys.modules.get("mpi4py.MPI")
-    if mpi is not None and mpi.Is_initialized():
-        _was_forked_from_rank = True
-    for known in _guards:
-        if (guard := known()) is not None:
-            guard.close(refusal)
+    _was_forked_from_rank |= mpi is not None and mpi.Is_initialized()
+    close_all(refusal, least_size=2)
 
 
-def refuse_child(where: str, ranks: Callable[[], int]) -> None:
-    """Raise ForkedProcessError in a process that was forked from a rank of a job of several `ranks`."""
-    if _was_forked_from_rank and ranks() > 1:
+def refuse_child(where: str, size: int) -> None:
+    """Raise ForkedProcessError in a process that was forked from a rank, where it would be one of several."""
+    if _was_forked_from_rank and size > 1:
         raise refusal(where)
 
 

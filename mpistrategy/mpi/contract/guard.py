@@ -7,7 +7,9 @@ else in the first message of the call (`mpi_channel`).  If the digests differ, t
 words, and every rank raises the same table.
 
 A rank that cannot make the call (there is a string among its arrays, say) sends its error in place of the digest.  The
-other ranks raise it, too, and do not wait: see `Guard.fail`.
+other ranks raise it, too, and do not wait.  All that can fail comes before the comparison.  An error after that, and an
+interruption (by the handler of a signal, say) at any time in a call, are of one rank alone, and the others wait for its
+data: the job ends.  Where errors are contained (`on_error="raise"`), only the strategy does: see `Guard.fail`.
 
 A rank can raise a flag: one bit beside its next digest.  The digests then differ, the ranks find their calls equal, and
 go on: all have seen the flag in the same call.  Without a flag this costs nothing.
@@ -20,7 +22,7 @@ import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import astuple
 from typing import Any, TypeVar
 
@@ -28,7 +30,7 @@ from mpistrategy import errors
 from mpistrategy.errors import DeviceError, MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import failures, forks, mismatch_report
 from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
-from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses
+from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses, wait_patiently
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, Failures, in_words
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
@@ -39,8 +41,6 @@ _FLAG = 1 << 62  # digests are smaller
 #: The public name of the call that closes a strategy.
 CLOSE = "Strategy.close"
 _LEAVING, _READY = Signature("exit"), Signature("ready for the messages of the call")
-#: In place of `_LEAVING` after a failure, so that the other ranks hear of it where they leave at the same time.
-_LEAVING_BROKEN = Signature("exit after a failure")
 
 E = TypeVar("E", bound=BaseException)
 T = TypeVar("T")
@@ -77,9 +77,11 @@ class Guard:
         self._late: tuple[MpiStrategyError, int] | None = None
         #: The comparison in which this rank has found that another one takes no more calls, and when it found that.
         self._noticed = (-1, 0.0)
+        #: Until when this rank waits for the others to hear of its failure.
+        self._patience_ends = math.inf
         #: Whether the other ranks may have taken this rank's word for its call: its data move, or have moved.
         self.agreed: bool = False
-        #: The error of the present call that the other ranks know, or can no longer be told.
+        #: The error of the present call that the other ranks know.
         self.told: BaseException | None = None
         #: Whether a thread of this library makes the calls, for jobs that the program has started.
         self.is_in_background = False
@@ -97,8 +99,6 @@ class Guard:
         self.timeout = DEFAULT_SECONDS
         #: Whether the program of this rank has ended.
         self.leaving: bool = False
-        #: Whether this rank has begun to tell the other ranks that it takes no more calls.
-        self.has_begun_to_leave: bool = False
         #: Whether all ranks have agreed to end their programs now; each then waits for the others, whatever its status.
         self.all_leave = False
         #: The call site, where the program made the call in another thread.
@@ -113,14 +113,14 @@ class Guard:
         self.on_gpu: Callable[[], AbstractContextManager[Any]] | None = None
         #: Since when this rank waits for earlier work of its own GPU; infinity if it does not.
         self.own_gpu_since: float = math.inf
-        #: Ends the job with an error that the other ranks cannot be told.
+        #: Ends the job with an error that the other ranks cannot be told; None where errors are contained.
         self.give_up: Callable[[BaseException], object] | None = None
         #: Whether this guard takes no more calls: after a close, a failure or a fork.
         self.closed: bool = False
         #: What a public call raises since then; None where `broken` or a close says it.
         self._refusal: Callable[[str], MpiStrategyError] | None = None
         if size > 1:
-            forks.close_in_children(self)
+            forks.remember(self)
         self._flag = 0
         #: Whether some rank has raised its flag; set on all ranks in the same call.
         self.flag_was_seen: bool = False
@@ -159,11 +159,9 @@ class Guard:
 
         A signal handler may call it: it only writes attributes.
         """
-        if self.flag_was_seen:
-            return
         if self._channel is None:
             self.flag_was_seen = True
-        else:
+        elif not self.flag_was_seen:
             self._flag = _FLAG
 
     def lower_flags(self) -> None:
@@ -174,14 +172,10 @@ class Guard:
         """Return what a public call raises once this guard is closed."""
         if self._refusal is not None:
             return self._refusal(where)
+        found, expected = "a strategy after its close()", "an open strategy"
         if self.broken:
             found, expected = f"a strategy after a failure: {self.broken}", "another strategy, made by all its ranks"
-            return errors.ContextError.at(where, found=found, expected=expected)
-        return errors.ContextError.at(where, found="a strategy after its close()", expected="an open strategy")
-
-    def here(self) -> Site:
-        """Return the call site of the call that this rank is in."""
-        return self.site or call_site()
+        return errors.ContextError.at(where, found=found, expected=expected)
 
     def check_as(self, level: str) -> None:
         """Compare all calls, or only those that need a barrier where that costs a message.
@@ -201,7 +195,7 @@ class Guard:
         try:
             made = work()
         except Exception as error:
-            self._send(self._where(), error)
+            self._send(self.current.where if self.current is not None else "", error)
             raise self.mark_told(error) from None
         if not self._agrees(digest_of(_READY), due=True):
             self._resolve(_READY)
@@ -220,18 +214,15 @@ class Guard:
             patiently: leave the core to other threads.
             sparingly: only as often as the level says; for calls that need no barrier before their data.
         """
-        asked = False
         if self._channel is None:
             if self.current is not None:
                 self.current.signature = signature  # for traces
-            return asked
-        if digest is None:
-            digest = digest_of(signature)
+            return False
         if self.current is not None:
             self.record.entries[-1].signature = signature
         self.since = time.monotonic()
-        if not self._agrees(digest, due=not sparingly, patiently=patiently):
-            asked = self._resolve(signature)
+        equal = self._agrees(digest_of(signature) if digest is None else digest, due=not sparingly, patiently=patiently)
+        asked = not equal and self._resolve(signature)
         self.since = time.monotonic()
         return asked
 
@@ -243,14 +234,7 @@ class Guard:
         self.comparisons += 1
         flag, channel = self._flag, self._channel
         assert channel is not None
-        try:
-            equal = channel.all_equal(digest | flag, self.look if patiently or self.is_patient else None)
-        except errors.CollectiveMismatchError:  # an answer, too, of replicas in threads
-            self.agreed = False
-            raise
-        except BaseException as error:
-            self._leave_comparison(self._where(), error)
-            raise
+        equal = channel.all_equal(digest | flag, self.look if patiently or self.is_patient else None)
         if equal and flag:
             self._see_flags()
         return equal
@@ -265,10 +249,15 @@ class Guard:
 
     def start_leaving(self) -> None:
         """Begin to tell the other ranks that this rank has ended, or takes no more calls."""
-        self.leaving = self.has_begun_to_leave = True
+        self.leaving = True
         self.since = time.monotonic()
-        if self._channel is not None:
-            self._channel.start(digest_of(_LEAVING if self.broken is None else _LEAVING_BROKEN))
+        self._start_to_tell()
+
+    def _start_to_tell(self) -> None:
+        if (
+            self._channel is not None
+        ):  # after a failure other ranks must hear of it, also if they leave at the same time
+            self._channel.start(digest_of(_LEAVING) if self.broken is None else -1 - self._rank)
 
     def peers_have_left(self) -> bool | None:
         """Return True when all ranks have ended, False when one calls a collective, None while ranks are missing."""
@@ -276,24 +265,20 @@ class Guard:
 
     def tell_peers(self, why: str = "its program has ended") -> None:
         """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again."""
-        words, kind, text = {mismatch_report.LEFT: why}, "", ""
-        if self.broken is not None:
-            words["call"] = self.broken.where
-            kind, _, text = self.broken.error.partition(": ")
-        reports = self._gather_reports(mismatch_report.Report(words, "its end", kind, text))
+        failure = None if self.broken is None else astuple(self.broken)
+        self._gather_reports(mismatch_report.Report({mismatch_report.LEFT: why}, "its end", failure=failure))
         self.is_untold = False
-        if not self._hear_of_ends(reports):
-            self.start_leaving()
+        if self.broken is None:
+            self._start_to_tell()
 
     # --------------------------------------------------------------------------------------------- errors of this rank
 
     def fail(self, where: str, error: BaseException) -> None:
         """Tell the other ranks of an error in a call that this rank leaves.
 
-        As long as this rank has not shown its digest, the error goes in its place, and all ranks raise.  Afterwards an
-        error of this rank alone ends the job with its traceback.  Where errors are contained, and after an interruption
-        (by the handler of a signal, say), this rank takes no more calls, and the others raise RemoteError.  Between
-        nodes a call that is interrupted before its digest counts as not begun.
+        As long as this rank has not shown its digest, an error goes in its place, and all ranks raise.  Any other error
+        of this rank alone ends the job with its traceback.  Where errors are contained, this rank takes no more calls,
+        and the others raise RemoteError.
 
         Args:
             where: the public name of the call.
@@ -301,19 +286,21 @@ class Guard:
         """
         if error is self.told or self.broken:
             return
-        if not self.agreed:
-            if isinstance(error, Exception):
-                self._send(where, error)
-            elif self.failures is not None:
-                self.break_off(where, error)
+        if isinstance(error, Exception) and not self.agreed:
+            self._send(where, error)
         elif isinstance(error, MpiStrategyError) and not isinstance(error, DeviceError):
             # All ranks raise it.  The first one prints it, or the one of which it tells.
             error._is_printed_elsewhere = self._rank != (error.rank or 0)
-        elif not isinstance(error, Exception):
-            self.break_off(where, error)
-        elif self.give_up is not None:
+        else:
+            self._end(where, error)
+
+    def _end(self, where: str, error: BaseException) -> None:
+        """End the job, or this strategy alone, with an error that is not sent in place of a call."""
+        if self.broken is not None or self._channel is None:
+            return
+        if self.give_up is not None:
             self.give_up(error)  # does not return
-        elif self.failures is not None or not self.is_in_background:  # there the program hears of it when it waits
+        if self.failures is not None or not self.is_in_background:  # there the program hears of it when it waits
             self.break_off(where, error)
             self.tell_of_failure()
 
@@ -338,15 +325,6 @@ class Guard:
             self.broken = reason
         self.closed = True
 
-    def _leave_comparison(self, where: str, error: BaseException) -> None:
-        """Take no more calls after an interruption between this rank's digest and the answer."""
-        if self.broken is not None or self._channel is None:
-            return
-        self._channel.leave()
-        self.break_off(where, error)
-        if self.is_untold and self.give_up is not None and isinstance(error, Exception):
-            self.give_up(error)
-
     def _send(self, where: str, error: Exception) -> None:
         """Take part in a comparison with an error in place of a call: the other ranks raise it, too."""
         if self._channel is None:
@@ -354,10 +332,8 @@ class Guard:
         self.agreed = True
         try:
             self._meet_with(self._channel, where, error)
-        except MpiStrategyError:
-            raise
         except BaseException as interruption:
-            self._leave_comparison(where, interruption)
+            self._end(where, interruption)
             raise
         self.agreed = False
 
@@ -366,13 +342,10 @@ class Guard:
         self.since = time.monotonic()
         self.comparisons += 1
         channel.start(-1 - self._rank)
-        patience_ends = time.monotonic() + PATIENCE_SECONDS
-        said, pauses = False, growing_pauses()
-        while (answer := channel.finished()) is None:
-            if self.is_broken:
-                return  # some rank has failed and takes no part
-            if not said and time.monotonic() > patience_ends:
-                said = True
+        speaks_at, pauses = time.monotonic() + PATIENCE_SECONDS, growing_pauses()
+        while (answer := channel.finished()) is None and not self.is_broken:  # a rank that has failed takes no part
+            if time.monotonic() > speaks_at:
+                speaks_at = math.inf
                 if self.skips and self.give_up is not None:
                     # The other ranks may wait for data that this rank does not send.
                     self.give_up(error)
@@ -380,41 +353,34 @@ class Guard:
                     f"[rank {self._rank}] waits to tell the other ranks: {type(error).__name__}: {error}\n"
                 )
             time.sleep(next(pauses))
-        if not answer and not self.is_broken:
-            mine = mismatch_report.Report({"call": where}, self.here().text, type(error).__name__, str(error))
-            reports = self._gather_reports(mine)
-            self._hear_of_ends(reports)
-            if isinstance(error, MpiStrategyError):
-                told = [(report.error, report.text, report.site) for report in reports]
-                error._is_printed_elsewhere = told.index(told[self._rank]) < self._rank
-                error._is_one_of_several = any(each[0] and each != told[self._rank] for each in told)
-            if self.skips and self.give_up is not None and not all(report.error for report in reports):
-                # A message that this rank has not received would be taken for the next data.
-                self.give_up(error)
-
-    def tell_of_failure(self) -> None:
-        """Tell the other ranks that this one takes no more calls, where they have not heard; wait a little for them."""
-        if not self.is_untold or self.has_begun_to_leave:
+        if answer or self.is_broken:
             return
-        self.start_leaving()
-        self.leaving = False  # the program goes on
-        end = time.monotonic() + PATIENCE_SECONDS
-        for pause in growing_pauses():
-            answer = self.peers_have_left()
-            if answer is not None or time.monotonic() > end:
-                break
-            time.sleep(pause)
-        if answer is False:
-            self.tell_peers()
-        self.is_untold = answer is None
+        mine = mismatch_report.Report(
+            {"call": where}, (self.site or call_site()).text, type(error).__name__, str(error)
+        )
+        reports = self._gather_reports(mine)
+        if isinstance(error, MpiStrategyError):
+            told = [(report.error, report.text, report.site) for report in reports]
+            error._is_printed_elsewhere = told.index(told[self._rank]) < self._rank
+        if self.skips and self.give_up is not None and not all(report.error for report in reports):
+            # A message that this rank has not received would be taken for the next data.
+            self.give_up(error)
+
+    def tell_of_failure(self, seconds: float = PATIENCE_SECONDS) -> None:
+        """Tell the other ranks that this one takes no more calls, where they have not heard; wait a little for them."""
+        if not self.is_untold:
+            return
+        self._start_to_tell()
+        self._patience_ends = time.monotonic() + seconds
+        with suppress(RemoteError):
+            if not wait_patiently(self.peers_have_left, self.look):
+                self.tell_peers()
+            self.is_untold = False
 
     def mark_told(self, error: E) -> E:
         """Note that the other ranks know the error, or that it can no longer be told; return it."""
         self.told = error
         return error
-
-    def _where(self) -> str:
-        return self.current.where if self.current is not None else ""
 
     # ------------------------------------------------------------------------------------------- errors of other ranks
 
@@ -439,10 +405,11 @@ class Guard:
         """Raise if this rank waits in vain; called now and then where it waits for the others."""
         if self._late is not None and self.is_told_late and self.broken is None:
             error = self._late[0]
-            if self._channel is not None:
-                self._channel.leave()
             self.break_off("a wait for the others", error)
+            self.is_untold = False  # the watchdog tells the others
             raise self.mark_told(error)
+        if time.monotonic() > self._patience_ends:
+            raise RemoteError(str(self.broken))
         if self.failures is None or self.failures.left_by() is None:
             return
         number, since = self._noticed
@@ -459,16 +426,8 @@ class Guard:
         assert self.broken is not None
         return self.broken.as_error()
 
-    def _hear_of_ends(self, reports: Sequence[mismatch_report.Report]) -> Failure | None:
-        """Take no more calls if a rank has ended with an error; return which and how, else None."""
-        for rank, report in enumerate(reports):
-            if mismatch_report.LEFT in report.call and report.error:
-                text = f"{report.error}: {report.text}" if report.text else report.error
-                self.stop(Failure(text, rank, report.call.get("call", "")))
-        return self.broken
-
     def _gather_reports(self, mine: mismatch_report.Report) -> list[mismatch_report.Report]:
-        """Return the reports of all ranks.
+        """Return the reports of all ranks; take no more calls if a rank has ended with an error.
 
         Raises:
             RemoteError: when some rank takes no more calls, and thus may send no report.
@@ -476,22 +435,11 @@ class Guard:
         assert self._channel is not None
         if self.is_broken and not self.is_untold:
             raise self.mark_told(self._remote_error())
-        interruptions: list[BaseException] = []
-        texts: list[str] = []
-        try:
-            texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look, interruptions)
-            reports = _reports_in(texts)
-            self._hear_of_ends(reports)
-        except BaseException as error:
-            if texts:  # a signal: no rank tells this again
-                self._hear_of_ends(_reports_in(texts))
-            if isinstance(error, MpiStrategyError):  # of the channel, which has ended the wait
-                self.has_begun_to_leave = True  # the exchange goes on at the end of this rank's program
-            else:
-                self._leave_comparison(self._where(), error)
-            raise
-        if interruptions:
-            raise interruptions[0]
+        texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look)
+        reports = [mismatch_report.Report(*json.loads(text)) for text in texts]
+        for report in reports:
+            if report.failure is not None:
+                self.stop(Failure(*report.failure))
         return reports
 
     def _resolve(self, signature: Signature) -> bool:
@@ -499,7 +447,9 @@ class Guard:
 
         Return whether it was ranks that ask.
         """
-        mine = mismatch_report.Report(signature.describe(), self.here().text, digest=digest_of(signature))
+        mine = mismatch_report.Report(
+            signature.describe(), (self.site or call_site()).text, digest=digest_of(signature)
+        )
         reports = self._gather_reports(mine)
         if all(report.digest == mine.digest for report in reports):
             self._see_flags()
@@ -511,7 +461,7 @@ class Guard:
 
     def _error_in(self, reports: Sequence[mismatch_report.Report]) -> MpiStrategyError:
         """Return what every rank without an error of its own raises, given the reports of calls that differ."""
-        if self._hear_of_ends(reports):
+        if self.broken is not None:
             return self._remote_error()
         for rank, report in enumerate(reports):
             if report.error:
@@ -538,7 +488,3 @@ class Guard:
     def _see_flags(self) -> None:
         self.flag_was_seen = True  # first, since a signal may come between the two lines
         self._flag = 0
-
-
-def _reports_in(texts: list[str]) -> list[mismatch_report.Report]:
-    return [mismatch_report.Report(*json.loads(text)) for text in texts]

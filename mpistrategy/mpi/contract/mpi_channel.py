@@ -20,7 +20,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.contract.channel import ControlChannel, wait_patiently
 from mpistrategy.objects.text import decoded, encoded
 
@@ -28,11 +27,8 @@ _DIGITS = 4
 _HEADER = _DIGITS + 1
 _BITS = 16
 _REMEMBERED = 4096
-_MOST_INTERRUPTIONS = 9
 #: Of the sums that are tried by MPI: a few elements, and so many that every MPI takes its algorithm for large messages.
 _TRIED = (5, 2**15)
-#: Stands where the totals of the header will be, until they are there: a request that was never started leaves it.
-UNKNOWN = np.full(_HEADER, np.nan).tobytes()
 
 
 def elements_for(size: int, library: str) -> int:
@@ -80,36 +76,24 @@ class MpiControlChannel(ControlChannel):
         self._header, self._told = (array[:_HEADER].data.cast("B") for array in (self._mine, self._totals))
         self._expected: bytes = b""
         self._request: Any = MPI.REQUEST_NULL
-        self._persistent = True
-        #: The exchange of texts that this rank may have left: MPI could still write into its buffers.
-        self._texts: _Exchange | None = None
-        #: Whether this rank was interrupted in a comparison: its messages are under way, or unread.
-        self._is_interrupted = False
-        #: The digest that comes after that comparison, if all ranks agree there.
+        #: The digest to compare after a comparison that this rank has left, if all ranks agree there.
         self._following: int | None = None
+        #: Keeps the buffers of an exchange of texts that this rank has left: MPI could still write into them.
+        self._texts: Any = None
+        self._persistent = True
         try:
             self._request = self._comm.Allreduce_init(self._mine, self._totals, MPI.SUM)
         except NotImplementedError:  # an MPI before 4.0
             self._persistent = False
 
     def start(self, digest: int) -> None:
-        """Begin `all_equal` without waiting.
-
-        After an interruption in a comparison that one comes first, and where all ranks agree there, that of `digest`.
-        """
-        was_interrupted, self._is_interrupted = self._is_interrupted, False
-        if was_interrupted and self._was_started():
-            self._following = digest
-            self._expected = (self._comm.size * self._mine[:_HEADER]).tobytes()
-        else:
+        """Begin `all_equal` without waiting.  A comparison that this rank has left comes first, if it is under way."""
+        if self._request.Test():
             self._start(digest)
-
-    def _was_started(self) -> bool:
-        """Return whether this rank had come to the start of the comparison that it has left; MPI does not say it."""
-        return not (self._request.Test() and self._told == UNKNOWN)
+        else:
+            self._following = digest
 
     def _start(self, digest: int) -> None:
-        self._told[:] = UNKNOWN
         self._header[:], self._expected = header_of(digest, self._comm.size)
         if self._persistent:
             self._request.Start()
@@ -129,7 +113,7 @@ class MpiControlChannel(ControlChannel):
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal; see `ControlChannel.all_equal`."""
-        if look is not None or self._is_interrupted:
+        if look is not None:
             return super().all_equal(digest, look)
         self._start(digest)
         self._request.Wait()
@@ -154,62 +138,25 @@ class MpiControlChannel(ControlChannel):
         """Let MPI make progress with messages for this rank."""
         self._comm.Iprobe()
 
-    def allgather_text(
-        self,
-        text: str,
-        look: Callable[[], object] | None = None,
-        interruptions: list[BaseException] | None = None,
-    ) -> list[str]:
+    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
-        # The other ranks may be in an exchange that this rank has left: that one comes first, with its text.
-        exchange = self._texts = self._texts or _Exchange(self._comm, text)
-        while True:
-            try:
-                texts = exchange.run(look)
-                self._texts = None
-                return texts
-            except MpiStrategyError:  # of `look`
-                raise
-            except BaseException as interruption:  # a signal's: the other ranks are in the exchange
-                if interruptions is None or len(interruptions) >= _MOST_INTERRUPTIONS:
-                    raise
-                interruptions.append(interruption)
+        mine, counts = np.frombuffer(encoded(text), np.uint8), np.zeros(self._comm.size, np.int64)
+        self._texts = self._comm.Iallgather(np.array([mine.size]), counts)
+        self._wait_for_texts(look)
+        together = np.empty(int(counts.sum()), np.uint8)
+        self._texts = self._comm.Iallgatherv(mine, [together, counts])
+        self._wait_for_texts(look)
+        texts, ends = together.tobytes(), np.cumsum(counts).tolist()
+        return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
-    def leave(self) -> None:
-        self._is_interrupted = True
+    def _wait_for_texts(self, look: Callable[[], object] | None) -> None:
+        if look is None:
+            self._texts.Wait()
+        else:
+            wait_patiently(lambda: self._texts.Test() or None, look)
 
     def close(self) -> None:
         """Free the requests and the communicator."""
         if self._persistent:
             self._request.Free()
         self._comm.Free()
-
-
-class _Exchange:
-    """One exchange of texts; after an interruption `run` goes on where it was left."""
-
-    def __init__(self, comm: MPI.Intracomm, text: str) -> None:
-        self._comm = comm
-        self._mine = np.frombuffer(encoded(text), np.uint8)
-        self._length, self._counts = np.array([self._mine.size], np.int64), np.zeros(comm.size, np.int64)
-        self._together = np.zeros(0, np.uint8)
-        self._requests: list[Any] = []
-
-    def run(self, look: Callable[[], object] | None) -> list[str]:
-        """Return every rank's text; see `ControlChannel.allgather_text`."""
-        if not self._requests:
-            # By `map`, since no signal is handled between the start of a request and its place in the list.
-            self._requests.extend(map(self._comm.Iallgather, [self._length], [self._counts]))
-        self._wait(look)
-        if len(self._requests) == 1:
-            self._together = np.empty(int(self._counts.sum()), np.uint8)
-            self._requests.extend(map(self._comm.Iallgatherv, [self._mine], [[self._together, self._counts]]))
-        self._wait(look)
-        texts, ends = self._together.tobytes(), np.cumsum(self._counts).tolist()
-        return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
-
-    def _wait(self, look: Callable[[], object] | None) -> None:
-        if look is None:
-            self._requests[-1].Wait()
-        else:
-            wait_patiently(lambda: self._requests[-1].Test() or None, look)

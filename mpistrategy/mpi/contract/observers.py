@@ -5,6 +5,7 @@ Whoever enters a collective, a step or a span looks whether there is an observer
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -44,6 +45,14 @@ def unwatch(observer: Observer) -> None:
     """Tell `observer` no more."""
     global observers
     observers = tuple(each for each in observers if each is not observer)
+
+
+def _forget() -> None:
+    global observers
+    observers = ()
+
+
+os.register_at_fork(after_in_child=_forget)  # what a child of a rank does is not the rank's
 
 
 @contextmanager

@@ -1,34 +1,102 @@
 """Planned faults: a plan makes some public collective go wrong on one rank.
 
+A plan is one fault or several, separated by ';'.  A fault is three fields in any order, separated by ',':
+
+    rank=2, at=allreduce#17, do=kill; rank=any, at=#3, do=delay:0.5s
+
+`rank` is a rank of the job, several ranks with '+', or ``any``.  `at` is a kind of collective and the number of the
+call, from 1 on, among that rank's calls of that kind; without a kind, among all its calls.  The kinds are those that
+the collectives are declared with.  `do` is ``kill`` (SIGKILL), ``stop`` (SIGSTOP, until the process gets SIGCONT),
+``raise`` (InjectedFault in place of the call; a program that does not catch it ends the job), or a delay.
+
 Without a plan nothing of this runs.  It must be there when the package is imported: the public methods that
 `mpistrategy.mpi.contract.public_calls` knows then have hooks, which `arm` uses on this rank only.  The messages stay
 the same, so each rank may have a plan of its own.
 
 A plan counts the program's own calls from the first strategy on, over all strategies of this process; calls inside a
 collective do not count.  A fault happens before the guard hears of the call: to the other ranks it looks like the same
-mistake in the program or the machine.
-
-`raise` raises in the program, before the call.  If the program does not catch it, the job ends.
-
-Simulated ranks (`mpistrategy.testing.run_replicas`) have no plan, since they share a process.
+mistake in the program or the machine.  Simulated ranks (`mpistrategy.testing.run_replicas`) have no plan, since they
+share a process.
 """
 
 from __future__ import annotations
 
 import atexit
+import math
 import os
+import re
 import signal
 import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from mpistrategy.errors import InjectedFault, OptionError
 from mpistrategy.mpi.contract.call_sites import call_site
-from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN, PublicCall, hooks
-from mpistrategy.mpi.faults.plans import Fault, parse
+from mpistrategy.mpi.contract.public_calls import HAS_PLAN, PLAN, PublicCall, all_declared, hooks
+
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP}
+_LONGEST_SECONDS = 86400.0
+#: The fields of a fault in alphabetical order, without blanks.
+_FAULT = re.compile(
+    r"at=(?P<kind>[a-z_]*)#(?P<number>[1-9][0-9]{0,17}),"
+    r"do=(?P<do>kill|stop|raise|delay:(?P<seconds>[0-9]+(\.[0-9]*)?(e-?[0-9]+)?)s?),"
+    r"rank=(any|(?P<ranks>[0-9]{1,18}(\+[0-9]{1,18})*))"
+)
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One fault.
+
+    Attributes:
+        text: the fault, as it was written.
+        ranks: the ranks on which it happens; None means all.
+        kind: of the collectives; "" counts the calls of all kinds.
+        number: the number of the call, from 1 on.
+        action: "kill", "stop", "raise" or "delay".
+        seconds: how long a delay is.
+    """
+
+    text: str
+    ranks: tuple[int, ...] | None
+    kind: str
+    number: int
+    action: str
+    seconds: float = 0.0
+
+
+def parse(text: str, where: str, size: int | None = None) -> tuple[Fault, ...]:
+    """Return the faults of a plan, in order.
+
+    Args:
+        text: the plan, in any letter case; blank text means no faults.
+        where: the option or variable that held the plan, for errors.
+        size: how many ranks there are; None when that is not known yet.
+
+    Raises:
+        OptionError: for a malformed plan, or one with a rank that does not exist; says what is allowed.
+    """
+    return tuple(_fault(part.strip(), where, size) for part in text.lower().split(";")) if text.strip() else ()
+
+
+def _fault(text: str, where: str, size: int | None) -> Fault:
+    kinds = sorted({call.kind for call in all_declared().values()})
+    if found := _FAULT.fullmatch(",".join(sorted("".join(text.split()).split(",")))):
+        ranks = tuple(map(int, found["ranks"].split("+"))) if found["ranks"] else None
+        seconds, kind = float(found["seconds"] or 0), found["kind"]
+        if kind in ("", *kinds) and seconds <= _LONGEST_SECONDS and max(ranks or (0,)) < (size or math.inf):
+            return Fault(text, ranks, kind, int(found["number"]), found["do"].partition(":")[0], seconds)
+    raise OptionError.at(
+        where,
+        found=repr(text),
+        expected="rank=, at= and do=, once each, with ',' between them and ';' between faults; rank= a number from 0 "
+        f"{'on' if size is None else f'to {size - 1}'}, several with '+', or any; at=KIND#NUMBER, from 1 on, the kind "
+        f"one of {', '.join(kinds)}, or left out; do= one of kill, stop, raise, delay:0.5s, the delay at most a day",
+        fix="Write for example 'rank=2, at=allreduce#17, do=kill'.",
+    )
 
 
 class _Inside(threading.local):
@@ -44,26 +112,14 @@ class Armed:
 
     Args:
         text: the plan's words.
-        faults: the plan.
         rank, size: this rank's number in the job, and how many there are.
     """
 
-    def __init__(self, text: str, faults: Sequence[Fault], rank: int, size: int) -> None:
-        self.text = text
-        self._waiting = [fault for fault in faults if fault.ranks is None or rank in fault.ranks]
-        self._prefix = f"[rank {rank}/{size}] "
+    def __init__(self, text: str, rank: int, size: int) -> None:
+        self._waiting = [each for each in parse(text, PLAN, size) if each.ranks is None or rank in each.ranks]
+        self._title = f"[rank {rank}/{size}]"
         self._pid = os.getpid()
-        self._lock = threading.Lock()
         self._counts: Counter[str] = Counter()
-
-    def due(self, kind: str) -> list[Fault]:
-        """Count one more call; return the faults that are to happen at it."""
-        with self._lock:
-            self._counts[kind] += 1
-            self._counts[""] += 1
-            due = [f for f in self._waiting if f.kind in ("", kind) and f.number == self._counts[f.kind]]
-            self._waiting = [fault for fault in self._waiting if fault not in due]
-            return due
 
     def call(self, public: PublicCall, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make one call of the program's, or a call in such a call, which does not count."""
@@ -71,8 +127,11 @@ class Armed:
             return public.function(*args, **kwargs)
         inside.depth += 1
         try:
-            for fault in self.due(public.kind):
-                self._begin(fault)
+            self._counts.update(["", public.kind])
+            for fault in list(self._waiting):
+                if fault.kind in ("", public.kind) and fault.number == self._counts[fault.kind]:
+                    self._waiting.remove(fault)
+                    self._begin(fault)
             return public.function(*args, **kwargs)
         finally:
             inside.depth -= 1
@@ -85,53 +144,34 @@ class Armed:
 
     def _begin(self, fault: Fault) -> None:
         self._say(f"injected fault at {call_site().text}: {fault.text}")
-        if fault.action == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif fault.action == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if fault.action in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[fault.action])
         elif fault.action == "delay":
             time.sleep(fault.seconds)
-        elif fault.action == "raise":
+        else:
             raise InjectedFault(f"{fault.text}: raised on purpose, as {PLAN} says")
 
     def _say(self, text: str) -> None:
         sys.stdout.flush()
-        sys.stderr.write(f"{self._prefix}{text}\n")
+        sys.stderr.write(f"{self._title} {text}\n")
         sys.stderr.flush()
 
 
-_armed: Armed | None = None
-
-
 def arm(rank: int, size: int) -> None:
-    """Put the plan of the environment in force; do nothing without one, or if it is in force already.
+    """Put the plan of the environment in force; do nothing without one, or if one is in force already.
 
     Args:
         rank, size: this rank's number in the job, and how many there are.
 
     Raises:
-        OptionError: for a malformed plan, and for one that was set after the package was imported.
+        OptionError: for a malformed plan, or one that has come too late.
     """
-    global _armed
     text = os.environ.get(PLAN, "")
-    if text == ("" if _armed is None else _armed.text):
+    if hooks or not text.strip():
         return
-    disarm()
-    faults = parse(text, PLAN, size)
-    if not faults:
-        return
+    armed = Armed(text, rank, size)
     if not HAS_PLAN:
         found, expected = "a plan that was set after mpistrategy was imported", "one that was set before"
         raise OptionError.at(PLAN, found=found, expected=expected)
-    _armed = Armed(text, faults, rank, size)
-    atexit.register(_armed.tell_what_is_left)
-    hooks.append(_armed.call)
-
-
-def disarm() -> None:
-    """Let the declared methods be as they were written."""
-    global _armed
-    if _armed is not None:
-        atexit.unregister(_armed.tell_what_is_left)
-        _armed = None
-        hooks.clear()
+    atexit.register(armed.tell_what_is_left)
+    hooks.append(armed.call)

@@ -1,157 +1,149 @@
-"""What this process sees of the GPUs of its node.
-
-Nothing here runs unless a program asks for GPUs.  CuPy is imported only where it is installed, and the NVIDIA driver
-shows a GPU.
-"""
+"""What this process sees of the GPUs of its node, by CuPy.  Nothing here runs unless a program asks for GPUs."""
 
 from __future__ import annotations
 
+import ctypes
+import json
 import os
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from typing import Protocol
+from collections.abc import Iterable
+from contextlib import suppress
+from glob import glob
+from pathlib import Path
+from typing import NamedTuple
 
-from mpistrategy.mpi.gpu import numa
-from mpistrategy.mpi.gpu.cuda_driver import NoGpus
+from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 
-
-class Gpus(Protocol):
-    """The GPUs that this process sees: its own numbers from 0 on."""
-
-    def count(self) -> int:
-        """Return how many they are."""
-
-    def uuid(self, index: int) -> str:
-        """Return the unique identity of a GPU: ``GPU-...`` or ``MIG-...``; "" if unknown."""
-
-    def pci_bus_id(self, index: int) -> str:
-        """Return its address on the PCI bus: ``0000:3b:00.0``; "" if unknown."""
-
-    def numa_node(self, index: int) -> int | None:
-        """Return the NUMA node that it is attached to; None if unknown."""
+_INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x"
+_NO_DEVICE = 100  # cudaErrorNoDevice
 
 
-@dataclass(frozen=True)
-class Gpu:
-    """One GPU, as one process sees it.
+class Gpu(NamedTuple):
+    """A GPU as a process sees it, whose number there is its place among all of them.
 
     Attributes:
-        index: its number in that process.
-        uuid, pci_bus_id, numa_node: as in `Gpus`.
+        name: unique in the cluster: the UUID that ``nvidia-smi -L`` shows, else the address on the PCI bus of a node.
+        distance: from the cores of the process, as the system counts it between NUMA nodes: 10 is beside them, more is
+            further away; 0 where it does not tell.
     """
 
-    index: int
-    uuid: str = ""
-    pci_bus_id: str = ""
-    numa_node: int | None = None
-
-    def __str__(self) -> str:
-        return f"GPU:{self.index} ({self.uuid or self.pci_bus_id or 'nameless'})"
+    name: str
+    distance: int = 0
 
 
-@dataclass(frozen=True)
-class Sight:
+class Sight(NamedTuple):
     """What one process sees.
 
     Attributes:
-        gpus: by their index.
-        distances: how far each NUMA node is from the cores of the process; empty if unknown.
+        gpus: in its order.
         host: the name of the node.
-        reason, fix, is_strange: as in `NoGpus`, where there is no GPU.
+        named: the number of the GPU that the program names for this rank; None where it names none.
+        reason: why there is no GPU, in words.
+        fix: what a user who wants GPUs should do; the beginning of a sentence.
+        is_strange: whether something is installed and does not work, so that a fallback needs a warning.
     """
 
     gpus: tuple[Gpu, ...] = ()
-    distances: tuple[tuple[int, int], ...] = ()
     host: str = ""
+    named: int | None = None
     reason: str = ""
     fix: str = ""
     is_strange: bool = False
 
+    @property
+    def shown(self) -> str:
+        """The GPUs in words."""
+        return ", ".join(f"GPU:{number} ({gpu.name})" for number, gpu in enumerate(self.gpus))
+
     def text(self) -> str:
         """Return it as a text for the other ranks."""
-        import json  # here, for the quick import
-
-        return json.dumps(asdict(self))
+        return json.dumps(self)
 
     @classmethod
     def read(cls, text: str) -> Sight:
         """Return what `text` was made of."""
-        import json  # here, for the quick import
-
-        told = json.loads(text)
-        told["gpus"] = tuple(Gpu(**each) for each in told["gpus"])
-        told["distances"] = tuple((node, distance) for node, distance in told["distances"])
-        return cls(**told)
+        gpus, *others = json.loads(text)
+        return cls(tuple(Gpu(*each) for each in gpus), *others)
 
 
-def look() -> Sight:
-    """Return what this process sees; never raises."""
+def look(named: int | None = None) -> Sight:
+    """Return what this process sees; never raises: the other ranks wait for what it tells them."""
     host = os.uname().nodename
     try:
-        gpus = (_seen_through[-1] if _seen_through else usable)()
-        seen = tuple(
-            Gpu(index, gpus.uuid(index), gpus.pci_bus_id(index), gpus.numa_node(index)) for index in range(gpus.count())
-        )
-        if not seen:
-            raise NoGpus(
-                "no GPU that this process may use", "Ask for one (srun --gpus-per-task=1); see CUDA_VISIBLE_DEVICES"
-            )
-    except NoGpus as error:
-        return Sight(host=host, reason=error.reason, fix=error.fix, is_strange=error.is_strange)
-    except Exception as error:  # a rank that raised here would leave the others waiting
-        reason = f"GPUs that cannot be looked at ({type(error).__name__}: {error})"
-        return Sight(host=host, reason=reason, fix="See what nvidia-smi says on that node", is_strange=True)
-    return Sight(seen, tuple(numa.distances(cores()).items()), host)
+        return Sight(visible_gpus(), host, named)
+    except DeviceError as error:
+        return Sight((), host, named, error.found, error.fix)
+    except Exception as error:  # a CuPy for another CUDA, an old driver, a missing library: of many types
+        reason = f"CuPy does not work here ({type(error).__name__}: {error})"
+        return Sight((), host, named, reason, f"{_INSTALL}; and see what nvidia-smi says there", is_strange=True)
 
 
-def identity(index: int) -> str:
-    """Return the identity of the GPU with this number, unique in the cluster; "" if unknown.  Never raises."""
-    sight = look()
-    found = next((gpu for gpu in sight.gpus if gpu.index == index), None)
-    if found is None:
-        return ""
-    return found.uuid or (found.pci_bus_id and f"{found.pci_bus_id} on {sight.host}")
-
-
-def usable() -> Gpus:
-    """Return the GPUs of this process that CuPy can use.
+def visible_gpus() -> tuple[Gpu, ...]:
+    """Return the GPUs that CuPy can use in this process; what is visible is decided by the driver.
 
     Raises:
-        NoGpus: when there is no CuPy or no driver, or one does not work.
+        DeviceError: where there is none, or no CuPy.
+        Exception: of CuPy's own types, where it does not work.
     """
-    install = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x"
     from importlib.util import find_spec  # here, for the quick import
 
-    from mpistrategy.mpi.gpu.cuda_driver import CudaDriver
-
     if "cupy" not in sys.modules and find_spec("cupy") is None:
-        raise NoGpus("CuPy is not installed", install)
+        raise DeviceError.at("GPUs", found="CuPy is not installed", expected="CuPy", fix=_INSTALL)
+    import cupy
 
-    gpus = CudaDriver()
-    if gpus.count() == 0:
-        return gpus
+    runtime = cupy.cuda.runtime
     try:
-        import cupy
+        count = runtime.getDeviceCount()
+    except runtime.CUDARuntimeError as error:
+        if runtime.driverGetVersion() and error.status != _NO_DEVICE:  # without a driver the version is 0
+            raise
+        count = 0
+    if not count:
+        raise DeviceError.at(
+            "GPUs",
+            found="no NVIDIA driver here, or no GPU that this process may use",
+            expected="a GPU",
+            fix="Ask for one (srun --gpus-per-task=1); see CUDA_VISIBLE_DEVICES",
+        )
+    mine = cores()
+    places = [str(runtime.deviceGetPCIBusId(index)).lower() for index in range(count)]
+    return tuple(
+        Gpu(uuid(index) or f"{place} on {os.uname().nodename}", distance(place, mine))
+        for index, place in enumerate(places)
+    )
 
-        found = cupy.cuda.runtime.getDeviceCount()
-    except Exception as error:  # a CuPy for another CUDA, an old driver, a missing library: of many types
-        raise NoGpus(f"CuPy does not work here ({type(error).__name__}: {error})", install, is_strange=True) from error
-    if found != gpus.count():
-        raise NoGpus(f"CuPy sees {found} GPUs where the driver shows {gpus.count()}", install, is_strange=True)
-    return gpus
+
+def uuid(index: int) -> str:
+    """Return the unique name of a GPU, or of a part of one (MIG); "" where the driver does not tell.
+
+    CuPy's own may be cut off at a byte of 0.
+    """
+    from uuid import UUID  # here, for the quick import
+
+    device, text = ctypes.c_int(), (ctypes.c_ubyte * 16)()
+    with suppress(OSError, AttributeError):
+        cuda = ctypes.CDLL("libcuda.so.1")
+        if not (
+            cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetUuid_v2(text, device)
+        ):
+            return f"GPU-{UUID(bytes=bytes(text))}"
+    return ""
 
 
-_seen_through: list[Callable[[], Gpus]] = []
+def distance(pci_bus_id: str, mine: Iterable[int], system: str = "/sys") -> int:
+    """Return how far a GPU is from the nearest of these cores; 0 where the system does not tell.
 
-
-@contextmanager
-def seen_through(gpus: Callable[[], Gpus]) -> Iterator[None]:
-    """Let `look` see these GPUs in the block: for tests on machines without GPUs."""
-    _seen_through.append(gpus)
-    try:
-        yield
-    finally:
-        _seen_through.pop()
+    Args:
+        pci_bus_id: the address of the GPU, such as ``0000:3b:00.0``.
+        mine: the numbers of the cores.
+        system: where the system describes itself.
+    """
+    with suppress(OSError, ValueError, KeyError):
+        home = int(Path(system, "bus/pci/devices", pci_bus_id, "numa_node").read_text())  # -1: unknown
+        row = Path(system, f"devices/system/node/node{home}/distance").read_text().split()
+        nodes = sorted(int(path.rpartition("node")[2]) for path in glob(f"{system}/devices/system/node/node[0-9]*"))
+        far = dict(zip(nodes, map(int, row), strict=True))
+        beside = [path for core in mine for path in glob(f"{system}/devices/system/cpu/cpu{core}/node[0-9]*")]
+        return min(far[int(path.rpartition("node")[2])] for path in beside)
+    return 0

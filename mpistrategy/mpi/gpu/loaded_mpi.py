@@ -1,22 +1,15 @@
-"""What the MPI library in this process says about GPUs, in functions and variables that mpi4py does not know.
+"""The MPI library in this process: what it calls itself, and its files.
 
-They are looked up in the files that the process has mapped: mpi4py's wheel opens the library at run time, out of sight
-of ``ctypes.CDLL(None)``.  To be asked after MPI has started.
+mpi4py's wheel opens the library at run time, out of sight of ``ctypes.CDLL(None)``; the files that the process has
+mapped tell which it is.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import re
-from collections.abc import Sequence
-from typing import Any
-
-from mpistrategy.mpi.gpu import cuda_aware
 
 _MPI = re.compile(r"libmpi(ch)?(_(?!cxx|gtl|mpifh|usempi)\w+)?\.so")
-_OPEN_PAL = re.compile(r"libopen-pal\.so")
-_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
 
 
 def mapped_files() -> list[str]:
@@ -34,57 +27,12 @@ def is_mpi(path: str) -> bool:
     return _MPI.match(os.path.basename(path)) is not None
 
 
-def queried(files: Sequence[str]) -> bool | None:
-    """Return what the MPI library says about CUDA; None where it has no function for it."""
-    libraries = _opened(files, _MPI)
-    # The first of the two where there are both: MPICH 4.0's other one ends the process where asserts are compiled in.
-    for library in libraries:
-        ask = getattr(library, "MPIX_GPU_query_support", None)
-        if ask is not None:
-            flag = ctypes.c_int(0)
-            return ask(_CUDA, ctypes.byref(flag)) == 0 and bool(flag.value)
-    for library in libraries:
-        ask = getattr(library, "MPIX_Query_cuda_support", None)
-        if ask is not None:
-            return bool(ask())
-    return None
+def identity() -> tuple[str, ...]:
+    """Return what tells this library from others: its version text, and its files.  MPI must have started.
 
-
-def switched_on(files: Sequence[str]) -> bool | None:
-    """Return the state of Open MPI's switch `opal_cuda_support`; None where there is none."""
-    for library in _opened(files, _OPEN_PAL):
-        try:
-            return bool(ctypes.c_bool.in_dll(library, "opal_cuda_support"))
-        except ValueError:
-            continue
-    return None
-
-
-def _opened(files: Sequence[str], name: re.Pattern[str]) -> list[Any]:
-    libraries = []
-    for path in files:
-        if name.match(os.path.basename(path)):
-            try:
-                libraries.append(ctypes.CDLL(path))
-            except OSError:  # replaced on disk since it was loaded
-                continue
-    return libraries
-
-
-def evidence() -> cuda_aware.Evidence:
-    """Return what is known of this MPI and GPU memory."""
+    Two builds of one version, with CUDA and without, may have the same text.
+    """
     from mpi4py import MPI  # here: it starts MPI, which the doctor asks first
 
-    files = mapped_files()
-    info = MPI.COMM_WORLD.Get_info()
-    kinds = info.Get("mpi_memory_alloc_kinds")
-    info.Free()
-    return cuda_aware.Evidence(
-        MPI.Get_library_version(),
-        MPI.Get_version(),
-        queried(files),
-        switched_on(files),
-        kinds or "",
-        [os.path.basename(file) for file in files],
-        os.environ,
-    )
+    files = [path for path in mapped_files() if is_mpi(path) or "libmpi_gtl" in path]  # Cray's part for GPUs
+    return (MPI.Get_library_version(), *sorted(files))

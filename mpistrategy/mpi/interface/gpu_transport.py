@@ -6,7 +6,6 @@ later.  Nothing waits for the whole device.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
@@ -26,55 +25,49 @@ PathName = Literal["alone", "mpi", "staged", "nccl"]
 ON_THE_STREAM: tuple[PathName, ...] = ("alone", "nccl")
 
 
-class DevicePath(ABC):
+class DevicePath(Freed):
     """One transport for buffers in GPU memory: flat, contiguous, on the current device, equal in size on all ranks.
 
-    Every rank makes the same call, after all have agreed on it.
+    Every rank makes the same call, after all have agreed on it.  The methods here are those of the path of one rank:
+    nothing moves.
 
     Attributes:
         name: the word for users.
     """
 
-    name: PathName
+    name: PathName = "alone"
 
-    def make_room(self, nbytes: int) -> None:  # noqa: B027  # most need nothing
-        """Allocate the memory that a buffer of `nbytes` needs; called before the ranks agree, since it may fail."""
+    def check(self) -> None:
+        """Raise where the path cannot be used any more, or not on the current device; before the ranks agree."""
 
-    @abstractmethod
-    def allreduce(
+    def reduce(
         self,
         ranks: Ranks,
         buffer: DeviceArray,
         op: str,
+        root: int | None = None,
         wire: str | None = None,
         room: DeviceArray | None = None,
     ) -> None:
-        """Replace `buffer` (of `communication_memory`) on every rank by its combination.
+        """Replace `buffer` (of `communication_memory`) by its combination: on `root`, or for None on every rank.
 
-        Sums of float32 travel between nodes as `wire`: see `mpistrategy.options.CommunicationOptions`.  Memory for them
-        in that dtype may be given as `room`.
+        With a root it is undefined elsewhere.  Sums of float32 on every rank may travel between nodes as `wire`: see
+        `mpistrategy.options.CommunicationOptions`.  `room` is memory for them in that dtype, where NCCL sends them.
         """
 
-    @abstractmethod
-    def reduce(self, ranks: Ranks, buffer: DeviceArray, root: int, op: str) -> None:
-        """Replace `buffer` (of `communication_memory`) on `root` by its combination; undefined elsewhere."""
-
-    @abstractmethod
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
 
-    @abstractmethod
     def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; any dtype.
 
         Rank r's block has ``counts[r]`` elements.  The own block may be its part of `together`.
         """
+        place = together[own_part(ranks, counts)]
+        if place.data.ptr != block.data.ptr:
+            place[...] = block
 
-    def by_host(self, ranks: Ranks, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
-        """Return why arrays of a dtype (of the wire) are combined on the host; "" where they are not."""
-        return ""
-
-    def free(self) -> None:  # noqa: B027  # as `make_room`
+    def free(self) -> None:
         """Free what the path holds, where all ranks are known to do so."""
 
 
@@ -92,6 +85,11 @@ class DevicePaths(Freed):
     by_name: dict[str, DevicePath] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
+    def check(self) -> None:
+        """Raise as the paths do, before the ranks agree on a call."""
+        for path in self.by_name.values():
+            path.check()
+
     def free(self) -> None:
         """Free all paths, where all ranks are known to do so."""
         for path in self.by_name.values():
@@ -101,35 +99,8 @@ class DevicePaths(Freed):
 
 
 def device_paths(communicator: Ranks) -> DevicePaths:
-    """Return the paths of a communicator; `mpistrategy.mpi.gpu.transports.setup` fills them."""
+    """Return the paths of a communicator; `mpistrategy.mpi.gpu.transports.choice` fills them."""
     return communicator.once(DevicePaths, DevicePaths)
-
-
-class Alone(DevicePath):
-    """The path of one rank: nothing moves."""
-
-    name: PathName = "alone"
-
-    def allreduce(
-        self,
-        ranks: Ranks,
-        buffer: DeviceArray,
-        op: str,
-        wire: str | None = None,
-        room: DeviceArray | None = None,
-    ) -> None:
-        """Leave `buffer`: it is the sum over one rank."""
-
-    def reduce(self, ranks: Ranks, buffer: DeviceArray, root: int, op: str) -> None:
-        """Leave `buffer`."""
-
-    def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
-        """Leave `buffer`."""
-
-    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
-        """Copy the only block."""
-        if block.data.ptr != together.data.ptr:
-            together[...] = block
 
 
 def communication_memory(cupy: Any, size: int, dtype: np.dtype[Any]) -> DeviceArray:

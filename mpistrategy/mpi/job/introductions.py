@@ -6,16 +6,14 @@ import functools
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from typing import NamedTuple
 
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.watchdog import run_directory
 from mpistrategy.objects.shown import ranks_in_words
 
 
-@dataclass(frozen=True)
-class Introduction:
-    """What a rank says when it meets the others.
+class Introduction(NamedTuple):
+    """What a rank says when it meets the others, as JSON.
 
     Attributes:
         mpistrategy: the version of this package.
@@ -28,18 +26,8 @@ class Introduction:
     mpistrategy: str
     python: str
     leader: int
-    cores: tuple[int, ...]
+    cores: Sequence[int]
     directory: str = ""
-
-    @classmethod
-    def of_this_rank(cls, rank: int, leader: int, cores: Sequence[int]) -> Introduction:
-        """Return what this rank says."""
-        directory = run_directory.new_path() if rank == 0 else ""
-        return cls(version(), python_version(), leader, tuple(cores), directory)
-
-    def text(self) -> str:
-        """Return it as a text for the others."""
-        return json.dumps(asdict(self))
 
 
 @functools.cache
@@ -57,7 +45,7 @@ def introductions(texts: Sequence[str], where: str = "MirroredStrategy") -> list
     """Return what all ranks said.
 
     Args:
-        texts: `Introduction.text` of every rank, in rank order.
+        texts: what `Introduction` says of every rank as JSON, in rank order.
         where: the public name that the error speaks of.
 
     Raises:
@@ -76,4 +64,4 @@ def introductions(texts: Sequence[str], where: str = "MirroredStrategy") -> list
                 expected="the same on all ranks",
                 fix="Give all nodes one environment: the same venv, container or module.",
             )
-    return [Introduction(**{**each, "cores": tuple(each["cores"])}) for each in told]
+    return [Introduction(**each) for each in told]

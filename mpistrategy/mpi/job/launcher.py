@@ -22,23 +22,39 @@ ALONE = "MPISTRATEGY_ALONE"
 
 _MPICH, _OPEN_MPI, _SRUN = "the mpiexec of MPICH or Intel MPI", "the mpirun of Open MPI", "srun"
 _JSRUN, FLUX = "jsrun", "flux run"
-#: The variables in which the launchers of MPI libraries say: which launcher, how many processes, which one.
+#: The variables in which launchers say how many processes they have started, and which one this is.
 _PLACES = (
     (_MPICH, "PMI_SIZE", "PMI_RANK"),
     (_OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     ("the mpirun_rsh of MVAPICH", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_RANK"),
-)
-#: Those of LSF's and Flux's launchers, which set the variables of an MPI's launcher, too.
-_BATCH_PLACES = (
+    # Those of LSF and Flux set the variables of an MPI's launcher, too.
     (_JSRUN, "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_RANK"),
     (FLUX, "FLUX_JOB_SIZE", "FLUX_TASK_RANK"),
+    # These count this node only, and are used where there are no others.
+    (_MPICH, "MPI_LOCALNRANKS", "MPI_LOCALRANKID"),
+    (_SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID"),
 )
-#: They count this node only, and are used where there are no others.
-_PLACE_ON_NODE = (_MPICH, "MPI_LOCALNRANKS", "MPI_LOCALRANKID")
+_OF_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 #: The variable in which a rank tells the processes that it starts its process id.
 _RANK_PROCESS = "_MPISTRATEGY_RANK_PROCESS"
 #: Slurm numbers what is no step of srun (the batch script, the shell of salloc, ...) from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
+
+#: How other launchers start the ranks of an MPI: an option for all MPIs but Open MPI, for that, and the text.
+_CURES = {
+    _SRUN: ("pmi2", "pmix", "Start it with `srun --mpi={}`, or with the mpiexec of {} in the batch script."),
+    FLUX: (
+        "simple`",
+        "pmix` (with flux-pmix installed)",
+        "Start it with `flux run -o pmi={}, or with the mpiexec of {} inside `flux batch` or `flux alloc`.",
+    ),
+    _JSRUN: (
+        "its module",
+        "its module",
+        "jsrun starts ranks of IBM Spectrum MPI: load {} and build mpi4py with it, or start the ranks with the mpiexec "
+        "of {} in the batch script.",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -60,41 +76,28 @@ class Claim:
 
 def claim_in(environment: Mapping[str, str]) -> Claim | None:
     """Return what the innermost launcher said; None where there was none, or it is not to be trusted."""
-    said = [claim for place in _PLACES if (claim := _place(environment, *place)) is not None]
-    job = _job_of_pmi(environment)
-    if job:  # of `srun --mpi=pmi2`; sbatch hands on the variables of the step that it was called in
-        is_this = job == environment.get("SLURM_JOB_ID", "")
-        said = [replace(claim, launcher=_SRUN) if claim.launcher == _MPICH else claim for claim in said]
-        said = [claim for claim in said if is_this or claim.launcher != _SRUN]
-    batch = next(filter(None, (_place(environment, *place) for place in _BATCH_PLACES)), None)
-    if batch:
-        same = (batch.tasks, batch.rank)
-        said = [
-            replace(claim, launcher=batch.launcher) if (claim.tasks, claim.rank) == same else claim for claim in said
-        ]
-    if said:
-        return min(said, key=lambda claim: claim.tasks)  # one inside the other: who says 1 may be the inner one
-    return batch or _place(environment, *_PLACE_ON_NODE) or _claim_of_srun(environment)
-
-
-def _place(environment: Mapping[str, str], launcher: str, size: str, rank: str) -> Claim | None:
-    tasks, mine = _number(environment, size), _number(environment, rank)
-    return None if tasks is None or mine is None else Claim(launcher, tasks, mine, (size, rank))
-
-
-def _claim_of_srun(environment: Mapping[str, str]) -> Claim | None:
-    step = _number(environment, "SLURM_STEP_ID")
-    if step is None or step >= _FIRST_SPECIAL_STEP:
-        return None
-    if "SLURM_PTY_PORT" in environment:
-        return None  # an interactive shell, in which somebody types `python program.py`
-    return _place(environment, _SRUN, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-
-
-def _job_of_pmi(environment: Mapping[str, str]) -> str:
-    """Return the Slurm job that the PMI variables speak of; "" where Slurm has not set them."""
+    said = {}
+    for launcher, size, rank in _PLACES:
+        tasks, mine = _number(environment, size), _number(environment, rank)
+        if tasks is not None and mine is not None:
+            said[size] = Claim(launcher, tasks, mine, (size, rank))
     job, _, step = environment.get("PMI_JOBID", "").partition(".")
-    return job if job.isdigit() and step.isdigit() else ""
+    if job.isdigit() and step.isdigit() and "PMI_SIZE" in said:  # of `srun --mpi=pmi2`
+        of_pmi = said.pop("PMI_SIZE")
+        if job == environment.get(
+            "SLURM_JOB_ID", ""
+        ):  # sbatch hands on the variables of the step that it was called in
+            said["PMI_SIZE"] = replace(of_pmi, launcher=_SRUN)
+    number = _number(environment, "SLURM_STEP_ID")
+    if number is None or number >= _FIRST_SPECIAL_STEP or "SLURM_PTY_PORT" in environment:
+        said.pop("SLURM_STEP_NUM_TASKS", None)  # a script, or an interactive shell, where somebody types `python ...`
+    of_batch = said.get("JSM_NAMESPACE_SIZE") or said.get("FLUX_JOB_SIZE")
+    claims = [said[size] for size in _OF_MPI if size in said]
+    if claims:
+        inner = min(claims, key=lambda claim: claim.tasks)  # one inside the other: who says 1 may be the inner one
+        is_batch = of_batch is not None and (of_batch.tasks, of_batch.rank) == (inner.tasks, inner.rank)
+        return replace(inner, launcher=of_batch.launcher) if of_batch is not None and is_batch else inner
+    return of_batch or said.get("MPI_LOCALNRANKS") or said.get("SLURM_STEP_NUM_TASKS")
 
 
 def _number(environment: Mapping[str, str], name: str) -> int | None:
@@ -130,22 +133,9 @@ def refusal(
 def cure(launcher: str, library: str) -> str:
     """Return how to start this MPI library's ranks in place of what this launcher did."""
     is_open_mpi = library.startswith("Open MPI")
-    if launcher == _SRUN:
-        option = "pmix" if is_open_mpi else "pmi2"
-        return (
-            f"Start it with `srun --mpi={option}`, or with the mpiexec of {library or 'that MPI'} in the batch script."
-        )
-    if launcher == FLUX:
-        option = "pmix` (with flux-pmix installed)" if is_open_mpi else "simple`"
-        return (
-            f"Start it with `flux run -o pmi={option}, or with the mpiexec of {library or 'that MPI'} inside "
-            "`flux batch` or `flux alloc`."
-        )
-    if launcher == _JSRUN:
-        return (
-            "jsrun starts ranks of IBM Spectrum MPI: load its module and build mpi4py with it, or start the ranks with "
-            f"the mpiexec of {library or 'that MPI'} in the batch script."
-        )
+    if launcher in _CURES:
+        of_others, of_open_mpi, text = _CURES[launcher]
+        return text.format(of_open_mpi if is_open_mpi else of_others, library or "that MPI")
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     mpiexec = beside if os.path.exists(beside) else "mpiexec"
     if is_open_mpi != (launcher == _OPEN_MPI):
@@ -177,49 +167,44 @@ def tell_children() -> None:
     os.environ[_RANK_PROCESS] = str(os.getpid())
 
 
-def is_of_rank(claim: Claim) -> bool:
-    """Return whether a rank, to which the launcher spoke, has started this process, which MPI would take for the rank.
+def refusal_of_child(where: str, claim: Claim) -> LaunchError | None:
+    """Return why a process must not start MPI that a rank, to which the launcher spoke, has started; None for others.
 
-    It aborts there (MPICH), or waits for other such processes (Open MPI).  A single program under srun tells MPI
-    nothing.  A launcher that a rank has started is the parent of its own ranks.
+    MPI would take it for the rank, and aborts there (MPICH) or waits for other such processes (Open MPI).  A single
+    program under srun tells MPI nothing.  A launcher that a rank has started is the parent of its own ranks.
     """
     is_single = claim.tasks == 1 and claim.variables[0].startswith("SLURM_")
     if is_single or is_on(os.environ.get(ALONE, "")):
-        return False
-    return _is_of_multiprocessing() or os.environ.get(_RANK_PROCESS) == str(os.getppid())
-
-
-def _is_of_multiprocessing() -> bool:
-    """Return whether multiprocessing has started this process.
-
-    It is so where the methods 'spawn' and 'forkserver' import the program's module, and after that.
-    """
-    main = sys.modules.get("__mp_main__")  # in other processes it is another name of __main__
-    return (main is not None and main.__name__ == "__mp_main__") or any(
-        "from multiprocessing." in each for each in sys.orig_argv
-    )
-
-
-def refusal_of_child(where: str, claim: Claim) -> LaunchError:
-    """Return what is raised in a process that a rank has started."""
-    if _is_of_multiprocessing():
+        return None
+    main = sys.modules.get("__mp_main__")  # where multiprocessing imports the program; elsewhere a name of __main__
+    if (main is not None and main.__name__ == "__mp_main__") or any(
+        "from multiprocessing." in w for w in sys.orig_argv
+    ):
         found = f"a process that multiprocessing has started in rank {claim.rank} of {claim.tasks}"
         fix = (
             "Such a process imports the program's module: put what only the ranks shall do, as MirroredStrategy(), "
             'below `if __name__ == "__main__":`. OneDeviceStrategy works in it.'
         )
-    else:
+    elif os.environ.get(_RANK_PROCESS) == str(os.getppid()):
         found = f"a program that rank {claim.rank} of {claim.tasks} has started"
         fix = (
             f"It has the rank's variables ({', '.join(claim.variables)}, ...), and MPI would take it for that rank. "
             "OneDeviceStrategy works in it; or start it with the MPI's mpiexec, without these variables."
         )
+    else:
+        return None
     return LaunchError.at(where, found=found, expected="a strategy in the ranks alone", fix=fix)
 
 
 def no_mpi(where: str, error: BaseException) -> LaunchError:
     """Return what to raise where no MPI library can be loaded: three lines, the same from everywhere."""
-    found = _what_is_missing(error)
+    _, *tried = str(error).splitlines() or [""]  # mpi4py tells one line for each library that it has tried
+    if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
+        found = "no mpi4py"
+    elif tried and all("No such file" in line for line in tried):
+        found = f"no MPI library (there is no {', '.join(line.partition(':')[0] for line in tried)})"
+    else:
+        found = f"no MPI library ({' '.join(' '.join(tried or [str(error)]).split())[:300]})"
     expected = "an MPI that mpi4py can load"
     fix = (
         "Load your cluster's MPI module, or install an MPI into this environment: pip install mpich\n"
@@ -228,14 +213,3 @@ def no_mpi(where: str, error: BaseException) -> LaunchError:
     made = LaunchError.at(where, found=found, expected=expected, fix=fix)
     made.args = (f"{where}: found {found}; expected {expected}.\n{fix}",)
     return made
-
-
-def _what_is_missing(error: BaseException) -> str:
-    """Return in one line why mpi4py finds no MPI; it tells one line for each library that it has tried."""
-    if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
-        return "no mpi4py"
-    _, *tried = str(error).splitlines() or [""]
-    names = [line.partition(":")[0] for line in tried]
-    if tried and all("No such file" in line for line in tried):
-        return f"no MPI library (there is no {', '.join(names)})"
-    return f"no MPI library ({' '.join(' '.join(tried or [str(error)]).split())[:300]})"

@@ -35,19 +35,21 @@ def start(where: str, seconds: float | None = None) -> None:
 
     Raises:
         LaunchError: when a rank has started this process, or the program has kept mpi4py from starting MPI and has not
-            started it.
+            started it; where mpi4py finds no MPI library, of which its error, the context of this one, tells.
         ContextError: after MPI.Finalize().
-        ImportError, RuntimeError: what mpi4py raises where it finds no MPI library.
     """
     if "mpi4py.MPI" not in sys.modules:
         claim = launcher.claim_in(os.environ)
-        if claim is not None and launcher.is_of_rank(claim):
-            raise launcher.refusal_of_child(where, claim)
+        if claim is not None and (refusal := launcher.refusal_of_child(where, claim)) is not None:
+            raise refusal
         limit = timeouts.expected() if seconds is None else seconds
-        if claim is None or claim.tasks < 2 or limit == math.inf:
-            _import()
-        else:
-            _import_in_time(where, claim, limit)
+        try:
+            if claim is None or claim.tasks < 2 or limit == math.inf:
+                _import()
+            else:
+                _import_in_time(where, claim, limit)
+        except (ImportError, RuntimeError) as error:
+            raise launcher.no_mpi(where, error) from None  # its traceback shows mpi4py's search alone
     from mpi4py import MPI
 
     if MPI.Is_finalized():

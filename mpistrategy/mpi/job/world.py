@@ -7,7 +7,6 @@ import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
-from weakref import ref
 
 from mpi4py import MPI
 
@@ -42,11 +41,6 @@ def check(where: str, comm: Any = None) -> None:
         launcher.check_world(MPI.COMM_WORLD.size, library_name(MPI.Get_library_version()), where)
 
 
-def refuse_child(where: str, comm: Any = None) -> None:
-    """Raise ForkedProcessError in a forked child of a rank, where `comm` has several ranks; None means all."""
-    forks.refuse_child(where, lambda: ranks_of(comm).size)
-
-
 def ranks_of(comm: Any) -> MPI.Intracomm:
     """Return `comm`, or COMM_WORLD for None; raise OptionTypeError for anything else than an intracommunicator."""
     if comm is None:
@@ -62,38 +56,20 @@ def ranks_of(comm: Any) -> MPI.Intracomm:
     )
 
 
-def rank_in_job() -> int:
-    """Return this rank's number among all ranks of the job."""
-    return int(MPI.COMM_WORLD.rank)
-
-
-# No WeakSet: see `mpistrategy.mpi.contract.forks`.
-_guards: list[ref[Guard]] = []
-
-
 def close_at_finalize(guard: Guard) -> None:
-    """Let `guard` take no more calls from `MPI.Finalize` on; one of a single rank, too."""
-    _guards[:] = [known for known in _guards if known() is not None] + [ref(guard)]
+    """Let `guard` take no more calls from `MPI.Finalize` on."""
+    forks.remember(guard)
     _look_for_finalize()
 
 
 @functools.cache
 def _look_for_finalize() -> None:
-    """Let strategies take no more calls from `MPI.Finalize` on, which first deletes the attributes of COMM_SELF."""
+    """Close the guards at `MPI.Finalize`, which first deletes the attributes of COMM_SELF."""
     MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_close_all), True)
 
 
 def _close_all(comm: MPI.Comm, keyval: int, attribute: Any) -> None:
-    for known in _guards:
-        if (guard := known()) is not None:
-            guard.close(forks.after_finalize)
-
-
-def watch(guard: Guard, free: Any) -> None:
-    """Make the end of this rank end the job; say goodbye to the peers of `guard` first."""
-    world = MPI.COMM_WORLD
-    if world.size > 1:
-        abort.watch(guard, free, world.rank, world.size, world.Abort, MPI.Is_finalized)
+    forks.close_all(forks.after_finalize)
 
 
 def watch_waiting(
@@ -115,7 +91,8 @@ def watch_waiting(
     if not memory.is_shared:
         node_of = range(comm.size)
     directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] " if comm.rank == 0 else "")
-    _watch(comm, guard, memory, (node_of[comm.rank], max(node_of) + 1), directory, _identity(path))
+    identity = 1 + zlib.crc32(encoded(path)) if path else 0
+    _watch(comm, guard, memory, (node_of[comm.rank], max(node_of) + 1), directory, identity)
 
 
 def _watch(
@@ -135,11 +112,13 @@ def _watch(
     watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(group)
 
 
-def watch_program() -> None:
-    """Make the end of this rank end the job, from now on and with or without a strategy; no rank waits for another."""
-    world = MPI.COMM_WORLD
-    if world.size > 1:
-        abort.watch_program(world.rank, world.size, world.Abort, MPI.Is_finalized)
+def watch_program() -> int:
+    """Make the end of this rank end the job, from now on and with or without a strategy; return its number in the job.
+
+    No rank waits for another.
+    """
+    abort.watch(Guard())
+    return int(MPI.COMM_WORLD.rank)
 
 
 @contextmanager
@@ -149,12 +128,16 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     Args:
         where: the public name of what makes it.
         comm: the ranks; None for all.
+
+    Raises:
+        ForkedProcessError: in a forked child of a rank.
     """
     ranks = ranks_of(comm)
+    forks.refuse_child(where, ranks.size)
     guard = Guard(None, ranks.rank, ranks.size)
     # From here on this rank's end is that of the job: the others wait for it, and this guard of one rank tells nobody.
     watched = Guard()
-    watch(watched, lambda: None)
+    abort.watch(watched)
     try:
         with _meeting(ranks, guard, where) if ranks.size > 1 and MPI.COMM_WORLD.size > 1 else nullcontext():
             yield
@@ -180,7 +163,3 @@ def _meeting(ranks: MPI.Intracomm, guard: Guard, where: str) -> Iterator[None]:
             yield
     finally:
         watchdog.forget(guard)
-
-
-def _identity(text: str) -> int:
-    return 1 + zlib.crc32(encoded(text)) if text else 0

@@ -6,6 +6,7 @@ nothing is pickled.
 
 from __future__ import annotations
 
+import json
 import platform
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -26,7 +27,7 @@ from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
 from mpistrategy.mpi.interface import buffers
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.job import abort, world
-from mpistrategy.mpi.job.introductions import Introduction, introductions
+from mpistrategy.mpi.job.introductions import Introduction, introductions, python_version, version
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
 from mpistrategy.mpi.shared_memory import setup
@@ -43,6 +44,7 @@ from mpistrategy.mpi.shared_memory.spin_wait import SpinWait, cores
 from mpistrategy.mpi.tuning.files import agreed, library_name
 from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
 from mpistrategy.mpi.watchdog import status_board, watchdog
+from mpistrategy.mpi.watchdog.run_directory import new_path
 
 #: The tag of an exchange of uneven parts.
 _EXCHANGE_TAG = 2**10
@@ -111,8 +113,9 @@ class MpiRanks(Ranks):
         leaders = np.array([self.rank])
         self._inside.Bcast(leaders, 0)
         leader = int(leaders[0])
-        me = Introduction.of_this_rank(self.rank, leader, sorted(cores()))
-        ranks = introductions(self.allgather_text(me.text()))
+        directory = new_path() if self.rank == 0 else ""
+        me = Introduction(version(), python_version(), leader, sorted(cores()), directory)
+        ranks = introductions(self.allgather_text(json.dumps(me._asdict())))
         numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
         self._place([numbers[each.leader] for each in ranks])
         self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
@@ -136,7 +139,7 @@ class MpiRanks(Ranks):
         self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
         self._is_free = False
         world.close_at_finalize(self.guard)
-        world.watch(self.guard, self.free)
+        abort.watch(self.guard, self.free)
         if self.size > 1:
             world.watch_waiting(self._comm, self.guard, memory, self.node_of, ranks[0].directory)
 

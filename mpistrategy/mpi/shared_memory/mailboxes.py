@@ -126,14 +126,9 @@ class Mailboxes(ControlChannel):
             self.fence()
         return all(peer[1] == self._digest for peer in peers)
 
-    def allgather_text(
-        self,
-        text: str,
-        look: Callable[[], object] | None = None,
-        interruptions: list[BaseException] | None = None,
-    ) -> list[str]:
+    def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         assert self._control is not None
-        return self._control.allgather_text(text, look, interruptions)
+        return self._control.allgather_text(text, look)
 
 
 def _rows(segments: Sequence[Array], start: int, nbytes: int) -> Array | None:

@@ -28,6 +28,8 @@ from mpistrategy.mpi.watchdog.status_board import ANSWERED, CALLED, RankStatus
 STATUS = 124
 #: How long the watchdog waits for the ranks of its node, and for the other nodes.
 _NODE_SECONDS, _NODES_SECONDS = 3.0, 7.0
+#: How long the rank that speaks for its node may take: it waits for the other nodes, reads and writes two files.
+_SPEAKING_SECONDS = _NODES_SECONDS + 3 * FILE_SECONDS
 #: How long ending the job by MPI may take.
 _END_SECONDS = 1.0
 _LOOK_SECONDS = 0.02
@@ -70,11 +72,9 @@ def end_for(group: Group, failure: Failure, title: str, end: Callable[[int], obj
 
 
 def _end_job(status: int, end: Callable[[int], object] | None) -> NoReturn:
-    try:
-        if end is not None:
-            in_time(lambda: end(status), None, _END_SECONDS)
-    finally:
-        os._exit(status)
+    if end is not None:
+        in_time(lambda: end(status), None, _END_SECONDS)
+    os._exit(status)
 
 
 def contain(group: Group, title: str) -> None:
@@ -99,27 +99,20 @@ def _call_the_roll(groups: Sequence[Group], title: str) -> list[RankStatus]:
     """Answer, and on one rank print the roll call; return the statuses of other nodes, as far as this rank knows."""
     began, others = time.monotonic(), list[RankStatus]()
     widest = max(groups, key=lambda group: len(group.ranks))
-    board, directory = widest.board, widest.directory
-    is_first = not any(any(group.board.all("alarmed")) for group in groups)
-    for group in groups:
-        group.board.put("alarmed", True)
-    # Of all nodes the first one that says so calls the roll.
-    if is_first and (widest.nodes == 1 or in_time(lambda: directory.claim(ROLL_CALL), True)):
-        board.put("caller", True)
     guards = [group.guard for group in groups]
     record = f"{local_process.now_doing(guards)}\n\n{local_process.stacks()}\n{local_process.record(guards)}"
     for group in groups:
         group.board.write_record(record)
         group.board.put("state", ANSWERED)
     widest.end()
-    _until(lambda: min(board.all("state")) >= ANSWERED, began + _NODE_SECONDS)
-    states = board.all("state")
-    if max(states) < CALLED and next(local for local, state in enumerate(states) if state) == board.local_rank:
-        others = _speak(widest, began, title)
+    _until(lambda: min(widest.board.all("state")) >= ANSWERED, began + _NODE_SECONDS)
+    states = widest.board.all("state")
+    if max(states) < CALLED and next(local for local, state in enumerate(states) if state) == widest.board.local_rank:
+        others = _speak(widest, title)
         for group in groups:
             group.board.put("state", CALLED)
     else:
-        _until(lambda: max(board.all("state")) >= CALLED, began + _NODES_SECONDS + 2 * FILE_SECONDS)
+        _until(lambda: max(widest.board.all("state")) >= CALLED, began + _NODE_SECONDS + _SPEAKING_SECONDS)
     _say(title, reports.failed_tests())
     _forward()
     return others
@@ -144,14 +137,15 @@ def _on_this_node(widest: Group) -> list[RankStatus]:
     return found
 
 
-def _speak(widest: Group, began: float, title: str) -> list[RankStatus]:
+def _speak(widest: Group, title: str) -> list[RankStatus]:
     """Print the roll call, or tell the node that prints it about this one; return the statuses of other nodes."""
-    directory, here, others = widest.directory, _on_this_node(widest), list[RankStatus]()
+    began, directory, here, others = time.monotonic(), widest.directory, _on_this_node(widest), list[RankStatus]()
     for each in here:
         if each.silent and each.signal:  # print your stacks: this needs no Python in that process
             with suppress(OSError):
                 os.kill(each.process, each.signal)
-    if max(widest.board.all("caller")):
+    # The first one that says so calls the roll; the name raises the alarm on other nodes.
+    if in_time(lambda: directory.claim(ROLL_CALL), True):
         if widest.nodes > 1:
             end = began + _NODES_SECONDS
             in_time(lambda: _hear_others(widest, others, end), None, _NODES_SECONDS + FILE_SECONDS)
@@ -166,7 +160,7 @@ def _speak(widest: Group, began: float, title: str) -> list[RankStatus]:
         _forward()
     else:
         _write(widest, RollCall(here, widest.ranks), here, "", title)
-        end = began + _NODES_SECONDS + 2 * FILE_SECONDS + _NODE_SECONDS
+        end = began + _SPEAKING_SECONDS
         _until(lambda: bool(in_time(lambda: directory.read(ROLL_CALL), "")), end, _LONGEST_LOOK_SECONDS)
         if time.monotonic() >= end:
             _say(title, f"a collective is late, and the roll was not called; what is known: {directory.path}/")
@@ -179,7 +173,7 @@ def _write(widest: Group, called: RollCall, here: Sequence[RankStatus], text: st
     known = {"ranks": as_data(called.statuses), "unknown": called.unknown, "missing": called.missing}
     told = json.dumps({"text": text, "node": widest.node, **known, "records": records}, indent=1)
     is_written = in_time(lambda: widest.directory.write(f"error-{widest.node}.json", told), False)
-    for rank, lines in {} if is_written else records.items():
+    for rank, lines in records.items() if not is_written else ():
         _say(f"{title}record of rank {rank}: ", "\n".join(lines))
     return is_written
 

@@ -8,8 +8,9 @@ into memory of the host, where any thread can read them.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, in_words
@@ -25,26 +26,55 @@ _TO_HOST = 2  # cudaMemcpyKind
 
 #: Puts the writing of a number on a stream: ``write(stream, address, number)``.
 _Write: TypeAlias = Callable[[int, int, int], None]
-_Writer: TypeAlias = Callable[[int, int], "_Write | None"]
+
+
+def stream_writer(stream: int, address: int) -> _Write | None:
+    """Return what puts the writing of a number of 32 bits to pinned memory on a stream: the least work for a GPU.
+
+    Args:
+        stream, address: a stream and pinned memory, to try it with: a 0 is written there.
+
+    Returns:
+        None where the driver does not offer it, or not for this memory.
+    """
+    try:
+        call = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+
+    def write(stream: int, address: int, number: int) -> None:
+        code = call(stream, address, number, 0)
+        if code:
+            raise RuntimeError(f"cuStreamWriteValue32: error {code} of the CUDA driver")
+
+    return None if call(stream, address, 0, 0) else write
+
+
+def _copy_of(cupy: Any) -> _Write:
+    """Return what copies one of the numbers, which are in GPU memory, to the host."""
+    numbers, copy = cupy.arange(_RING, dtype="int64"), cupy.cuda.runtime.memcpyAsync
+
+    def write(stream: int, address: int, number: int) -> None:
+        copy(address, numbers.data.ptr + number * _NUMBER_BYTES, _NUMBER_BYTES, _TO_HOST, stream)
+
+    return write
 
 
 class GpuProgress:
     """The collectives on this rank's GPU.
 
-    The thread that makes collectives makes it; the watchdog calls `look`, and reads what that has found.
+    The thread that makes collectives makes it; the watchdog calls `look`, `waited`, `limit` and `in_words`.
 
     Args:
         cupy: the package; the device must be the current one.
         check: raises when the communication library has failed; calls nothing of CUDA, and never waits.
-        writer: returns for a stream and an address of pinned memory what puts the writing of a number to such memory
-            on a stream: ``write(stream, address, number)``; or None where the number must be copied there.
 
     Attributes:
-        entry: the collective whose result is missing, as of the last look; None without one.
-        failure: why the library says that its result will never come; "" if it does not.
+        failure: why the library says that the result that is missing will never come; "" if it does not.
     """
 
-    def __init__(self, cupy: Any, check: Any, writer: _Writer = lambda stream, address: None) -> None:
+    def __init__(self, cupy: Any, check: Callable[[], None]) -> None:
         from cupyx import empty_pinned
 
         self._cupy = cupy
@@ -52,25 +82,24 @@ class GpuProgress:
         self._reached = empty_pinned((2,), "int64")
         self._reached[:] = 0
         stream = cupy.cuda.get_current_stream()
-        self._write = writer(stream.ptr, self._reached.ctypes.data)
-        self._numbers = cupy.arange(_RING, dtype="int64")
+        self._address = self._reached.ctypes.data
+        self._write = stream_writer(stream.ptr, self._address) or _copy_of(cupy)
         self._given = 0
+        #: The entry of each in the flight record, and its timeout, by number.
         self._entries: list[tuple[CurrentCall | None, float | None]] = [(None, None)] * _RING
         self._last = cupy.cuda.Event(disable_timing=True)
         self._last.record(stream)
         self._last.synchronize()  # other streams read the numbers, too
         self._stream = stream.ptr
-        self.entry: CurrentCall | None = None
-        self.failure = ""
-        #: The numbers that the GPU had written when the watchdog saw new ones, since when, and the collective's limit.
-        self._seen = (0, 0)
-        self._since = math.inf
-        self._limit: float | None = None
+        #: What the watchdog saw last: the oldest collective that is not over, whether the GPU is at it, since when.
+        self._seen: tuple[int, bool, float] | None = None
+        self.failure: str = ""
 
     @property
     def is_full(self) -> bool:
-        """Whether `begin` has to wait until a collective is over."""
-        return self._under_way() >= MOST
+        """Whether `collective` has to wait until one is over."""
+        ended = int(self._reached[_ENDED])  # read first: what is given may only become more meanwhile
+        return (self._given - ended) % _RING >= MOST
 
     @property
     def is_over(self) -> bool:
@@ -83,8 +112,9 @@ class GpuProgress:
         ended = int(self._reached[_ENDED])
         return int(self._reached[_BEGUN]) != ended
 
-    def begin(self, entry: CurrentCall | None, limit: float | None = None) -> None:
-        """Note that the next thing on the current stream is a collective.
+    @contextmanager
+    def collective(self, entry: CurrentCall | None, limit: float | None = None) -> Iterator[int]:
+        """Note that what the block puts on the current stream, which it gets, is a collective.
 
         Args:
             entry: its entry in the flight record.
@@ -96,57 +126,48 @@ class GpuProgress:
             self._stream = stream.ptr
         self._given = (self._given + 1) % _RING
         self._entries[self._given] = entry, limit
-        self._note(_BEGUN, stream)
-
-    def given(self) -> None:
-        """Note that the collective that was begun is on the stream."""
-        stream = self._cupy.cuda.get_current_stream()
-        self._note(_ENDED, stream)
+        self._write(stream.ptr, self._address, self._given)
+        yield stream.ptr
+        self._write(stream.ptr, self._address + _NUMBER_BYTES, self._given)
         self._last.record(stream)
-
-    def _note(self, which: int, stream: Any) -> None:
-        address = self._reached.ctypes.data + which * _NUMBER_BYTES
-        if self._write is not None:
-            self._write(stream.ptr, address, self._given)
-        else:
-            number = self._numbers.data.ptr + self._given * _NUMBER_BYTES
-            self._cupy.cuda.runtime.memcpyAsync(address, number, _NUMBER_BYTES, _TO_HOST, stream.ptr)
-
-    def _under_way(self) -> int:
-        ended = int(self._reached[_ENDED])  # read first: what is given may only become more meanwhile
-        return (self._given - ended) % _RING
 
     def look(self, now: float) -> None:
         """Look how far the GPU has come; for the watchdog."""
         ended = int(self._reached[_ENDED])
         begun, given = int(self._reached[_BEGUN]), self._given
         if ended == given:
-            self.entry, self._since, self.failure = None, math.inf, ""
+            self._seen, self.failure = None, ""
             return
-        if (begun, ended) != self._seen or self._since == math.inf:
-            self._seen, self._since = (begun, ended), now
-        self.entry, self._limit = self._entries[(ended + 1) % _RING]
+        at = (ended + 1) % _RING, begun != ended
+        if self._seen is None or self._seen[:2] != at:
+            self._seen = *at, now
         try:
             self._check()
         except Exception as error:  # of the library's own type
             self.failure = str(error)
 
+    @property
+    def entry(self) -> CurrentCall | None:
+        """The collective whose result is missing, as of the last look; None without one."""
+        return None if self._seen is None else self._entries[self._seen[0]][0]
+
     def waited(self, now: float, not_before: float) -> float:
         """Return how long the GPU has been in the oldest collective; 0 before it has come to it."""
-        begun, ended = self._seen
-        return 0.0 if begun == ended else max(0.0, now - max(self._since, not_before))
+        if self._seen is None or not self._seen[1]:
+            return 0.0
+        return max(0.0, now - max(self._seen[2], not_before))
 
     def limit(self, usual: float) -> float:
         """Return how long the oldest collective may take, in seconds."""
-        return usual if self._since == math.inf or self._limit is None else self._limit
+        seconds = None if self._seen is None else self._entries[self._seen[0]][1]
+        return usual if seconds is None else seconds
 
     def in_words(self, now: float) -> str:
         """Return where the GPU is; "" when no result is missing."""
-        if self._since == math.inf:
+        if self._seen is None:
             return ""
         what = "a collective" if self.entry is None else in_words(self.entry)
-        begun, ended = self._seen
-        if begun == ended:
+        if not self._seen[1]:
             return f"on its way: its GPU is still at what comes before {what}"
         failed = f"{FAILED}{self.failure}" if self.failure else ""
-        return f"in {what} on its GPU for {now - self._since:.1f} s{failed}"
+        return f"in {what} on its GPU for {now - self._seen[2]:.1f} s{failed}"

@@ -69,7 +69,7 @@ class Group:
         self._busy, self._told_until = "", time.monotonic()
         #: Until when another node was known to be busy.
         self._elsewhere = 0.0
-        self._told_left = False
+        self._told_left = self._hears_alarm = False
         #: Since when a rank is known to take no more calls.
         self._left_since = math.inf
 
@@ -101,6 +101,10 @@ class Group:
             return True
         own_gpu = now - max(self.guard.own_gpu_since, not_before)
         return self.host_waited(now, not_before) > self.limit or own_gpu > _OWN_GPU * self.limit
+
+    def is_alarmed(self) -> bool:
+        """Return whether this rank knows of a rank that has found a collective late."""
+        return self._hears_alarm or any(self.board.all("state"))
 
     def is_excused(self, now: float, limit: float) -> bool:
         """Return whether some rank said that it would be busy, and that time and the limit are not over.
@@ -156,9 +160,9 @@ class Group:
     def hear_and_tell(self, now: float) -> None:
         """Do `look_at_nodes` at once."""
         names = self.directory.names()
-        for name, field in ((ROLL_CALL, "alarmed"), (LEFT, "left")):
-            if name in names:
-                self.board.put(field, True)
+        self._hears_alarm |= ROLL_CALL in names
+        if LEFT in names:
+            self.board.put("left", True)
         # One that says so no more was busy until now.
         self._elsewhere = self._busy_elsewhere(names, now) or min(self._elsewhere, now)
         self.board.put("elsewhere", self._elsewhere)

@@ -41,9 +41,7 @@ ROW = np.dtype(
         ("expected", _SECONDS),  # until when this rank is busy, as it said
         ("elsewhere", _SECONDS),  # until when another node is busy
         ("left", _NUMBER),  # whether some rank takes no more calls
-        ("alarmed", _NUMBER),  # whether a collective is late
-        ("caller", _NUMBER),  # whether this node calls the roll
-        ("state", _NUMBER),  # 0, ANSWERED or CALLED
+        ("state", _NUMBER),  # 0, ANSWERED or CALLED: an alarm for the other ranks
         ("before", _NUMBER, LENGTH),  # see `FlightRecord`, as for `entered` and `after`
         ("entered", _SECONDS, LENGTH),
         ("after", _NUMBER, LENGTH),

@@ -136,13 +136,13 @@ class Watchdog:
                 continue
             if in_vain > 0:
                 group.guard.stop_waiting(group.failure().as_error())
-            elif any(group.board.all("alarmed")) or self._is_late(now, [group]):
+            elif group.is_alarmed() or self._is_late(now, [group]):
                 if group.told is None:
                     self._show(groups)
                     alarm.contain(group, self.title)
                 else:  # this rank comes late to the call whose roll was called
                     group.guard.stop_waiting(group.told)
-        if any(any(group.board.all("alarmed")) for group in ending) or self._is_late(now, ending):
+        if any(group.is_alarmed() for group in ending) or self._is_late(now, ending):
             self._show(groups)
             alarm.answer(ending, self.title, self._end)
         self._remind(now, groups)

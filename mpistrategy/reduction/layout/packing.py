@@ -5,7 +5,6 @@ A pack is summed in one call, and the results are views of it: fresh memory that
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,7 +14,6 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, wire_dtype
-from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.options import ReduceOp
 
 #: What bytes_per_pack=0 stands for.
@@ -80,19 +78,6 @@ class Pack:
             (m.index, buffer[m.start : m.stop] if len(m.shape) == 1 else buffer[m.start : m.stop].reshape(m.shape))
             for m in self.members
         ]
-
-
-def checked_num_packs(num_packs: Any, where: str) -> Any:
-    """Return a number of packs that somebody asked for.
-
-    Raises:
-        OptionError, OptionTypeError: unless it is a finite number from 0 on.
-    """
-    if isinstance(num_packs, bool) or not isinstance(num_packs, (int, float)):
-        raise OptionTypeError.at(where, found=f"num_packs={num_packs!r}", expected="an int >= 0")
-    if not 0 <= num_packs < math.inf:
-        raise OptionError.at(where, found=f"num_packs={num_packs!r}", expected="an int >= 0")
-    return num_packs
 
 
 def layouts_of(arrays: Sequence[Any]) -> tuple[Layout, ...]:

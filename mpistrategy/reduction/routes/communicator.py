@@ -161,4 +161,5 @@ def described(pack: Pack, name: str, copies: Copies, wire: Wire = None) -> Descr
     """
     stays = name == "node_sum" and pack.nbytes >= node_results.LEAST_BYTES
     way, more = _WAYS["node_results" if stays else name]
-    return Description(pack, way if wire is None else f"{way}, as {wire.name} between them", copies + more)
+    way = way if wire is None else f"{way}, as {wire.name} between them"
+    return Description(pack, way, copies or more if name in ("root", "none") else copies + more)

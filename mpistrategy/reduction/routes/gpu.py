@@ -10,13 +10,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for, is_cupy, is_of_cuda_malloc
-from mpistrategy.mpi.gpu.transports.setup import device_path
+from mpistrategy.arrays.gpu import (
+    DeviceArray,
+    check_no_capture,
+    cupy_for,
+)
+from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
@@ -57,8 +61,8 @@ class _Bucket:
         memory: of the pack's dtype: new and flat, or the result that the caller has given.
         is_given: whether it is the latter.
         waiting: the array that is copied there when it is sent: until then it holds the result before.
-        wide: what travels in its place, in another dtype; None where it travels itself.
-        quotient: memory for a mean of integers; None for what is divided where it is.
+        sent: what travels: the memory, or numbers in another dtype in its place; flat.
+        result: the memory, or that of a mean of integers.
         spare: memory that a path may need beside.
     """
 
@@ -66,13 +70,12 @@ class _Bucket:
     memory: DeviceArray
     is_given: bool
     waiting: DeviceArray | None
-    wide: DeviceArray | None = None
-    quotient: DeviceArray | None = None
+    sent: DeviceArray
+    result: DeviceArray
     spare: DeviceArray | None = None
 
 
-@dataclass(frozen=True)
-class GpuOperation:
+class GpuOperation(NamedTuple):
     """An operation of a path.
 
     Attributes:
@@ -83,29 +86,12 @@ class GpuOperation:
     root: int | None = None
     sends: bool = False
 
-    def run(
-        self,
-        path: DevicePath,
-        ranks: Ranks,
-        buffer: DeviceArray,
-        op: str,
-        wire: str | None,
-        room: DeviceArray | None,
-    ) -> None:
-        """Combine a buffer, on agreed ranks; `wire` and `room` are those of `DevicePath.allreduce`."""
-        if self.root is None:
-            path.allreduce(ranks, buffer, op, wire, room)
-            return
-        path.reduce(ranks, buffer, self.root, op)
-        if self.sends:
-            path.bcast(ranks, buffer, self.root)
-
     @property
     def text(self) -> str:
         """What is special about it, for `Strategy.explain`."""
         if self.root is None:
             return ""
-        return f"combined on rank {self.root}{' and sent from there' if self.sends else ''}"
+        return f", combined on rank {self.root}{' and sent from there' if self.sends else ''}"
 
 
 ALL_REDUCE: GpuOperation = GpuOperation()
@@ -138,22 +124,16 @@ class GpuRoute:
         self.packs: tuple[Pack, ...] = packs
         self._operation, self._targets = operation, targets
         self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
-        self._most_bytes = max((pack.size * self._sent_as(pack.dtype).itemsize for pack in packs), default=0)
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
         """Pack: memory may be short, which all ranks hear of when they agree."""
         with arrays[0].device:
-            self.make_room(self._ranks)
+            device_paths(self._ranks).check()
             return self.pack(arrays, targets)
 
     def _sent_as(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Return the dtype in which a pack is combined: integers of a MEAN have 64 bits."""
         return sum_dtype_of_mean(dtype) if self._op is ReduceOp.MEAN and dtype.kind in "iu" else wire_dtype(dtype)
-
-    def make_room(self, ranks: Ranks, word: str = "") -> None:
-        """Take the memory of the path of these ranks, if there is one."""
-        if (known := device_paths(ranks).known.get(word or self._word)) is not None:
-            known.make_room(self._most_bytes)
 
     def pack(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
         """Put together what travels together, on the current stream; `targets` take the place of the route's."""
@@ -165,24 +145,22 @@ class GpuRoute:
 
     def _filled(self, cupy: Any, pack: Pack, arrays: Sequence[DeviceArray], targets: Targets) -> _Bucket:
         take, first = partial(communication_memory, cupy, pack.size), pack.members[0].index
-        dtype = self._sent_as(pack.dtype)
         lone = arrays[first] if len(pack.members) == 1 else None
         given: DeviceArray = None if lone is None or targets is None else targets[first]
+        waiting = None if given is None or given is lone else lone
         memory = take(pack.dtype) if given is None else given
-        bucket = _Bucket(pack, memory, given is not None, None if given is lone else lone)
         if given is None:
             fill(pack, arrays, memory)
-            bucket.waiting = None
+        dtype, sent = self._sent_as(pack.dtype), memory.reshape(-1)
         if dtype != pack.dtype:
-            bucket.wide, bucket.waiting = take(dtype), None
-            source: DeviceArray = memory if given is None else lone
-            bucket.wide[...] = source.reshape(-1)
-        if self._op is ReduceOp.MEAN and pack.dtype.kind in "iu":
-            bucket.quotient = take(mean_dtype(pack.dtype))
+            source, sent = (memory if waiting is None else waiting), take(dtype)
+            sent[...], waiting = source.reshape(-1), None
+        is_whole = self._op is ReduceOp.MEAN and pack.dtype.kind in "iu"
+        result = take(mean_dtype(pack.dtype)) if is_whole else memory
         rounded = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
-        if rounded is not None:
-            bucket.spare = take(rounded)
-        return bucket
+        return _Bucket(
+            pack, memory, given is not None, waiting, sent, result, None if rounded is None else take(rounded)
+        )
 
     def run(self, arrays: Sequence[DeviceArray], memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results, on the current stream."""
@@ -192,29 +170,32 @@ class GpuRoute:
 
     def path(self, ranks: Ranks, word: str = "") -> DevicePath:
         """Return the path of these ranks for a word; the first time they choose it together."""
-        return device_path(ranks, word or self._word, self._most_bytes)
+        return device_path(ranks, word or self._word)
 
     def send(self, ranks: Ranks, path: DevicePath, memory: list[_Bucket]) -> None:
         """Combine what has been packed, on the current stream of its device."""
         # All is sent before the results, which may need memory: a rank that has none left must not miss there.
+        op, (root, sends) = self._op._on_the_wire, self._operation
         for each in memory:
+            sent = each.sent
             if each.waiting is not None:
                 each.memory[...] = each.waiting
-            sent = each.memory.reshape(-1) if each.wide is None else each.wide
             if sent.size:
-                self._operation.run(path, ranks, sent, self._op._on_the_wire, self._wire, each.spare)
+                path.reduce(ranks, sent, op, root, self._wire, each.spare)
+                if sends and root is not None:
+                    path.bcast(ranks, sent, root)
                 divide_by(self._op._divisor(sent.dtype, ranks.size), sent)
-            if each.quotient is not None:
-                np.true_divide(sent, ranks.size, out=each.quotient)
-            elif each.wide is not None:
-                each.memory[...] = each.wide.reshape(each.memory.shape)
+            if each.result is not each.memory:
+                np.true_divide(sent, ranks.size, out=each.result)
+            elif sent.dtype != each.memory.dtype:
+                each.memory[...] = sent.reshape(each.memory.shape)
 
     def results(self, memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results of what has been sent, on the current stream of its device, pack after pack."""
         results: list[Any] = [None] * sum(len(pack.members) for pack in self.packs)
         for each in memory:
             members = each.pack.members
-            views = [each.memory] if each.is_given else _views(members, each.memory, each.quotient)
+            views = [each.memory] if each.is_given else _views(members, each.result)
             for member, view in zip(members, views, strict=True):
                 results[member.index] = view
         return results
@@ -230,35 +211,21 @@ class GpuRoute:
                 copies = (*(copies if target is None else ()), f"into {dtype.name} and back")
             elif target is not None:
                 copies = () if target is arrays[first] else ("all into the result",)
-            found.append(Description(pack, self._way(ranks, pack.dtype), copies))
+            found.append(Description(pack, self._way(ranks), copies))
         return found
 
-    def _way(self, ranks: Ranks, dtype: np.dtype[Any]) -> str:
-        paths, path = device_paths(ranks), device_paths(ranks).known.get(self._word)
-        if path is None:
+    def _way(self, ranks: Ranks) -> str:
+        paths = device_paths(ranks)
+        if self._word not in paths.known:
             return "in GPU memory, on a path that the ranks choose at the first such call"
-        how = _PATHS[path.name] + (f", {self._operation.text}" if self._operation.text else "")
-        why = path.by_host(ranks, self._sent_as(dtype), self._op._on_the_wire, self._wire)
-        if why and path.name != "staged":
-            how = f"{_PATHS['staged']}, since {why}"
-        return f"in GPU memory, {how} ({path.name}: {paths.reasons.get(self._word, '')})"
+        name = paths.known[self._word].name
+        return f"in GPU memory, {_PATHS[name]}{self._operation.text} ({name}: {paths.reasons[self._word]})"
 
 
-def _views(members: Sequence[Member], sums: DeviceArray, quotients: DeviceArray | None) -> list[DeviceArray]:
+def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:
     """Return the results of a pack: views of its bucket, and copies of numbers, which would keep all of a large one."""
-    bucket = sums if quotients is None else quotients
     make, kind, itemsize = type(bucket), bucket.dtype.type, bucket.dtype.itemsize  # CuPy is quicker with a type
     views = [make(each.shape, kind, bucket.data + each.start * itemsize) for each in members]
     if bucket.size <= FEW_ELEMENTS:
         return views
     return [view.copy() if view.size == 1 else view for view in views]
-
-
-def own_result(array: Any, out: Any) -> Any:
-    """Return an array in GPU memory that is its own result, and can be reduced where it is; else None.
-
-    It is contiguous, and in memory of cudaMalloc: an MPI may not take other memory.
-    """
-    same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
-    fits = same and array.flags.c_contiguous and out.flags.c_contiguous
-    return array if fits and is_of_cuda_malloc(array) else None

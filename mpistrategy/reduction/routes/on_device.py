@@ -14,27 +14,26 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import placed_as
-from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, check_no_capture, cupy_for
-from mpistrategy.mpi.gpu.transports.setup import any_path, make_room_on_known
-from mpistrategy.mpi.interface.gpu_transport import communication_memory
+from mpistrategy.mpi.gpu.transports.choice import any_path
+from mpistrategy.mpi.interface.gpu_transport import communication_memory, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.segments import aligned
 
 _WHAT = "arrays in GPU memory"
-#: So much of an array on the host is sent to the GPUs at a time.
+#: So much of an array is sent to the GPUs at a time.
 _PIECE_BYTES = 32 * 2**20
 
 
 def prepare(communicator: Ranks, arrays: Sequence[DeviceArray], where: str) -> None:
-    """Take the memory that the path needs for these arrays.
+    """Raise where the ranks cannot send these arrays.
 
     Raises:
         UnsupportedError: while the current stream is captured.
     """
     check_no_capture(cupy_for(_WHAT), where)
     with arrays[0].device:
-        make_room_on_known(communicator, max(array.nbytes for array in arrays))
+        device_paths(communicator).check()
 
 
 def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray]]:
@@ -57,46 +56,32 @@ def bcast(communicator: Ranks, array: DeviceArray, root: int) -> None:
     """Write rank `root`'s array, which is contiguous and in memory that every path takes, into everybody's."""
     if array.size:
         with array.device:
-            any_path(communicator, array.nbytes).bcast(communicator, array.reshape(-1), root)
+            any_path(communicator).bcast(communicator, array.reshape(-1), root)
 
 
-def write_that_of_rank_0(communicator: Ranks, array: Any, target: DeviceArray) -> None:
-    """Write rank 0's array, on the host or a GPU, into every rank's `target`, in whatever memory that is.
-
-    If a rank has no memory for it, all ranks raise.
-    """
-
-    def filled() -> DeviceArray:
-        make_room_on_known(communicator, target.nbytes)
-        memory = communication_memory(cupy_for(_WHAT), target.size, target.dtype)
-        if communicator.rank == 0:
-            memory.reshape(target.shape)[...] = placed_as(array, target)
-        return memory
-
-    with target.device:
-        memory = communicator.guard.on_all(filled)
-        bcast(communicator, memory, 0)
-        target[...] = memory.reshape(target.shape)
-
-
-def write_from_host_of(communicator: Ranks, root: int, array: Array | None, target: DeviceArray) -> None:
-    """Write rank `root`'s array on the host into every rank's `target`, which is flat, in whatever memory, in pieces.
+def write_that_of(communicator: Ranks, root: int, array: Any, target: DeviceArray) -> None:
+    """Write rank `root`'s array into every rank's `target`, in pieces.  If a rank has no memory for that, all raise.
 
     Args:
         communicator: the ranks.
         root: the rank that has the array.
-        array: flat, of the dtype and size of `target`; None on the other ranks.
-        target: where it goes.
+        array: on the host or a GPU, as large as `target`; what the other ranks have is not looked at.
+        target: where it goes: contiguous, in whatever memory.
     """
+    step = min(max(1, _PIECE_BYTES // target.itemsize), target.size)
+
+    def room_for_pieces() -> DeviceArray:
+        device_paths(communicator).check()
+        return communication_memory(cupy_for(_WHAT), step, target.dtype)
+
     with target.device:
-        step = max(1, _PIECE_BYTES // target.itemsize)
-        room = communication_memory(cupy_for(_WHAT), min(step, target.size), target.dtype)
-        for start in range(0, target.size, step):
+        room, there = communicator.guard.on_all(room_for_pieces), target.reshape(-1)
+        for start in range(0, target.size, max(1, step)):
             piece = room[: min(step, target.size - start)]
-            if array is not None:
-                piece.set(np.ascontiguousarray(array[start : start + piece.size], target.dtype))
+            if communicator.rank == root:
+                piece[...] = placed_as(array.reshape(-1)[start : start + piece.size], piece)
             bcast(communicator, piece, root)
-            target[start : start + piece.size] = piece
+            there[start : start + piece.size] = piece
 
 
 def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) -> tuple[DeviceArray, DeviceArray]:
@@ -109,7 +94,7 @@ def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) 
         together = communication_memory(cupy_for(_WHAT), sum(rows) * width, block.dtype)
         mine = together[sum(rows[: communicator.rank]) * width :][: block.size]
         mine[...] = block.reshape(-1)
-        make_room_on_known(communicator, together.nbytes)
+        device_paths(communicator).check()
         return mine, together.reshape((sum(rows), *block.shape[1:]))
 
 
@@ -117,5 +102,5 @@ def gather_rows(communicator: Ranks, mine: DeviceArray, counts: Sequence[int], t
     """Fill the memory of `room_for_rows`; ``counts[r]`` elements are of rank r."""
     if together.size:
         with together.device:
-            path = any_path(communicator, together.nbytes)
+            path = any_path(communicator)
             path.allgather(communicator, mine, counts, together.reshape(-1))

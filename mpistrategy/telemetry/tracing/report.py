@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 from mpistrategy.objects.shown import ranks_in_words
-from mpistrategy.telemetry.tracing.chrome import title
-from mpistrategy.telemetry.tracing.recordings import MOST_DAMAGED, Interval, Recording
 from mpistrategy.telemetry.tracing.timeline import Timeline
 
 _MOST_PLACES = 3
@@ -15,12 +14,10 @@ _MOST_PLACES = 3
 
 def report(timeline: Timeline) -> Iterator[str]:
     """Yield the lines."""
-    recordings = timeline.recordings
-    first = recordings[0].header
-    nodes = len({each.header["host"] for each in recordings})
-    ranks, count = timeline.ranks, len(timeline.intervals)
-    on = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {nodes} node{'s' * (nodes > 1)}"
-    yield f"{first['program']}, {on}, {timeline.seconds:.3f} s, {count} events, begun {first['begun']}"
+    first = timeline.recordings[0].header
+    nodes, ranks = len({each.header["host"] for each in timeline.recordings}), len(timeline.ranks)
+    on = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
+    yield f"{first['program']}, {on}, {timeline.seconds:.3f} s, {len(timeline.events)} events, begun {first['begun']}"
     yield from _what_is_missing(timeline)
     yield from _clocks(timeline)
     yield from _table(timeline)
@@ -28,101 +25,76 @@ def report(timeline: Timeline) -> Iterator[str]:
     yield from _never_left(timeline)
 
 
-def _never_left(timeline: Timeline) -> Iterator[str]:
-    """Yield what each rank was in at the end: its collective, or else its step or span."""
-    open_ones = [each for each in timeline.intervals if each.is_open]
-    for rank in timeline.ranks:
-        mine = [each for each in open_ones if each.rank == rank]
-        calls = [each for each in mine if each.kind == "call"]
-        for each in calls or mine[-1:]:
-            text = title(each).removesuffix(" (not left)")
-            number = f"#{each.number} " if each.kind == "call" and each.number else ""
-            ago = (timeline.seconds * 1e9 - each.start) / 1e9
-            when = f"entered {ago:.3f} s before the end of the trace{'' if calls else ', in no collective'}"
-            yield f"rank {rank} never left {number}{text}{_at(each)}, {when}"
-
-
 def _what_is_missing(timeline: Timeline) -> Iterator[str]:
-    recordings = timeline.recordings
-    size = max(int(each.header["size"]) for each in recordings)
-    absent = sorted(set(range(size)) - set(timeline.ranks))
-    if absent:
+    recordings, others = timeline.recordings, timeline.other_files
+    size = max(each.header["size"] for each in recordings)
+    if absent := set(range(size)) - set(timeline.ranks):
         yield f"no recording of {ranks_in_words(absent)} of {size}"
-    cut = sorted({each.rank for each in recordings if not each.is_whole})
-    if cut:
+    if cut := {each.header["rank"] for each in recordings if not each.is_whole}:
         yield f"not ended in order (killed, or still running): {ranks_in_words(cut)}"
-    lost = sum(each.lost for each in recordings)
-    if lost:
+    if lost := sum(each.lost for each in recordings):
         yield f"{lost} events were lost: they came faster than they could be written"
-    damaged = [each for each in recordings if each.damaged]
-    if damaged:
-        more = " or more" if any(each.damaged >= MOST_DAMAGED for each in damaged) else ""
+    if damaged := [each for each in recordings if each.damaged]:
         count = sum(each.damaged for each in damaged)
-        yield f"{count}{more} lines could not be read, in {damaged[0].path} and the like"
-    if timeline.other_files:
-        files = f"{timeline.other_files} file{'s' * (timeline.other_files > 1)}"
-        yield f"left out: {files} of other runs in the same folder"
+        yield f"{count} lines could not be read, in {damaged[0].path} and the like"
+    if others:
+        yield f"left out: {others} file{'s' * (others > 1)} of other runs in the same folder"
 
 
 def _clocks(timeline: Timeline) -> Iterator[str]:
-    by_clock: dict[str, Recording] = {}
-    for each in timeline.recordings:
-        by_clock.setdefault(each.clock, each)
-    reference, *others = by_clock.values()
-    for each in others:
-        clock = timeline.clocks[each.clock]
-        where = f"clock of {each.header['host']} (rank {each.rank})"
-        drift = f", drifting by {-clock.drift * 1e6:+.3g} us a second" if clock.drift else ""
-        ahead = f"{-clock.offset / 1e9:+.6f} s against {reference.header['host']} (rank {reference.rank})"
+    reference, *headers = [each.header for each in timeline.recordings]
+    first_of = {each["clock"]: each for each in reversed(headers) if each["clock"] != reference["clock"]}
+    for each in sorted(first_of.values(), key=lambda each: int(each["rank"])):
+        clock = timeline.clocks[each["clock"]]
+        ahead = f"{-clock.offset / 1e6:+.6f} s against {reference['host']} (rank {reference['rank']})"
+        told = f"known to {clock.uncertainty:.3g} us from {clock.meetings} collectives"
         if not clock.meetings:
-            yield f"{where}: {ahead} by their wall clocks, which may differ: the ranks have no collective in common"
+            told = "by their wall clocks, which may differ: the ranks have no collective in common"
         elif clock.uncertainty < 0:
-            yield f"{where}: {ahead}{drift}; it did not go evenly: intervals may be {_us(-clock.uncertainty)} apart"
-        else:
-            yield f"{where}: {ahead}{drift}, known to {_us(clock.uncertainty)} from {clock.meetings} collectives"
-
-
-def _us(nanoseconds: float) -> str:
-    return f"{nanoseconds / 1e3:.3g} us"
+            told = f"which did not stay: times may be {-clock.uncertainty:.3g} us apart"
+        yield f"clock of {each['host']} (rank {each['rank']}): {ahead}, {told}"
 
 
 def _table(timeline: Timeline) -> Iterator[str]:
     yield f"{'rank':>6} {'steps':>8} {'in steps':>12} {'in collectives':>16} {'of it waiting':>15} {'came last':>11}"
-    everything = timeline.intervals
-    last = Counter(each.rank for each in everything if each.kind == "call" and each.last_rank == each.rank)
     for rank in timeline.ranks:
-        mine = [each for each in everything if each.rank == rank]
-        steps = [each for each in mine if each.kind == "step"]
-        calls = [each for each in mine if each.kind == "call"]
-        met = sum(each.last_rank >= 0 for each in calls)
-        share = f"{100 * last[rank] / met:.0f} %" if met else "-"
-        yield (
-            f"{rank:>6} {len(steps):>8} {_sum(steps):>10.3f} s {_sum(calls):>14.3f} s "
-            f"{sum(each.waited for each in calls) / 1e9:>13.3f} s {share:>11}"
-        )
+        mine = [each for each in timeline.events if each["pid"] == rank]
+        steps, calls = ([each for each in mine if each["cat"] == kind] for kind in ("step", "collective"))
+        met = [each["args"]["last_rank"] == rank for each in calls if "last_rank" in each["args"]]
+        share = f"{100 * sum(met) / len(met):.0f} %" if met else "-"
+        waited = sum(each["args"].get("waited_us", 0) for each in calls) / 1e6
+        seconds = f"{_seconds(steps):>10.3f} s {_seconds(calls):>14.3f} s {waited:>13.3f} s"
+        yield f"{rank:>6} {len(steps):>8} {seconds} {share:>11}"
 
 
-def _sum(intervals: list[Interval]) -> float:
-    return sum(each.end - each.start for each in intervals) / 1e9
+def _seconds(events: list[dict[str, Any]]) -> float:
+    return sum(float(each["dur"]) for each in events) / 1e6
 
 
 def _late(timeline: Timeline) -> Iterator[str]:
     """Yield the places where ranks waited longest, and for whom."""
-    waited: Counter[str] = Counter()
-    late: dict[str, Counter[int]] = {}
-    for each in timeline.intervals:
-        if each.kind == "call" and each.last_rank >= 0:
-            place = f"{each.name}{_at(each)}"
-            waited[place] += round(each.waited)
-            if each.rank == each.last_rank:
-                late.setdefault(place, Counter())[each.rank] += 1
-    for place, nanoseconds in waited.most_common(_MOST_PLACES):
-        if nanoseconds and place in late:
-            rank, times = late[place].most_common(1)[0]
-            calls = sum(late[place].values())
-            yield f"waited {nanoseconds / 1e9:.3f} s in {place}: rank {rank} came last to {times} of {calls}"
+    waited, late = Counter[str](), dict[str, Counter[int]]()
+    for each in timeline.events:
+        if "last_rank" in (args := each["args"]):
+            place = f"{args.get('call')}{_at(each)}"
+            waited[place] += round(args["waited_us"])
+            late.setdefault(place, Counter())[each["pid"]] += each["pid"] == args["last_rank"]
+    for place, microseconds in waited.most_common(_MOST_PLACES):
+        rank, times = late[place].most_common(1)[0]
+        yield f"waited {microseconds / 1e6:.3f} s in {place}: rank {rank} came last to {times} of {late[place].total()}"
 
 
-def _at(each: Interval) -> str:
-    place = each.what.get("place", "")
-    return f" at {place}" if place else ""
+def _never_left(timeline: Timeline) -> Iterator[str]:
+    """Yield what each rank was in at the end: its collective, or else its step or span."""
+    for rank in timeline.ranks:
+        mine = [each for each in timeline.events if each["pid"] == rank and "not_left" in each["args"]]
+        calls = [each for each in mine if each["cat"] == "collective"]
+        for each in calls or mine[-1:]:
+            number = f"#{each['args'].get('number')} " if calls else ""
+            text = f"{number}{each['name'].removesuffix(' (not left)')}{_at(each)}"
+            ago = f"entered {timeline.seconds - each['ts'] / 1e6:.3f} s before the end of the trace"
+            yield f"rank {rank} never left {text}, {ago}{'' if calls else ', in no collective'}"
+
+
+def _at(event: dict[str, Any]) -> str:
+    return f" at {event['args']['line']}" if "line" in event["args"] else ""

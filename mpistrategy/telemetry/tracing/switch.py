@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import os
 from typing import Any
 
@@ -13,10 +14,6 @@ from mpistrategy.telemetry.tracing.recorder import Recorder
 
 #: The environment variable that says in which folder to record.
 VARIABLE = "MPISTRATEGY_TRACE"
-
-_active: list[Trace] = []
-_by_environment: list[Trace] = []
-_registered: list[bool] = []
 
 
 class Trace(Switched, Settable):
@@ -33,8 +30,7 @@ class Trace(Switched, Settable):
         self._recorder: Recorder | None = None
 
     def __repr__(self) -> str:
-        state = "not begun" if self._recorder is None else "recording" if self in _active else "over"
-        return f"<Trace into {self.directory!r}, {state}>"
+        return f"<Trace into {self.directory!r}, {'begun' if self._recorder else 'not begun'}>"
 
     @property
     def path(self) -> str:
@@ -48,28 +44,17 @@ class Trace(Switched, Settable):
             ContextError: when it has begun before.
         """
         if self._recorder is not None:
-            raise ContextError.at(
-                "telemetry.trace", found="a trace that has begun before", expected="a new one for each recording"
-            )
+            found = "a trace that has begun before"
+            raise ContextError.at("telemetry.trace", found=found, expected="a new one for each recording")
         self._recorder = Recorder(os.path.abspath(self.directory))
-        _active.append(self)
-        if not _registered:
-            _registered.append(True)
-            atexit.register(_stop_all)
-            os.register_at_fork(after_in_child=_abandon_all)
         self._recorder.start()
+        atexit.register(self.stop)
 
     def stop(self) -> None:
         """Write down what is left; do nothing where nothing is recorded."""
-        if self in _active:
-            _active.remove(self)
-            if self._recorder is not None:
-                self._recorder.stop()
-
-    def _abandon(self) -> None:
-        """Forget the recording, in a child of the rank."""
         if self._recorder is not None:
-            self._recorder.abandon()
+            atexit.unregister(self.stop)
+            self._recorder.stop()
 
 
 def trace(directory: str | os.PathLike[str]) -> Trace:
@@ -77,7 +62,8 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
 
     Every rank for itself: nothing is sent, and ranks may record at different times, or not at all.  Each writes a file
     of its own while it goes on, so that a job that is killed, or hangs, leaves its trace, too.
-    ``mpistrategy trace folder`` puts the files of all ranks together on one clock.
+    ``mpistrategy trace folder`` puts the files of all ranks together on one clock; a single one opens in a viewer as
+    it is.
 
     What cannot be written is not written: the job goes on, after one warning.
 
@@ -90,38 +76,25 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
     Raises:
         OptionTypeError, OptionError: for what is not a path.
     """
-    return Trace(checked_folder(directory, "telemetry.trace"))
+    return Trace(_checked_folder(directory))
 
 
-def checked_folder(directory: Any, where: str) -> str:
-    """Return the path of a folder as text.
-
-    Raises:
-        OptionTypeError, OptionError: for what is not a path.
-    """
-    try:
-        text = os.fspath(directory)
-    except TypeError as error:
-        raise OptionTypeError.at(where, found=f"{directory!r}", expected="the path of a folder") from error
+def _checked_folder(directory: Any) -> str:
+    where, expected = "telemetry.trace", "the path of a folder"
+    if not isinstance(directory, (str, os.PathLike)):
+        raise OptionTypeError.at(where, found=f"{directory!r}", expected=expected)
+    text = os.fspath(directory)
     if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError.at(where, found=f"{text!r}", expected="the path of a folder")
+        raise OptionError.at(where, found=f"{text!r}", expected=expected)
     return text
 
 
 def start_from_environment() -> None:
     """Record the rest of the program where MPISTRATEGY_TRACE says so."""
-    folder = os.environ.get(VARIABLE, "")
-    if folder and not _by_environment:
-        _by_environment.append(Trace(folder))
-        _by_environment[0].start()
+    if folder := os.environ.get(VARIABLE, ""):
+        _record(folder)
 
 
-def _stop_all() -> None:
-    for each in _active:
-        each.stop()
-
-
-def _abandon_all() -> None:
-    for each in _active:
-        each._abandon()
-    _active.clear()
+@functools.cache
+def _record(folder: str) -> None:
+    Trace(folder).start()

@@ -310,7 +310,7 @@ import signal, sys, time
 import numpy as np
 import mpistrategy as ms
 
-strategy = ms.MirroredStrategy()
+strategy = ms.MirroredStrategy(on_error="raise")
 rank = strategy.replica_id_in_sync_group
 value = np.ones(int(sys.argv[1]))
 
@@ -356,7 +356,7 @@ import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
 
-strategy = ms.MirroredStrategy()
+strategy = ms.MirroredStrategy(on_error="raise")
 rank = strategy.replica_id_in_sync_group
 mailboxes = strategy.extended.communicator.mailboxes
 compare, gather = type(mailboxes).all_equal, mailboxes.allgather_text

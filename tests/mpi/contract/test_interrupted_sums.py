@@ -1,4 +1,4 @@
-"""An error at any moment of a sum between nodes: the rank goes on like the others, or takes no more calls."""
+"""An interruption at any moment of a sum between nodes, where errors are contained: the others raise RemoteError."""
 
 from __future__ import annotations
 
@@ -26,8 +26,9 @@ KNOWN = 2
 
 @pytest.fixture
 def strategy() -> Iterator[ms.Strategy]:
-    with OnNodes(range(SIZE), ms.MpiAllReduce()) as made:
-        yield made
+    made = OnNodes(range(SIZE), ms.MpiAllReduce(), contains_errors=True)
+    yield made
+    made.close()
 
 
 def summed(count: int = COUNT) -> None:
@@ -80,53 +81,25 @@ def raised(error: BaseException, event: str, name: str, after: str = "") -> Iter
         sys.settrace(before)
 
 
-def leave(strategy: ms.Strategy) -> None:
-    """Let the last rank, which takes no more calls, tell the other ones, as at the end of its program."""
-    guard: Any = strategy.extended.communicator.guard
-    assert guard.closed
-    with pytest.raises(errors.ContextError, match="Ctrl-C"):
-        strategy.run(summed)
-    guard.start_leaving()
-    while (answer := guard.peers_have_left()) is None:
-        pass
-    assert answer is False
-    guard.tell_peers()
-    assert not guard.is_untold
-
-
-def check_the_others_hear(strategy: ms.Strategy, step: Callable[[], object] = summed) -> None:
-    """Look at how the ranks go on: the last one takes no more calls, and the others raise RemoteError."""
+def check_all_hear(strategy: ms.Strategy, step: Callable[[], object], event: str, name: str) -> None:
+    """Interrupt a step on the last rank: that takes no more calls, and the others raise, in that call or the next."""
     if RANK == LAST:
-        leave(strategy)
+        with raised(KeyboardInterrupt("Ctrl-C"), event, name):
+            strategy.run(step)
+        with pytest.raises(errors.ContextError, match="Ctrl-C"):
+            strategy.run(step)
     else:
-        with pytest.raises(errors.RemoteError, match="Ctrl-C"):
-            strategy.run(step)
-
-
-STEPS = [summed, summed_with_the_comparison, summed_in_a_nest]
+        with pytest.raises(errors.RemoteError, match=rf"rank {LAST} failed in .*KeyboardInterrupt: Ctrl-C"):
+            repeated(strategy, 2, step)
 
 
 @several
-@pytest.mark.parametrize("step", STEPS)
-def test_before_the_comparison(strategy: ms.Strategy, step: Callable[[], None]) -> None:
-    """The call counts as not begun, and no other call takes its numbers for its own."""
+@pytest.mark.parametrize("name", ["_agrees", "_start"])
+@pytest.mark.parametrize("step", [summed, summed_with_the_comparison, summed_in_a_nest])
+def test_before_this_rank_has_sent_its_digest(strategy: ms.Strategy, step: Callable[[], None], name: str) -> None:
+    """No other call takes its numbers for its own."""
     repeated(strategy, KNOWN, step)
-    if RANK == LAST:
-        with raised(KeyboardInterrupt("Ctrl-C"), "call", "_agrees"):
-            strategy.run(step)
-    for _ in range(KNOWN):
-        repeated(strategy, 1, step)  # on the last rank, the first of them once more
-        strategy.barrier()
-
-
-@several
-@pytest.mark.parametrize("step", STEPS)
-def test_before_this_rank_has_sent_its_digest(strategy: ms.Strategy, step: Callable[[], None]) -> None:
-    repeated(strategy, KNOWN, step)
-    with raised(KeyboardInterrupt("Ctrl-C"), "call", "_start"):
-        if RANK == LAST:
-            strategy.run(step)
-    check_the_others_hear(strategy, step)
+    check_all_hear(strategy, step, "call", name)
 
 
 @several
@@ -134,9 +107,7 @@ def test_before_this_rank_has_sent_its_digest(strategy: ms.Strategy, step: Calla
 def test_in_the_comparison(strategy: ms.Strategy, where: str) -> None:
     """The other ranks have agreed with this one, and have their sums."""
     repeated(strategy, KNOWN, summed_with_the_comparison)
-    with raised(KeyboardInterrupt("Ctrl-C"), "return", where):
-        strategy.run(summed_with_the_comparison)
-    check_the_others_hear(strategy, summed_with_the_comparison)
+    check_all_hear(strategy, summed_with_the_comparison, "return", where)
 
 
 @several
@@ -147,33 +118,17 @@ def test_among_the_data(strategy: ms.Strategy) -> None:
         context().all_reduce("SUM", [np.ones(300_000)])
 
     repeated(strategy, KNOWN, step)
-    with raised(KeyboardInterrupt("Ctrl-C"), "return", "allreduce"):
-        strategy.run(step)
-    check_the_others_hear(strategy, step)
-
-
-@several
-def test_an_error_of_this_library_on_one_rank(strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As a handler that makes a call of the strategy gets it: no other rank raises it."""
-    guard: Any = strategy.extended.communicator.guard
-    repeated(strategy, KNOWN)
-    ended: list[BaseException] = []
-    monkeypatch.setattr(guard, "give_up", ended.append)  # it would end the job
-    error = errors.ContextError("Ctrl-C")
-    with raised(error, "call", "_start"):
-        if RANK == LAST:
-            strategy.run(summed)
-    assert ended == ([error] if RANK == LAST else [])
-    check_the_others_hear(strategy)
+    check_all_hear(strategy, step, "return", "allreduce")
 
 
 @several
 def test_while_a_rank_waits_to_tell_its_error(strategy: ms.Strategy) -> None:
     repeated(strategy, KNOWN)
-    with raised(KeyboardInterrupt("Ctrl-C"), "call", "growing_pauses"):
-        if RANK == LAST:
-            strategy.run(lambda: context().all_reduce("SUM", np.array(["a"])))
-    check_the_others_hear(strategy)
+
+    def step() -> None:
+        context().all_reduce("SUM", np.array(["a"]) if RANK == LAST else np.ones(COUNT))
+
+    check_all_hear(strategy, step, "call", "growing_pauses")
 
 
 @several

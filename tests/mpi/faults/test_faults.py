@@ -13,7 +13,7 @@ from replicas import RANK, SIZE, outcomes
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.mpi.contract import public_calls
-from mpistrategy.mpi.faults.plans import Fault, parse
+from mpistrategy.mpi.faults.injection import Fault, parse
 
 Launch = Callable[..., launching.Finished]
 
@@ -86,7 +86,7 @@ MALFORMED = {
     "rank=2, at=#1, do=delay:-1s": "delay:0.5s",
     "rank=2, at=#1, do=delay:1e9": "at most a day",
     "rank=2, at=#1, do=delay:nan": "delay:0.5s",
-    "rank=2, at=#1, do=kill:3": "one of kill, stop",
+    "rank=2, at=#1, do=kill:3": "do= one of kill, stop",
     "rank=2, when=#1, do=kill": "rank=, at= and do=",
 }
 
@@ -128,7 +128,7 @@ def test_a_malformed_plan_on_one_rank_raises_on_all(monkeypatch: pytest.MonkeyPa
         monkeypatch.setenv(public_calls.PLAN, "rank=0, at=allreduce#1, do=nothing")
     for outcome in outcomes(ms.MirroredStrategy):
         assert outcome.error is errors.OptionError
-        assert "found do=nothing; expected one of kill, stop," in outcome.text
+        assert "found 'rank=0, at=allreduce#1, do=nothing'; expected rank=" in outcome.text
 
 
 # ------------------------------------------------------------------------------------------------ real jobs
@@ -218,5 +218,6 @@ def test_a_malformed_plan_starts_nothing(launch: Launch) -> None:
     done = run(launch, "rank=1, at=allreduce#2, do=jump")
     assert done.returncode != 0
     assert done.seconds < 10
-    assert "MPISTRATEGY_INJECT: found do=jump; expected one of kill, stop, raise, delay:0.5s" in done.stderr
+    assert "MPISTRATEGY_INJECT: found 'rank=1, at=allreduce#2, do=jump'; expected rank=" in done.stderr
+    assert "do= one of kill, stop, raise, delay:0.5s" in done.stderr
     assert not done.stdout

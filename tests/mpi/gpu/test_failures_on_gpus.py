@@ -59,7 +59,7 @@ def test_memory_of_a_reduction_that_failed_can_be_used_again(cupy: Any, after: i
     path = StagedPath(16)
     buffer = cupy.asarray(np.arange(16.0)) + 1
     with pytest.raises(RuntimeError, match="a peer"):
-        path.allreduce(Failing(after), buffer, "SUM")
+        path.reduce(Failing(after), buffer, "SUM")
     buffer[...] = -1.0
     cupy.cuda.get_current_stream().synchronize()
     cupy_double.device_synchronize()
@@ -69,7 +69,7 @@ def test_memory_of_a_reduction_that_failed_can_be_used_again(cupy: Any, after: i
 def test_pinned_memory_is_kept_until_nothing_is_copied_into_it(cupy: Any) -> None:
     path = StagedPath(16)
     with pytest.raises(RuntimeError, match="a peer"):
-        path.allreduce(Failing(0), cupy.asarray(np.arange(16.0)) + 1, "SUM")
+        path.reduce(Failing(0), cupy.asarray(np.arange(16.0)) + 1, "SUM")
     pinned = [slot.memory for slot in path._slots]
     assert any(map(cupy_double.pending, pinned))
     path.free()
@@ -84,7 +84,7 @@ def test_each_device_has_streams_of_its_own(cupy: Any, strategy: Any) -> None:
         for device in (array.device, cupy.cuda.Device(1 - number)):
             with device:
                 buffer = cupy.asarray(np.ones(3)) * 2
-                path.allreduce(strategy.extended.communicator, buffer, "SUM")
+                path.reduce(strategy.extended.communicator, buffer, "SUM")
                 assert buffer.get().tolist() == [2.0 * SIZE] * 3
 
 

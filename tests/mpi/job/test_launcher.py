@@ -10,7 +10,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import launching
@@ -20,9 +19,9 @@ from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.job import introductions as meeting
 from mpistrategy.mpi.job.introductions import Introduction, introductions
 from mpistrategy.mpi.job.launcher import ALONE, refusal
+from mpistrategy.mpi.over_mpi import ranks as over_mpi
 
 Launch = Callable[..., launching.Finished]
 
@@ -265,12 +264,12 @@ def test_a_strategy_of_one_rank_on_purpose_is_not_refused(monkeypatch: pytest.Mo
 
 # ------------------------------------------------------------------------------------- do the ranks fit together
 
-ME = Introduction("1.0", "3.11", 0, (0, 1))
-FOUR = [ME, ME, replace(ME, leader=2), replace(ME, leader=2)]
+ME = Introduction("1.0", "3.11", 0, [0, 1])
+FOUR = [ME, ME, ME._replace(leader=2), ME._replace(leader=2)]
 
 
 def met(*ranks: Introduction) -> list[Introduction]:
-    return introductions([rank.text() for rank in ranks])
+    return introductions([json.dumps(rank._asdict()) for rank in ranks])
 
 
 def test_ranks_that_fit() -> None:
@@ -286,16 +285,16 @@ def test_ranks_that_fit() -> None:
     ],
 )
 def test_ranks_that_do_not_fit(changes: dict[int, dict[str, object]], what: str) -> None:
-    ranks = [replace(rank, **changes.get(number, {})) for number, rank in enumerate(FOUR)]  # type: ignore[arg-type]
+    ranks = [rank._replace(**changes.get(number, {})) for number, rank in enumerate(FOUR)]  # type: ignore[arg-type]
     with pytest.raises(LaunchError, match=re.escape(what)):
         met(*ranks)
 
 
 def test_a_version_that_says_more_or_less_is_told_by_its_version() -> None:
-    other = json.loads(ME.text()) | {"mpistrategy": "2.0", "news": 1}
+    other = ME._asdict() | {"mpistrategy": "2.0", "news": 1}
     del other["leader"]
     with pytest.raises(LaunchError, match=r"2\.0 on rank 1"):
-        introductions([ME.text(), json.dumps(other)])
+        introductions([json.dumps(ME._asdict()), json.dumps(other)])
 
 
 @pytest.mark.mpi(min_size=2)
@@ -305,9 +304,9 @@ def test_different_versions_are_refused_on_every_rank(
 ) -> None:
     if RANK == SIZE - 1:
         if what == "mpistrategy":
-            monkeypatch.setattr(meeting, "version", lambda: "9.9")
+            monkeypatch.setattr(over_mpi, "version", lambda: "9.9")
         else:
-            monkeypatch.setattr(meeting, "python_version", lambda: "9.9")
+            monkeypatch.setattr(over_mpi, "python_version", lambda: "9.9")
     for outcome in outcomes(ms.MirroredStrategy):
         assert outcome.error is LaunchError, outcome
         assert f"different versions of {what}: " in outcome.text

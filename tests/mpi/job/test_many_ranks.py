@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from pretended import creation_seconds
 
 from mpistrategy import context
-from mpistrategy.mpi.gpu import binding
+from mpistrategy.errors import DeviceError
+from mpistrategy.mpi.gpu.device_selection import bind
 from mpistrategy.mpi.gpu.inventory import Sight
 from mpistrategy.mpi.job.introductions import Introduction, introductions
 from mpistrategy.mpi.tuning import files
@@ -22,11 +24,16 @@ FEW, MANY, LOCAL = 2_000, 16_000, 8
 def texts_of(size: int) -> list[str]:
     """Return what the ranks say of themselves, as JSON."""
     ranks = range(size)
-    return [Introduction("0.2.0", "3.12", n // LOCAL * LOCAL, (n % LOCAL,)).text() for n in ranks]
+    return [json.dumps(Introduction("0.2.0", "3.12", n // LOCAL * LOCAL, [n % LOCAL])._asdict()) for n in ranks]
 
 
 def blind(size: int) -> list[Sight]:
     return [Sight(host=f"n{rank // LOCAL}", reason="CuPy is not installed", fix="Install it") for rank in range(size)]
+
+
+def refused(sights: list[Sight]) -> None:
+    with pytest.raises(DeviceError):
+        bind(sights)
 
 
 def nodes(size: int) -> tuple[int, ...]:
@@ -35,7 +42,7 @@ def nodes(size: int) -> tuple[int, ...]:
 
 STEPS: dict[str, tuple[Callable[[int], Any], Callable[[Any], object]]] = {
     "introductions": (texts_of, introductions),
-    "GPUs where there are none": (blind, lambda sights: binding.bind_if_possible(sights, nodes(len(sights)))),
+    "GPUs where there are none": (blind, refused),
     "the machine of the thresholds": (
         nodes,
         lambda node_of: files.agreed("MPICH Version: 5.0.2", 0, node_of, lambda text: [text]),

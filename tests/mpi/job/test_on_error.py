@@ -23,18 +23,14 @@ Launch = Callable[..., launching.Finished]
 # ------------------------------------------------------------------------------------------------- what is given back
 
 FREE = """
-import builtins, sys, threading
+import threading
 from contextlib import closing
 from mpi4py import MPI
 import mpistrategy as ms
 
-def hooks():
-    return [sys.excepthook, threading.excepthook, sys.exit, builtins.exit, builtins.quit]
-
 def threads():
     return sorted(thread.name for thread in threading.enumerate())
 
-before = hooks()
 half = MPI.COMM_WORLD.Split(MPI.COMM_WORLD.rank // 2)
 for make in (
     lambda: ms.MirroredStrategy(),
@@ -44,26 +40,14 @@ for make in (
     with closing(make()) as first, closing(make()) as second:
         assert first.reduce("SUM", 1.0) == second.reduce("SUM", 1.0)
         assert len(threads()) > 1
-    assert hooks() == before
     assert threads() == ["MainThread"], threads()
-with ms.MirroredStrategy(on_error="raise") as strategy:
-    assert hooks() == before, "it ends nothing"
-with closing(ms.MirroredStrategy()) as strategy:
-    with ms.MirroredStrategy(on_error="raise") as inner:
-        ours = hooks()
-        assert all(one is not other for one, other in zip(ours, before))
-    assert hooks() == ours
-    wrapped = sys.excepthook
-    sys.excepthook = lambda *error: wrapped(*error)
-    mine = sys.excepthook
-assert hooks() == [mine, *before[1:]], "what somebody has wrapped stays wrapped"
 print("given back")
 """
 
 
 @pytest.mark.one_rank
 @pytest.mark.slow
-def test_hooks_and_threads_are_given_back_at_the_last_close(launch: Launch) -> None:
+def test_threads_are_given_back_at_the_last_close(launch: Launch) -> None:
     job = launch(4, FREE, timeout=60).check()
     assert job.stdout.count("given back") == 4, job
 

@@ -1,4 +1,4 @@
-"""An error that all ranks raise is printed whole by one of them; different errors are all printed."""
+"""An error that all ranks raise is printed whole by one of them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,6 @@ if how == "calls that differ":
     strategy.barrier("other") if rank == 2 else strategy.barrier("one")
 if how == "the same mistake":
     strategy.reduce("SUM", "no number")
-if how == "mistakes that differ":
-    strategy.reduce("SUM", [np.array(["no number"]), {"not": print}, 1.0][rank])
 if how == "no such file":
     ms.Checkpoint(variable=variable).restore("none")
 if how == "caught on rank 0":
@@ -42,7 +40,6 @@ WHOLE = {
     "calls that differ": "0",
     "the same mistake": "0",
     "no such file": "0",
-    "mistakes that differ": "01",
     "caught on rank 0": "[12]+",
 }
 

@@ -20,7 +20,7 @@ from mpi4py import MPI
 
 import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi.gpu import cuda_trials
+from mpistrategy.mpi.gpu import cuda_aware
 from mpistrategy.mpi.tuning import files
 from mpistrategy.mpi.tuning.files import VARIABLE, file_for, library_name
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, default_for
@@ -188,7 +188,7 @@ def test_without_a_home_folder_the_defaults_are_taken() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert agreed() == SHIPPED
-    assert cuda_trials.load(VERSION, "one node") is None
+    assert cuda_aware.load("one node") is None
     with pytest.raises(FileNotFoundError, match=r"no home folder is known of ~ .*HOME"):
         saved()
 

@@ -25,7 +25,6 @@ TOGETHER: tuple[Check, ...] = (
     node.cores,
     node.shared_memory,
     gpu.gpus,
-    gpu.peer_access,
     gpu.cuda_aware,
     gpu.network,
     network.network,

@@ -8,8 +8,8 @@ from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count
 from mpistrategy.cli.doctor.facts import fabric
 from mpistrategy.cli.doctor.facts.facts import Facts, Job
 from mpistrategy.errors import DeviceError, MpiStrategyError
-from mpistrategy.mpi.gpu import binding
-from mpistrategy.mpi.gpu.cuda_aware import NO, VARIABLE, Answer, weakest
+from mpistrategy.mpi.gpu.cuda_aware import VARIABLE
+from mpistrategy.mpi.gpu.device_selection import bind
 from mpistrategy.mpi.gpu.inventory import Sight
 from mpistrategy.objects.shown import ranks_in_words
 
@@ -25,15 +25,14 @@ def gpus(job: Job) -> Iterator[Finding]:
         amd = any(each.amd for each in job.facts)
         yield Finding("gpus", OK, f"none{' that this library can use (AMD)' * amd}: the ranks work on CPUs")
         return
-    leaders = sorted({each.leader for each in job.facts})
     try:
-        bound = binding.bind(sights, [leaders.index(each.leader) for each in job.facts])
+        bound = bind(sights)
     except DeviceError as error:
         found, fix = parts_of(error)
         yield Finding("gpus", BAD, found, fix)
         return
-    first = ", ".join(f"rank {rank} drives {gpu}" for rank, gpu in enumerate(bound[:4]))
-    shown = first + (f" and {len(bound) - 4} more" if len(bound) > 4 else "")
+    drives = [f"rank {rank} drives GPU:{n} ({sights[rank].gpus[n].name})" for rank, n in enumerate(bound[:4])]
+    shown = ", ".join(drives) + (f" and {len(bound) - 4} more" if len(bound) > 4 else "")
     alone = [each.rank for each, sight in zip(job.facts, sights, strict=True) if _is_alone(each, sight, job, sights)]
     if alone:
         yield Finding(
@@ -72,70 +71,51 @@ def _hidden(hidden: list[Facts], sight: Sight) -> Finding:
 def _is_alone(each: Facts, sight: Sight, job: Job, sights: list[Sight]) -> bool:
     """Return whether a rank sees one GPU, and another rank of its node another one."""
     others = [other for one, other in zip(job.facts, sights, strict=True) if one.leader == each.leader]
-    return len(sight.gpus) == 1 and len({gpu.uuid for other in others for gpu in other.gpus}) > 1
-
-
-def peer_access(job: Job) -> Iterator[Finding]:
-    """Find GPUs of a node that cannot read each other's memory."""
-    for ranks in job.nodes.values():
-        first = ranks[0]
-        if first.no_peer_access:
-            pairs = ", ".join(f"{one}-{other}" for one, other in first.no_peer_access[:6])
-            more = f" and {len(first.no_peer_access) - 6} more" if len(first.no_peer_access) > 6 else ""
-            yield Finding(
-                "peer access",
-                NOTE,
-                f"GPUs {pairs}{more} on {first.host} cannot read each other's memory: copies go through the host",
-                "nvidia-smi topo -p2p r shows why (virtual machines need ACS off; other boards have no NVLink)",
-                tuple(each.rank for each in ranks),
-            )
-            return
-    if any(len(Sight.read(each.sight).gpus) > 1 for each in job.facts if each.sight):
-        yield Finding("peer access", OK, "every GPU can read the memory of the others of its node")
+    return len(sight.gpus) == 1 and len({gpu.name for other in others for gpu in other.gpus}) > 1
 
 
 def cuda_aware(job: Job) -> Iterator[Finding]:
     """Find an MPI that says that it takes GPU memory and does not."""
-    if not any(Sight.read(each.sight).gpus for each in job.facts if each.sight):
+    if not _sees_gpus(job):
         yield Finding("cuda-aware", OK, "not applicable: no rank sees a GPU")
         return
-    answer = weakest([Answer.read(each.cuda_aware or "unverified nothing is known") for each in job.facts])
+    # The weakest claim: device pointers need every rank's yes.
+    claim = min((each.cuda_aware or "unverified nothing is known" for each in job.facts), key=_weakness)
+    verdict, _, reason = claim.partition(" ")
     trial = job.trial
-    if answer.is_yes and trial is not None and trial.outcome == "wrong":
+    if trial is not None and trial.outcome == "wrong":
         yield Finding(
             "cuda-aware",
             BAD,
-            f"{answer.reason}, but GPU memory given to it in two ranks came back wrong: {trial.reason}",
+            f"{reason}, but GPU memory given to it came back wrong: {trial.reason}",
             f"export {VARIABLE}=0; or load the module of an MPI that was built with CUDA (for Cray MPICH: the GTL "
             "library, and MPICH_GPU_SUPPORT_ENABLED=1)",
         )
     elif trial is not None and trial.outcome == "right":
-        verdict = OK if answer.is_yes else NOTE
-        fix = "" if answer.is_yes else f"export {VARIABLE}=1"
-        by_mpi = answer.is_yes and not trial.is_slower
-        path = "by MPI (mpi)" if by_mpi else "through the host (staged)"
-        found = f"{answer.verdict} ({answer.reason}); tried: {trial.reason}; without NCCL arrays travel {path}"
-        yield Finding("cuda-aware", verdict, found, fix)
-    elif answer.verdict == NO:
-        yield Finding(
-            "cuda-aware",
-            NOTE,
-            f"no ({answer.reason}): without NCCL arrays travel through the host (staged)",
-            "Faster with NCCL, or an MPI that was built with CUDA: ask for your cluster's module of one",
-        )
+        path = "through the host (staged)" if trial.is_slower else "by MPI (mpi)"
+        found = f"{verdict} ({reason}); tried: {trial.reason}; without NCCL arrays travel {path}"
+        yield Finding("cuda-aware", OK, found)
     else:
-        why = trial.reason if trial is not None else "it was not tried"
+        why = "" if trial is None else f"; {trial.reason}"
+        known = reason if verdict == "no" else f"unverified: {reason}"
+        found = f"{known}{why}: without NCCL arrays travel through the host (staged)"
+        cure = "Faster with NCCL, or an MPI that was built with CUDA: ask for your cluster's module of one"
         yield Finding(
-            "cuda-aware",
-            NOTE,
-            f"unverified: {answer.verdict}, as far as can be seen ({answer.reason}); {why}",
-            f"If you know it: export {VARIABLE}=1, or 0",
+            "cuda-aware", NOTE, found, cure if verdict == "no" else f"If you know it: export {VARIABLE}=1, or 0"
         )
+
+
+def _sees_gpus(job: Job) -> bool:
+    return any(Sight.read(each.sight).gpus for each in job.facts if each.sight)
+
+
+def _weakness(claim: str) -> int:
+    return ("no", "unverified", "yes").index(claim.partition(" ")[0])
 
 
 def network(job: Job) -> Iterator[Finding]:
     """Find a fast network that NCCL needs a plugin for, and has none."""
-    if len(job.nodes) < 2 or not any(Sight.read(each.sight).gpus for each in job.facts if each.sight):
+    if len(job.nodes) < 2 or not _sees_gpus(job):
         return
     there = sorted({each.fabric for each in job.facts} - {""})
     name = there[0] if there else ""

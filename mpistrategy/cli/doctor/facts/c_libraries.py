@@ -1,11 +1,9 @@
-"""Facts from libraries of the process: threads of linear algebra, and which GPUs can read each other."""
+"""How many threads the linear algebra of this process takes."""
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Mapping
 from contextlib import suppress
-from typing import Any
 
 VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
 
@@ -28,24 +26,3 @@ def blas_threads(environment: Mapping[str, str], cores: int) -> tuple[int, str]:
         asked = [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
         threads = max(asked, default=threads)
     return threads, source
-
-
-def pairs_without_peer_access(count: int, library: Any = None) -> tuple[tuple[int, int], ...]:
-    """Return the pairs of GPUs that cannot read each other's memory; none if NVIDIA's driver does not say.
-
-    Args:
-        count: how many GPUs this process sees.
-        library: the loaded driver; None loads it.
-    """
-    if library is None:
-        with suppress(OSError):
-            library = ctypes.CDLL("libcuda.so.1")
-    if library is None or library.cuInit(0) or not hasattr(library, "cuDeviceCanAccessPeer"):
-        return ()
-    pairs = []
-    for one in range(count):
-        for other in range(one + 1, count):
-            both = ctypes.c_int(1)
-            if library.cuDeviceCanAccessPeer(ctypes.byref(both), one, other) == 0 and not both.value:
-                pairs.append((one, other))
-    return tuple(pairs)

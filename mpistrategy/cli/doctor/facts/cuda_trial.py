@@ -1,21 +1,26 @@
-"""Gives GPU memory to MPI and sees what comes back: on one node, and between two where the job has several.
+"""Gives GPU memory to MPI in all ranks, and sees what comes back.
 
-It is the last thing that the doctor does, in its own ranks: an MPI that does not take GPU memory may end them.
+It is the last thing that the doctor does, in its own ranks: an MPI that does not take GPU memory may end them.  It is
+left out where the library says that it does not.
 """
 
 from __future__ import annotations
 
+import ctypes
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.mpi.gpu import cuda_trials
-from mpistrategy.mpi.gpu.cuda_aware import VARIABLE
-from mpistrategy.mpi.gpu.cuda_trials import Outcome, Place
+from mpistrategy.errors import MpiStrategyError
+from mpistrategy.mpi.gpu import cuda_aware, loaded_mpi
+from mpistrategy.mpi.gpu.cuda_aware import VARIABLE, Outcome
+from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.options import is_on
 
 if TYPE_CHECKING:
     from mpistrategy.cli.doctor.facts.facts import Facts
@@ -24,116 +29,123 @@ if TYPE_CHECKING:
 #: MPI libraries send small and large messages by different protocols.
 _SIZES = (8, 4096, 2**20, 2**23)
 _ROUNDS = 3
-_RIGHT, _WRONG, _UNTRIED = 0.0, 1.0, 2.0
-_PLACES: tuple[Place, ...] = ("one node", "several nodes")
-#: From the best on.
-_ORDER = ("right", "unverified", "wrong")
+_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
+#: What turns on the GPU support of a library that is off by default, by how its version text begins.
+_SWITCHES = {
+    "mpi version    : cray mpich": "MPICH_GPU_SUPPORT_ENABLED",
+    "mvapich2": "MV2_USE_CUDA",
+    "mvapich ": "MVP_USE_CUDA",
+    "intel(r) mpi": "I_MPI_OFFLOAD",
+}
 
 
-def try_all(ranks: Ranks, everyone: Sequence[Facts]) -> Outcome | None:
-    """Return what came of GPU memory in pairs of ranks, and keep it for strategies; None for no pair.  Collective.
+def claim() -> str:
+    """Return what the user, else the library, says of GPU memory: "yes", "no" or "unverified", and why."""
+    try:
+        word, version = cuda_aware.said(), loaded_mpi.identity()[0]
+        if word is not None:
+            return f"{'yes' if word else 'no'} the user says so"
+        name = library_name(version)
+        switch = next((each for start, each in _SWITCHES.items() if version.lower().startswith(start)), "")
+        if switch and not is_on(os.environ.get(switch, "")):
+            return f"no {name} takes GPU memory with {switch}=1 only"
+        says = says_yes(loaded_mpi.mapped_files())
+    except (MpiStrategyError, OSError) as error:
+        return f"unverified {error}"
+    if says is None:
+        return f"unverified nothing in {name} tells"
+    return f"yes {name} says that it was built with CUDA" if says else f"no {name} says that it has no CUDA"
+
+
+def says_yes(files: Sequence[str]) -> bool | None:
+    """Return what the MPI library among these files says about CUDA; None where it says nothing.
+
+    Raises:
+        OSError: when a file is gone.
+    """
+    opened = [ctypes.CDLL(path) for path in files if loaded_mpi.is_mpi(path) or "/libopen-pal.so" in path]
+    for library in opened:  # conda-forge's Open MPI is built with CUDA and switched off
+        with suppress(ValueError):
+            if not ctypes.c_bool.in_dll(library, "opal_cuda_support").value:
+                return False
+    # The first of the two where there are both: MPICH 4.0's other one ends the process where asserts are compiled in.
+    for ask in filter(None, (getattr(library, "MPIX_GPU_query_support", None) for library in opened)):
+        flag = ctypes.c_int(0)
+        return ask(_CUDA, ctypes.byref(flag)) == 0 and bool(flag.value)
+    for ask in filter(None, (getattr(library, "MPIX_Query_cuda_support", None) for library in opened)):
+        return bool(ask())
+    return None
+
+
+def try_all(ranks: Ranks, local_rank: int, everyone: Sequence[Facts]) -> Outcome | None:
+    """Return what came of GPU memory, and keep it for strategies; None where it was not tried.  Collective.
 
     Args:
         ranks: all of them.
+        local_rank: this rank's index on its node.
         everyone: the facts of all, on rank 0.
     """
-    pairs = _pairs(everyone) if ranks.rank == 0 else {}
-    if ranks.told(len(pairs)) and ranks.rank == 0:
+    willing = [bool(each.cuda_aware) and not each.cuda_aware.startswith("no ") for each in everyone]
+    if not ranks.told(int(ranks.size > 1 and all(willing))):
+        return None
+    if ranks.rank == 0:
         sys.stderr.write(f"mpistrategy doctor: gives GPU memory to MPI. If this ends here: export {VARIABLE}=0\n")
         sys.stderr.flush()
-    found: dict[Place, Outcome] = {}
-    for place in _PLACES:
-        one, other = (ranks.told(rank) for rank in pairs.get(place, (-1, -1)))
-        if one < 0:
-            continue
-        found[place] = outcome = _tried(ranks, one, other)
-        if ranks.rank == 0 and outcome.outcome != "unverified":
-            with suppress(OSError):  # strategies then go on as if nobody had tried
-                cuda_trials.save(ranks.library, place, outcome)
-    if len(found) < 2:
-        return next(iter(found.values()), None)
-    worst = max((outcome.outcome for outcome in found.values()), key=_ORDER.index)
-    far = found["several nodes"]
-    reason = "; ".join(f"{place}: {outcome.reason}" for place, outcome in found.items())
-    return Outcome(worst, reason, far.direct, far.staged)
+    found = _tried(ranks, local_rank)
+    if ranks.rank == 0 and found.outcome != "unverified":
+        with suppress(OSError):  # strategies then go on as if nobody had tried
+            cuda_aware.save("several nodes" if len({each.leader for each in everyone}) > 1 else "one node", found)
+    return found
 
 
-def _pairs(everyone: Sequence[Facts]) -> dict[Place, tuple[int, int]]:
-    """Return two ranks of one node, and one each of two nodes, where MPI may take GPU memory."""
-    if any(each.cuda_aware.startswith("no ") for each in everyone):
-        return {}
-    nodes: dict[int, list[int]] = {}
-    for each in everyone:
-        if each.cuda_aware:
-            nodes.setdefault(each.leader, []).append(each.rank)
-    pairs: dict[Place, tuple[int, int]] = {}
-    together = next((members for members in nodes.values() if len(members) > 1), None)
-    if together is not None:
-        pairs["one node"] = (together[0], together[1])
-    if len(nodes) > 1:
-        first, second, *_ = nodes.values()
-        pairs["several nodes"] = (first[0], second[0])
-    return pairs
+def _tried(ranks: Ranks, local_rank: int) -> Outcome:
+    """Return what came of exchanges and sums of known numbers.  Collective."""
+    made: list[tuple[Any, Any, Any]] = []
+    try:
+        import cupy
+        import cupyx
 
-
-def _tried(ranks: Ranks, one: int, other: int) -> Outcome:
-    """Return what came of it in these two ranks.  Collective."""
-    pair = ranks.among(one, other)
-    figures = [_RIGHT, 0.0, 0.0]
-    if pair is not None:
-        try:
-            figures = _exchanged(pair)
-        except Exception as error:  # of CuPy's many types, or MPI's
-            sys.stderr.write(f"[rank {ranks.rank}] GPU memory was not tried: {type(error).__name__}: {error}\n")
-            figures = [_UNTRIED, 0.0, 0.0]
-    verdict, direct, staged = (ranks.slowest(figure) for figure in figures)
-    if verdict == _UNTRIED:
-        return Outcome("unverified", f"ranks {one} and {other} could not try it: see their messages")
-    if verdict == _WRONG:
-        return Outcome("wrong", "other numbers than were sent")
-    speed, through_host = _SIZES[-1] / direct, _SIZES[-1] / staged
-    shown = f"two ranks, {speed / 1e9:.1f} GB/s; {through_host / 1e9:.1f} GB/s staged through the host"
-    return Outcome("right", shown, speed, through_host)
-
-
-def _exchanged(pair: Ranks) -> list[float]:
-    """Exchange and add up known numbers; return whether they are right, and the seconds from GPU to GPU and staged."""
-    import cupy
-    import cupyx
-
-    with cupy.cuda.Device(pair.rank % cupy.cuda.runtime.getDeviceCount()):
-        stream, is_right = cupy.cuda.get_current_stream(), True
+        cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
         for nbytes in _SIZES:
-            mine, theirs = cupy.asarray(_pattern(nbytes, pair.rank)), cupy.zeros(nbytes, dtype=np.uint8)
-            sums = cupy.asarray(np.full(nbytes // 4, pair.rank + 1, np.float32))
-            stream.synchronize()
-            pair.swap(mine, theirs)
-            pair.allreduce(sums)
-            is_right = is_right and bool((cupy.asnumpy(theirs) == _pattern(nbytes, 1 - pair.rank)).all())
-            is_right = is_right and bool((cupy.asnumpy(sums) == 3).all())
-        on_host = cupyx.empty_pinned((_SIZES[-1] // 4,), np.float32)
+            sums = cupy.asarray(np.full(nbytes // 4, ranks.rank + 1, np.float32))
+            made.append((cupy.asarray(_pattern(nbytes, ranks.rank)), cupy.zeros(nbytes, dtype=np.uint8), sums))
+        on_host, stream = cupyx.empty_pinned((_SIZES[-1] // 4,), np.float32), cupy.cuda.get_current_stream()
+        stream.synchronize()
+    except Exception as error:  # of CuPy's many types
+        sys.stderr.write(f"[rank {ranks.rank}] GPU memory was not tried: {type(error).__name__}: {error}\n")
+        made.clear()
+    if not ranks.all_right(bool(made)):
+        return Outcome("unverified", "some rank could not try it: see its message")
+    is_right = True
+    for mine, theirs, sums in made:
+        ranks.pass_on(mine, theirs)
+        ranks.allreduce(sums)
+        expected = _pattern(len(theirs), (ranks.rank - 1) % ranks.size)
+        is_right = is_right and bool((cupy.asnumpy(theirs) == expected).all())
+        is_right = is_right and bool((cupy.asnumpy(sums) == ranks.size * (ranks.size + 1) / 2).all())
+    if not ranks.all_right(is_right):
+        return Outcome("wrong", "other numbers than were sent")
 
-        def direct() -> None:
-            pair.allreduce(sums)
+    def staged() -> None:
+        sums.get(out=on_host)
+        ranks.allreduce(on_host)
+        sums.set(on_host)
+        stream.synchronize()
 
-        def staged() -> None:
-            sums.get(out=on_host)
-            pair.allreduce(on_host)
-            sums.set(on_host)
-            stream.synchronize()
-
-        return [_RIGHT if is_right else _WRONG, _seconds(pair, direct), _seconds(pair, staged)]
+    direct, by_host = (_SIZES[-1] / _seconds(ranks, work) for work in (lambda: ranks.allreduce(sums), staged))
+    shown = f"{ranks.size} ranks, {direct / 1e9:.1f} GB/s; {by_host / 1e9:.1f} GB/s staged through the host"
+    return Outcome("right", shown, direct, by_host)
 
 
 def _pattern(nbytes: int, rank: int) -> np.ndarray[tuple[int], np.dtype[np.uint8]]:
-    return np.resize(np.arange(251, dtype=np.uint8), nbytes) + np.uint8(rank)
+    return np.resize(np.arange(251, dtype=np.uint8), nbytes) + np.uint8(rank % 251)
 
 
-def _seconds(pair: Ranks, work: Callable[[], None]) -> float:
+def _seconds(ranks: Ranks, work: Callable[[], None]) -> float:
     found = []
     for _ in range(_ROUNDS):
-        pair.barrier()
+        ranks.barrier()
         before = time.perf_counter()
         work()
-        found.append(pair.slowest(time.perf_counter() - before))
+        found.append(ranks.slowest(time.perf_counter() - before))
     return min(found)

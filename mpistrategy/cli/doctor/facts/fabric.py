@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from glob import glob
+from pathlib import Path
 
 #: The fabrics that NCCL needs a plugin for.
 BY_PLUGIN = ("Slingshot", "EFA")
@@ -20,21 +22,15 @@ CURE = (
 
 def fabric(root: str = "/sys/class") -> str:
     """Return the fast network of this node: InfiniBand, RoCE, Slingshot or EFA; "" where none is seen."""
-    if glob(os.path.join(root, "cxi", "*")):
+    if glob(f"{root}/cxi/*"):
         return "Slingshot"
-    found = ""
-    for device in sorted(glob(os.path.join(root, "infiniband", "*"))):
-        driver = os.path.basename(os.path.realpath(os.path.join(device, "device", "driver")))
-        if driver == "efa":
-            return "EFA"
-        for port in glob(os.path.join(device, "ports", "*", "link_layer")):
-            try:
-                with open(port, encoding="utf-8") as file:
-                    layer = file.read().strip()
-            except OSError:
-                continue
-            found = "InfiniBand" if layer == "InfiniBand" else found or "RoCE"
-    return found
+    if any(os.path.basename(os.path.realpath(path)) == "efa" for path in glob(f"{root}/infiniband/*/device/driver")):
+        return "EFA"
+    layers = []
+    for path in glob(f"{root}/infiniband/*/ports/*/link_layer"):
+        with suppress(OSError):
+            layers.append(Path(path).read_text(encoding="utf-8").strip())
+    return "InfiniBand" if "InfiniBand" in layers else "RoCE" if layers else ""
 
 
 def has_plugin(environment: Mapping[str, str], usual: tuple[str, ...] = ("/opt/amazon/ofi-nccl", "/usr")) -> bool:

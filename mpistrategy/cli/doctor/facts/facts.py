@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 
-from mpistrategy.mpi.gpu.cuda_trials import Outcome
+from mpistrategy.mpi.gpu.cuda_aware import Outcome
 
 
 @dataclass(frozen=True)
@@ -41,8 +41,8 @@ class Facts:
         amd: whether there are AMD's GPUs, which this library cannot use.
         gpus_promised: how many Slurm says that the job has on this node.
         visible: CUDA_VISIBLE_DEVICES; None if it is not set.
-        no_peer_access: pairs of GPUs that cannot read each other's memory.
-        cuda_aware: what is known of the MPI library and GPU memory; `mpistrategy.mpi.gpu.cuda_aware.Answer.text`.
+        cuda_aware: what the user or the MPI library says of GPU memory; `cuda_trial.claim`. "" where the
+            rank sees no GPU.
         fabric: the fast network of the node; see `mpistrategy.cli.doctor.facts.fabric.fabric`.
         has_net_plugin: whether NCCL would find a network plugin.
         network, carrier: what messages between nodes go by, and which library below MPI sends them; see
@@ -89,7 +89,6 @@ class Facts:
     amd: bool = False
     gpus_promised: int = 0
     visible: str | None = None
-    no_peer_access: Sequence[Sequence[int]] = ()
     fabric: str = ""
     has_net_plugin: bool = False
     network: str = ""

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from mpistrategy.cli.doctor.checks.finding import mebibytes
 from mpistrategy.cli.doctor.checks.gpu import parts_of
 from mpistrategy.cli.doctor.facts import fabric, network
-from mpistrategy.cli.doctor.facts.c_libraries import blas_threads, pairs_without_peer_access
+from mpistrategy.cli.doctor.facts.c_libraries import blas_threads
 from mpistrategy.cli.doctor.facts.facts import Facts
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.gpu import loaded_mpi
@@ -153,11 +153,9 @@ def on_node(facts: Facts, place: tuple[int, int, int]) -> Facts:
     )
     if not sight.gpus:
         return found
-    return replace(
-        found,
-        no_peer_access=pairs_without_peer_access(len(sight.gpus)) if local_rank == 0 else (),
-        cuda_aware=_cuda_aware(),
-    )
+    from mpistrategy.cli.doctor.facts import cuda_trial
+
+    return replace(found, cuda_aware=cuda_trial.claim())
 
 
 def offered(environment: Mapping[str, str]) -> tuple[str, ...]:
@@ -187,13 +185,3 @@ def _library_wanted(path: str) -> str:
 def _number(environment: Mapping[str, str], name: str) -> int:
     text = environment.get(name, "")
     return int(text) if text.isdigit() else 0
-
-
-def _cuda_aware() -> str:
-    from mpistrategy.errors import MpiStrategyError
-    from mpistrategy.mpi.gpu import cuda_aware
-
-    try:
-        return cuda_aware.decide(loaded_mpi.evidence(), cuda_aware.said()).text()
-    except MpiStrategyError as error:
-        return f"{cuda_aware.UNVERIFIED} {error}"

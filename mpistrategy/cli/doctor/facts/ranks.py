@@ -87,11 +87,6 @@ class Ranks:
         inside.Free()
         return place
 
-    def among(self, *members: int) -> Ranks | None:
-        """Return these ranks by themselves; None on the others.  Collective."""
-        chosen = self._comm.Split(0 if self.rank in members else MPI.UNDEFINED, self.rank)
-        return Ranks(MPI.Intracomm(chosen)) if self.rank in members else None
-
     def slowest(self, seconds: float) -> float:
         """Return the greatest number of all ranks.  Collective."""
         shared = np.array([seconds])
@@ -110,9 +105,9 @@ class Ranks:
         """Sum in place, as MPI does it.  Collective."""
         self._comm.Allreduce(MPI.IN_PLACE, buffer)
 
-    def swap(self, mine: Any, theirs: Any) -> None:
-        """Exchange buffers, on whatever device they are, with the other of two ranks."""
-        self._comm.Sendrecv(mine, 1 - self.rank, recvbuf=theirs, source=1 - self.rank)
+    def pass_on(self, mine: Any, theirs: Any) -> None:
+        """Send a buffer, on whatever device it is, to the next rank, and get that of the one before.  Collective."""
+        self._comm.Sendrecv(mine, (self.rank + 1) % self.size, recvbuf=theirs, source=(self.rank - 1) % self.size)
 
     def abort(self, status: int) -> None:
         """End the job."""

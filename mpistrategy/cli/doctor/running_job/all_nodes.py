@@ -19,6 +19,7 @@ from mpistrategy.cli.doctor.running_job.node_view import View
 from mpistrategy.cli.doctor.running_job.slurm_job import answer_of
 from mpistrategy.mpi.watchdog.local_process import node_name
 from mpistrategy.mpi.watchdog.roll_call import as_data, statuses_in
+from mpistrategy.mpi.watchdog.status_board import RankStatus
 
 _PATIENCE_SECONDS = 40
 _MOST_LETTERS = 700
@@ -33,14 +34,10 @@ def look(number: str, nodes: int) -> View:
         nodes: how many it has.
     """
     command = [*step(number), f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none"]
-    try:
-        done = answer_of([*command, sys.executable, "-m", __spec__.name, number], _PATIENCE_SECONDS)
-    except OSError as error:
-        return View((), (), [f"its nodes: {error.strerror or error}"])
-    view = read(done.stdout)
-    missing = nodes - len({name for name, *_ in _LINE.findall(done.stdout)})
-    why = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-    troubles = [f"{missing} of {nodes} nodes: {why}"] if missing else []
+    told, trouble = answer_of([*command, sys.executable, "-m", __spec__.name, number], _PATIENCE_SECONDS)
+    view = read(told)
+    missing = nodes - len({name for name, *_ in _LINE.findall(told)})
+    troubles = [f"{missing} of {nodes} nodes: {trouble or 'no answer'}"] if missing else []
     return View(view.seen, view.calls, [*view.troubles, *troubles])
 
 
@@ -54,17 +51,16 @@ def read(output: str) -> View:
     pieces: dict[str, dict[int, str]] = {}
     for name, number, count, text in _LINE.findall(output):
         pieces.setdefault(name, dict.fromkeys(range(1, int(count) + 1), "?"))[int(number)] = text
-    view = View([], [], [])
+    seen, calls, troubles = list[RankStatus](), list[NodeCalls](), list[str]()
     for name, parts in pieces.items():
         try:
             told = json.loads(zlib.decompress(base64.b64decode("".join(parts.values()), validate=True)))
-            seen, calls = statuses_in(told["ranks"]), [NodeCalls.read(each) for each in told["calls"]]
-            troubles = told["troubles"]
+            seen += statuses_in(told["ranks"])
+            calls += map(NodeCalls.read, told["calls"])
+            troubles += [f"{name}: {each}" for each in told["troubles"]]
         except (ValueError, TypeError, KeyError, zlib.error) as error:
-            seen, calls, troubles = [], [], [f"its answer cannot be read ({error})"]
-        named = [f"{name}: {each}" for each in troubles]
-        view = View([*view.seen, *seen], [*view.calls, *calls], [*view.troubles, *named])
-    return View(sorted(view.seen, key=lambda each: each.rank), view.calls, view.troubles)
+            troubles.append(f"{name}: its answer cannot be read ({error})")
+    return View(sorted(seen, key=lambda each: each.rank), calls, troubles)
 
 
 def answer(view: View) -> list[str]:

@@ -1,132 +1,183 @@
-"""Which path buffers in GPU memory take: a decision over what all ranks can do, the same on every rank.
+"""Which path buffers in GPU memory take: found out by all ranks together, at the first such buffer.
 
-For one strategy there is one path, from the first such buffer on: NCCL and an MPI that gets pointers to the memory of
-the same GPUs can block each other.  MPISTRATEGY_GPU_PATH names one; without it the order is NCCL, then MPI where it is
-known to take GPU memory, then the host (staged).
+For one strategy there is one path, from then on: NCCL and an MPI that gets pointers to the memory of the same GPUs can
+block each other.  MPISTRATEGY_GPU_PATH names one; without it the order is NCCL, then MPI where it is known to take GPU
+memory, then the host (staged).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from types import MappingProxyType
+from collections import Counter
+from collections.abc import Container, Mapping, Sequence
+from typing import TYPE_CHECKING, NamedTuple
 
-from mpistrategy.mpi.gpu.cuda_aware import Answer, weakest
-from mpistrategy.mpi.interface.gpu_transport import PathName
+from mpistrategy.arrays.gpu import cupy_for
+from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.gpu import cuda_aware, inventory
+from mpistrategy.mpi.gpu.transports import nccl
+from mpistrategy.mpi.gpu.transports.direct import DirectPath
+from mpistrategy.mpi.gpu.transports.staged import StagedPath
+from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, device_paths
 from mpistrategy.objects.shown import ranks_in_words
+from mpistrategy.options import GPU_PATH, CommunicationOptions, path_word
 
+if TYPE_CHECKING:
+    from mpistrategy.mpi.interface.ranks import Ranks
+
+_WHERE = "the path of arrays in GPU memory"
 #: The fastest first.
 _ORDER: tuple[PathName, ...] = ("nccl", "mpi", "staged")
-_BY_MPI: tuple[PathName, ...] = ("mpi", "staged")
 
 
-@dataclass(frozen=True)
-class Abilities:
+class Abilities(NamedTuple):
     """What one rank has.
 
     Attributes:
-        gpu: the unique identity of its GPU; "" if unknown.
+        gpu: the unique name of its GPU; "" if unknown.
         nccl: the version of CuPy's NCCL; 0 without one.
-        verdict: whether its MPI takes GPU memory: "yes", "no" or "unverified".
-        reason: why.
+        against_mpi: why its MPI gets no GPU memory; "" where it takes it.
     """
 
     gpu: str = ""
     nccl: int = 0
-    verdict: str = "unverified"
-    reason: str = "not looked at"
-
-    def text(self) -> str:
-        """Return it as a text for the other ranks."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def read(cls, text: str) -> Abilities:
-        """Return what `text` was made of."""
-        return cls(**json.loads(text))
+    against_mpi: str = ""
 
 
-@dataclass(frozen=True)
-class Choice:
-    """The path of a strategy.
+def _mine(ranks: Ranks) -> Abilities:
+    cupy = cupy_for(_WHERE)
+    if ranks.size == 1 or ranks.is_simulated:
+        return Abilities()
+    seen, number = inventory.look().gpus, cupy.cuda.runtime.getDevice()
+    gpu = seen[number].name if number < len(seen) else ""
+    return Abilities(gpu, nccl.version(), cuda_aware.obstacle(ranks.nodes))
 
-    Attributes:
-        name: as users call it.
-        reason: in words.
-        is_second_best: whether somebody asked for another one, which cannot be, NCCL is there and fails, or arrays go
-            through the host though nobody asked for that.
+
+def device_path(ranks: Ranks, word: str) -> DevicePath:
+    """Return the path for `word`; the first time the ranks find out together, inside an agreed call.
+
+    Args:
+        ranks: who takes part.
+        word: see `mpistrategy.options.path_word`.
+
+    Raises:
+        UnsupportedError: without a CuPy that works.
+        MpiStrategyError: on every rank, when one cannot have the path.
     """
+    paths = device_paths(ranks)
+    known = paths.known.get(word)
+    if known is not None:
+        return known
+    with Call(ranks.guard, _WHERE) as call:
+        call.expect_more()  # a rank that fails from here on must tell the others
+        mine = json.dumps(_mine(ranks))
+        call.agree("look for the path of arrays in GPU memory", options=f"{GPU_PATH}, or implementation=, says {word}")
+        everyone = [Abilities(*json.loads(text)) for text in ranks.allgather_text(mine)]
+        call.expect_more()
+        path, reason, is_second_best = _chosen(ranks, word, everyone)
+        paths.by_name[path.name] = path  # it exists, whether or not this call succeeds
+        if is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
+            warn(f"{_WHERE} is {path.name}: {reason}", FallbackWarning)
+        call.agree("use the path of arrays in GPU memory")
+    paths.known[word], paths.reasons[word] = path, reason
+    return path
 
-    name: PathName
-    reason: str
-    is_second_best: bool = False
+
+def _chosen(ranks: Ranks, word: str, everyone: Sequence[Abilities]) -> tuple[DevicePath, str, bool]:
+    """Return the path, and as `in_words`; the same on all ranks.  Collective."""
+    there = device_paths(ranks).by_name
+    if ranks.size == 1:
+        return there.get("alone") or DevicePath(), "one rank", False
+    if ranks.is_simulated:
+        return there.get("staged") or StagedPath(), "these replicas are threads", False
+    against, is_broken = obstacles(everyone, there), False
+    for name in candidates(word):
+        if not against[name]:
+            path = there.get(name) or _made(name, ranks)
+            if not isinstance(path, str):
+                return path, *in_words(name, word, against, everyone, is_broken=is_broken)
+            against[name], is_broken = path, True
+    raise AssertionError("staged can always be")
 
 
-def choose(
-    ranks: Sequence[Abilities],
-    word: str = "auto",
-    taken: Sequence[str] = (),
-    failed: Mapping[str, str] = MappingProxyType({}),
-) -> Choice:
-    """Return the path for these ranks.
+def _made(name: PathName, ranks: Ranks) -> DevicePath | str:
+    """Return a path, or why it cannot be, on all ranks alike."""
+    if name == "nccl":
+        return nccl.join(ranks)
+    return DirectPath() if name == "mpi" else StagedPath()
+
+
+def any_path(ranks: Ranks) -> DevicePath:
+    """Return the path that these ranks have already, else `device_path` of the usual word.
+
+    For calls that choose no path: broadcasts, gathers, assignments.
+    """
+    known = next(iter(device_paths(ranks).known.values()), None)
+    return device_path(ranks, path_word(CommunicationOptions())) if known is None else known
+
+
+def candidates(word: str) -> list[PathName]:
+    """Return the paths for a word, in the order in which they are taken."""
+    return [*(name for name in _ORDER if name == word), *_ORDER[word == "ring" :]]
+
+
+def obstacles(ranks: Sequence[Abilities], taken: Container[str] = ()) -> dict[PathName, str]:
+    """Return why each path cannot be; "" where it can.
 
     Args:
         ranks: what each of them has.
-        word: what is asked for; see `mpistrategy.options.path_word`.
         taken: the paths that the strategy has already.
-        failed: why paths that were tried cannot be; the same on all ranks.
     """
-    if len(ranks) == 1:
-        return Choice("alone", "one rank")
-    obstacles: dict[str, str] = {"nccl": _against_nccl(ranks), "mpi": _against_mpi(ranks), "staged": ""}
-    for one, other in (("nccl", "mpi"), ("mpi", "nccl")):
-        if one in taken:
-            obstacles[other] = obstacles[other] or f"this strategy uses {one}, and the two can block each other"
-    obstacles |= failed
-    named = next((name for name in _ORDER if name == word), None)
-    if named is not None and not obstacles[named]:
-        return Choice(named, "as asked for")
-    open_to = _BY_MPI if word == "ring" else _ORDER
-    first = next(name for name in open_to if not obstacles[name])
-    skipped = [f"{name} ({obstacles[name]})" for name in open_to[: open_to.index(first)]]
-    why = f"not {'; '.join(skipped)}" if skipped else "the fastest"
-    reason = f"{named} cannot be: {obstacles[named]}" if named else why
-    if first == "staged":
-        reason += f". {_cure(ranks)}"
-    return Choice(first, reason, is_second_best=named is not None or first == "staged" or "nccl" in failed)
-
-
-def _cure(ranks: Sequence[Abilities]) -> str:
-    """Return what makes arrays travel faster than through the host."""
-    nccl = "Install NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13"
-    if all(rank.nccl for rank in ranks):
-        nccl = 'Let each rank drive a GPU of its own, as devices="gpu" does: NCCL needs that'
-    return (
-        f"{nccl}; or run mpistrategy doctor once, as you start your program: it tries whether MPI takes GPU memory; "
-        "or export MPISTRATEGY_GPU_PATH=staged, and this is as you ask for"
-    )
+    refusing: dict[str, list[int]] = {}
+    for number, rank in enumerate(ranks):
+        refusing.setdefault(rank.against_mpi, []).append(number)
+    by_mpi = "; ".join(f"{why} ({ranks_in_words(those)})" for why, those in refusing.items() if why)
+    other = "this strategy uses {}, and the two can block each other"
+    return {
+        "nccl": _against_nccl(ranks) or ("mpi" in taken and other.format("mpi")) or "",
+        "mpi": by_mpi or ("nccl" in taken and other.format("nccl")) or "",
+        "staged": "",
+    }
 
 
 def _against_nccl(ranks: Sequence[Abilities]) -> str:
     without = [number for number, rank in enumerate(ranks) if not rank.nccl]
     if without:
         return f"CuPy has no NCCL on {ranks_in_words(without)}"
-    versions = {rank.nccl // 100 for rank in ranks}  # the last two digits are a patch level
-    if len(versions) > 1:
+    if len({rank.nccl // 100 for rank in ranks}) > 1:  # the last two digits are a patch level
         return f"NCCL of different versions ({', '.join(map(str, sorted({rank.nccl for rank in ranks})))})"
-    return _shared_gpu(ranks) and f"{_shared_gpu(ranks)}, which NCCL refuses"
+    holders = Counter(rank.gpu for rank in ranks if rank.gpu)
+    shared = next((gpu for gpu, count in holders.items() if count > 1), None)
+    sharing = [number for number, rank in enumerate(ranks) if rank.gpu == shared]
+    return f"{ranks_in_words(sharing)} on one GPU, which NCCL refuses" if sharing else ""
 
 
-def _against_mpi(ranks: Sequence[Abilities]) -> str:
-    answer = weakest([Answer(rank.verdict, rank.reason) for rank in ranks])
-    return "" if answer.is_yes else f"{answer.verdict}, {answer.reason}"
+def in_words(
+    name: PathName, word: str, against: Mapping[PathName, str], ranks: Sequence[Abilities], *, is_broken: bool = False
+) -> tuple[str, bool]:
+    """Return why a path was chosen, and whether to warn: it was not asked for, and is not the best that there could be.
 
-
-def _shared_gpu(ranks: Sequence[Abilities]) -> str:
-    holders: dict[str, list[int]] = {}
-    for number, rank in enumerate(ranks):
-        if rank.gpu:
-            holders.setdefault(rank.gpu, []).append(number)
-    shared = [those for those in holders.values() if len(those) > 1]
-    return f"{ranks_in_words(shared[0])} on one GPU" if shared else ""
+    Args:
+        name: of the path.
+        word: what was asked for.
+        against: why paths cannot be.
+        ranks: what each of them has.
+        is_broken: whether NCCL is there, and does not work.
+    """
+    if name == word:
+        return "as asked for", False
+    before = dict.fromkeys(candidates(word)[: candidates(word).index(name)])
+    reason = f"not {'; '.join(f'{each} ({against[each]})' for each in before)}" if before else "the fastest"
+    if word in before:
+        reason = f"{word} cannot be: {'; '.join(against[each] for each in before)}"
+    if name == "staged":
+        nccl_too = "Install NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13"
+        if all(rank.nccl for rank in ranks):
+            nccl_too = 'Let each rank drive a GPU of its own, as devices="gpu" does: NCCL needs that'
+        reason += (
+            f". {nccl_too}; or run mpistrategy doctor once, as you start your program: it tries whether MPI takes GPU "
+            "memory; or export MPISTRATEGY_GPU_PATH=staged, and this is as you ask for"
+        )
+    return reason, name == "staged" or is_broken or word in _ORDER

@@ -15,7 +15,9 @@ from __future__ import annotations
 import math
 import threading
 import time
+import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any
 
@@ -24,16 +26,13 @@ import numpy as np
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.contract.channel import growing_pauses
-from mpistrategy.mpi.gpu.cuda_driver import stream_writer
 from mpistrategy.mpi.gpu.transports import ordered_keys
-from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import (
     DevicePath,
     PathName,
     communication_memory,
     error_of,
     first_error,
-    own_part,
 )
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
@@ -45,23 +44,16 @@ _TRIAL_SIZE = 2**16
 _WHERE = "a collective by NCCL"
 #: Never freed: the GPU may still write its progress there.
 _left: list[GpuProgress] = []
-#: ncclBfloat16, which not every CuPy has a name for.
-_BFLOAT16 = 9
-_DTYPES = ("int8", "uint8", "int32", "uint32", "int64", "uint64", "float32", "float64")
 
 
-def version(cupy: Any) -> int:
+def version() -> int:
     """Return the version of the NCCL that CuPy has loaded; 0 without one."""
-    import warnings
+    with warnings.catch_warnings(), suppress(Exception):  # a CuPy without it, or one that cannot load it: of many types
+        warnings.simplefilter("ignore")  # CuPy warns without one; a user who asked for NCCL gets our warning
+        from cupy.cuda import nccl
 
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # CuPy warns without one; a user who asked for NCCL gets our warning
-            from cupy.cuda import nccl
-
-            return int(nccl.get_version()) if nccl.available else 0
-    except Exception:  # a CuPy without it, or one that cannot load it: of many types
-        return 0
+        return int(nccl.get_version()) if nccl.available else 0
+    return 0
 
 
 class NcclPath(DevicePath):
@@ -83,18 +75,12 @@ class NcclPath(DevicePath):
         #: Held while NCCL is asked how it is, and while it is let go of, which may take long.
         self._asking = threading.Lock()
         self._device = self._cupy.cuda.runtime.getDevice()
-        self._staged = StagedPath()
-        self._staged.make_room_for_all()
         ordered_keys.compile_for(self._cupy)
-        self._progress = GpuProgress(self._cupy, self._ask, stream_writer)
+        self._progress = GpuProgress(self._cupy, self._ask)
         ranks.guard.gpu_progress = self._progress
 
-    def make_room(self, nbytes: int) -> None:
-        """Need nothing; but tell the other ranks, before they agree, if NCCL has failed or is for another GPU.
-
-        Raises:
-            DeviceError: then.
-        """
+    def check(self) -> None:
+        """Raise DeviceError if NCCL has failed, or is for another GPU."""
         device = self._cupy.cuda.runtime.getDevice()
         if device != self._device:
             raise DeviceError.at(
@@ -137,98 +123,69 @@ class NcclPath(DevicePath):
             self._is_gone = True
             how()
 
-    def by_host(self, ranks: Ranks, dtype: np.dtype[Any], op: str, wire: str | None = None) -> str:
-        """Return why arrays of a dtype are combined on the host; "" where they are not."""
-        return "" if _is_native(dtype, op) or ordered_keys.are_for(dtype, op) else f"NCCL knows no {op} of {dtype.name}"
-
-    def allreduce(
+    def reduce(
         self,
         ranks: Ranks,
         buffer: DeviceArray,
         op: str,
+        root: int | None = None,
         wire: str | None = None,
         room: DeviceArray | None = None,
     ) -> None:
-        """Replace `buffer` by its combination over the ranks, on the current stream.
+        """Replace `buffer` by its combination over the ranks, on `root` or on all, on the current stream.
 
-        What NCCL does not know goes by way of the host.  With a `wire`, float32 travels in its dtype: NCCL rounds each
-        sum to it.  A CuPy before 14 knows no bfloat16, and sends all digits.
+        With a `wire`, float32 travels in its dtype: NCCL rounds each sum to it.  A CuPy before 14 knows no bfloat16,
+        and sends all digits.
         """
-        if self.by_host(ranks, buffer.dtype, op):
-            self._staged.allreduce(ranks, buffer, op, wire)
-            return
+        rounded = None if root is not None else by_nccl(ranks, wire, buffer.dtype, op)
+        if buffer.dtype.kind == "c" and op == "PROD":  # NCCL sees pairs of floats: it can add them
+            everyone = communication_memory(self._cupy, ranks.size * buffer.size, buffer.dtype)
+            self.allgather(ranks, buffer, [buffer.size] * ranks.size, everyone)
+            buffer[...] = everyone.reshape((ranks.size, buffer.size)).prod(axis=0)
+        elif rounded is None or (rounded.kind != "f" and int(self._cupy.__version__.partition(".")[0]) < 14):
+            self._combine(buffer, op, root)
+        else:
+            sent: DeviceArray = room
+            sent[...] = buffer
+            self._combine(sent, op, None)
+            buffer[...] = sent
 
-        def put(nccl: Any, values: DeviceArray, stream: int) -> None:
-            pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
-            self._nccl.allReduce(pointer, pointer, _count(values), kind, _operation(nccl, op), stream)
-
-        dtype = by_nccl(ranks, wire, buffer.dtype, op)
-        if dtype is None or (dtype.kind != "f" and int(self._cupy.__version__.partition(".")[0]) < 14):
-            self._combine(buffer, op, put)
-            return
-        rounded = communication_memory(self._cupy, buffer.size, dtype) if room is None else room
-        rounded[...] = buffer
-        self._combine(rounded, op, put)
-        buffer[...] = rounded
-
-    def reduce(self, ranks: Ranks, buffer: DeviceArray, root: int, op: str) -> None:
-        """Replace `buffer` on `root` by its combination over the ranks."""
-        if self.by_host(ranks, buffer.dtype, op):
-            self._staged.reduce(ranks, buffer, root, op)
-            return
-
-        def put(nccl: Any, values: DeviceArray, stream: int) -> None:
-            pointer, kind = values.data.ptr, _kind(nccl, values.dtype)
-            self._nccl.reduce(pointer, pointer, _count(values), kind, _operation(nccl, op), root, stream)
-
-        self._combine(buffer, op, put)
+    def _combine(self, buffer: DeviceArray, op: str, root: int | None) -> None:
+        """Put a reduction on the current stream; of keys for MIN and MAX of floats, of which NCCL's may lose a NaN."""
+        with ordered_keys.in_order(self._cupy, buffer, op) as values:
+            parts = 2 if values.dtype.kind == "c" else 1
+            name = values.dtype.name if parts == 1 else f"float{values.dtype.itemsize * 4}"
+            count, pointer = int(values.size) * parts, values.data.ptr
+            arguments = pointer, pointer, count, _number(name.upper()), _number(op)
+            if root is None:
+                self._begin(count, self._nccl.allReduce, *arguments)
+            else:
+                self._begin(count, self._nccl.reduce, *arguments, root)
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by that of `root`."""
-
-        def put(nccl: Any, stream: int) -> None:
-            self._nccl.bcast(buffer.data.ptr, buffer.nbytes, nccl.NCCL_INT8, root, stream)
-
-        self._begin(buffer.nbytes, put)
+        self._begin(buffer.nbytes, self._nccl.bcast, buffer.data.ptr, buffer.nbytes, _number("INT8"), root)
 
     def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
         """Write all ranks' blocks into `together`; blocks of several sizes are broadcast one after the other."""
         if len(set(counts)) > 1:
-            place = together[own_part(ranks, counts)]
-            if place.data.ptr != block.data.ptr:
-                place[...] = block
+            super().allgather(ranks, block, counts, together)
             for root, stop in enumerate(accumulate(counts)):
                 self.bcast(ranks, together[stop - counts[root] : stop], root)
-            return
-
-        def put(nccl: Any, stream: int) -> None:
-            self._nccl.allGather(block.data.ptr, together.data.ptr, block.nbytes, nccl.NCCL_INT8, stream)
-
-        self._begin(together.nbytes, put)
-
-    def _combine(self, buffer: DeviceArray, op: str, put: Callable[[Any, DeviceArray, int], None]) -> None:
-        """Put a reduction on the current stream; of keys for MIN and MAX of floats, of which NCCL's may lose a NaN."""
-
-        def begin(values: DeviceArray) -> None:
-            self._begin(values.size, lambda nccl, stream: put(nccl, values, stream))
-
-        if ordered_keys.are_for(buffer.dtype, op):
-            ordered_keys.combine(self._cupy, buffer, op, begin)
         else:
-            begin(buffer)
+            arguments = block.data.ptr, together.data.ptr, block.nbytes, _number("INT8")
+            self._begin(together.nbytes, self._nccl.allGather, *arguments)
 
-    def _begin(self, size: int, put: Callable[[Any, int], None]) -> None:
+    def _begin(self, size: int, put: Callable[..., None], *arguments: Any) -> None:
         """Put a collective on the current stream, and note it where the watchdog sees it; nothing for a size of 0."""
-        from cupy.cuda import nccl
-
         if not size:
             return
         if self._progress.is_full:
             self._wait_for_all()
         call = self._ranks.guard.current
-        self._progress.begin(self._ranks.guard.record.last(), None if call is None else call.timeout)
-        put(nccl, self._cupy.cuda.get_current_stream().ptr)
-        self._progress.given()
+        limit = None if call is None else call.timeout
+        with self._progress.collective(self._ranks.guard.record.last(), limit) as stream:
+            put(*arguments, stream)
 
     def _wait_for_all(self, seconds: float = math.inf) -> None:
         """Wait until the GPU is done with all that it was given; a peer that never comes is the watchdog's concern.
@@ -255,7 +212,7 @@ class NcclPath(DevicePath):
         """Sum known numbers over the ranks; return why the result is not there or wrong, "" if it is right."""
         buffer = communication_memory(self._cupy, _TRIAL_SIZE, np.dtype("float64"))
         buffer.fill(self._ranks.rank + 1.0)
-        self.allreduce(self._ranks, buffer, "SUM")
+        self._combine(buffer, "SUM", None)
         self._wait_for_all(min(_TRIAL_SECONDS, self._ranks.guard.timeout / 2))
         found = np.unique(buffer.get())
         right = self._ranks.size * (self._ranks.size + 1) / 2
@@ -264,7 +221,6 @@ class NcclPath(DevicePath):
     def free(self) -> None:
         """Free NCCL's communicator, once all GPUs are done with it."""
         with self._cupy.cuda.Device(self._device):
-            self._staged.free()
             trouble = error_of(self._wait_for_all) or self._failure
             self.leave(first_error(self._ranks, trouble))
 
@@ -284,13 +240,9 @@ def join(ranks: Ranks) -> NcclPath | str:
     The current device must be the one that this rank drives.
     """
     made: list[NcclPath] = []
-    told = ""
-    if ranks.rank == 0:
-        try:
-            told = _unique_id()
-        except Exception as error:  # CuPy's NcclError
-            told = f"!{error}"
-    told = ranks.allgather_text(told)[0]
+    ids: list[str] = []
+    error = error_of(lambda: ids.append(_unique_id())) if ranks.rank == 0 else ""
+    told = ranks.allgather_text(f"!{error}" if error else "".join(ids))[0]
     if told.startswith("!"):
         return f"it does not start: {told[1:]}"
 
@@ -327,30 +279,9 @@ def _communicator(ranks: Ranks, unique_id: bytes) -> Any:
         return nccl.NcclCommunicator(ranks.size, tuple(np.frombuffer(unique_id, np.int8).tolist()), ranks.rank)
 
 
-def _is_native(dtype: np.dtype[Any], op: str) -> bool:
-    """Return whether NCCL does this as the host does.
+def _number(name: str) -> int:
+    """Return NCCL's number of a dtype or an operation; not every CuPy has a name for bfloat16."""
+    from cupy.cuda import nccl
 
-    Complex numbers are added as pairs; it cannot multiply them.  Whether its MIN and MAX of floats keep a NaN depends
-    on its version and on who has it.
-    """
-    if dtype.kind == "c":
-        return op == "SUM" and dtype.itemsize in (8, 16)
-    return dtype.name in _DTYPES and not (dtype.kind == "f" and op in ("MIN", "MAX"))
-
-
-def _kind(nccl: Any, dtype: np.dtype[Any]) -> int:
-    """Return NCCL's number of a dtype; of that of the parts of a complex one."""
-    name = f"float{dtype.itemsize * 4}" if dtype.kind == "c" else dtype.name
-    found: int = _BFLOAT16 if name == "bfloat16" else getattr(nccl, f"NCCL_{name.upper()}")
+    found: int = 9 if name == "BFLOAT16" else getattr(nccl, f"NCCL_{name}")
     return found
-
-
-def _operation(nccl: Any, op: str) -> int:
-    """Return NCCL's number of an operation."""
-    found: int = getattr(nccl, f"NCCL_{op}")
-    return found
-
-
-def _count(values: DeviceArray) -> int:
-    """Return how many numbers NCCL sees in an array."""
-    return int(values.size) * (2 if values.dtype.kind == "c" else 1)

@@ -6,7 +6,8 @@ for MAX and the least for MIN.  Converted back, the result has the bits of `mpis
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from typing import Any
 
@@ -54,10 +55,14 @@ def are_for(dtype: np.dtype[Any], op: str) -> bool:
     return op in ("MIN", "MAX") and dtype.kind == "f" and dtype.itemsize in NAMES
 
 
-def combine(cupy: Any, buffer: DeviceArray, op: str, reduce: Callable[[DeviceArray], None]) -> None:
-    """Make keys of a buffer where it is, call `reduce` with them, and make floats of them again."""
+@contextmanager
+def in_order(cupy: Any, buffer: DeviceArray, op: str) -> Iterator[DeviceArray]:
+    """Give what is combined in place of a buffer: its keys, which are floats again afterwards, or the buffer itself."""
+    if not are_for(buffer.dtype, op):
+        yield buffer
+        return
     keys = to_keys(cupy, buffer, op)
-    reduce(keys)
+    yield keys
     to_floats(cupy, keys, op)
 
 
