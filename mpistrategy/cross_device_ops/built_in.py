@@ -138,8 +138,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         if targets is not None and not are_apart([each for each in targets if each is not None]):
             targets = None  # what they have in common would be combined twice
         root, word = self._root(ranks, destination), path_word(options, self._device_path)
-        operation = gpu.GpuOperation(root, sends=destination.only_rank != root)
-        return gpu.GpuRoute(ranks, packs, op, word, options.wire, operation, targets)
+        sends = destination.only_rank != root
+        return gpu.GpuRoute(ranks, packs, op, word, options.wire, root, sends=sends, targets=targets)
 
     def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp, where: str) -> None:
         """Raise for dtypes that this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
