@@ -9,7 +9,7 @@ import enum
 import gc
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
@@ -20,23 +20,22 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.over_threads import Threads
 
 
-class Extended(Protocol):
-    """What a context uses of `StrategyExtended`."""
-
-    communicator: Ranks
-
-
 class Strategy(Protocol):
-    """What a context uses of a strategy."""
+    """What the floors below use of a strategy."""
 
     _is_default: bool
 
     @property
-    def extended(self) -> Extended:
-        """The part for library authors."""
+    def extended(self) -> Any:
+        """The part for library authors, with the ranks: `communicator`."""
+
+    @property
+    def num_replicas_in_sync(self) -> int:
+        """How many replicas take part."""
 
 
 R = TypeVar("R")
+S = TypeVar("S", bound=Strategy)
 
 
 class Mode(enum.Enum):
@@ -74,6 +73,42 @@ class Frame:
         _thread.entered.pop()
 
 
+class _Made:
+    """The strategies of several ranks that were made.
+
+    Attributes:
+        any: whether there was one; also after it is closed: the other ranks are still there.
+        by_guard: the strategies that are still held, by the id of their ranks' guard, which copies of a strategy share.
+    """
+
+    def __init__(self) -> None:
+        self.any: bool = False
+        self.by_guard: WeakValueDictionary[int, Strategy] = WeakValueDictionary()
+
+
+class _Thread(threading.local, _Made):
+    """What this thread has entered, and made where it is a simulated rank: the other threads know nothing of it.
+
+    Attributes:
+        entered: the innermost last: contexts, and the ranks that the thread works for in each.
+        set_frame: the context that `experimental_set_strategy` has entered.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entered: list[tuple[Frame | None, Ranks]] = []
+        self.set_frame: Frame | None = None
+
+
+_thread, _in_process = _Thread(), _Made()
+_default: list[Callable[[], Strategy]] = []
+
+
+def set_default_strategy_factory(factory: Callable[[], Strategy]) -> None:
+    """Set the function that makes the default strategy."""
+    _default[:] = [factory]
+
+
 def call_in(frame: Frame, fn: Callable[..., R], args: Sequence[Any], kwargs: Mapping[str, Any]) -> R:
     """Return ``fn(*args, **kwargs)``, called in a context.
 
@@ -86,24 +121,6 @@ def call_in(frame: Frame, fn: Callable[..., R], args: Sequence[Any], kwargs: Map
         return fn(*args, **kwargs)
     finally:
         del stack[depth:]
-
-
-class _Thread(threading.local):
-    """What this thread has entered, the innermost last: contexts, and the ranks that it works for in each."""
-
-    def __init__(self) -> None:
-        self.entered: list[tuple[Frame | None, Ranks]] = []
-
-
-_thread = _Thread()
-
-
-_default: list[Callable[[], Strategy]] = []
-
-
-def set_default_strategy_factory(factory: Callable[[], Strategy]) -> None:
-    """Set the function that makes the default strategy."""
-    _default[:] = [factory]
 
 
 def current_frame() -> Frame | None:
@@ -141,6 +158,19 @@ def current_strategy() -> Any:
     """Return the strategy whose scope or step function this thread is in; the default strategy elsewhere."""
     frame = current_frame()
     return frame.strategy if frame is not None else _default[0]()
+
+
+def set_strategy(strategy: Strategy | None) -> None:
+    """Do `mpistrategy.experimental_set_strategy`."""
+    if frames() != [frame for frame in [_thread.set_frame] if frame is not None]:
+        raise ContextError.at(
+            "experimental_set_strategy",
+            found=f"a call in {in_words(current_frame())}",
+            expected="a call outside every scope",
+            fix="Leave the `with strategy.scope():` block first.",
+        )
+    _thread.entered.clear()
+    _thread.set_frame = None if strategy is None else cross_replica(strategy).__enter__()
 
 
 def cross_replica(strategy: Strategy) -> Frame:
@@ -197,79 +227,49 @@ def in_words(frame: Frame | None) -> str:
     return "no context" if frame is None else f"{frame.mode.value} context"
 
 
-S = TypeVar("S", bound=Strategy)
-
-
 class Scope(Generic[S]):
-    """Puts the thread into the cross-replica context of a strategy; may be entered several times."""
+    """Puts the thread into the cross-replica context of a strategy; may be entered several times.
+
+    Attributes:
+        depth: how often it is entered.
+    """
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
-        self._entered: list[AbstractContextManager[Any]] = []
+        self.depth = 0
 
     def __enter__(self) -> S:
-        strategy = self._strategy
-        if current_frame() is not None:
-            require_cross_replica(strategy, "Strategy.scope")
-        inner: AbstractContextManager[Any] = Frame(strategy, Mode.CROSS_REPLICA)
-        if strategy._is_default:
-            inner = nullcontext()
-        inner.__enter__()
-        self._entered.append(inner)
-        return strategy
+        require_cross_replica(self._strategy, "Strategy.scope")
+        if not self._strategy._is_default:
+            cross_replica(self._strategy).__enter__()
+        self.depth += 1
+        return self._strategy
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+        self.depth -= 1
+        if not self._strategy._is_default:
+            _thread.entered.pop()
 
     def __repr__(self) -> str:
         return f"<scope of {self._strategy!r}>"
-
-    @property
-    def is_entered(self) -> bool:
-        """Whether it is entered."""
-        return bool(self._entered)
-
-    def _copy_for(self, strategy: S) -> Scope[S]:
-        """Return a scope of another strategy, not entered."""
-        return Scope(strategy)
 
 
 # ------------------------------------------------------------------------------------- are there other ranks
 
 
-class _Made:
-    """The strategies of several ranks that were made.
-
-    Attributes:
-        any: whether there was one; also after it is closed: the other ranks are still there.
-        by_guard: the strategies that are still held, by the id of their ranks' guard, which copies of a strategy share.
-    """
-
-    def __init__(self) -> None:
-        self.any: bool = False
-        self.by_guard: WeakValueDictionary[int, Strategy] = WeakValueDictionary()
-
-
-class _MadeInThread(threading.local, _Made):
-    """A simulated rank is a thread: what it makes says nothing about the other threads of the process."""
-
-
-_in_thread, _in_process = _MadeInThread(), _Made()
-
-
 def note_strategy(strategy: Strategy, communicator: Ranks) -> None:
     """Remember that a strategy of these ranks was made."""
     if communicator.size > 1:
-        made = _in_thread if isinstance(communicator, Threads) else _in_process
+        made = _thread if isinstance(communicator, Threads) else _in_process
         made.any = True
         made.by_guard[id(communicator.guard)] = strategy
 
 
 def has_peers() -> bool:
     """Return whether this rank has made a strategy of several ranks."""
-    return _in_process.any or _in_thread.any
+    return _in_process.any or _thread.any
 
 
 def open_strategy(where: str, what: str) -> Strategy | None:
@@ -300,12 +300,8 @@ def open_strategy(where: str, what: str) -> Strategy | None:
 
 
 def _open_strategies() -> list[Strategy]:
-    return [
-        strategy
-        for made in (_in_process, _in_thread)
-        for strategy in list(made.by_guard.values())
-        if not strategy.extended.communicator.guard.closed
-    ]
+    held = [*_in_process.by_guard.values(), *_thread.by_guard.values()]
+    return [strategy for strategy in held if not strategy.extended.communicator.guard.closed]
 
 
 def refuse_outside(where: str, what: str) -> None:

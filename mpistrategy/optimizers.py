@@ -6,7 +6,7 @@ Gradients are summed over the replicas, so divide the loss by the global batch s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, Never
+from typing import Any
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from mpistrategy.objects.settings import Setting, amount, checked_switch, decay
 from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.schedules import Schedule
 from mpistrategy.training import kernels
-from mpistrategy.training.hyperparameters import Momentum
+from mpistrategy.training.hyperparameters import Momentum, refuses_others
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -52,6 +52,7 @@ class SGD(Optimizer):
     momentum: Setting[float] = Momentum()
     nesterov: Setting[bool] = Setting(checked_switch)
 
+    @refuses_others
     def __init__(
         self,
         learning_rate: float | Schedule = 0.01,
@@ -62,7 +63,6 @@ class SGD(Optimizer):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **others: Never,
     ) -> None:
         super().__init__(
             learning_rate,
@@ -70,7 +70,6 @@ class SGD(Optimizer):
             global_clipnorm=global_clipnorm,
             mirrored_check_steps=mirrored_check_steps,
             nonfinite=nonfinite,
-            **others,
         )
         self.momentum = momentum
         self.nesterov = nesterov
@@ -113,6 +112,7 @@ class Adam(Optimizer):
     beta_2: Setting[float] = decay()
     epsilon: Setting[float] = amount()
 
+    @refuses_others
     def __init__(
         self,
         learning_rate: float | Schedule = 0.001,
@@ -124,7 +124,6 @@ class Adam(Optimizer):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **others: Never,
     ) -> None:
         super().__init__(
             learning_rate,
@@ -132,7 +131,6 @@ class Adam(Optimizer):
             global_clipnorm=global_clipnorm,
             mirrored_check_steps=mirrored_check_steps,
             nonfinite=nonfinite,
-            **others,
         )
         self.beta_1 = beta_1
         self.beta_2 = beta_2
@@ -174,6 +172,7 @@ class AdamW(Adam):
 
     weight_decay: Setting[float] = amount()
 
+    @refuses_others
     def __init__(
         self,
         learning_rate: float | Schedule = 0.001,
@@ -186,7 +185,6 @@ class AdamW(Adam):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **others: Never,
     ) -> None:
         super().__init__(
             learning_rate,
@@ -197,7 +195,6 @@ class AdamW(Adam):
             global_clipnorm=global_clipnorm,
             mirrored_check_steps=mirrored_check_steps,
             nonfinite=nonfinite,
-            **others,
         )
         self.weight_decay = weight_decay
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.objects.shown import ranks_in_words
 
 #: The most bytes that are hashed or copied at once: signals are handled between two pieces.
 _PIECE_BYTES = 2**24
@@ -42,3 +43,22 @@ def _pieces(array: Array) -> Iterator[Array]:
             width = dtype.itemsize // (2 if dtype.kind == "c" else 1)
             piece = np.ascontiguousarray(piece.reshape(-1, width)[:, :significant])
         yield piece
+
+
+def outliers(digests: Sequence[object]) -> tuple[list[int], str]:
+    """Return the ranks that differ from more than half of all ranks, else from rank 0; and a text that says so.
+
+    Args:
+        digests: of what each rank has, in rank order; not all equal.
+    """
+    groups: dict[object, list[int]] = {}
+    for rank, one in enumerate(digests):
+        groups.setdefault(one, []).append(rank)
+    most = max(groups.values(), key=len)
+    usual = most if 2 * len(most) > len(digests) else groups[digests[0]]
+    others = [rank for rank in range(len(digests)) if rank not in usual]
+    ways = f", in {len(groups) - 1} ways" if len(groups) > 2 else ""
+    return (
+        others,
+        f"{ranks_in_words(others)} differ{'s' if len(others) == 1 else ''} from {ranks_in_words(usual)}{ways}",
+    )

@@ -38,6 +38,16 @@ def is_of_cuda_malloc(array: DeviceArray) -> bool:
     return type(array.data.mem).__name__ in _CUDA_MALLOC
 
 
+def own_result(array: Any, out: Any) -> Any:
+    """Return an array in GPU memory that is its own result, and can be reduced where it is; else None.
+
+    It is contiguous, and in memory of cudaMalloc: an MPI may not take other memory.
+    """
+    same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
+    fits = same and array.flags.c_contiguous and out.flags.c_contiguous
+    return array if fits and is_of_cuda_malloc(array) else None
+
+
 def cupy_for(where: str) -> Any:
     """Return the package cupy.
 

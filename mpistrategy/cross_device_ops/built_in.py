@@ -15,7 +15,7 @@ import numpy as np
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_of, to_host
+from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_of, own_result, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
 from mpistrategy.errors import OptionError, OptionTypeError
@@ -134,7 +134,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         from mpistrategy.reduction.routes import gpu  # here: on CPUs nothing reads it
 
         packs = gpu.gpu_packs(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
-        targets = None if outs is None else [*map(gpu.own_result, arrays, outs)]
+        targets = None if outs is None else [*map(own_result, arrays, outs)]
         if targets is not None and not are_apart([each for each in targets if each is not None]):
             targets = None  # what they have in common would be combined twice
         root, word = self._root(ranks, destination), path_word(options, self._device_path)

@@ -125,12 +125,12 @@ class AccumulationRoute(CommunicatorRoute):
         super().__init__(ranks, packs, op, "root")
         self._function, self._root, self._is_sent = function, root, is_sent
 
-    def run(self, arrays: Sequence[Array], memory: list[Array]) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
         """Return what the function has made of all ranks' arrays, one after the other."""
-        for array, result in zip(arrays, memory, strict=True):
-            result[...] = array
+        for array, (source, result) in zip(arrays, memory, strict=True):
+            result.reshape(-1)[...] = source
             self._combine_at_root(array.dtype, result)
-        return memory
+        return [result for _, result in memory]
 
     def _combine_at_root(self, dtype: np.dtype[Any], result: Array) -> None:
         ranks = self._ranks

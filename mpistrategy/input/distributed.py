@@ -9,8 +9,8 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import as_device_array, copy_of, host_array, is_on_device, like_given
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for, is_cupy
+from mpistrategy.arrays.convert import copy_of, host_array, like_given
+from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.errors import BatchError, OptionError, OptionTypeError
 from mpistrategy.input.datasets import Dataset, common_length, to_rows
 from mpistrategy.input.first_batches import FirstBatches
@@ -76,11 +76,8 @@ class DistributedDataset(Generic[E]):
         if drop_remainder and pad:
             raise OptionError.at(where, found="drop_remainder and pad", expected="one of them")
         self._dataset: Iterable[E] = dataset
-        self._index = index
-        self._parts = parts
-        self._drop_remainder = drop_remainder
-        self._pad = pad
-        self._first = first
+        self._index, self._parts, self._first = index, parts, first
+        self._drop_remainder, self._pad = drop_remainder, pad
         if isinstance(dataset, Sequence) and len(dataset):
             _rows_of(dataset[0])  # raises at once for a single batch or a list of rows
 
@@ -145,29 +142,20 @@ def _rows_of(batch: Any) -> tuple[list[Any], int, nest.Structure]:
 
 
 def _padded(block: Any, rows: int) -> Any:
-    missing = rows - len(block)
-    if not missing:
+    """Return rows and zeros behind them, made on the host."""
+    if len(block) == rows:
         return block
-    if is_on_device(block):
-        return _padded_on_device(as_device_array(block, "distributed dataset"), rows)
-    rows_of = host_array(block)
-    padded = np.concatenate([rows_of, np.zeros((missing, *rows_of.shape[1:]), rows_of.dtype)])
+    given = host_array(block)
+    padded = np.zeros((rows, *given.shape[1:]), given.dtype)
+    padded[: len(given)] = given
     return like_given(padded, block)
-
-
-def _padded_on_device(block: DeviceArray, rows: int) -> DeviceArray:
-    with block.device:
-        padded = cupy_for("distributed dataset").zeros((rows, *block.shape[1:]), block.dtype)
-        padded[: len(block)] = block
-    return padded
 
 
 class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
     """Iterates over this rank's own dataset, in step with the other ranks.  Iterating is collective.
 
     All ranks make as many steps as the rank with the most elements; a rank without more elements gets arrays of length
-    0.  While the lengths of the datasets guarantee elements on every rank, nothing is sent; after that the ranks
-    communicate at every step.
+    0.  The ranks tell each other at every step whether they have one.
 
     Args:
         dataset: an iterable of this rank's batches.
@@ -182,9 +170,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
         self, dataset: Iterable[E], communicator: Ranks, *, drop_remainder: bool = False, name: str | None = None
     ) -> None:
         self._dataset: Iterable[Any] = dataset
-        self._communicator = communicator
-        self._drop_remainder = drop_remainder
-        self._name = name
+        self._communicator, self._drop_remainder, self._name = communicator, drop_remainder, name
 
     def __iter__(self) -> DistributedIterator[E]:
         is_one_shot = isinstance(self._dataset, Iterator)
@@ -193,37 +179,13 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
         )
 
     def _elements(self, walk: Walk) -> Iterator[Any]:
-        iterator, certain = self._begin()
         element = END
+        iterator = itertools.chain.from_iterable([self._dataset])  # it begins in a call: an error there is told
         for skipped in itertools.islice(iterator, walk.position):
             element = skipped
-        for step in itertools.count(walk.position):
-            if step >= certain:
-                element = self._next_of_all(iterator, element)
-            elif (element := next(iterator, END)) is END:
-                raise BatchError.at(
-                    "next(distributed dataset)",
-                    found=f"its end after {step} elements",
-                    expected="as many as len() said",
-                )
-            if element is END:
-                return
+        while (element := self._next_of_all(iterator, element)) is not END:
             walk.position += 1
             yield element
-
-    def _begin(self) -> tuple[Iterator[Any], int]:
-        """Return this rank's iterator, and the number of steps for which every rank surely has elements."""
-        lengths = np.zeros(self._communicator.size, np.int64)
-        with Call(self._communicator.guard, "iter(distributed dataset)", called=self._name) as call:
-            with call.own_work():
-                iterator = iter(self._dataset)
-                try:
-                    length = len(self._dataset)  # type: ignore[arg-type]  # a generator has none
-                except TypeError:
-                    length = 0
-            call.agree("begin")
-            self._communicator.allgatherv(np.array([length], np.int64), [1] * lengths.size, lengths)
-        return iterator, int(lengths.min())
 
     def _next_of_all(self, iterator: Iterator[Any], last: Any) -> Any:
         """Return this rank's next element, one without rows when only other ranks have more, or END."""

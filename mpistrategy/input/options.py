@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,15 +31,17 @@ class InputOptions:
     experimental_per_replica_buffer_size: int = 1
 
     def __post_init__(self) -> None:
-        name = "experimental_replication_mode"
-        mode = checked_member(InputReplicationMode, getattr(self, name), "InputOptions", name)
-        object.__setattr__(self, name, mode)
-        if self.experimental_fetch_to_device is not None:
-            checked_switch("InputOptions", "experimental_fetch_to_device", self.experimental_fetch_to_device)
-        for name, check in (
-            ("experimental_place_dataset_on_device", checked_switch),
-            ("experimental_per_replica_buffer_size", checked_count),
-        ):
+        checks: dict[str, Callable[[str, str, Any], Any]] = {
+            "experimental_fetch_to_device": lambda where, name, value: (
+                value if value is None else checked_switch(where, name, value)
+            ),
+            "experimental_replication_mode": lambda where, name, value: checked_member(
+                InputReplicationMode, value, where, name
+            ),
+            "experimental_place_dataset_on_device": checked_switch,
+            "experimental_per_replica_buffer_size": checked_count,
+        }
+        for name, check in checks.items():
             object.__setattr__(self, name, check("InputOptions", name, getattr(self, name)))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
@@ -116,6 +116,14 @@ def checked_number(where: str, name: str, value: Any, expected: str, fits: Calla
     if not (np.isfinite(number) and fits(number)):
         raise OptionError.at(where, found=f"{name}={value!r}", expected=expected)
     return number
+
+
+def one_of(where: str, name: str, value: Any, words: Sequence[str]) -> str:
+    """Return `value` in small letters if it is one of `words`; raise OptionError else."""
+    if isinstance(value, str) and value.lower() in words:
+        return value.lower()
+    expected = " or ".join(f'"{word}"' for word in words)
+    raise OptionError.at(where, found=f"{name}={value!r}", expected=expected, fix=did_you_mean(value, words))
 
 
 def whole_number(where: str, name: str, value: Any) -> int:

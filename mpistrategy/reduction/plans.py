@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import is_cupy
+from mpistrategy.arrays.gpu import are_apart, check_device, is_cupy, own_result
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import Mirrored
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.contract.public_calls import is_arena
-from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct, in_kind, targets_in
+from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct, in_kind, writable
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.plan import Plan, Transfer
 from mpistrategy.reduction.routes.base import CallPlan, Targets
@@ -29,7 +29,7 @@ _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
 
 
 class NestPlan(CallPlan):
-    """The plan of arrays and numbers on the host, alone or in plain nests.
+    """The plan of arrays and numbers on the host, alone or in plain nests; `out` is like the one that it was made for.
 
     Args:
         otherwise: does the calls that need a closer look, such as those with an `out` of another kind.
@@ -38,7 +38,12 @@ class NestPlan(CallPlan):
         signature: of the call.
         kinds: the types of the leaves.
         timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
+
+    Attributes:
+        sparingly: see `Call.agree`.
     """
+
+    sparingly: bool = True
 
     def __init__(
         self,
@@ -74,8 +79,8 @@ class NestPlan(CallPlan):
             results = self._sent(call, arrays, None, weight)
             return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
         transfer = self._transfer
-        targets = targets_in(out, value, self.leaves, arrays, transfer.results)
-        if targets is None:
+        targets = self.leaves.take(out)
+        if not writable(targets):
             return self.otherwise.run(call, value, out, weight)
         written = direct(targets, arrays) if transfer.writes_targets else None
         results = self._sent(call, arrays, written, weight)
@@ -89,8 +94,59 @@ class NestPlan(CallPlan):
         memory = self._transfer.bring(arrays, targets)
         if self._timeout is not None:
             call.timeout = self._timeout
-        call.agree_on(self._signature, self._digest, sparingly=True)
+        call.agree_on(self._signature, self._digest, sparingly=self.sparingly)
         return self._transfer.run(arrays, memory)
+
+
+class DevicePlan(NestPlan):
+    """The plan of nests of CuPy arrays; its transfer is a `GpuRoute`.
+
+    Args:
+        otherwise: does the calls with an `out` that is not the value, or with one array twice.
+        leaves, route, signature, timeout: as `NestPlan`'s.
+        gpu: the number of the GPU that this rank drives; None for a CPU.
+    """
+
+    #: MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
+    sparingly = False
+
+    def __init__(
+        self,
+        otherwise: CallPlan,
+        leaves: Leaves,
+        route: Any,
+        signature: Signature,
+        timeout: float | None,
+        gpu: int | None,
+    ) -> None:
+        super().__init__(otherwise, leaves, route, signature, kinds=set(), timeout=timeout)
+        #: Which arrays travel by themselves: those are reduced where they are, if they are their own result.
+        self._lone = {pack.members[0].index for pack in route.packs if len(pack.members) == 1}
+        self._gpu = gpu
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction; see `CallPlan.run`."""
+        leaves = self.leaves.take(value)
+        targets: list[Any] | None = None
+        if out is not None:
+            repeats = len({each.data.ptr for each in leaves}) < len(leaves)
+            meet = len(self._lone) > 1 and not are_apart([leaves[index] for index in self._lone])
+            if out is not value or repeats or meet:
+                return self.otherwise.run(call, value, out, weight)
+            targets = [None] * len(leaves)
+            for index in self._lone:
+                targets[index] = own_result(leaves[index], leaves[index])
+        check_device(leaves, self._gpu, call.where)
+        results = self._sent(call, leaves, targets)
+        if out is None:
+            return self.leaves.build(results)
+        copied = [(result, each) for result, each in zip(results, leaves, strict=True) if result is not each]
+        if copied:
+            from mpistrategy.reduction.routes.gpu_copy import move  # here: on CPUs nothing reads it
+
+            with leaves[0].device:
+                move(*zip(*copied, strict=True))
+        return out
 
 
 class ArraysPlan:

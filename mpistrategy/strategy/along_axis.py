@@ -10,21 +10,17 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import any_array, is_on_device, like_given, on_device_of, placed_as, reducible
 from mpistrategy.arrays.dtypes import dtype_name, host_wire_dtype, quietly, sum_dtype_of_mean, wire_dtype
-from mpistrategy.arrays.values import PerReplica, contribution, event_of_reads, local_component
-from mpistrategy.cross_device_ops.base import CrossDeviceOps
+from mpistrategy.arrays.values import contribution, event_of_reads
 from mpistrategy.errors import OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.collectives import checked_axis, identity
 from mpistrategy.reduction.inputs import refuse_mirrored_sum
 from mpistrategy.reduction.layout.finish import finish
+from mpistrategy.reduction.reducer import Reducer
 
-_EVERY_RANK = PerReplica((0,))
 
-
-def reduce_along(
-    algorithm: CrossDeviceOps, options: CommunicationOptions, op: ReduceOp, value: Any, axis: Any, call: Call
-) -> Any:
+def reduce_along(reducer: Reducer, op: ReduceOp, value: Any, axis: Any, call: Call) -> Any:
     """Return the reduction of one array; see `Strategy.reduce`, whose call has been entered."""
     where = call.where
     if call.structure != nest.LEAF.text:
@@ -38,18 +34,15 @@ def reduce_along(
     if len(set(axes)) != len(axes):
         raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
     call.structure = f"{op.value} of {dtype_name(array.dtype)} along axis {axes}"
-    parts = [_combined_here(array, axes, op), prod(array.shape[a] for a in axes)]
-    call._guard.wait_for_gpu(event_of_reads([given]))
-    if op in (ReduceOp.SUM, ReduceOp.MEAN):
-        pairs = [(PerReplica((part,)), _EVERY_RANK) for part in parts]
-        total, count = map(any_array, map(local_component, algorithm.batch_reduce(ReduceOp.SUM, pairs, options)))
-        return like_given(finish(total, array.dtype, op, int(count)), given)
-    if op is not ReduceOp.PROD:
-        rows = algorithm.reduce(ReduceOp.SUM, PerReplica((parts[1],)), _EVERY_RANK, options)
-        if int(local_component(rows)) == 0:
-            raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")
-    total = any_array(local_component(algorithm.reduce(op, PerReplica((parts[0],)), _EVERY_RANK, options)))
-    return like_given(finish(total, array.dtype, op, 1), given)
+    here, rows = _combined_here(array, axes, op), prod(array.shape[a] for a in axes)
+    reducer.communicator.guard.wait_for_gpu(event_of_reads([given]))
+    # A mean is divided at the end; of extremes the numbers of rows tell whether there is one at all.
+    over = ReduceOp.SUM if op is ReduceOp.MEAN else op
+    leaves = [here, -rows if op is ReduceOp.MIN else rows]
+    total, count = reducer.all_reduce_leaves(call, over, leaves, lambda: ["", " (the number of rows)"])
+    if count == 0 and op in (ReduceOp.MIN, ReduceOp.MAX):
+        raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")
+    return like_given(finish(any_array(total), array.dtype, op, int(count)), given)
 
 
 @quietly

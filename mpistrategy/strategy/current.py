@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from typing import TYPE_CHECKING, Any
 
-from mpistrategy.context import Frame, Mode, check_strategy, current_frame, current_strategy, frames, in_words
-from mpistrategy.errors import ContextError
+from mpistrategy.context import Mode, check_strategy, current_frame, current_strategy, set_strategy
 from mpistrategy.strategy import replica_context
 from mpistrategy.strategy.outside_steps import warn_if_alone
 
@@ -26,17 +24,14 @@ else:
 
 def get_strategy() -> Strategy:
     """Return the strategy whose scope or step function this thread is in; the default strategy elsewhere."""
-    strategy: Strategy = current_strategy()
-    return strategy
+    return current_strategy()  # type: ignore[no-any-return]
 
 
 def strategy_for(strategy: Strategy | None, where: str) -> Strategy:
     """Return `strategy`, or with None what `get_strategy` returns; warn where that leaves out the other ranks."""
-    if strategy is not None:
-        check_strategy(strategy, where)
-        return strategy
-    found = get_strategy()
-    if found._is_default:
+    found = get_strategy() if strategy is None else strategy
+    check_strategy(found, where)
+    if strategy is None:
         warn_if_alone(found, where)
     return found
 
@@ -78,24 +73,4 @@ def experimental_set_strategy(strategy: Strategy | None) -> None:
     """
     if strategy is not None:
         check_strategy(strategy, "experimental_set_strategy")
-    frame = current_frame()
-    if frame is not None and frames() != [_set_frame.frame]:
-        raise ContextError.at(
-            "experimental_set_strategy",
-            found=f"a call in {in_words(frame)}",
-            expected="a call outside every scope",
-            fix="Leave the `with strategy.scope():` block first.",
-        )
-    if frame is not None:
-        frame.__exit__(None, None, None)
-        _set_frame.frame = None
-    if strategy is not None:
-        _set_frame.frame = Frame(strategy, Mode.CROSS_REPLICA).__enter__()
-
-
-class _SetFrame(threading.local):
-    def __init__(self) -> None:
-        self.frame: Frame | None = None
-
-
-_set_frame = _SetFrame()
+    set_strategy(strategy)

@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from itertools import chain
-from operator import is_
 from typing import Any, Self, TypeVar, cast
-from weakref import WeakValueDictionary
 
 import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, is_python_number
-from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.arrays.values import ArrayLike, Mirrored
 from mpistrategy.context import Frame, Mode
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
@@ -39,11 +34,12 @@ from mpistrategy.reduction.plans import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.variables.storage import VariableSlot, VariableStorage
-from mpistrategy.variables.variable import Variable
-from mpistrategy.variables.writes import refuse_drift
+from mpistrategy.variables.policies import table_of
+from mpistrategy.variables.variable import Registry, Variable
 
 T = TypeVar("T")
+
+_NOTHING: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
 
 class StrategyExtended(NotPickled, Settable):
@@ -65,25 +61,24 @@ class StrategyExtended(NotPickled, Settable):
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
-        self._container_strategy = container_strategy
-        self._colocated_with: list[Variable] = []
-        self._unnamed_variables = 0
-        #: How many variables have been created; the same on every rank.
-        self._variables_made: int = 0
-        # By number; weak, so a variable can be collected.
-        self._variables: WeakValueDictionary[int, Variable] = WeakValueDictionary()
+        context.check_strategy(container_strategy, "StrategyExtended")
         self.communicator: Ranks = communicator or Alone()
-        context.note_strategy(container_strategy, self.communicator)
-        #: What everything of this strategy is reduced with.
-        self._reducer: Reducer = Reducer(
-            self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions()
-        )
-        self._reducer.entered = self._entered
+        reducer = Reducer(self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions())
         #: Whether variables belong to this rank alone (one replica, no synchronization).
-        self._is_local: bool = self._reducer.is_alone
-        self._default_replica_context: ReplicaContext = ReplicaContext(container_strategy, self.communicator.rank)
+        self._is_local: bool = reducer.is_alone
+        table = table_of(is_local=self._is_local, is_default=container_strategy._is_default)
+        self._belong_to(container_strategy, reducer, Registry(reducer, table))
+        context.note_strategy(container_strategy, self.communicator)
         #: How many datasets of global batches were distributed.
         self._datasets_made = 0
+
+    def _belong_to(self, strategy: Any, reducer: Reducer, registry: Registry) -> None:
+        self._container_strategy = strategy
+        #: What everything of this strategy is reduced with.
+        self._reducer: Reducer = reducer
+        self._reducer.entered = self._entered
+        self._registry = registry
+        self._default_replica_context: ReplicaContext = ReplicaContext(strategy, self.communicator.rank)
         #: How gradients were cut into buckets, each way once: the numbers of the variables in each bucket.
         self._bucket_orders: dict[tuple[tuple[int, ...], ...], None] = {}
 
@@ -92,14 +87,8 @@ class StrategyExtended(NotPickled, Settable):
 
     def _copy_for(self, container_strategy: Any) -> Self:
         """Return the same for another strategy: the ranks and the algorithm are shared, the variables are not."""
-        result = copy.copy(self)
-        result._container_strategy = container_strategy
-        result._reducer = self._reducer.copy()
-        result._reducer.entered = result._entered
-        result._colocated_with = []
-        result._variables = WeakValueDictionary()
-        result._bucket_orders = {}
-        result._default_replica_context = ReplicaContext(container_strategy, self.communicator.rank)
+        result, reducer = copy.copy(self), self._reducer.copy()
+        result._belong_to(container_strategy, reducer, self._registry.copy_for(reducer))
         return result
 
     # -------------------------------------------------------------------------------------------- settings
@@ -192,17 +181,18 @@ class StrategyExtended(NotPickled, Settable):
         name: str | None = None,
     ) -> list[Any]:
         """Reduce several values at once; as `reduce_to` for each (value, destinations) pair, with fewer messages."""
-        self._require_collective("StrategyExtended.batch_reduce_to")
         where, pairs = "StrategyExtended.batch_reduce_to", value_destination_pairs
-        results: list[Any] = self._reducer.run(where, _BatchReduceTo, reduce_op, pairs, options, name=name)
-        return results
+        self._require_collective(where)
+        pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
+        return self._reducer.run(where, _BatchReduceTo, reduce_op, pairs, options, name)  # type: ignore[no-any-return]
 
     @collective("broadcast")
     def broadcast_to(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
         """Send replica 0's value to `destinations`.  Collective; cross-replica context.
 
         Args:
-            tensor: an array, a number, a nest of them, of equal shapes and dtypes on all ranks, or an `Arena`.
+            tensor: an array or a number, of equal shape and dtype on all ranks, or an `Arena`.  For a nest there is
+                `Strategy.broadcast`.
             destinations: as in `reduce_to`.
             name: is compared between the ranks instead of the call site.
 
@@ -213,18 +203,7 @@ class StrategyExtended(NotPickled, Settable):
         with self._entered(), Call(self.communicator.guard, "StrategyExtended.broadcast_to", called=name) as call:
             if isinstance(tensor, Arena):
                 return tensor._broadcast(self._reducer, destinations, call)
-            found = _leaves_of(tensor)
-            if found is None:
-                return self.cross_device_ops.broadcast(tensor, destinations)
-            leaves, structure = found
-            call.structure = structure.text
-            where, results = for_value(tensor, destinations), []
-            for leaf in leaves:
-                call.expect_more()
-                results.append(self.cross_device_ops.broadcast(leaf, where))
-            if not leaves:
-                call.agree("broadcast")
-            return structure.pack(results)
+            return self.cross_device_ops.broadcast(tensor, destinations)
 
     @collective("barrier")
     def barrier(self, name: str = "") -> None:
@@ -233,8 +212,7 @@ class StrategyExtended(NotPickled, Settable):
         Raises:
             CollectiveMismatchError: on every rank, when another rank makes another call.
         """
-        if self._container_strategy._is_default:
-            warn_if_alone(self._container_strategy, "barrier")
+        warn_if_alone(self._container_strategy, "barrier")
         with Call(self.communicator.guard, "barrier", called=name) as call:
             call.agree("barrier")
 
@@ -277,7 +255,7 @@ class StrategyExtended(NotPickled, Settable):
                 expected="a variable created in this strategy's scope",
                 fix="Create the variable inside `with strategy.scope():`.",
             )
-        refuse_drift(var, [*args, *(kwargs or {}).values()], "StrategyExtended.update")
+        var._refuse_drift([*args, *(kwargs or {}).values()], "StrategyExtended.update")
         result = self._in_update(lambda *a, **k: fn(var, *a, **k), args, kwargs, group)
         return unpacked(result) if frame is not None and frame.mode is Mode.REPLICA else result
 
@@ -302,7 +280,7 @@ class StrategyExtended(NotPickled, Settable):
             ContextError: in a step function.
             DeviceError: when `colocate_with` is not what `non_slot_devices` returned.
         """
-        self._require_cross_replica("update_non_slot")
+        context.require_cross_replica(self._container_strategy, "StrategyExtended.update_non_slot")
         context.check_call("StrategyExtended.update_non_slot", fn, args, kwargs)
         devices = isinstance(colocate_with, tuple) and all(isinstance(device, str) for device in colocate_with)
         if not self._container_strategy._is_default and not (devices and colocate_with == self.worker_devices):
@@ -327,23 +305,16 @@ class StrategyExtended(NotPickled, Settable):
         self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> T:
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; `Strategy.run` is this."""
-        if not observers.observers:
-            return self._call(fn, args, kwargs)
-        with observers.Interval("step", getattr(fn, "__name__", type(fn).__name__)):
-            return self._call(fn, args, kwargs)
-
-    def _call(self, fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any] | None) -> T:
         refuse_in_jax_trace("Strategy.run")
-        self._require_cross_replica("call_for_each_replica")
-        context.check_call("StrategyExtended.call_for_each_replica", fn, args, kwargs)
-        plain_args, plain_kwargs = unwrapped(args, kwargs)
-        on_gpu = self.communicator.guard.on_gpu
-        replica_context = ReplicaContext(self._container_strategy, self.communicator.rank)
-        frame = Frame(self._container_strategy, Mode.REPLICA, replica_context)
-        if on_gpu is None:
-            return context.call_in(frame, fn, plain_args, plain_kwargs)
-        with on_gpu():  # whatever thread this is
-            return context.call_in(frame, fn, plain_args, plain_kwargs)
+        strategy, on_gpu = self._container_strategy, self.communicator.guard.on_gpu
+        context.require_cross_replica(strategy, "Strategy.run")
+        context.check_call("Strategy.run", fn, args, kwargs)
+        step: contextlib.AbstractContextManager[Any] = _NOTHING
+        if observers.observers:
+            step = observers.Interval("step", getattr(fn, "__name__", type(fn).__name__))
+        frame = Frame(strategy, Mode.REPLICA, ReplicaContext(strategy, self.communicator.rank))
+        with step, _NOTHING if on_gpu is None else on_gpu():  # whatever thread this is
+            return context.call_in(frame, fn, *unwrapped(args, kwargs))
 
     # ---------------------------------------------------------------------------------- variables and devices
 
@@ -359,73 +330,19 @@ class StrategyExtended(NotPickled, Settable):
             ContextError: outside scope().
             OptionError: when the argument is not a variable of this strategy.
         """
-        frame = context.current_frame()
+        where, frame = "StrategyExtended.colocate_vars_with", context.current_frame()
         if frame is None or frame.strategy is not self._container_strategy:
-            raise ContextError.at(
-                "StrategyExtended.colocate_vars_with",
-                found="a call outside scope()",
-                expected="a call inside strategy.scope()",
-            )
+            raise ContextError.at(where, found="a call outside scope()", expected="a call inside strategy.scope()")
         if not self.variable_created_in_scope(colocate_with_variable):
             raise OptionError.at(
-                "StrategyExtended.colocate_vars_with",
-                found=repr(colocate_with_variable),
-                expected="a variable created in this strategy's scope",
+                where, found=repr(colocate_with_variable), expected="a variable created in this strategy's scope"
             )
-        return self._colocating(colocate_with_variable)
-
-    @contextlib.contextmanager
-    def _colocating(self, variable: Variable) -> Iterator[None]:
-        self._colocated_with.append(variable)
-        try:
-            yield
-        finally:
-            self._colocated_with.pop()
-
-    def _next_variable_name(self) -> str:
-        """Return the name of a variable created without one; the same on every rank, since creation is collective."""
-        return f"Variable_{self._unnamed_variables}"
-
-    @property
-    def _variable_storage(self) -> VariableStorage:
-        """Where variables lie: shared by all copies of a strategy, which have the same ranks."""
-        return self.communicator.once("variables", VariableStorage)
-
-    def _storage_for(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> tuple[Array, VariableSlot | None]:
-        """Return memory for a variable, and its slot where the ranks share it.  Collective, in an agreed call."""
-        return self._variable_storage.allocate(self.communicator, dtype, shape)
-
-    def _device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
-        """Return GPU memory for a variable; None for a variable on the host.
-
-        Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
-        and each read would wait for the GPU.
-        """
-        if not shape or not self._drives_gpu:
-            return None
-        cupy = cupy_for("a variable on a GPU")
-        with cupy.cuda.Device(self.communicator.devices[self.communicator.rank].index):
-            return cupy.empty(shape, dtype)
+        return self._registry.colocating_with(colocate_with_variable)
 
     @property
     def _drives_gpu(self) -> bool:
         """Whether this rank's device is a GPU."""
-        return gpu_of(self.communicator.devices, self.communicator.rank) is not None
-
-    def _register_variable(self, variable: Variable) -> None:
-        """Record a variable that was created for this strategy."""
-        # Counted only after all ranks have created it: a refused creation must leave the numbers equal.
-        self._variables[self._variables_made] = variable
-        self._variables_made += 1
-        self._unnamed_variables += variable.name == self._next_variable_name()
-        variable._colocated_with = self._colocated_with[-1] if self._colocated_with else None
-
-    def _variables_alive(self) -> list[tuple[int, Variable]]:
-        """Return the variables that are still in use on this rank, with their numbers, in order of creation.
-
-        A number means the same variable on all ranks.  The ranks' lists may differ: garbage is collected at any time.
-        """
-        return sorted(self._variables.items(), key=lambda item: item[0])
+        return self._registry.drives_gpu
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether `v` is a variable of this strategy."""
@@ -448,10 +365,8 @@ class StrategyExtended(NotPickled, Settable):
         """This rank's device, as a tuple of one full device string."""
         return (str(self.communicator.devices[self.communicator.rank]),)
 
-    @property
-    def parameter_devices(self) -> tuple[str, ...]:
-        """The device of this rank's copies of the variables: the same as `worker_devices`."""
-        return self.worker_devices
+    #: The device of this rank's copies of the variables.
+    parameter_devices = worker_devices
 
     # ------------------------------------------------------------------ what other libraries ask of a strategy
 
@@ -472,13 +387,10 @@ class StrategyExtended(NotPickled, Settable):
 
     @property
     def should_checkpoint(self) -> bool:
-        """Whether this rank writes checkpoint files: rank 0 does."""
+        """Whether this rank writes checkpoints, logs and summaries: rank 0 does."""
         return self.communicator.rank == 0
 
-    @property
-    def should_save_summary(self) -> bool:
-        """Whether this rank writes logs and summaries: rank 0 does."""
-        return self.communicator.rank == 0
+    should_save_summary = should_checkpoint
 
     def read_var(self, v: Variable, *, name: str | None = None) -> Array:
         """Return the value of a variable: of an ON_READ one, in cross-replica context, the aggregate (collective).
@@ -494,36 +406,29 @@ class StrategyExtended(NotPickled, Settable):
             raise OptionTypeError.at("StrategyExtended.read_var", found=f"v={v!r}", expected="a Variable")
         return v.read_value(name=name)
 
-    def _require_cross_replica(self, method: str) -> None:
-        context.require_cross_replica(self._container_strategy, f"StrategyExtended.{method}")
-
     def _require_collective(self, where: str) -> None:
-        strategy = self._container_strategy
-        context.require_cross_replica(strategy, where)
-        if strategy._is_default:
-            warn_if_alone(strategy, where)
+        context.require_cross_replica(self._container_strategy, where)
+        warn_if_alone(self._container_strategy, where)
 
     def _entered(self) -> Frame:
         return context.cross_replica(self._container_strategy)
 
 
-call_sites.calls_steps(StrategyExtended._call)
+call_sites.calls_steps(StrategyExtended.call_for_each_replica)
 
 
 def _is_array(leaf: Any) -> bool:
     return isinstance(leaf, np.ndarray) or is_on_device(leaf)
 
 
-def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure] | None:
-    """Return the leaves but None of a nest of values, and its structure; None for one value: a list of numbers, say."""
-    if value is None:
-        return nest.flatten_without_none(value)
-    if not nest.is_container(value):
-        return None
+def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure]:
+    """Return the leaves but None of a nest of values, and its structure; a list of numbers, say, is one value."""
+    if value is not None and not nest.is_container(value):
+        return [value], nest.LEAF
     leaves, structure = nest.flatten_without_none(value)
     is_array = isinstance(value, (list, tuple)) and not structure.num_none
     if is_array and all(isinstance(leaf, (bool, str)) or is_python_number(leaf) for leaf in leaves):
-        return None
+        return [value], nest.LEAF
     return leaves, structure
 
 
@@ -540,7 +445,7 @@ class _ReduceTo(AllReduce):
         found = nest.leaves_of(value)
         if found is None or found.single:
             return found and replace(found, text="")
-        return None if _leaves_of(value) is None else found
+        return None if _leaves_of(value)[1] is nest.LEAF else found
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the result."""
@@ -553,37 +458,42 @@ class _ReduceTo(AllReduce):
             if isinstance(value, Arena):
                 where = value._destination(out, call.where)
                 return value._all_reduce(reducer, self.argument, call, options=self.options, destination=where)
-            chosen = self.chosen
-            found = _leaves_of(value)
-            if found is None:
-                return algorithm.reduce(self.argument, value, out, chosen)
-            leaves, structure = found
-            call.structure = structure.text
-            if reducer.agrees_on_none(call, ReduceOp._parse(self.argument, call.where), structure):
-                return structure.pack([])
-            where = for_value(value, out)
-            return structure.pack(algorithm.batch_reduce(self.argument, [(leaf, where) for leaf in leaves], chosen))
+            if _leaves_of(value)[1] is nest.LEAF:
+                return algorithm.reduce(self.argument, value, out, self.chosen)
+            return self.batch(call, [(value, out)])[0]
+
+    def batch(self, call: Call, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
+        """Return the reductions of values and nests of values, each to its destinations, in one batch."""
+        algorithm = cast(CrossDeviceOps, self.reducer.algorithm)
+        nests = [_leaves_of(value) for value, _ in pairs]
+        call.structure = "; ".join(structure.text for _, structure in nests)
+        single = [
+            (leaf, for_value(value, to))
+            for (value, to), (leaves, _) in zip(pairs, nests, strict=True)
+            for leaf in leaves
+        ]
+        if pairs and not single:
+            call.agree("reduce", op=ReduceOp._parse(self.argument, call.where).value)
+            return [structure.pack([]) for _, structure in nests]
+        results = iter(algorithm.batch_reduce(self.argument, single, self.chosen))
+        return [structure.rebuild(results) for _, structure in nests]
 
 
-class _BatchReduceTo(AllReduce):
-    """`StrategyExtended.batch_reduce_to`."""
+class _BatchReduceTo(_ReduceTo):
+    """`StrategyExtended.batch_reduce_to`; the values of its calls are the pairs."""
 
     @staticmethod
     def kind(value: Any, out: Any) -> Any:
-        """Return what tells the calls apart for which there are plans: lists of arrays that go to one destination."""
-        if type(value) is not list or {*map(type, value)} != {tuple}:
+        """Return what tells the calls apart for which there are plans: tuples of arrays and one destination."""
+        if {*map(type, value)} != {tuple}:
             raise TypeError
         values, destinations = zip(*value, strict=True)
-        if all(map(is_, values, destinations)):
-            return np.ndarray, kind_of(values)
         (where,) = {*map(_kind_of_destinations, values, destinations)}
         return where, kind_of(values)
 
     def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays; None where some are in nests."""
-        if any(map(nest.is_container, chain.from_iterable(value))):
-            return None
-        return nest.Leaves(_values_of, list, False, "")
+        return None if any(map(nest.is_container, _values_of(value))) else nest.Leaves(_values_of, list, False, "")
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the results."""
@@ -591,33 +501,10 @@ class _BatchReduceTo(AllReduce):
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reductions; see `CallPlan.run`."""
-        reducer = self.reducer
-        with reducer.entered():
-            if _has_arenas(value):
-                one, results = _ReduceTo(reducer, self.argument, self.options), []
-                for each, destinations in value:
-                    call.expect_more()
-                    results.append(one.run(call, each, destinations, None))
-                return results
-            return self._of_pairs(call, value, self.chosen)
-
-    def _of_pairs(self, call: Call, pairs: Any, options: CommunicationOptions) -> list[Any]:
-        algorithm, reduce_op = cast(CrossDeviceOps, self.reducer.algorithm), self.argument
-        pairs = list(pairs) if isinstance(pairs, Iterable) else pairs
-        are_pairs = isinstance(pairs, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs)
-        nests = [_leaves_of(value) for value, _ in pairs] if are_pairs else []
-        if all(found is None for found in nests):
-            return algorithm.batch_reduce(reduce_op, pairs, options)
-        single: list[tuple[Any, Any]] = []
-        for (value, destinations), found in zip(pairs, nests, strict=True):
-            where = destinations if found is None else for_value(value, destinations)
-            single += [(leaf, where) for leaf in ([value] if found is None else found[0])]
-        structures = [nest.LEAF if found is None else found[1] for found in nests]
-        call.structure = "; ".join(structure.text for structure in structures)
-        if not single:
-            call.agree("reduce", op=ReduceOp._parse(reduce_op, call.where).value)
-        results = iter(algorithm.batch_reduce(reduce_op, single, options) if single else [])
-        return [structure.rebuild(results) for structure in structures]
+        with self.reducer.entered():
+            if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
+                return self.batch(call, value)
+            return cast(CrossDeviceOps, self.reducer.algorithm).batch_reduce(self.argument, value, self.chosen)
 
 
 def _values_of(pairs: Any) -> list[Any]:
@@ -635,9 +522,3 @@ def _kind_of_destinations(value: Any, destinations: Any) -> Any:
     if type(destinations) is str:
         return destinations
     raise TypeError
-
-
-def _has_arenas(pairs: Any) -> bool:
-    """Return whether `pairs` is a list of (value, destinations) tuples, and some of the values are arenas."""
-    are_pairs = isinstance(pairs, (list, tuple)) and all(type(pair) is tuple and len(pair) == 2 for pair in pairs)
-    return are_pairs and any(isinstance(value, Arena) for value, _ in pairs)

@@ -18,7 +18,8 @@ from mpistrategy.mpi.gpu.device_selection import activate, choose_device, reques
 from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.start import start
 from mpistrategy.mpi.over_threads import Threads
-from mpistrategy.objects.nearest import did_you_mean, refuses
+from mpistrategy.objects.nearest import refuses
+from mpistrategy.objects.settings import one_of
 from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
@@ -96,33 +97,16 @@ class MirroredStrategy(Strategy):
         name: str | None = None,
     ) -> None:
         where = "MirroredStrategy"
-        reaction = str(on_error).lower()
-        contains_errors = reaction == "raise"
+        contains_errors = str(on_error).lower() == "raise"
         ranks = _connect(communicator, contains_errors)
         try:
             with Call(ranks.guard, where, called=name) as call:
                 if not isinstance(ranks, Threads):
                     injection.arm(*ranks.place_in_job)
-                if cross_device_ops is not None and not isinstance(cross_device_ops, CrossDeviceOps):
-                    raise OptionTypeError.at(
-                        where, found=f"cross_device_ops={cross_device_ops!r}", expected="a CrossDeviceOps"
-                    )
-                if communication_options is not None and not isinstance(communication_options, CommunicationOptions):
-                    raise OptionTypeError.at(
-                        where,
-                        found=f"communication_options={communication_options!r}",
-                        expected="a CommunicationOptions",
-                    )
-                if reaction not in ("abort", "raise"):
-                    raise OptionError.at(
-                        where,
-                        found=f"on_error={on_error!r}",
-                        expected='"abort" or "raise"',
-                        fix=did_you_mean(on_error, ("abort", "raise")),
-                    )
-                level = check_level.chosen(check)
-                if contains_errors and check is None:
-                    level = check_level.ALWAYS
+                _check_kind("cross_device_ops", cross_device_ops, CrossDeviceOps)
+                _check_kind("communication_options", communication_options, CommunicationOptions)
+                reaction = one_of(where, "on_error", on_error, ("abort", "raise"))
+                level = check_level.ALWAYS if contains_errors and check is None else check_level.chosen(check)
                 if contains_errors and level != check_level.ALWAYS:
                     raise OptionError.at(
                         where, found=f'on_error="raise" with check={check!r}', expected='check="always", or None'
@@ -153,6 +137,11 @@ class MirroredStrategy(Strategy):
         super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
         if ranks.rank == 0 and any(name.startswith("MPISTRATEGY_") for name in os.environ):
             warn_of_unknown()
+
+
+def _check_kind(name: str, given: Any, kind: type) -> None:
+    if given is not None and not isinstance(given, kind):
+        raise OptionTypeError.at("MirroredStrategy", found=f"{name}={given!r}", expected=f"a {kind.__name__}")
 
 
 def _connect(comm: Any, contains_errors: bool) -> MpiRanks | Threads:

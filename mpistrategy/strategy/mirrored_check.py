@@ -1,31 +1,28 @@
 """`Strategy.assert_mirrored`: compares the copies of variables by digests; the variables are not sent.
 
 Each rank computes a 64-bit digest of every variable, and one of all these digests.  Only when the latter differ do the
-ranks exchange the digests of the variables, 16 bytes each, and every rank raises the same table.
+ranks exchange the digests of the variables, and every rank raises the same table.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import host_array
-from mpistrategy.arrays.digests import digest
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.digests import digest, outliers
+from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError, ReplicasDivergedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import VariableSynchronization
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.variables.variable import Variable
 
-#: The most variables and groups of ranks that a report names.
-_MOST_ROWS, _MOST_GROUPS = 10, 4
-
+#: The most variables that a report names.
+_MOST_ROWS = 10
 _FIX = "Look for values that differ by rank (random numbers, an assign outside a step), and restore the variables."
 
 
@@ -34,24 +31,25 @@ def check_mirrored(extended: StrategyExtended, variables: Any, name: str | None)
     communicator = extended.communicator
     with Call(communicator.guard, "Strategy.assert_mirrored", called=name) as call:
         if variables is None:
-            numbered = [(n, var) for n, var in extended._variables_alive() if is_mirrored(var)]
-            call.structure = f"all of {extended._variables_made} variables"
+            numbered = {number: var for number, var in extended._registry.alive() if is_mirrored(var)}
+            call.structure = f"all of {extended._registry.made} variables"
         else:
-            named = _named(extended, variables, call.where)
-            numbered = list(enumerate(named))
-            call.structure = ", ".join(var._key for var in named)
+            numbered = dict(enumerate(_named(extended, variables, call.where)))
+            call.structure = ", ".join(var._key for var in numbered.values())
         if communicator.size == 1:
             return
         # A rank that cannot read its copy, for lack of memory, still tells the others.
         call.expect_more()
-        mine = np.array([(number, digest(host_array(var.local_view))) for number, var in numbered], np.uint64).reshape(
-            -1, 2
-        )
+        mine = {number: digest(host_array(var.local_view)) for number, var in numbered.items()}
         call.agree("compare copies")
-        if _equal_on_all(communicator, mine):
+        if len({*communicator.allgather_text(f"{digest(np.array([*mine.items()], np.uint64)):x}")}) == 1:
             return
-        differing = list(_differing(_entries_of_all(communicator, mine), dict(numbered)))
-        if differing:
+        told = communicator.allgather_text(" ".join(f"{number}={one:x}" for number, one in mine.items()))
+        of_ranks = [dict(each.split("=") for each in text.split()) for text in told]
+        # Variables that some rank has collected are left out.
+        common = [number for number in numbered if all(str(number) in theirs for theirs in of_ranks)]
+        found = [(numbered[number], [theirs[str(number)] for theirs in of_ranks]) for number in common]
+        if differing := [(var, *outliers(digests)) for var, digests in found if len({*digests}) > 1]:
             raise _diverged(call.where, differing, len(numbered))
 
 
@@ -62,101 +60,38 @@ def is_mirrored(var: Variable) -> bool:
 
 def _named(extended: StrategyExtended, variables: Any, where: str) -> list[Variable]:
     """Return the mirrored variables of a nest, each once."""
-    found: dict[int, Variable] = {}
-    for leaf in nest.flatten(variables)[0]:
-        if isinstance(leaf, Variable):
-            if not is_mirrored(leaf):
-                raise OptionError.at(
-                    where, found=f"{leaf.name!r}, which is ON_READ", expected="variables whose copies should be equal"
-                )
-            members: Sequence[Any] = [leaf]
-        else:
-            members = getattr(leaf, "variables", None)  # type: ignore[assignment]
-            if not isinstance(members, (list, tuple)):
-                raise OptionTypeError.at(where, found=f"{leaf!r}", expected="variables and optimizers")
-        for member in members:
-            if not extended.variable_created_in_scope(member):
-                raise OptionError.at(
-                    where,
-                    found=f"{member!r}",
-                    expected="a variable created in the scope of this strategy",
-                )
-            if is_mirrored(member):
-                found[id(member)] = member
-    if not found:
+    found = {id(var): var for leaf in nest.flatten(variables)[0] for var in _variables_of(leaf, where)}
+    for var in found.values():
+        if not extended.variable_created_in_scope(var):
+            raise OptionError.at(where, found=f"{var!r}", expected="a variable created in the scope of this strategy")
+    mirrored = [var for var in found.values() if is_mirrored(var)]
+    if not mirrored:
         raise EmptyBatchError.at(where, found="no mirrored variables", expected="at least one, or None for all")
-    return list(found.values())
+    return mirrored
 
 
-def _equal_on_all(communicator: Ranks, entries: Array) -> bool:
-    total = np.uint64(digest(entries))
-    greatest = np.array([total, ~total])
-    communicator.allreduce(greatest, "MAX")
-    # max(d) == ~max(~d) only when all d are equal.
-    return bool(greatest[0] == ~greatest[1])
+def _variables_of(leaf: Any, where: str) -> Iterator[Any]:
+    """Yield a variable, or those of an object with an attribute `variables`."""
+    if isinstance(leaf, Variable) and not is_mirrored(leaf):
+        expected = "variables whose copies should be equal"
+        raise OptionError.at(where, found=f"{leaf.name!r}, which is ON_READ", expected=expected)
+    members = [leaf] if isinstance(leaf, Variable) else getattr(leaf, "variables", None)
+    if not isinstance(members, (list, tuple)):
+        raise OptionTypeError.at(where, found=f"{leaf!r}", expected="variables and optimizers")
+    yield from members
 
 
-def _entries_of_all(communicator: Ranks, entries: Array) -> list[dict[int, int]]:
-    """Return the number and the digest of every variable of every rank."""
-    counts = [int(text) for text in communicator.allgather_text(str(len(entries)))]
-    together = np.empty((sum(counts), 2), np.uint64)
-    communicator.allgatherv(entries, [2 * count for count in counts], together)
-    blocks = np.split(together, np.cumsum(counts)[:-1])
-    return [{int(number): int(one) for number, one in block} for block in blocks]
-
-
-#: The ranks that have the same digest, by digest.
-_Groups: TypeAlias = dict[int, list[int]]
-
-
-def _differing(entries: Sequence[dict[int, int]], variables: dict[int, Variable]) -> Iterator[tuple[Variable, _Groups]]:
-    """Yield each variable whose digests differ; variables that some rank has collected are left out."""
-    for number, var in variables.items():
-        if not all(number in theirs for theirs in entries):
-            continue
-        groups: _Groups = {}
-        for rank, theirs in enumerate(entries):
-            groups.setdefault(theirs[number], []).append(rank)
-        if len(groups) > 1:
-            yield var, groups
-
-
-def _diverged(where: str, differing: Sequence[tuple[Variable, _Groups]], count: int) -> ReplicasDivergedError:
-    shown = [_row(var, groups) for var, groups in differing[:_MOST_ROWS]]
-    more = [f"  and {len(differing) - len(shown)} more"] if len(differing) > len(shown) else []
+def _diverged(where: str, differing: Sequence[tuple[Variable, list[int], str]], count: int) -> ReplicasDivergedError:
+    rows = [
+        f"  {var._key} {dtype_name(var.dtype)}{list(var.shape)}: {words}" for var, _, words in differing[:_MOST_ROWS]
+    ]
+    more = [f"  and {len(differing) - _MOST_ROWS} more"] if len(differing) > _MOST_ROWS else []
     error = ReplicasDivergedError.at(
         where,
         found=f"copies that differ in {len(differing)} of {count} variables",
         expected="the same bits on every rank",
-        fix="\n".join(["These differ:", *shown, *more, _FIX]),
+        fix="\n".join(["These differ:", *rows, *more, _FIX]),
     )
-    error.variables = tuple(var.name for var, _ in differing)
-    error.ranks = tuple(sorted({rank for _, groups in differing for rank in _outliers(groups)}))
+    error.variables = tuple(var.name for var, _, _ in differing)
+    error.ranks = tuple(sorted({rank for _, ranks, _ in differing for rank in ranks}))
     return error
-
-
-def _row(var: Variable, groups: _Groups) -> str:
-    return f"  {var._key} {dtype_name(var.dtype)}{list(var.shape)}: {_in_words(groups)}"
-
-
-def _majority(groups: _Groups) -> list[int]:
-    """Return the ranks that more than half of all ranks agree with; none where there is no majority."""
-    most = max(groups.values(), key=len)
-    return most if 2 * len(most) > sum(map(len, groups.values())) else []
-
-
-def _outliers(groups: _Groups) -> list[int]:
-    """Return the ranks that differ from the majority, or from rank 0 where there is none."""
-    right = _majority(groups) or next(ranks for ranks in groups.values() if 0 in ranks)
-    return sorted(rank for ranks in groups.values() if ranks is not right for rank in ranks)
-
-
-def _in_words(groups: _Groups) -> str:
-    if majority := _majority(groups):
-        others = _outliers(groups)
-        differ = "differs" if len(others) == 1 else "differ"
-        kinds = "" if len(groups) == 2 else f", in {len(groups) - 1} ways"
-        return f"{ranks_in_words(others)} {differ} from the majority ({ranks_in_words(majority)}){kinds}"
-    shown = [f"{ranks_in_words(ranks)}: {one:016x}" for one, ranks in list(groups.items())[:_MOST_GROUPS]]
-    more = [f"and {len(groups) - len(shown)} more"] if len(groups) > len(shown) else []
-    return f"no majority; digests of {', '.join([*shown, *more])}"

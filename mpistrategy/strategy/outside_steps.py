@@ -29,11 +29,12 @@ def warn_if_alone(
         how: the mistake.
         cure: what to write instead.
     """
-    if not (strategy._is_default and context.has_peers()):
-        return
-    if strategy.extended.communicator.guard.current is not None:
-        return
-    if any(frame.mode is Mode.REPLICA for frame in context.frames()):
+    if (
+        not strategy._is_default
+        or not context.has_peers()
+        or strategy.extended.communicator.guard.current is not None
+        or any(frame.mode is Mode.REPLICA for frame in context.frames())
+    ):
         return
     warn(
         f"{where} {how}: it works on this rank alone, and the value stays this rank's own. {cure} If this rank alone "

@@ -6,13 +6,13 @@ that different streams are independent and equal seeds give equal numbers on eve
 
 from __future__ import annotations
 
-import operator
-from typing import Any, SupportsIndex
+from typing import SupportsIndex
 
 import numpy as np
 
-from mpistrategy.errors import OptionError, OptionTypeError
+from mpistrategy.errors import OptionError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
+from mpistrategy.objects.settings import checked_count
 
 _SHARED, _REPLICA, _NUMBERED = range(3)
 _WORD = 2**32
@@ -38,7 +38,7 @@ class Streams:
     """
 
     def __init__(self, seed: SupportsIndex, replica_id: int) -> None:
-        self._seed = _checked(seed, "seed")
+        self._seed = checked_count("Strategy.rng", "seed", seed, least=0)
         self._shared = self._generator(_SHARED)
         self._replica = self._generator(_REPLICA, replica_id)
 
@@ -74,20 +74,11 @@ class Streams:
             OptionTypeError, OptionError: for numbers that are no ints, negative, or 2**64 and above.
         """
         # SeedSequence strings all numbers together in words of 32 bits: two each keep (2**32,) from being (0, 1).
-        checked = [_checked(number, "number", _WORD**2) for number in numbers]
+        checked = [checked_count("Streams.at", "number", number, least=0) for number in numbers]
+        if max(checked, default=0) >= _WORD**2:
+            raise OptionError.at("Streams.at", found=f"{numbers}", expected="numbers below 2**64")
         return self._generator(_NUMBERED, *(word for number in checked for word in divmod(number, _WORD)))
 
     def _generator(self, *key: int) -> np.random.Generator:
         refuse_in_jax_trace("Strategy.rng")
         return np.random.default_rng(np.random.SeedSequence(self._seed, spawn_key=key))
-
-
-def _checked(number: Any, name: str, limit: float = float("inf")) -> int:
-    try:
-        value = operator.index(number)
-    except TypeError as error:
-        raise OptionTypeError.at("Strategy.rng", found=f"{name}={number!r}", expected="an int") from error
-    if not 0 <= value < limit:
-        expected = "an int from 0 on" if value < 0 else f"an int below {limit}"
-        raise OptionError.at("Strategy.rng", found=f"{name}={value}", expected=expected)
-    return value

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeAlias, Unpack, overload
+from typing import Any, Self, TypeVar, overload
 
 import numpy as np
+from numpy.typing import NDArray
 
 from mpistrategy.context import (
     Frame,
     Mode,
+    Strategy,
     check_call,
     check_strategy,
     cross_replica,
@@ -21,43 +23,17 @@ from mpistrategy.context import (
 )
 from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.copies import NotPickled
-from mpistrategy.options import CommunicationOptions, Mean, Op
-from mpistrategy.reduction.asynchronous import start_all_reduce
+from mpistrategy.options import CommunicationOptions, Op
+from mpistrategy.reduction.arena import Arena
+from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
 from mpistrategy.reduction.collectives import Gather, Scan, Scattered
 from mpistrategy.reduction.inputs import unpacked
-from mpistrategy.reduction.reducer import AllReduce, General, Reducer
+from mpistrategy.reduction.reducer import AllReduce, General
 from mpistrategy.strategy.outside_steps import warn_outside_steps
+from mpistrategy.variables.variable import Variable
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from mpistrategy.reduction.arena import Arena
-    from mpistrategy.reduction.asynchronous import AllReduceHandle
-    from mpistrategy.strategy.overloads import Floats, Integers, Named, OutAndWeight, S, T, WithOut
-    from mpistrategy.variables.variable import Variable
-
-Hints: TypeAlias = CommunicationOptions | None
-
-
-class _Extended(Protocol):
-    communicator: Ranks
-    _reducer: Reducer
-
-    @property
-    def worker_devices(self) -> tuple[str, ...]: ...
-
-
-class _Strategy(Protocol):
-    """What a context uses of its strategy."""
-
-    _is_default: bool
-
-    @property
-    def num_replicas_in_sync(self) -> int: ...
-    @property
-    def extended(self) -> _Extended: ...
+T = TypeVar("T")
 
 
 class ReplicaContext(NotPickled):
@@ -76,7 +52,7 @@ class ReplicaContext(NotPickled):
 
     _instead_of_pickling = "Call get_replica_context() where it is needed; send replica_id_in_sync_group."
 
-    def __init__(self, strategy: _Strategy, replica_id_in_sync_group: int | None) -> None:
+    def __init__(self, strategy: Strategy, replica_id_in_sync_group: int | None) -> None:
         check_strategy(strategy, "ReplicaContext")
         if replica_id_in_sync_group is not None and not isinstance(replica_id_in_sync_group, (int, np.integer)):
             raise OptionError.at("ReplicaContext", found=f"{replica_id_in_sync_group=}", expected="an int or None")
@@ -118,36 +94,41 @@ class ReplicaContext(NotPickled):
     @property
     def devices(self) -> tuple[str, ...]:
         """This replica's device: a tuple of one device string."""
-        return self._strategy.extended.worker_devices
+        return tuple(self._strategy.extended.worker_devices)
 
-    @overload  # a MEAN matches this overload and the next one
-    def all_reduce(  # type: ignore[overload-overlap]
-        self, reduce_op: Mean, value: int, options: Hints = None, **more: Unpack[OutAndWeight]
-    ) -> np.float64: ...
     @overload
     def all_reduce(
-        self, reduce_op: Mean, value: Integers, options: Hints = None, **more: Unpack[OutAndWeight]
-    ) -> Floats: ...
+        self,
+        reduce_op: Op,
+        value: Arena[T],
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+        weight: Any = None,
+    ) -> T: ...
     @overload
     def all_reduce(
-        self, reduce_op: Op, value: int, options: Hints = None, **more: Unpack[OutAndWeight]
-    ) -> np.int64: ...
-    @overload
-    def all_reduce(
-        self, reduce_op: Op, value: float, options: Hints = None, **more: Unpack[OutAndWeight]
-    ) -> np.float64: ...
-    @overload
-    def all_reduce(
-        self, reduce_op: Op, value: NDArray[S], options: Hints = None, **more: Unpack[OutAndWeight]
-    ) -> NDArray[S]: ...
-    @overload
-    def all_reduce(
-        self, reduce_op: Op, value: Variable, options: Hints = None, **more: Unpack[OutAndWeight]
+        self,
+        reduce_op: Op,
+        value: Variable,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+        weight: Any = None,
     ) -> NDArray[Any]: ...
     @overload
-    def all_reduce(self, reduce_op: Op, value: Arena[T], options: Hints = None, **more: Unpack[OutAndWeight]) -> T: ...
-    @overload
-    def all_reduce(self, reduce_op: Op, value: T, options: Hints = None, **more: Unpack[OutAndWeight]) -> T: ...
+    def all_reduce(
+        self,
+        reduce_op: Op,
+        value: T,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+        weight: Any = None,
+    ) -> T: ...
     @collective("allreduce", outside="strategy.reduce", may_skip_check=True)
     def all_reduce(
         self,
@@ -190,37 +171,35 @@ class ReplicaContext(NotPickled):
         """
         return self._run("ReplicaContext.all_reduce", AllReduce, reduce_op, value, options, name, out, weight)
 
-    @overload  # a MEAN matches this overload and the next one
-    def all_reduce_async(  # type: ignore[overload-overlap]
-        self, reduce_op: Mean, value: int, options: Hints = None, **more: Unpack[WithOut]
-    ) -> AllReduceHandle[np.float64]: ...
     @overload
     def all_reduce_async(
-        self, reduce_op: Mean, value: Integers, options: Hints = None, **more: Unpack[WithOut]
-    ) -> AllReduceHandle[Floats]: ...
-    @overload
-    def all_reduce_async(
-        self, reduce_op: Op, value: int, options: Hints = None, **more: Unpack[WithOut]
-    ) -> AllReduceHandle[np.int64]: ...
-    @overload
-    def all_reduce_async(
-        self, reduce_op: Op, value: float, options: Hints = None, **more: Unpack[WithOut]
-    ) -> AllReduceHandle[np.float64]: ...
-    @overload
-    def all_reduce_async(
-        self, reduce_op: Op, value: NDArray[S], options: Hints = None, **more: Unpack[WithOut]
-    ) -> AllReduceHandle[NDArray[S]]: ...
-    @overload
-    def all_reduce_async(
-        self, reduce_op: Op, value: Variable, options: Hints = None, **more: Unpack[WithOut]
-    ) -> AllReduceHandle[NDArray[Any]]: ...
-    @overload
-    def all_reduce_async(
-        self, reduce_op: Op, value: Arena[T], options: Hints = None, **more: Unpack[WithOut]
+        self,
+        reduce_op: Op,
+        value: Arena[T],
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
     ) -> AllReduceHandle[T]: ...
     @overload
     def all_reduce_async(
-        self, reduce_op: Op, value: T, options: Hints = None, **more: Unpack[WithOut]
+        self,
+        reduce_op: Op,
+        value: Variable,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
+    ) -> AllReduceHandle[NDArray[Any]]: ...
+    @overload
+    def all_reduce_async(
+        self,
+        reduce_op: Op,
+        value: T,
+        options: CommunicationOptions | None = None,
+        *,
+        name: str | None = None,
+        out: Any = None,
     ) -> AllReduceHandle[T]: ...
     @collective("allreduce_async", outside="strategy.reduce")
     def all_reduce_async(
@@ -272,16 +251,10 @@ class ReplicaContext(NotPickled):
         with frame:
             return start_all_reduce(reducer, reduce_op, value, options, name, out)
 
-    @overload
-    def all_gather(self, value: NDArray[S], axis: int, options: Hints = None, **more: Unpack[Named]) -> NDArray[S]: ...
-    @overload
-    def all_gather(self, value: Variable, axis: int, options: Hints = None, **more: Unpack[Named]) -> NDArray[Any]: ...
-    @overload
-    def all_gather(self, value: T, axis: int, options: Hints = None, **more: Unpack[Named]) -> T: ...
     @collective("gather", outside="strategy.gather")
     def all_gather(
-        self, value: Any, axis: int, options: CommunicationOptions | None = None, *, name: str | None = None
-    ) -> Any:
+        self, value: T, axis: int, options: CommunicationOptions | None = None, *, name: str | None = None
+    ) -> T:
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective.
 
         Args:
@@ -298,26 +271,18 @@ class ReplicaContext(NotPickled):
             ShapeError: for scalars and for an axis out of range.
             CollectiveMismatchError: when dtypes, structures or the other axes differ between the ranks.
         """
-        return self._run("ReplicaContext.all_gather", Gather, axis, value, options, name)
+        return self._run("ReplicaContext.all_gather", Gather, axis, value, options, name)  # type: ignore[no-any-return]
 
-    @overload  # a MEAN matches this overload and the next one
-    def reduce_scatter(self, reduce_op: Mean, value: Integers, axis: int = 0, **more: Unpack[Named]) -> Floats: ...
-    @overload
-    def reduce_scatter(self, reduce_op: Op, value: NDArray[S], axis: int = 0, **more: Unpack[Named]) -> NDArray[S]: ...
-    @overload
-    def reduce_scatter(self, reduce_op: Op, value: Variable, axis: int = 0, **more: Unpack[Named]) -> NDArray[Any]: ...
-    @overload
-    def reduce_scatter(self, reduce_op: Op, value: T, axis: int = 0, **more: Unpack[Named]) -> T: ...
     @collective("reduce_scatter", outside="strategy.reduce", may_skip_check=True)
     def reduce_scatter(
         self,
-        reduce_op: Any,
-        value: Any,
+        reduce_op: Op,
+        value: T,
         axis: int = 0,
         options: CommunicationOptions | None = None,
         *,
         name: str | None = None,
-    ) -> Any:
+    ) -> T:
         """Reduce arrays over all replicas, and return this rank's part along `axis`.  Collective.
 
         The parts are contiguous, in rank order, and as those of a dataset's batch: of `length` elements each rank has
@@ -347,34 +312,18 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(lambda: ms.get_replica_context().reduce_scatter("SUM", np.arange(4.0)))
         array([0., 1., 2., 3.])
         """
-        return self._run("ReplicaContext.reduce_scatter", Scattered, reduce_op, value, options, name, axis)
+        return self._run("ReplicaContext.reduce_scatter", Scattered, reduce_op, value, options, name, axis)  # type: ignore[no-any-return]
 
-    @overload
-    def scan(
-        self, reduce_op: Op, value: int, exclusive: bool = False, options: Hints = None, **more: Unpack[Named]
-    ) -> np.int64: ...
-    @overload
-    def scan(
-        self, reduce_op: Op, value: float, exclusive: bool = False, options: Hints = None, **more: Unpack[Named]
-    ) -> np.float64: ...
-    @overload
-    def scan(
-        self, reduce_op: Op, value: Variable, exclusive: bool = False, options: Hints = None, **more: Unpack[Named]
-    ) -> NDArray[Any]: ...
-    @overload
-    def scan(
-        self, reduce_op: Op, value: T, exclusive: bool = False, options: Hints = None, **more: Unpack[Named]
-    ) -> T: ...
     @collective("scan", outside="strategy.gather", may_skip_check=True)
     def scan(
         self,
-        reduce_op: Any,
-        value: Any,
+        reduce_op: Op,
+        value: T,
         exclusive: bool = False,
         options: CommunicationOptions | None = None,
         *,
         name: str | None = None,
-    ) -> Any:
+    ) -> T:
         """Combine the values of replicas 0 to this one, in rank order: a prefix reduction, MPI's Scan.  Collective.
 
         Args:
@@ -401,7 +350,7 @@ class ReplicaContext(NotPickled):
         np.int64(0)
         """
         asked = reduce_op, exclusive, type(exclusive)  # a plan is found by it: 1 and True are equal
-        return self._run("ReplicaContext.scan", Scan, asked, value, options, name)
+        return self._run("ReplicaContext.scan", Scan, asked, value, options, name)  # type: ignore[no-any-return]
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

@@ -17,10 +17,12 @@ from typing import (
     SupportsIndex,
     TypeAlias,
     TypeVar,
-    Unpack,
+    TypeVarTuple,
     cast,
     overload,
 )
+
+from numpy.typing import NDArray
 
 from mpistrategy import context
 from mpistrategy.arrays import nest
@@ -28,7 +30,7 @@ from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContex
 from mpistrategy.context import Scope
 from mpistrategy.errors import CopyError, OptionError, OptionTypeError, RemoteError
 from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
-from mpistrategy.input.first_batches import FirstBatches, checked_level
+from mpistrategy.input.first_batches import LEVELS, FirstBatches
 from mpistrategy.input.iterators import DatasetIterator, DistributedIterator, InputFunctionIterator
 from mpistrategy.input.options import InputContext, InputOptions, check_options
 from mpistrategy.mpi.contract.call import Call
@@ -36,11 +38,10 @@ from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import not_pickled
 from mpistrategy.objects.nearest import NamesOurs
-from mpistrategy.objects.settings import Fixed, cannot_be_set
+from mpistrategy.objects.settings import Fixed, cannot_be_set, one_of
 from mpistrategy.options import (
     CommunicationOptions,
     InputReplicationMode,
-    Mean,
     Op,
     ReduceOp,
     ReplicationMode,
@@ -56,16 +57,12 @@ from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.mirrored_check import check_mirrored
 from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.random_streams import Streams
+from mpistrategy.variables.variable import Variable
 
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    from mpistrategy.arrays.dtypes import Array
-    from mpistrategy.strategy.overloads import Axis, Floats, Integers, Named, S, T, Ts, WithWeight
-    from mpistrategy.variables.variable import Variable
-
+T = TypeVar("T")
 E = TypeVar("E")
+#: The arguments of a step function.
+Ts = TypeVarTuple("Ts")
 #: What is compared of the first batches, as an argument.
 CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"]
 
@@ -95,23 +92,15 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas take part: the number of ranks."""
+        """How many replicas take part: the number of ranks; short `size`."""
         return self.extended.communicator.size
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """The number of this rank's replica, in any context.  Not in tf.distribute."""
+        """The number of this rank's replica, in any context; short `rank`.  Not in tf.distribute."""
         return self.extended.communicator.rank
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank in the strategy: `replica_id_in_sync_group`."""
-        return self.replica_id_in_sync_group
-
-    @property
-    def size(self) -> int:
-        """How many ranks the strategy has: `num_replicas_in_sync`."""
-        return self.num_replicas_in_sync
+    rank, size = replica_id_in_sync_group, num_replicas_in_sync
 
     @property
     def local_rank(self) -> int:
@@ -138,8 +127,6 @@ class Strategy:
     @overload
     def run(self, fn: Callable[[*Ts], T], args: tuple[*Ts], kwargs: None = None) -> T: ...
     @overload
-    def run(self, fn: Callable[..., T], args: Sequence[Any], kwargs: Mapping[str, Any]) -> T: ...
-    @overload
     def run(self, fn: Callable[..., T], args: Sequence[Any] = (), *, kwargs: Mapping[str, Any]) -> T: ...
     def run(self, fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         """Call ``fn(*args, **kwargs)`` once on every replica, in replica context; return this rank's result.
@@ -154,26 +141,38 @@ class Strategy:
             ContextError: inside a step function, or in another strategy's scope.
             OptionTypeError: when fn cannot be called, or args is not a sequence.
         """
-        context.check_call("Strategy.run", fn, args, kwargs)
-        context.require_cross_replica(self, "Strategy.run")
         return self.extended.call_for_each_replica(fn, args, kwargs)
 
-    @overload  # a MEAN matches this overload and the next one
-    def reduce(self, reduce_op: Mean, value: int, axis: Axis = None, **more: Unpack[WithWeight]) -> np.float64: ...  # type: ignore[overload-overlap]
     @overload
-    def reduce(self, reduce_op: Mean, value: Integers, axis: Axis = None, **more: Unpack[WithWeight]) -> Floats: ...
+    def reduce(
+        self,
+        reduce_op: Op,
+        value: Arena[T],
+        axis: int | Sequence[int] | None = None,
+        *,
+        weight: Any = None,
+        name: str | None = None,
+    ) -> T: ...
     @overload
-    def reduce(self, reduce_op: Op, value: int, axis: Axis = None, **more: Unpack[WithWeight]) -> np.int64: ...
+    def reduce(
+        self,
+        reduce_op: Op,
+        value: Variable,
+        axis: int | Sequence[int] | None = None,
+        *,
+        weight: Any = None,
+        name: str | None = None,
+    ) -> NDArray[Any]: ...
     @overload
-    def reduce(self, reduce_op: Op, value: float, axis: Axis = None, **more: Unpack[WithWeight]) -> np.float64: ...
-    @overload
-    def reduce(self, reduce_op: Op, value: NDArray[S], axis: Axis = None, **more: Unpack[WithWeight]) -> NDArray[S]: ...
-    @overload
-    def reduce(self, reduce_op: Op, value: Variable, axis: Axis = None, **more: Unpack[WithWeight]) -> NDArray[Any]: ...
-    @overload
-    def reduce(self, reduce_op: Op, value: Arena[T], axis: Axis = None, **more: Unpack[WithWeight]) -> T: ...
-    @overload
-    def reduce(self, reduce_op: Op, value: T, axis: Axis = None, **more: Unpack[WithWeight]) -> T: ...
+    def reduce(
+        self,
+        reduce_op: Op,
+        value: T,
+        axis: int | Sequence[int] | None = None,
+        *,
+        weight: Any = None,
+        name: str | None = None,
+    ) -> T: ...
     @collective("reduce")
     def reduce(
         self, reduce_op: Any, value: Any, axis: Any = None, *, weight: Any = None, name: str | None = None
@@ -198,32 +197,23 @@ class Strategy:
             ShapeError, OptionTypeError: for an axis that does not exist, or is not an int.
             ReduceOpError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
-        context.require_cross_replica(self, "Strategy.reduce")
-        if self._is_default:
-            warn_if_alone(self, "Strategy.reduce")
+        self.extended._require_collective("Strategy.reduce")
         extended = self.extended
         if axis is None:
             return extended._reducer.run("Strategy.reduce", Reduce, reduce_op, value, name=name, weight=weight)
         with context.cross_replica(self), Call(extended.communicator.guard, "Strategy.reduce", called=name) as call:
-            if isinstance(value, Arena):
-                raise OptionError.at(call.where, found=f"axis={axis!r} with an arena", expected="axis=None")
+            if isinstance(value, Arena) or weight is not None:
+                what = "an arena" if isinstance(value, Arena) else "weight="
+                raise OptionError.at(call.where, found=f"axis={axis!r} with {what}", expected="one of the two")
             structure = nest.flatten_without_none(value)[1]
             call.structure = structure.text
             op = ReduceOp._parse(reduce_op, call.where)
             if extended._reducer.agrees_on_none(call, op, structure):
                 return structure.pack([])
-            if weight is not None:
-                raise OptionError.at(call.where, found="weight= with axis=", expected="one of the two")
-            return reduce_along(extended.cross_device_ops, extended.options, op, value, axis, call)
+            return reduce_along(extended._reducer, op, value, axis, call)
 
-    @overload
-    def gather(self, value: NDArray[S], axis: int, **more: Unpack[Named]) -> NDArray[S]: ...
-    @overload
-    def gather(self, value: Variable, axis: int, **more: Unpack[Named]) -> NDArray[Any]: ...
-    @overload
-    def gather(self, value: T, axis: int, **more: Unpack[Named]) -> T: ...
     @collective("gather")
-    def gather(self, value: Any, axis: int, *, name: str | None = None) -> Any:
+    def gather(self, value: T, axis: int, *, name: str | None = None) -> T:
         """Concatenate the replicas' arrays along `axis`, in rank order.  Collective; cross-replica context.
 
         Args:
@@ -240,23 +230,11 @@ class Strategy:
             ShapeError: for scalars and an axis out of range.
             UnsupportedError: for IndexedSlices.
         """
-        context.require_cross_replica(self, "Strategy.gather")
-        if self._is_default:
-            warn_if_alone(self, "Strategy.gather")
-        return self.extended._reducer.run("Strategy.gather", Gather, axis, value, name=name)
+        self.extended._require_collective("Strategy.gather")
+        return self.extended._reducer.run("Strategy.gather", Gather, axis, value, name=name)  # type: ignore[no-any-return]
 
-    @overload
-    def broadcast(self, value: int, root: int = 0, **more: Unpack[Named]) -> np.int64: ...
-    @overload
-    def broadcast(self, value: float, root: int = 0, **more: Unpack[Named]) -> np.float64: ...
-    @overload
-    def broadcast(self, value: NDArray[S], root: int = 0, **more: Unpack[Named]) -> NDArray[S]: ...
-    @overload
-    def broadcast(self, value: Variable, root: int = 0, **more: Unpack[Named]) -> NDArray[Any]: ...
-    @overload
-    def broadcast(self, value: T | None, root: int = 0, **more: Unpack[Named]) -> T: ...
     @collective("broadcast")
-    def broadcast(self, value: Any, root: int = 0, *, name: str | None = None) -> Any:
+    def broadcast(self, value: T | None, root: int = 0, *, name: str | None = None) -> T:
         """Give every rank the value that rank `root` has.  Collective; in any context.
 
         Args:
@@ -280,9 +258,8 @@ class Strategy:
         >>> strategy.broadcast({"seed": 7, "w": np.ones(2)})
         {'seed': np.int64(7), 'w': array([1., 1.])}
         """
-        if self._is_default:
-            warn_if_alone(self, "Strategy.broadcast")
-        return self.extended._reducer.run("Strategy.broadcast", Broadcast, root, value, name=name)
+        warn_if_alone(self, "Strategy.broadcast")
+        return self.extended._reducer.run("Strategy.broadcast", Broadcast, root, value, name=name)  # type: ignore[no-any-return]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
         """Return this rank's components of a value: a tuple of one (empty where the value does not live)."""
@@ -303,8 +280,7 @@ class Strategy:
 
     def rng(self, seed: int) -> Streams:
         """Return this replica's random streams for `seed`: a shared one, its own, and numbered ones; see `Streams`."""
-        if self._is_default:
-            warn_if_alone(self, "Strategy.rng")
+        warn_if_alone(self, "Strategy.rng")
         return Streams(seed, self.extended.communicator.rank)
 
     @collective("barrier")
@@ -370,7 +346,7 @@ class Strategy:
     @overload
     def arena(
         self, like: Sequence[Variable], *, shared_result: bool = False, name: str | None = None
-    ) -> Arena[Sequence[Array]]: ...
+    ) -> Arena[Sequence[NDArray[Any]]]: ...
     @overload
     def arena(self, like: T, *, shared_result: bool = False, name: str | None = None) -> Arena[T]: ...
     def arena(self, like: Any, *, shared_result: bool = False, name: str | None = None) -> Arena[Any]:
@@ -511,22 +487,22 @@ class Strategy:
                 for first batches of another structure, shape or dtype, none on some rank, another number of batches,
                 and with "raise" for other rows.
         """
-        where = "Strategy.distribute_dataset"
-        return self._distribute(where, dataset, options, drop_remainder, pad, check_batches, name=name)
+        extended, communicator, where = self.extended, self.extended.communicator, "Strategy.distribute_dataset"
+        with Call(communicator.guard, where, called=name) as call:
+            check_options(options, where)
+            level, number = one_of(where, "check_batches", check_batches, LEVELS), extended._datasets_made + 1
+            first = FirstBatches(communicator, level, f"dataset {number} of the strategy", name)
+            distributed = DistributedDataset(
+                dataset, communicator.rank, communicator.size, drop_remainder=drop_remainder, pad=pad, first=first
+            )
+            call.structure = describe(dataset)
+            call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}, check_batches={level!r}")
+            extended._datasets_made = number  # after the agreement: the ranks' counts must not differ
+        warn_if_alone(self, where)
+        return cast("DistributedDataset[E]", dataset) if self._is_default else distributed
 
-    def experimental_distribute_dataset(
-        self,
-        dataset: Iterable[E],
-        options: InputOptions | None = None,
-        *,
-        drop_remainder: bool = False,
-        pad: bool = False,
-        check_batches: CheckBatches = "warn",
-        name: str | None = None,
-    ) -> DistributedDataset[E]:
-        """Do `distribute_dataset`, under the name that TensorFlow has for it."""
-        where = "Strategy.experimental_distribute_dataset"
-        return self._distribute(where, dataset, options, drop_remainder, pad, check_batches, name=name)
+    #: The name that TensorFlow has for it.
+    experimental_distribute_dataset = distribute_dataset
 
     def distribute_datasets_from_function(
         self,
@@ -552,23 +528,21 @@ class Strategy:
             OptionTypeError: on every rank, when `dataset_fn` is not a function, or does not return an iterable.
             Exception: what `dataset_fn` raises; RemoteError on the other ranks.
         """
-        where = "Strategy.distribute_datasets_from_function"
-        dataset = self._make_input(where, dataset_fn, options, name=name)
+        where, communicator = "Strategy.distribute_datasets_from_function", self.extended.communicator
+        with Call(communicator.guard, where, called=name) as call:
+            context.check_call(where, dataset_fn)
+            check_options(options, where)
+            with call.own_work():
+                dataset = dataset_fn(InputContext(communicator.size, communicator.rank, communicator.size))
+            check_iterable(dataset, where)
+            call.agree("make input")
+        warn_if_alone(self, where)
         if self._is_default:
-            found: DistributedDatasetsFromFunction[E] = dataset  # it acts as one
-            return found
-        communicator = self.extended.communicator
+            return cast("DistributedDatasetsFromFunction[E]", dataset)  # it acts as one
         return DistributedDatasetsFromFunction(dataset, communicator, drop_remainder=drop_remainder, name=name)
 
-    def experimental_distribute_datasets_from_function(
-        self,
-        dataset_fn: Callable[[InputContext], Iterable[E]],
-        options: InputOptions | None = None,
-        *,
-        name: str | None = None,
-    ) -> DistributedDatasetsFromFunction[E]:
-        """Return `distribute_datasets_from_function(dataset_fn, options)`: its old name."""
-        return self.distribute_datasets_from_function(dataset_fn, options, name=name)
+    #: The name that TensorFlow had for it.
+    experimental_distribute_datasets_from_function = distribute_datasets_from_function
 
     def make_dataset_iterator(self, dataset: Iterable[E], *, name: str | None = None) -> DatasetIterator[E]:
         """Return an iterator over this rank's parts of the global batches of `dataset`.  Collective.
@@ -584,7 +558,7 @@ class Strategy:
         Raises:
             OptionTypeError, BatchError: as `distribute_dataset`.
         """
-        return DatasetIterator(self._distribute("Strategy.make_dataset_iterator", dataset, name=name))
+        return DatasetIterator(self.distribute_dataset(dataset, name=name))
 
     def make_input_fn_iterator(
         self,
@@ -608,64 +582,13 @@ class Strategy:
             OptionTypeError: as `distribute_datasets_from_function`.
         """
         where = "Strategy.make_input_fn_iterator"
-        dataset = self._make_input(where, input_fn, mode=replication_mode, name=name)
-        return InputFunctionIterator(DistributedDatasetsFromFunction(dataset, self.extended.communicator, name=name))
-
-    def _distribute(
-        self,
-        where: str,
-        dataset: Iterable[E],
-        options: Any = None,
-        drop_remainder: bool = False,
-        pad: bool = False,
-        check_batches: str = "warn",
-        *,
-        name: str | None = None,
-    ) -> DistributedDataset[E]:
-        extended, communicator = self.extended, self.extended.communicator
-        with Call(communicator.guard, where, called=name) as call:
-            check_options(options, where)
-            level, number = checked_level(check_batches, where), extended._datasets_made + 1
-            compares = level != "off" and communicator.size > 1
-            first = FirstBatches(communicator, level, f"dataset {number} of the strategy", name) if compares else None
-            distributed = DistributedDataset(
-                dataset, communicator.rank, communicator.size, drop_remainder=drop_remainder, pad=pad, first=first
-            )
-            call.structure = describe(dataset)
-            call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}, check_batches={level!r}")
-            extended._datasets_made = number  # after the agreement: the ranks' counts must not differ
-        if self._is_default:
-            warn_if_alone(self, where)
-            return cast("DistributedDataset[E]", dataset)
-        return distributed
-
-    def _make_input(
-        self,
-        where: str,
-        function: Callable[[InputContext], Any],
-        options: Any = None,
-        mode: InputReplicationMode | str = InputReplicationMode.PER_WORKER,
-        *,
-        name: str | None = None,
-    ) -> Any:
-        communicator = self.extended.communicator
-        with Call(communicator.guard, where, called=name) as call:
-            context.check_call(where, function)
-            check_options(options, where)
-            if (
-                checked_member(InputReplicationMode, mode, where, "replication_mode")
-                is not InputReplicationMode.PER_WORKER
-            ):
-                raise OptionError.at(
-                    where, found=f"replication_mode={mode!r}", expected="InputReplicationMode.PER_WORKER"
-                )
-            with call.own_work():
-                dataset = function(InputContext(communicator.size, communicator.rank, communicator.size))
-            check_iterable(dataset, where)
-            call.agree("make input")
-        if self._is_default:
-            warn_if_alone(self, where)
-        return dataset
+        warn_if_alone(self, where)
+        with Call(self.extended.communicator.guard, where, called=name):
+            mode = checked_member(InputReplicationMode, replication_mode, where, "replication_mode")
+            if mode is not InputReplicationMode.PER_WORKER:
+                raise OptionError.at(where, found=f"{replication_mode=}", expected="InputReplicationMode.PER_WORKER")
+            dataset = self.distribute_datasets_from_function(input_fn, name=name)
+        return InputFunctionIterator(dataset)
 
     # --------------------------------------------------------------------------- names of TensorFlow 1; copies
 
@@ -673,7 +596,7 @@ class Strategy:
         self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
     ) -> T:
         """Return `run(fn, args, kwargs)`: its old name."""
-        return self.run(fn, args, {} if kwargs is None else kwargs)
+        return self.run(fn, args, kwargs=kwargs or {})
 
     def experimental_run(self, fn: Callable[..., T], input_iterator: DistributedIterator[Any] | None = None) -> T:
         """Run ``fn(element)`` on every replica, with this rank's next element of `input_iterator`.
@@ -686,9 +609,7 @@ class Strategy:
             OutOfRangeError: after the iterator's last element.
             ContextError, OptionTypeError: as `run`.
         """
-        if input_iterator is None:
-            return self.run(fn, (), {})
-        if not hasattr(input_iterator, "get_next"):
+        if input_iterator is not None and not hasattr(input_iterator, "get_next"):
             raise OptionTypeError.at(
                 "Strategy.experimental_run",
                 found=f"input_iterator={input_iterator!r}",
@@ -696,16 +617,14 @@ class Strategy:
                 fix="Pass what make_dataset_iterator(dataset) returns.",
             )
         with self.scope():
-            element = input_iterator.get_next()
-        return self.run(fn, (element,), {})
+            elements = () if input_iterator is None else (input_iterator.get_next(),)
+        return self.run(fn, elements, kwargs={})
 
     def experimental_initialize(self) -> list[Any]:
-        """Return an empty list: nothing must run before the first step."""
+        """Return an empty list: nothing must run before the first step, nor after the last one."""
         return []
 
-    def experimental_finalize(self) -> list[Any]:
-        """Return an empty list: nothing must run after the last step."""
-        return []
+    experimental_finalize = experimental_initialize
 
     def update_config_proto(self, config_proto: T) -> T:
         """Return a shallow copy of `config_proto`: a new object with the same attributes, unchanged.
@@ -743,9 +662,9 @@ class Strategy:
             raise CopyError.at("copy.deepcopy(strategy)", found="the default strategy", expected="another strategy")
         result = type(self).__new__(type(self))
         memo[id(self)] = result
-        for name, value in vars(self).items():
-            belongs_to_self = hasattr(value, "_copy_for")
-            setattr(result, name, value._copy_for(result) if belongs_to_self else copy.deepcopy(value, memo))
+        result.extended, result._scope = self.extended._copy_for(result), Scope(result)
+        for name in vars(self).keys() - vars(result).keys():
+            setattr(result, name, copy.deepcopy(getattr(self, name), memo))
         return result
 
     # ------------------------------------------------------------------------------- the strategy as a context
@@ -762,7 +681,7 @@ class Strategy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._scope.__exit__(kind, error, trace)
-        if self._scope.is_entered:
+        if self._scope.depth:
             return
         if error is None or self.size == 1:
             self.close()

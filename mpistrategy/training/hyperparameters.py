@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.nearest import did_you_mean
+from mpistrategy.objects.nearest import did_you_mean, refuses
+from mpistrategy.objects.other_names import OF_OPTIMIZERS
 from mpistrategy.objects.settings import Setting, checked_number, not_negative, positive
 from mpistrategy.options import NonFinite, ReduceOp
 from mpistrategy.training.nonfinite import checked_policy
 from mpistrategy.variables.variable import Variable
+
+#: Lets a constructor say what to write for keywords of other libraries.
+refuses_others = refuses(
+    lr="Write learning_rate.",
+    clipnorm="Write global_clipnorm.",
+    **{name: f"{hint[0].upper()}{hint[1:]}." for name, hint in OF_OPTIMIZERS.items()},
+)
 
 
 class Momentum(Setting[float]):
@@ -103,18 +111,6 @@ def declared(kind: type) -> set[str]:
         names.update(vars(base).get("__annotations__", ()))
         names.update(name for name, attribute in vars(base).items() if isinstance(attribute, Setting))
     return {name for name in names if not name.startswith("_")}
-
-
-def refuse_others(optimizer: object, others: Mapping[str, Any]) -> None:
-    """Refuse arguments that a constructor does not have as Python does, and name ours."""
-    kind = type(optimizer)
-    for name in others:
-        from mpistrategy.objects.other_names import OF_OPTIMIZERS  # here, for the quick import
-
-        attribute = next((vars(base)[name] for base in kind.__mro__ if name in vars(base)), None)
-        hint = f"write {attribute.right!r}" if isinstance(attribute, Misnamed) else OF_OPTIMIZERS.get(name, "")
-        hint = f"; {hint}" if hint else ""
-        raise TypeError(f"{kind.__name__}.__init__() got an unexpected keyword argument {name!r}{hint}")
 
 
 def counter() -> Setting[Variable | None]:

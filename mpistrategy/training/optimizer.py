@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, ClassVar, Never, Self
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
@@ -101,6 +101,7 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
     lr: setting.Misnamed = setting.Misnamed("learning_rate")
     clipnorm: setting.Misnamed = setting.Misnamed("global_clipnorm")
 
+    @setting.refuses_others
     def __init__(
         self,
         learning_rate: float | Schedule,
@@ -109,7 +110,6 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
         global_clipnorm: float | None = None,
         mirrored_check_steps: int = 0,
         nonfinite: NonFinite | None = None,
-        **others: Never,
     ) -> None:
         where = type(self).__name__
         self.learning_rate = learning_rate
@@ -117,7 +117,6 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
         self.global_clipnorm = global_clipnorm
         self.mirrored_check_steps = mirrored_check_steps
         self.nonfinite = nonfinite
-        setting.refuse_others(self, others)
         self.iterations, self.skipped_steps = None, 0
         self._slots = Slots(where)
         self._plans = StepPlans(self._slots)

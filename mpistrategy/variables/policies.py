@@ -1,4 +1,4 @@
-"""How variables are created, read and written in every context: the tables `CREATION` and `POLICIES`.
+"""How variables are read and written in every context: the table `POLICIES`.
 
 `POLICIES` names one of the functions of this file for each method.  A read returns an array.  A write returns the
 change that this replica then applies to its own copy.  It raises before anything is applied; a collective write raises
@@ -8,7 +8,7 @@ on every rank.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any
 
 import numpy as np
 
@@ -23,52 +23,7 @@ from mpistrategy.options import ReduceOp
 from mpistrategy.options import VariableAggregation as Aggregation
 from mpistrategy.options import VariableSynchronization as Synchronization
 from mpistrategy.reduction.broadcast import broadcast
-from mpistrategy.variables.protocols import Replica
-from mpistrategy.variables.writes import Write, refuse_drift
-
-Change: TypeAlias = "Array | IndexedSlices"
-
-
-class Policy(NamedTuple):
-    """One row of the table: how a variable is read and written in one context.
-
-    Attributes:
-        read: `read_value`, and with it arithmetic, comparison, indexing and conversion; given the call's name=.
-        assign: `assign`.
-        add: `assign_add` and `assign_sub`.
-        scatter_add: `scatter_add` and `scatter_sub`.
-        scatter_set: `scatter_update` and `scatter_max`.
-    """
-
-    read: Callable[[Replica, str | None], Array]
-    assign: Callable[[Write], None]
-    add: Callable[[Write], None]
-    scatter_add: Callable[[Write], None]
-    scatter_set: Callable[[Write], None]
-
-
-class Creation(NamedTuple):
-    """How a variable of several replicas is created with one synchronization.
-
-    Attributes:
-        kept_as: the synchronization that it gets; None refuses it.
-        trainable: the meaning of trainable=None.
-    """
-
-    kept_as: Synchronization | None
-    trainable: bool
-
-
-#: Creation in the scope of a strategy of several replicas.  (Elsewhere every synchronization is kept as it is.)
-CREATION = {
-    Synchronization.AUTO:     Creation(Synchronization.ON_WRITE, trainable=True),
-    Synchronization.ON_WRITE: Creation(Synchronization.ON_WRITE, trainable=True),
-    Synchronization.ON_READ:  Creation(Synchronization.ON_READ, trainable=False),
-    Synchronization.NONE:     Creation(None, trainable=True),
-}  # fmt: skip
-
-#: Aggregations that need a real floating dtype.
-NEEDS_FLOATING = (Aggregation.MEAN,)
+from mpistrategy.variables.variable import Policy, Table, Variable, Write, own
 
 _REDUCE_OPS = {Aggregation.SUM: ReduceOp.SUM, Aggregation.MEAN: ReduceOp.MEAN}
 
@@ -76,12 +31,7 @@ _REDUCE_OPS = {Aggregation.SUM: ReduceOp.SUM, Aggregation.MEAN: ReduceOp.MEAN}
 # ----------------------------------------------------------------------------------------------------- reads
 
 
-def own(variable: Replica, called: str | None) -> Array:
-    """Return this replica's copy; never communicates."""
-    return variable.local_view
-
-
-def own_if_alone(variable: Replica, called: str | None) -> Array:
+def own_if_alone(variable: Variable, called: str | None) -> Array:
     """Return the copy of a variable of the default strategy; refuse it if other ranks have one."""
     if context.has_peers():
         raise ContextError.at(
@@ -94,33 +44,32 @@ def own_if_alone(variable: Replica, called: str | None) -> Array:
     return variable.local_view
 
 
-def summed(variable: Replica, called: str | None) -> Array:
+def summed(variable: Variable, called: str | None) -> Array:
     """Return the sum or the mean of all copies.  Collective."""
     return _sums_of([variable], called)[0]
 
 
-def read_together(variables: Sequence[Any], called: str | None) -> list[Array]:
+def read_together(variables: Sequence[Variable], called: str | None) -> list[Array]:
     """Return what variables of one policy read as: in one call, where their copies are added up."""
     if all(variable._policy("reading a variable").read is summed for variable in variables):
         return _sums_of(variables, called)
     return [variable._read(called) for variable in variables]
 
 
-def _sums_of(variables: Sequence[Replica], called: str | None) -> list[Array]:
-    extended, op = variables[0]._extended, _REDUCE_OPS[variables[0].aggregation]
+def _sums_of(variables: Sequence[Variable], called: str | None) -> list[Array]:
+    reducer, op = variables[0]._registry.reducer, _REDUCE_OPS[variables[0].aggregation]
     names = ", ".join([variable._key for variable in variables])
-    with Call(extended.communicator.guard, "reading a variable", called, names) as call:
-        return extended._reducer.all_reduce_arrays(call, op, [variable.local_view for variable in variables])
+    with Call(reducer.communicator.guard, "reading a variable", called, names) as call:
+        return reducer.all_reduce_arrays(call, op, [variable.local_view for variable in variables])
 
 
-def first(variable: Replica, called: str | None) -> Array:
+def first(variable: Variable, called: str | None) -> Array:
     """Return replica 0's copy.  Collective."""
-    guard = variable._extended.communicator.guard
-    with Call(guard, "reading a variable", name=variable._key, called=called) as call:
+    with Call(variable._registry.communicator.guard, "reading a variable", name=variable._key, called=called) as call:
         return _of_replica_0(variable, variable.local_view, call)
 
 
-def no_read(variable: Replica, called: str | None) -> Array:
+def no_read(variable: Variable, called: str | None) -> Array:
     """Refuse the read: the copies may differ, and no aggregation combines them."""
     raise AggregationError.at(
         f"reading {variable.name!r}",
@@ -141,29 +90,29 @@ def alone(write: Write) -> None:
 def mirrored(write: Write) -> None:
     """Each replica writes its own value, which the others have, too; never communicates."""
     if type(write.value) is not np.ndarray:
-        refuse_drift(write.variable, write.value, write.full_name)
+        write.variable._refuse_drift(write.value, write.full_name)
     write.apply(write.checked())
 
 
 def combined(write: Write) -> None:
     """All replicas write the sum or the mean of their values.  Collective."""
     variable = write.variable
-    extended = variable._extended
+    reducer = variable._registry.reducer
     op = _REDUCE_OPS[variable.aggregation]
-    with Call(extended.communicator.guard, write.where, write.called, variable._key) as call:
+    with Call(reducer.communicator.guard, write.where, write.called, variable._key) as call:
         mine = write.checked()
         if not isinstance(mine, IndexedSlices):
-            write.apply(extended._reducer.all_reduce_arrays(call, op, [mine])[0])
+            write.apply(reducer.all_reduce_arrays(call, op, [mine])[0])
             return
         value = PerReplica((mine,))
         with context.cross_replica(variable.strategy):
-            write.apply(local_component(extended.reduce_to(op, value, value)))
+            write.apply(local_component(variable.strategy.extended.reduce_to(op, value, value)))
 
 
 def replica_0s(write: Write) -> None:
     """All replicas write replica 0's value.  Collective."""
     variable = write.variable
-    communicator = variable._extended.communicator
+    communicator = variable._registry.communicator
     with Call(communicator.guard, write.where, name=variable._key, called=write.called) as call:
         mine = write.checked()
         if isinstance(mine, IndexedSlices):
@@ -174,7 +123,7 @@ def replica_0s(write: Write) -> None:
 
 def _rows_of_replica_0(write: Write, mine: IndexedSlices, call: Call) -> IndexedSlices:
     """Return a copy of replica 0's rows, where the variable is, and of its indices, on the host."""
-    variable, communicator = write.variable, write.variable._extended.communicator
+    variable, communicator = write.variable, write.variable._registry.communicator
     call.expect_more()
     count = int(broadcast(communicator, [np.array(mine.indices.size)], 0, call)[0])
     call.expect_more()
@@ -184,9 +133,9 @@ def _rows_of_replica_0(write: Write, mine: IndexedSlices, call: Call) -> Indexed
     return IndexedSlices(*broadcast(communicator, [rows, mine.indices], 0, call))
 
 
-def _of_replica_0(variable: Replica, mine: Array, call: Call) -> Array:
+def _of_replica_0(variable: Variable, mine: Array, call: Call) -> Array:
     """Return a copy of replica 0's array, where the variable is."""
-    copy: Array = broadcast(variable._extended.communicator, [mine], 0, call)[0]
+    copy: Array = broadcast(variable._registry.communicator, [mine], 0, call)[0]
     return copy
 
 
@@ -197,7 +146,7 @@ def alike(write: Write) -> None:
 
 def shared(write: Write) -> None:
     """Each replica writes its share of one value: the sum of the copies is the value.  Otherwise as `alike`."""
-    communicator = write.variable._extended.communicator
+    communicator = write.variable._registry.communicator
 
     def share(value: Array) -> Array:
         return placed_as(share_of(host_array(value), communicator.rank, communicator.size), value)
@@ -205,9 +154,9 @@ def shared(write: Write) -> None:
     _write_alike(write, share)
 
 
-def _write_alike(write: Write, part: Callable[[Any], Change]) -> None:
+def _write_alike(write: Write, part: Callable[[Any], Array | IndexedSlices]) -> None:
     variable = write.variable
-    communicator = variable._extended.communicator
+    communicator = variable._registry.communicator
     with Call(communicator.guard, write.where, name=variable._key, called=write.called) as call:
         if isinstance(write.value, PerReplica):
             raise OptionTypeError.at(
@@ -289,7 +238,7 @@ _STEP, _CROSS, _UPDATE = Mode.REPLICA, Mode.CROSS_REPLICA, Mode.UPDATE
 
 #: One row for each synchronization, aggregation and context.  Outside every context, a variable is used as in
 #: cross-replica context; in another strategy's context it is refused.
-POLICIES: dict[tuple[Synchronization, Aggregation, Mode], Policy] = {
+POLICIES: Table = {
     # The copies are equal.  A write in a step function combines the replicas' values; elsewhere the ranks have equal
     # values, and each writes its own.
     # sync., aggregation, context        read     assign      assign_add  scatter_add scatter_update
@@ -331,11 +280,19 @@ POLICIES: dict[tuple[Synchronization, Aggregation, Mode], Policy] = {
 LOCAL = Policy(own, alone, alone, alone, alone)
 
 
-def policies_of(variable: Replica) -> dict[Mode, Policy]:
-    """Return the rows of one variable, by context."""
-    if variable._extended._is_local:
-        found = dict.fromkeys(Mode, LOCAL)
-        if variable.strategy._is_default and variable.synchronization is _ON_READ:
-            found[Mode.CROSS_REPLICA] = LOCAL._replace(read=own_if_alone)
-        return found
-    return {mode: POLICIES[variable.synchronization, variable.aggregation, mode] for mode in Mode}
+def table_of(*, is_local: bool, is_default: bool) -> Table:
+    """Return the table for the variables of a strategy.
+
+    Args:
+        is_local: whether they belong to one rank alone.
+        is_default: whether it is the default strategy.
+    """
+    if not is_local:
+        return POLICIES
+    refusing = LOCAL._replace(read=own_if_alone) if is_default else LOCAL
+    return {
+        (synchronization, aggregation, mode): refusing if (synchronization, mode) == (_ON_READ, _CROSS) else LOCAL
+        for synchronization in Synchronization
+        for aggregation in Aggregation
+        for mode in Mode
+    }

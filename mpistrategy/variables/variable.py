@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, NoReturn, Self, SupportsIndex, overload
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, Self, SupportsIndex, TypeAlias
+from weakref import WeakValueDictionary
 
 import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays.convert import array_where_it_is, copy_of, host_array, is_on_device
+from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
-from mpistrategy.arrays.values import ArrayLike, may_differ
+from mpistrategy.arrays.gpu import DeviceArray, cupy_for
+from mpistrategy.arrays.values import ArrayLike, IndexedSlices, event_of_reads, local_component, may_differ
 from mpistrategy.context import Mode
 from mpistrategy.errors import (
     ContextError,
@@ -23,7 +30,7 @@ from mpistrategy.errors import (
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.jax_traces import in_jax_trace, refusal
+from mpistrategy.objects.jax_traces import in_jax_trace, refusal, refuse_in_jax_trace
 from mpistrategy.objects.nearest import refuses
 from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, checked_switch
 from mpistrategy.options import (
@@ -33,15 +40,164 @@ from mpistrategy.options import (
     VariableSynchronization,
     checked_member,
 )
-from mpistrategy.variables.policies import CREATION, NEEDS_FLOATING, Policy, own, policies_of
-from mpistrategy.variables.protocols import Extended
-from mpistrategy.variables.writes import Write, converted, differing, plain
-
-if TYPE_CHECKING:
-    from mpistrategy.variables.storage import VariableSlot
-
+from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.variables.storage import VariableSlot, VariableStorage
+from mpistrategy.variables.writes import DENSE, apply, checked, converted, differing, plain
 
 _USE_LOCKING = "Leave it out: one thread updates a variable."
+
+
+@dataclass(slots=True)
+class Write:
+    """One call of `Variable.assign`, `assign_add` or another writing method.
+
+    `checked` raises before anything has changed.  Where ranks write together, `apply` belongs into their call: a rank
+    that fails in it has another copy than the others, which must hear of it.
+
+    Attributes:
+        variable: the variable.
+        method: the name of the method.
+        where: its public name, for messages.
+        value: the argument of the call.
+        called: its name=.
+    """
+
+    variable: Variable
+    method: str
+    where: str
+    value: Any
+    called: str | None = None
+
+    @property
+    def full_name(self) -> str:
+        """The method and the variable, for messages."""
+        return f"{self.where} of {self.variable.name!r}"
+
+    def checked(self) -> Array | IndexedSlices:
+        """Return the value as an array (or slices) of the variable's dtype and shape.
+
+        Raises:
+            DTypeError, ShapeError, LeafError, OptionTypeError: when it does not fit; nothing has changed then.
+            ContextError: in a function that JAX traces.
+        """
+        refuse_in_jax_trace(self.where)
+        value, storage = self.value, self.variable._storage
+        is_usual = type(value) is type(storage) is np.ndarray and value.dtype.kind in "iuf" and self.method in DENSE
+        if is_usual and value.dtype == storage.dtype and value.shape == storage.shape:
+            return value  # type: ignore[no-any-return]
+        return checked(self.method, storage, value, self.full_name)
+
+    def apply(self, change: Array | IndexedSlices) -> None:
+        """Change the variable, with the result of `checked` or the combination of several replicas' results."""
+        storage = self.variable._storage
+        if type(storage) is type(change) is np.ndarray:
+            DENSE[self.method](storage, change)
+            return
+        apply(self.method, storage, change)
+        guard = self.variable._registry.communicator.guard
+        guard.wait_for_gpu(event_of_reads([local_component(self.value)]))
+
+
+class Policy(NamedTuple):
+    """One row of the table: how a variable is read and written in one context.
+
+    Attributes:
+        read: `read_value`, and with it arithmetic, comparison, indexing and conversion; given the call's name=.
+        assign: `assign`.
+        add: `assign_add` and `assign_sub`.
+        scatter_add: `scatter_add` and `scatter_sub`.
+        scatter_set: `scatter_update` and `scatter_max`.
+    """
+
+    read: Callable[[Variable, str | None], Array]
+    assign: Callable[[Write], None]
+    add: Callable[[Write], None]
+    scatter_add: Callable[[Write], None]
+    scatter_set: Callable[[Write], None]
+
+
+Table: TypeAlias = Mapping[tuple[VariableSynchronization, VariableAggregation, Mode], Policy]
+
+
+def own(variable: Variable, called: str | None) -> Array:
+    """Return this replica's copy, as a `Policy` reads it; never communicates."""
+    return variable.local_view
+
+
+class Registry:
+    """The variables of one strategy: their numbers, names and memory.
+
+    Attributes:
+        reducer: what they are reduced with.
+        communicator: its ranks.
+        table: how they are read and written.
+        is_local: whether they belong to this rank alone: there is one replica, without synchronization.
+        made: how many have been created; the same on every rank.
+        colocated_with: the variables of the `colocate_vars_with` blocks that are entered.
+    """
+
+    def __init__(self, reducer: Reducer, table: Table) -> None:
+        self.reducer, self.table = reducer, table
+        self.communicator, self.is_local = reducer.communicator, reducer.is_alone
+        self.made = self._unnamed = 0
+        self.colocated_with: list[Variable] = []
+        # By number; weak, so a variable can be collected.
+        self._alive: WeakValueDictionary[int, Variable] = WeakValueDictionary()
+
+    def copy_for(self, reducer: Reducer) -> Registry:
+        """Return the registry of a copy of the strategy: without variables, and the numbers go on."""
+        result = copy.copy(self)
+        result.reducer, result.colocated_with, result._alive = reducer, [], WeakValueDictionary()
+        return result
+
+    def alive(self) -> list[tuple[int, Variable]]:
+        """Return the variables that are still in use on this rank, with their numbers, in order of creation.
+
+        A number means the same variable on all ranks.  The ranks' lists may differ: garbage is collected at any time.
+        """
+        return sorted(self._alive.items(), key=lambda item: item[0])
+
+    @property
+    def next_name(self) -> str:
+        """The name of a variable that is created without one; the same on every rank, since creation is collective."""
+        return f"Variable_{self._unnamed}"
+
+    def add(self, variable: Variable) -> None:
+        """Record a variable, after all ranks have created it: a refused creation must leave the numbers equal."""
+        self._alive[self.made] = variable
+        self.made += 1
+        self._unnamed += variable.name == self.next_name
+
+    @contextmanager
+    def colocating_with(self, variable: Variable) -> Iterator[None]:
+        """Let the variables that are created in the block know this one."""
+        self.colocated_with.append(variable)
+        try:
+            yield
+        finally:
+            self.colocated_with.pop()
+
+    @property
+    def storage(self) -> VariableStorage:
+        """Where variables lie: shared by all copies of a strategy, which have the same ranks."""
+        return self.communicator.once("variables", VariableStorage)
+
+    @property
+    def drives_gpu(self) -> bool:
+        """Whether this rank's device is a GPU."""
+        return gpu_of(self.communicator.devices, self.communicator.rank) is not None
+
+    def device_memory(self, dtype: np.dtype[Any], shape: tuple[int, ...]) -> DeviceArray | None:
+        """Return GPU memory for a variable; None for a variable on the host.
+
+        Those are the variables on CPUs, and variables without axes (counters, totals, rates): Python reads them often,
+        and each read would wait for the GPU.
+        """
+        if not shape or not self.drives_gpu:
+            return None
+        cupy = cupy_for("a variable on a GPU")
+        with cupy.cuda.Device(self.communicator.devices[self.communicator.rank].index):
+            return cupy.empty(shape, dtype)
 
 
 def _fixed(variable: Variable, what: str) -> UnsupportedError:
@@ -112,15 +268,15 @@ class Variable(ArrayLike, Settable):
         aggregation: Aggregation = VariableAggregation.NONE,
     ) -> None:
         self.strategy = strategy = context.current_strategy()
-        extended: Extended = strategy.extended
-        communicator = extended.communicator
+        #: The variables of the strategy, with this one.
+        self._registry: Registry = strategy.extended._registry
+        registry, communicator = self._registry, self._registry.communicator
         with Call(communicator.guard, "Variable") as call:
             self.aggregation = checked_member(VariableAggregation, aggregation, "Variable", "aggregation")
             given = checked_member(VariableSynchronization, synchronization, "Variable", "synchronization")
-            creation = CREATION[given]
             _check_place(given, self.aggregation)
-            self.synchronization = _kept_as(given, extended)
-            self.trainable = creation.trainable if trainable is None else trainable
+            self.synchronization = given if registry.is_local else _kept_as(given)
+            self.trainable = given is not VariableSynchronization.ON_READ if trainable is None else trainable
             if name is not None and not isinstance(name, str):
                 raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
             own_name = "Variable" if name is None else name
@@ -130,14 +286,15 @@ class Variable(ArrayLike, Settable):
                     value = initial_value() if callable(initial_value) else initial_value
             finally:
                 call.expect_more()  # the function may have made collectives; the others wait at the next step
-            if not extended._is_local and may_differ(value):
+            if not registry.is_local and may_differ(value):
                 raise differing(call.where, "all copies start with it")
             array = array_where_it_is(plain(value), call.where, name="initial_value")
-            wanted = array.dtype if dtype is None else _parsed_dtype(dtype)
-            _check_dtype(wanted, self.aggregation, extended)
+            wanted = _checked_dtype(array.dtype if dtype is None else dtype)
+            if self.aggregation is VariableAggregation.MEAN and not registry.is_local:
+                _check_floating(wanted)
             if array.dtype != wanted:
                 array = converted(host_array(array), wanted, f"Variable {own_name!r} with dtype={dtype_name(wanted)}")
-            on_device = extended._device_memory(wanted, array.shape)
+            on_device = registry.device_memory(wanted, array.shape)
             call.agree(
                 "create",
                 op=f"{self.synchronization.name}/{self.aggregation.name}",
@@ -146,7 +303,7 @@ class Variable(ArrayLike, Settable):
             )
             # Allocated after the agreement: when some ranks refuse, the ranks' memory must stay equal.
             if on_device is None:
-                storage, slot = extended._storage_for(wanted, array.shape)
+                storage, slot = registry.storage.allocate(communicator, wanted, array.shape)
                 storage[...] = host_array(array)
                 communicator.bcast(storage, 0)
             else:
@@ -155,7 +312,7 @@ class Variable(ArrayLike, Settable):
                 storage, slot = on_device, None
                 write_that_of(communicator, 0, array, on_device)
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
-        self.name = extended._next_variable_name() if name is None else name
+        self.name = registry.next_name if name is None else name
         #: This replica's copy, which optimizers and checkpoints also change in place.
         self._storage: Array = storage
         #: The position in memory that the ranks of a node share; None for memory that is not shared.
@@ -163,16 +320,16 @@ class Variable(ArrayLike, Settable):
         self._view: Array = (view := storage.view())
         if not is_on_device(view):  # CuPy has no read-only arrays
             view.flags.writeable = False
-        #: The part of the strategy that does the work.
-        self._extended = extended
-        self._policies = policies_of(self)
+        policy = self.synchronization, self.aggregation
+        self._policies: dict[Mode, Policy] = {mode: registry.table[*policy, mode] for mode in Mode}
         #: Names this variable when ranks compare their calls; names need not be unique.
-        self._key: str = f"{self.name} (variable {extended._variables_made})"
+        self._key: str = f"{self.name} (variable {registry.made})"
         #: The variable in whose `colocate_vars_with` block this one was created, if any.
-        self._colocated_with: Variable | None = None
-        extended._register_variable(self)
+        self._colocated_with: Variable | None = registry.colocated_with[-1] if registry.colocated_with else None
+        registry.add(self)
 
     __hash__ = object.__hash__  # by identity: a variable may be a key, although == compares elements
+
     # ------------------------------------------------------------------------------------------- what it is
 
     @property
@@ -197,17 +354,16 @@ class Variable(ArrayLike, Settable):
         return self.local_view
 
     def _may_differ(self) -> bool:
-        own_copies = self.synchronization is VariableSynchronization.ON_READ and not self._extended._is_local
+        own_copies = self.synchronization is VariableSynchronization.ON_READ and not self._registry.is_local
         return own_copies and self._policy("reading a variable").read is own
 
-    def __copy__(self) -> NoReturn:
-        raise _no_copy(self)
-
-    def __deepcopy__(self, memo: Any) -> NoReturn:
-        raise _no_copy(self)
-
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise _no_copy(self)
+        raise CopyError.at(
+            f"copying or pickling {self.name!r}",
+            found="a copy of a variable",
+            expected="a new variable, which all ranks create together",
+            fix="Copy or send v.read_value() (an array), or save the variable with a Checkpoint.",
+        )
 
     def numpy(self, *, name: str | None = None) -> Array:
         """Return a copy of the value on the host, read as by `read_value`; ``v[...]`` is a view of the variable."""
@@ -237,15 +393,10 @@ class Variable(ArrayLike, Settable):
             AggregationError: for an ON_READ variable with aggregation NONE in cross-replica context.
             ContextError: in the context of another strategy; in a function that JAX traces.
         """
-        value = self._read(name)
-        if is_on_device(value):
-            return copy_of(value)  # type: ignore[no-any-return]
-        copied = np.array(value, copy=True)
-        return copied if self.shape else copied[()]  # CuPy computes with NumPy's scalars, but not with its 0-d arrays
+        copied = copy_of(self._read(name))
+        return copied if self.shape else copied[()]  # type: ignore[no-any-return]  # a scalar: CuPy takes no 0-d array
 
-    def value(self, *, name: str | None = None) -> Array:
-        """Return what `read_value` returns."""
-        return self.read_value(name=name)
+    value = read_value
 
     def local_copy(self) -> Array:
         """Return a copy of this replica's copy; never communicates."""
@@ -275,12 +426,8 @@ class Variable(ArrayLike, Settable):
     def _assigned(self, new: str, operator: str = "") -> str:
         return {"add": "v.assign_add(x)", "subtract": "v.assign_sub(x)"}.get(operator, f"v.assign({new})")
 
-    @overload
-    def assign(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
-    @overload
-    def assign(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
     @refuses(use_locking=_USE_LOCKING)
-    def assign(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
+    def assign(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self:
         """Write `value` and return the variable.
 
         In a step function, a write to an ON_WRITE variable is collective: the replicas' values are combined as the
@@ -290,7 +437,7 @@ class Variable(ArrayLike, Settable):
 
         Args:
             value: an array of the variable's dtype and shape, or a number or list that fits without loss.
-            read_value: False returns None.
+            read_value: False returns None; the type of the result leaves that out.
             name: is compared between the ranks instead of the call site.
 
         Raises:
@@ -298,32 +445,21 @@ class Variable(ArrayLike, Settable):
             DTypeError, ShapeError, LeafError: when `value` does not fit; no replica that takes part has written then.
             ContextError: in the context of another strategy; in a function that JAX traces.
         """
-        written = self._write("assign", value, name)
-        return written if read_value else None
+        return self._write("assign", value, name, read_value=read_value)
 
-    @overload
-    def assign_add(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
-    @overload
-    def assign_add(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
     @refuses(use_locking=_USE_LOCKING)
-    def assign_add(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
+    def assign_add(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self:
         """Add `value`; otherwise as `assign`.  In a step function with SUM, the sum over the replicas is added once.
 
         Raises:
             AggregationError: also for an ON_READ variable with aggregation SUM in cross-replica context.
         """
-        written = self._write("assign_add", value, name)
-        return written if read_value else None
+        return self._write("assign_add", value, name, read_value=read_value)
 
-    @overload
-    def assign_sub(self, value: Any, *, read_value: Literal[True] = True, name: str | None = None) -> Self: ...
-    @overload
-    def assign_sub(self, value: Any, *, read_value: bool, name: str | None = None) -> Self | None: ...
     @refuses(use_locking=_USE_LOCKING)
-    def assign_sub(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self | None:
+    def assign_sub(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self:
         """Subtract `value`; otherwise as `assign_add`."""
-        written = self._write("assign_sub", value, name)
-        return written if read_value else None
+        return self._write("assign_sub", value, name, read_value=read_value)
 
     @refuses(use_locking=_USE_LOCKING)
     def scatter_add(self, sparse_delta: Any, *, name: str | None = None) -> Self:
@@ -357,39 +493,34 @@ class Variable(ArrayLike, Settable):
         """Replace rows by the elementwise maximum with the given rows; otherwise as `scatter_update`."""
         return self._write("scatter_max", sparse_delta, name)
 
-    def _write(self, method: str, value: Any, name: str | None) -> Self:
-        where, column = _WRITES[method]
-        getattr(self._policy(where), column)(Write(self, method, where, value, name))
-        return self
+    def _write(self, method: str, value: Any, name: str | None, *, read_value: bool = True) -> Self:
+        where = f"Variable.{method}"
+        getattr(self._policy(where), _COLUMNS.get(method, method))(Write(self, method, where, value, name))
+        return self if read_value else None  # type: ignore[return-value]
+
+    def _refuse_drift(self, value: Any, where: str) -> None:
+        """Raise OptionTypeError for a value that may differ by replica, if the copies are to stay equal."""
+        kept_equal = self.synchronization is VariableSynchronization.ON_WRITE and not self._registry.is_local
+        if kept_equal and may_differ(value):
+            raise differing(where, f"the copies of the ON_WRITE variable {self.name!r} are equal")
 
     def _policy(self, where: str) -> Policy:
         frame = context.current_frame()
         if frame is None or (frame.strategy._is_default and self.strategy is not frame.strategy):
             return self._policies[Mode.CROSS_REPLICA]
-        if not self._extended._is_local:
+        if not self._registry.is_local:
             context.require_same_strategy(frame, self.strategy, where)
         return self._policies[frame.mode]
 
 
-#: The public name of each method that writes, and which column of the policy table it is in.
-_WRITES = {
-    "assign": ("Variable.assign", "assign"),
-    "assign_add": ("Variable.assign_add", "add"),
-    "assign_sub": ("Variable.assign_sub", "add"),
-    "scatter_add": ("Variable.scatter_add", "scatter_add"),
-    "scatter_sub": ("Variable.scatter_sub", "scatter_add"),
-    "scatter_update": ("Variable.scatter_update", "scatter_set"),
-    "scatter_max": ("Variable.scatter_max", "scatter_set"),
+#: The column of the policy table of each method that has not its name.
+_COLUMNS = {
+    "assign_add": "add",
+    "assign_sub": "add",
+    "scatter_sub": "scatter_add",
+    "scatter_update": "scatter_set",
+    "scatter_max": "scatter_set",
 }
-
-
-def _no_copy(variable: Variable) -> CopyError:
-    return CopyError.at(
-        f"copying or pickling {variable.name!r}",
-        found="a copy of a variable",
-        expected="a new variable, which all ranks create together",
-        fix="Copy or send v.read_value() (an array), or save the variable with a Checkpoint.",
-    )
 
 
 # ------------------------------------------------------------------------------------- arguments of the constructor
@@ -411,43 +542,31 @@ def _check_place(synchronization: VariableSynchronization, aggregation: Variable
         )
 
 
-def _kept_as(given: VariableSynchronization, extended: Extended) -> VariableSynchronization:
-    """Return the synchronization that a variable gets.
-
-    Raises:
-        OptionError: for one that variables of several replicas cannot have.
-    """
-    if extended._is_local:
-        return given
-    kept = CREATION[given].kept_as
-    if kept is None:
+def _kept_as(given: VariableSynchronization) -> VariableSynchronization:
+    """Return the synchronization that a variable of several replicas gets; raise OptionError for NONE."""
+    if given is VariableSynchronization.NONE:
         raise OptionError.at(
             "Variable",
             found=f"synchronization={given.name} in the scope of a strategy of several replicas",
             expected="AUTO, ON_WRITE or ON_READ",
             fix="Create variables of one rank in the scope of a OneDeviceStrategy.",
         )
-    return kept
+    return VariableSynchronization.ON_WRITE if given is VariableSynchronization.AUTO else given
 
 
-def _check_dtype(dtype: np.dtype[Any], aggregation: VariableAggregation, extended: Extended) -> None:
-    """Raise DTypeError or OptionError for a dtype that variables with this aggregation cannot have."""
-    if dtype.hasobject or dtype.kind in "SU":
-        raise DTypeError.at("Variable", found=f"dtype {dtype}", expected="a numeric or bool dtype")
-    floating = dtype.kind == "f" or is_bfloat16(dtype)
-    if aggregation in NEEDS_FLOATING and not floating and not extended._is_local:
-        raise OptionError.at(
-            "Variable",
-            found=f"aggregation={aggregation.name} of dtype {dtype_name(dtype)}",
-            expected="a floating dtype",
-            fix="Use SUM.",
-        )
-
-
-def _parsed_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return a dtype; raise DTypeError for what is none."""
+def _checked_dtype(dtype: Any) -> np.dtype[Any]:
+    """Return a dtype; raise DTypeError for what is none, and for what variables cannot have."""
     try:
         parsed: np.dtype[Any] = np.dtype(dtype)
-        return parsed
     except TypeError as error:
         raise DTypeError.at("Variable", found=f"dtype={dtype!r}", expected="a NumPy dtype") from error
+    if parsed.hasobject or parsed.kind in "SU":
+        raise DTypeError.at("Variable", found=f"dtype {parsed}", expected="a numeric or bool dtype")
+    return parsed
+
+
+def _check_floating(dtype: np.dtype[Any]) -> None:
+    """Raise OptionError for a dtype of which there is no mean."""
+    if dtype.kind != "f" and not is_bfloat16(dtype):
+        found = f"aggregation=MEAN of dtype {dtype_name(dtype)}"
+        raise OptionError.at("Variable", found=found, expected="a floating dtype", fix="Use SUM.")

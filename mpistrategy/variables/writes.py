@@ -1,13 +1,8 @@
-"""One write to a variable: `Write.checked` checks the value, and `Write.apply` changes the storage.
-
-`checked` raises before anything has changed.  Where ranks write together, `apply` belongs into their call: a rank that
-fails in it has another copy than the others, which must hear of it.
-"""
+"""What variables are written with: `checked` checks a value before anything has changed, `apply` changes the memory."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -23,11 +18,8 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.foreign import is_foreign
-from mpistrategy.arrays.values import ArrayLike, IndexedSlices, event_of_reads, local_component, may_differ
+from mpistrategy.arrays.values import ArrayLike, IndexedSlices, local_component
 from mpistrategy.errors import DTypeError, DTypeMismatchError, OptionTypeError, ShapeError, UnsupportedError
-from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.options import VariableSynchronization
-from mpistrategy.variables.protocols import Replica
 
 
 def _set(storage: Array, value: Array) -> None:
@@ -64,133 +56,82 @@ _NOT_FOR_KINDS = {
 }
 
 
-@dataclass(slots=True)
-class Write:
-    """One call of `Variable.assign`, `assign_add` or another writing method.
+def checked(method: str, storage: Array, value: Any, where: str) -> Array | IndexedSlices:
+    """Return the value of a write as an array (or slices) of the storage's dtype and shape.
 
-    Attributes:
-        variable: the variable.
-        method: the name of the method.
-        where: its public name, for messages.
-        value: the argument of the call.
-        called: its name=.
+    Args:
+        method: the writing method of a variable.
+        storage: its memory.
+        value: the argument of the method.
+        where: the method and the variable, for messages.
+
+    Raises:
+        DTypeError, ShapeError, LeafError, OptionTypeError: when it does not fit.
     """
+    if storage.dtype.kind in _NOT_FOR_KINDS.get(method, ""):
+        expected = "a dtype that can be compared" if method == "scatter_max" else "a numeric dtype"
+        raise DTypeError.at(where, found=f"a variable of dtype {dtype_name(storage.dtype)}", expected=expected)
+    if method in SPARSE:
+        return _checked_slices(storage, local_component(value), where)
+    if type(value) is type(storage) is np.ndarray and (value.dtype, value.shape) == (storage.dtype, storage.shape):
+        return value  # the usual case, quickly
+    value = plain(value)
+    if isinstance(value, IndexedSlices):
+        raise UnsupportedError.at(where, found="IndexedSlices", expected="an array", fix="Pass slices.to_dense().")
+    array = _of_dtype(storage, value, where)
+    if array.shape != storage.shape:
+        raise ShapeError.at(where, found=f"shape {array.shape}", expected=f"shape {storage.shape}")
+    return placed_as(array, storage)
 
-    variable: Replica
-    method: str
-    where: str
-    value: Any
-    called: str | None = None
 
-    @property
-    def full_name(self) -> str:
-        """The method and the variable, for messages."""
-        return f"{self.where} of {self.variable.name!r}"
+def _checked_slices(storage: Array, slices: Any, where: str) -> IndexedSlices:
+    shape = storage.shape
+    if not isinstance(slices, IndexedSlices):
+        raise OptionTypeError.at(where, found=type(slices).__name__, expected="IndexedSlices(values, indices)")
+    indices = to_array(plain(slices.indices), f"{where}: indices")
+    if indices.dtype.kind not in "iu":
+        raise DTypeError.at(where, found=f"indices of dtype {dtype_name(indices.dtype)}", expected="integer indices")
+    values = _of_dtype(storage, plain(slices.values), where)
+    if not shape or indices.ndim != 1 or values.shape != (*indices.shape, *shape[1:]):
+        raise ShapeError.at(
+            where,
+            found=f"values of shape {values.shape} for indices of shape {indices.shape}",
+            expected=f"one row of the variable, whose shape is {shape}, for each index",
+        )
+    outside = indices[(indices < 0) | (indices >= shape[0])]
+    if outside.size:
+        raise ShapeError.at(where, found=f"index {outside[0]}", expected=f"indices from 0 to {shape[0] - 1}")
+    return IndexedSlices(values.copy() if may_share_memory(values, storage) else values, indices.astype(np.int64))
 
-    def checked(self) -> Array | IndexedSlices:
-        """Return the value as an array (or slices) of the variable's dtype and shape.
 
-        Raises:
-            DTypeError, ShapeError, LeafError, OptionTypeError: when it does not fit; nothing has changed then.
-            ContextError: in a function that JAX traces.
-        """
-        refuse_in_jax_trace(self.where)
-        variable, value = self.variable, self.value
-        if variable.dtype.kind in _NOT_FOR_KINDS.get(self.method, ""):
-            raise DTypeError.at(
-                self.full_name,
-                found=f"a variable of dtype {dtype_name(self.variable.dtype)}",
-                expected="a dtype that can be compared" if self.method == "scatter_max" else "a numeric dtype",
-            )
-        if self.method not in DENSE:
-            return self._slices()
-        if (
-            type(value) is np.ndarray
-            and value.dtype == variable.dtype
-            and value.shape == variable.shape
-            and type(variable.local_view) is np.ndarray
-        ):
-            return value  # the usual case, quickly
-        return self._array()
+def _of_dtype(storage: Array, value: Any, where: str) -> Array:
+    on_device = is_on_device(value) and is_on_device(storage)
+    array = as_device_array(value, where) if on_device else to_array(value, where)
+    if array.dtype == storage.dtype:
+        return array
+    if isinstance(value, np.ndarray) or is_on_device(value) or is_foreign(value):
+        raise misfit(array, storage.dtype, where)
+    return converted(array, storage.dtype, where)
 
-    def apply(self, change: Array | IndexedSlices) -> None:
-        """Change the storage in place, with the result of `checked` or the combination of several replicas' results."""
-        storage = self.variable._storage
-        if type(storage) is type(change) is np.ndarray:
-            DENSE[self.method](storage, change)
+
+def apply(method: str, storage: Array, change: Array | IndexedSlices) -> None:
+    """Change the memory of a variable: with the result of `checked`, or the combination of several replicas' results.
+
+    Rows of a variable in GPU memory are written on the host, so that repeated ones have NumPy's bits.
+    """
+    with on_device_of(storage):
+        if not isinstance(change, IndexedSlices):
+            DENSE[method](storage, placed_as(change, storage))
             return
-        with on_device_of(storage):
-            if isinstance(change, IndexedSlices):
-                self._apply_rows(storage, host_array(change.indices), change.values)
-            else:
-                DENSE[self.method](storage, placed_as(change, storage))
-            self.variable._extended.communicator.guard.wait_for_gpu(event_of_reads([local_component(self.value)]))
-
-    def _apply_rows(self, storage: Array, indices: Array, values: Array) -> None:
-        """Write rows; those of a variable in GPU memory on the host, so that repeated ones have NumPy's bits."""
-        write = SPARSE[self.method]
+        indices, values = host_array(change.indices), host_array(change.values)
         if not is_on_device(storage):
-            write(storage, indices, host_array(values))
+            SPARSE[method](storage, indices, values)
             return
         touched, numbers = np.unique(indices, return_inverse=True)
         there = placed_as(touched, storage)
         rows = host_array(storage[there])
-        write(rows, numbers, host_array(values))
+        SPARSE[method](rows, numbers, values)
         storage[there] = placed_as(rows, storage)
-
-    def _array(self) -> Array:
-        value = plain(self.value)
-        if isinstance(value, IndexedSlices):
-            raise UnsupportedError.at(
-                self.full_name, found="IndexedSlices", expected="an array", fix="Pass slices.to_dense()."
-            )
-        array = self._of_dtype(value)
-        if array.shape != self.variable.shape:
-            raise ShapeError.at(self.full_name, found=f"shape {array.shape}", expected=f"shape {self.variable.shape}")
-        return placed_as(array, self.variable._storage)
-
-    def _slices(self) -> IndexedSlices:
-        slices, shape = local_component(self.value), self.variable.shape
-        if not isinstance(slices, IndexedSlices):
-            raise OptionTypeError.at(
-                self.full_name, found=type(slices).__name__, expected="IndexedSlices(values, indices)"
-            )
-        indices = to_array(plain(slices.indices), f"{self.full_name}: indices")
-        if indices.dtype.kind not in "iu":
-            raise DTypeError.at(
-                self.full_name, found=f"indices of dtype {dtype_name(indices.dtype)}", expected="integer indices"
-            )
-        values = self._of_dtype(plain(slices.values))
-        if not shape or indices.ndim != 1 or values.shape != (*indices.shape, *shape[1:]):
-            raise ShapeError.at(
-                self.full_name,
-                found=f"values of shape {values.shape} for indices of shape {indices.shape}",
-                expected=f"one row of the variable, whose shape is {shape}, for each index",
-            )
-        outside = indices[(indices < 0) | (indices >= shape[0])]
-        if outside.size:
-            raise ShapeError.at(
-                self.full_name, found=f"index {outside[0]}", expected=f"indices from 0 to {shape[0] - 1}"
-            )
-        if may_share_memory(values, self.variable.local_view):
-            values = values.copy()
-        return IndexedSlices(values, indices.astype(np.int64))
-
-    def _of_dtype(self, value: Any) -> Array:
-        on_device = is_on_device(value) and is_on_device(self.variable._storage)
-        array = as_device_array(value, self.full_name) if on_device else to_array(value, self.full_name)
-        if array.dtype == self.variable.dtype:
-            return array
-        if isinstance(value, np.ndarray) or is_on_device(value) or is_foreign(value):
-            raise misfit(array, self.variable.dtype, self.full_name)
-        return converted(array, self.variable.dtype, self.full_name)
-
-
-def refuse_drift(variable: Replica, value: Any, where: str) -> None:
-    """Raise OptionTypeError for a value that may differ by replica, if the copies of the variable are to stay equal."""
-    kept_equal = variable.synchronization is VariableSynchronization.ON_WRITE and not variable._extended._is_local
-    if kept_equal and may_differ(value):
-        raise differing(where, f"the copies of the ON_WRITE variable {variable.name!r} are equal")
 
 
 def differing(where: str, why: str) -> OptionTypeError:

@@ -132,22 +132,6 @@ def test_a_rank_goes_on_with_batches_like_its_last_one(strategy: ms.MirroredStra
     assert [total.tolist() for total in totals] == [[float(number)] * 3 for number in range(SIZE)]
 
 
-@pytest.mark.mpi(min_size=2)
-def test_lengths_save_asking(strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
-    allreduce = strategy.extended.communicator.allreduce
-    monkeypatch.setattr(
-        strategy.extended.communicator, "allreduce", lambda *args: (asked.append(1), allreduce(*args))[1]
-    )
-    equal = strategy.distribute_datasets_from_function(lambda context: [np.arange(2)] * 7)
-    assert len(list(equal)) == 7
-    assert len(asked) == 1  # at the end
-    asked.clear()
-    unknown = strategy.distribute_datasets_from_function(lambda context: iter([np.arange(2)] * 7))
-    assert len(list(unknown)) == 7
-    assert len(asked) == 8
-
-
 def test_batches_are_used_as_they_are(strategy: ms.MirroredStrategy) -> None:
     dataset = strategy.distribute_datasets_from_function(lambda context: [RANK, "text", None])
     assert list(dataset) == [RANK, "text", None]
@@ -167,21 +151,6 @@ def test_scalars_cannot_go_on_without_rows(strategy: ms.MirroredStrategy) -> Non
     dataset = strategy.distribute_datasets_from_function(lambda context: iter(range(1 + RANK)))
     for outcome in outcomes(lambda: list(dataset)):
         assert outcome.error is errors.BatchError, outcome.text
-    assert still_works(strategy)
-
-
-class Wrong(list[Any]):
-    """Says that it has more than it has."""
-
-    def __len__(self) -> int:
-        return 3
-
-
-def test_a_length_that_is_wrong_is_an_error(strategy: ms.MirroredStrategy) -> None:
-    dataset = strategy.distribute_datasets_from_function(lambda context: Wrong([np.arange(2)]))
-    for outcome in outcomes(lambda: list(dataset)):
-        assert outcome.error is errors.BatchError, outcome.text
-        assert "its end after 1 elements" in outcome.text
     assert still_works(strategy)
 
 

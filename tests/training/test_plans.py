@@ -158,7 +158,7 @@ def test_a_rank_that_is_a_step_ahead_is_found(fresh: ms.Strategy, kind: type[SGD
         variables = [ms.Variable(np.ones(shape, dtype)) for shape in SHAPES]
     for number in range(2):
         step(fresh, optimizer, variables, number)
-    assert optimizer.latest_path == path
+    assert optimizer.latest_path in (path, "plain")  # on several nodes
     assert optimizer.iterations is not None
     with fresh.scope():
         optimizer.iterations.assign(np.int64(2 + RANK))  # each rank writes its own copy

@@ -32,7 +32,7 @@ def fresh() -> Iterator[ms.MirroredStrategy]:
 
 
 def storage_of(strategy: ms.Strategy) -> VariableStorage:
-    return strategy.extended._variable_storage
+    return strategy.extended._registry.storage
 
 
 def slot_of(variable: ms.Variable) -> VariableSlot:

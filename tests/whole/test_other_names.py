@@ -79,8 +79,8 @@ def test_an_attribute_of_tensorflows_says_what_to_write(owner: str, name: str) -
         (lambda folder: ms.metrics.Accuracy().update_state(y_true=[1], y_pred=[1]), "Write labels"),
         (lambda folder: ms.MirroredStrategy(cluster_resolver=None), "mpiexec or srun"),
         (lambda folder: ms.optimizers.SGD(clipvalue=1.0), "np.clip"),
-        (lambda folder: ms.optimizers.Adam(lr=1.0), "write 'learning_rate'"),
-        (lambda folder: ms.optimizers.Adam(amsgrad=True), "derive a class"),
+        (lambda folder: ms.optimizers.Adam(lr=1.0), "Write learning_rate"),
+        (lambda folder: ms.optimizers.Adam(amsgrad=True), "Derive a class"),
     ],
 )
 def test_a_keyword_of_tensorflows_says_what_to_write(call: Callable[[Path], Any], told: str, tmp_path: Path) -> None:

@@ -265,11 +265,8 @@ class Guard:
 
     def tell_peers(self, why: str = "its program has ended") -> None:
         """Answer the ranks that call a collective: they raise an error that names this rank.  Then leave again."""
-        words, kind, text = {mismatch_report.LEFT: why}, "", ""
-        if self.broken is not None:
-            words["call"] = self.broken.where
-            kind, _, text = self.broken.error.partition(": ")
-        self._gather_reports(mismatch_report.Report(words, "its end", kind, text))
+        failure = None if self.broken is None else astuple(self.broken)
+        self._gather_reports(mismatch_report.Report({mismatch_report.LEFT: why}, "its end", failure=failure))
         self.is_untold = False
         if self.broken is None:
             self._start_to_tell()
@@ -440,10 +437,9 @@ class Guard:
             raise self.mark_told(self._remote_error())
         texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look)
         reports = [mismatch_report.Report(*json.loads(text)) for text in texts]
-        for rank, report in enumerate(reports):
-            if mismatch_report.LEFT in report.call and report.error:
-                text = f"{report.error}: {report.text}" if report.text else report.error
-                self.stop(Failure(text, rank, report.call.get("call", "")))
+        for report in reports:
+            if report.failure is not None:
+                self.stop(Failure(*report.failure))
         return reports
 
     def _resolve(self, signature: Signature) -> bool:

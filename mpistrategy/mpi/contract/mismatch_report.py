@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from mpistrategy.errors import CollectiveMismatchError, RankCall, RankLeftError
 from mpistrategy.objects.shown import ranks_in_words
@@ -28,6 +29,7 @@ class Report:
         error: the name of the error that kept it from making the call, and
         text: its text.
         digest: the number that was compared; None without a call.
+        failure: why the rank takes no more calls: the fields of a `failures.Failure`; None where it does.
     """
 
     call: Words
@@ -35,6 +37,7 @@ class Report:
     error: str = ""
     text: str = ""
     digest: int | None = None
+    failure: Sequence[Any] | None = None
 
 
 _DIFFERENT = (

@@ -169,7 +169,7 @@ class Worker:
             del job  # its result is the program's
 
 
-class AtOnce(Freed):
+class AtOnce:
     """Says that the caller does the work itself, when it is started.
 
     Attributes:
@@ -179,11 +179,8 @@ class AtOnce(Freed):
     def __init__(self, communicator: Any) -> None:
         self.communicator = communicator
 
-    def free(self) -> None:
-        """Free nothing."""
 
-
-class Engine(AtOnce):
+class Engine(AtOnce, Freed):
     """A thread and a communicator for jobs in the background.  Collective.
 
     Args:

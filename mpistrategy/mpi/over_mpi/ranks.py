@@ -106,13 +106,7 @@ class MpiRanks(Ranks):
             ) from error
         super().__init__(comm.rank, range(comm.size))
         self._control = MpiControlChannel(comm) if self.size > 1 else None
-        if node_key is None:
-            self._inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
-        else:
-            self._inside = self._comm.Split(node_key, self.rank)
-        leaders = np.array([self.rank])
-        self._inside.Bcast(leaders, 0)
-        leader = int(leaders[0])
+        leader = self._leader(node_key)
         directory = new_path() if self.rank == 0 else ""
         me = Introduction(version(), python_version(), leader, sorted(cores()), directory)
         ranks = introductions(self.allgather_text(json.dumps(me._asdict())))
@@ -142,6 +136,17 @@ class MpiRanks(Ranks):
         abort.watch(self.guard, self.free)
         if self.size > 1:
             world.watch_waiting(self._comm, self.guard, memory, self.node_of, ranks[0].directory)
+
+    def _leader(self, node_key: int | None) -> int:
+        """Return the first rank of this node."""
+        if node_key is None:
+            inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        else:
+            inside = self._comm.Split(node_key, self.rank)
+        leader = np.array([self.rank])
+        inside.Bcast(leader, 0)
+        inside.Free()
+        return int(leader[0])
 
     def _share_node_memory(self) -> tuple[SharedMemory, MpiControlChannel | Mailboxes]:
         """Make the shared memory of this node.
@@ -206,8 +211,6 @@ class MpiRanks(Ranks):
         """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
         if self.node_sum is not None:
             self.node_sum.barrier()
-        elif self.local_size > 1:
-            self._inside.Barrier()
 
     def duplicate(self) -> MpiRanks:
         """Return a communicator of the same ranks and nodes with messages of its own.  Collective."""
@@ -244,28 +247,24 @@ class MpiRanks(Ranks):
         if self._is_free:
             return
         self._is_free = True
-        if self.guard.closed or MPI.Is_finalized():
-            # In a forked child it all belongs to the parent; after a failure messages may be under way.
-            if not self.guard.is_untold:  # else the others hear of it when the program ends
-                abort.forget(self.guard)
-                watchdog.forget(self.guard)
-            return
-        self.once.free()
-        self.guard.closed = True
-        abort.forget(self.guard)
-        if self._control is not None:
-            self._control.close()
-        self._inside.Free()
-        self._comm.Free()
-        watchdog.forget(self.guard)
+        # In a forked child it all belongs to the parent; after a failure messages may be under way.
+        is_lost = self.guard.closed or MPI.Is_finalized()
+        if not is_lost:
+            self.once.free()
+            self.guard.closed = True
+            if self._control is not None:
+                self._control.close()
+            self._comm.Free()
+        if not is_lost or not self.guard.is_untold:  # else the others hear of it when the program ends
+            abort.forget(self.guard)
+            watchdog.forget(self.guard)
 
     # ----------------------------------------------------------------------------------------- collectives
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return the route that `allreduce` takes with so many bytes."""
         if self.nodes == 1:
-            is_large = self.local_size == self.size and nbytes >= self.thresholds.window_bytes
-            return "node_sum" if is_large and self.node_sum is not None else "mpi"
+            return "node_sum" if self.node_sum is not None and nbytes >= self.thresholds.window_bytes else "mpi"
         if not self.has_equal_sums:
             return "root"
         is_large = self.shares_memory and self.has_lanes and nbytes >= self.thresholds.lanes_bytes

@@ -1,7 +1,7 @@
 """NodeSum: how the ranks of one node add up their arrays (SUM, MIN, MAX, PROD), each rank a share of the elements.
 
 One rank combines each element, in rank order, so that the bits are the same everywhere and in equal runs.  Arrays that
-all ranks of the node see are combined where they are (`where_they_are`).  Of other arrays (`NodeSum.run`)
+all ranks of the node see are combined where they are (`ShareOfNode`).  Of other arrays (`NodeSum.run`)
 every rank copies the others' shares to where they see them: of a large array into a block of `NodeResults`, in which it
 is combined and in which the result stays; else into buffers, in chunks that stay in the cache.  Of each chunk a rank
 combines its own share, and shows the result.  The results of a chunk are copied out when the next one has been
@@ -68,18 +68,6 @@ def in_rank_order(parts: Sequence[Array], targets: Sequence[Array], op: str, div
     divide_by(divisor, total)
     for target in targets[1:]:
         target[...] = total
-
-
-def where_they_are(
-    arrays: Sequence[Array],
-    targets: Sequence[Array],
-    op: str,
-    divisor: int,
-    local_rank: int,
-    combination: Combination = in_rank_order,
-) -> None:
-    """Combine this rank's share of the arrays of all ranks of the node; see `ShareOfNode`."""
-    ShareOfNode(arrays, targets, op, divisor, local_rank, combination).combine()
 
 
 class ShareOfNode:
@@ -304,7 +292,7 @@ class NodeSum:
         if NO_BLOCK not in numbers:
             blocks = [results.block(nbytes, each, rank).view(dtype) for rank, each in enumerate(numbers)]
             sources, targets = ([*blocks[:me], each, *blocks[me + 1 :]] for each in (source, target))
-            where_they_are(sources, targets, op, divisor, me, combination)
+            ShareOfNode(sources, targets, op, divisor, me, combination).combine()
             self.barrier()
             if own == NO_BLOCK:
                 target[:begin], target[end:] = blocks[me][:begin], blocks[me][end:]

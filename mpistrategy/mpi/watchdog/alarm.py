@@ -144,8 +144,8 @@ def _speak(widest: Group, title: str) -> list[RankStatus]:
         if each.silent and each.signal:  # print your stacks: this needs no Python in that process
             with suppress(OSError):
                 os.kill(each.process, each.signal)
-    # Of all nodes the first one that says so calls the roll; the name raises the alarm on the others.
-    if widest.nodes == 1 or in_time(lambda: directory.claim(ROLL_CALL), True):
+    # The first one that says so calls the roll; the name raises the alarm on other nodes.
+    if in_time(lambda: directory.claim(ROLL_CALL), True):
         if widest.nodes > 1:
             end = began + _NODES_SECONDS
             in_time(lambda: _hear_others(widest, others, end), None, _NODES_SECONDS + FILE_SECONDS)
@@ -173,7 +173,7 @@ def _write(widest: Group, called: RollCall, here: Sequence[RankStatus], text: st
     known = {"ranks": as_data(called.statuses), "unknown": called.unknown, "missing": called.missing}
     told = json.dumps({"text": text, "node": widest.node, **known, "records": records}, indent=1)
     is_written = in_time(lambda: widest.directory.write(f"error-{widest.node}.json", told), False)
-    for rank, lines in {} if is_written else records.items():
+    for rank, lines in records.items() if not is_written else ():
         _say(f"{title}record of rank {rank}: ", "\n".join(lines))
     return is_written
 

@@ -14,20 +14,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.gpu import (
     DeviceArray,
-    are_apart,
-    check_device,
     check_no_capture,
     cupy_for,
-    is_cupy,
-    is_of_cuda_malloc,
 )
-from mpistrategy.arrays.nest import Leaves
-from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
@@ -35,8 +27,8 @@ from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Member, Pack
-from mpistrategy.reduction.routes.base import CallPlan, Copies, Description, Targets
-from mpistrategy.reduction.routes.gpu_copy import fill, move
+from mpistrategy.reduction.routes.base import Copies, Description, Targets
+from mpistrategy.reduction.routes.gpu_copy import fill
 
 _PATHS = {
     "alone": "on the only replica",
@@ -71,7 +63,7 @@ class _Bucket:
         waiting: the array that is copied there when it is sent: until then it holds the result before.
         sent: what travels: the memory, or numbers in another dtype in its place; flat.
         result: the memory, or that of a mean of integers.
-        spare: memory that a path may need beside.
+        rounded: memory for it in the dtype in which NCCL sends it between nodes, and rounds each sum; None for its own.
     """
 
     pack: Pack
@@ -80,7 +72,7 @@ class _Bucket:
     waiting: DeviceArray | None
     sent: DeviceArray
     result: DeviceArray
-    spare: DeviceArray | None = None
+    rounded: DeviceArray | None = None
 
 
 class GpuOperation(NamedTuple):
@@ -165,10 +157,12 @@ class GpuRoute:
             sent[...], waiting = source.reshape(-1), None
         is_whole = self._op is ReduceOp.MEAN and pack.dtype.kind in "iu"
         result = take(mean_dtype(pack.dtype)) if is_whole else memory
-        rounded = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
-        return _Bucket(
-            pack, memory, given is not None, waiting, sent, result, None if rounded is None else take(rounded)
-        )
+        bucket = _Bucket(pack, memory, given is not None, waiting, sent, result)
+        wire: Any = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
+        knows = wire is not None and (wire.kind == "f" or int(cupy.__version__.partition(".")[0]) >= 14)
+        if knows and self._operation.root is None:  # a CuPy before 14 knows no bfloat16: all digits are sent
+            bucket.rounded = take(wire)
+        return bucket
 
     def run(self, arrays: Sequence[DeviceArray], memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results, on the current stream."""
@@ -189,7 +183,12 @@ class GpuRoute:
             if each.waiting is not None:
                 each.memory[...] = each.waiting
             if sent.size:
-                path.reduce(ranks, sent, op, root, self._wire, each.spare)
+                if each.rounded is not None and path.name == "nccl":
+                    each.rounded[...] = sent
+                    path.reduce(ranks, each.rounded, op, root)
+                    sent[...] = each.rounded
+                else:
+                    path.reduce(ranks, sent, op, root, self._wire)
                 if sends and root is not None:
                     path.bcast(ranks, sent, root)
                 divide_by(self._op._divisor(sent.dtype, ranks.size), sent)
@@ -237,68 +236,3 @@ def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:
     if bucket.size <= FEW_ELEMENTS:
         return views
     return [view.copy() if view.size == 1 else view for view in views]
-
-
-def own_result(array: Any, out: Any) -> Any:
-    """Return an array in GPU memory that is its own result, and can be reduced where it is; else None.
-
-    It is contiguous, and in memory of cudaMalloc: an MPI may not take other memory.
-    """
-    same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
-    fits = same and array.flags.c_contiguous and out.flags.c_contiguous
-    return array if fits and is_of_cuda_malloc(array) else None
-
-
-class DevicePlan(CallPlan):
-    """The plan of nests of CuPy arrays.
-
-    Args:
-        otherwise: does the calls with an `out` that is not the value, or with one array twice.
-        ranks: who takes part.
-        leaves: how to reach the arrays.
-        route: of the arrays.
-        signature: of the call.
-        timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
-    """
-
-    def __init__(
-        self,
-        otherwise: CallPlan,
-        ranks: Ranks,
-        leaves: Leaves,
-        route: GpuRoute,
-        signature: Signature,
-        timeout: float | None,
-    ) -> None:
-        self._otherwise, self._leaves, self._route = otherwise, leaves, route
-        #: Which arrays travel by themselves: those are reduced where they are, if they are their own result.
-        self._lone = {pack.members[0].index for pack in route.packs if len(pack.members) == 1}
-        self._gpu, self._timeout = gpu_of(ranks.devices, ranks.rank), timeout
-        self._signature, self._digest = signature, digest_of(signature)
-
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the reduction; see `CallPlan.run`."""
-        leaves = self._leaves.take(value)
-        targets: list[DeviceArray | None] | None = None
-        if out is not None:
-            repeats = len({each.data.ptr for each in leaves}) < len(leaves)
-            meet = len(self._lone) > 1 and not are_apart([leaves[index] for index in self._lone])
-            if out is not value or repeats or meet:
-                return self._otherwise.run(call, value, out, weight)
-            targets = [None] * len(leaves)
-            for index in self._lone:
-                targets[index] = own_result(leaves[index], leaves[index])
-        call.structure = self._leaves.text
-        check_device(leaves, self._gpu, call.where)
-        memory = self._route.bring(leaves, targets)
-        if self._timeout is not None:
-            call.timeout = self._timeout
-        call.agree_on(self._signature, self._digest)
-        results = self._route.run(leaves, memory)
-        if out is None:
-            return self._leaves.build(results)
-        copied = [(result, each) for result, each in zip(results, leaves, strict=True) if result is not each]
-        if copied:
-            with leaves[0].device:
-                move(*zip(*copied, strict=True))
-        return out

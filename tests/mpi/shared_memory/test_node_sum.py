@@ -20,10 +20,10 @@ from mpistrategy.mpi.shared_memory import node_sum
 from mpistrategy.mpi.shared_memory.node_sum import (
     Combination,
     NodeSum,
+    ShareOfNode,
     in_rank_order,
     segment_bytes,
     share,
-    where_they_are,
 )
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
 from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
@@ -161,7 +161,7 @@ def seen_by_all(strategy: ms.Strategy, mine: Array, op: str, divisor: int, *, ev
     arrays[RANK][...] = mine
     ranks.node_barrier()
     with np.errstate(all="ignore"):
-        where_they_are(arrays, arrays if everywhere else arrays[:1], op, divisor, RANK)
+        ShareOfNode(arrays, arrays if everywhere else arrays[:1], op, divisor, RANK).combine()
     ranks.node_barrier()
     return arrays[RANK if everywhere else 0]
 

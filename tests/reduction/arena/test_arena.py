@@ -245,18 +245,12 @@ def test_every_way_to_reduce_takes_an_arena(strategy: ms.Strategy) -> None:
         "reduce_to": lambda: strategy.extended.reduce_to("SUM", arena, arena),
         "to its values": lambda: strategy.extended.reduce_to("SUM", arena, arena.values),
         "to a rank": lambda: strategy.extended.reduce_to("SUM", arena, "task:0"),
-        "batch": lambda: strategy.extended.batch_reduce_to("SUM", [(arena, arena), (1.0, np.zeros(1))])[0],
     }
     for name, way in ways.items():
         filled(arena, 3)
         assert way() is arena.values, name
         for number, leaf in enumerate(arena._leaves):
             np.testing.assert_array_equal(leaf, wanted("SUM", leaf, 3 + number), name)
-    extended = strategy.extended
-    filled(arena, 4)
-    mixed = extended.batch_reduce_to("SUM", [(ms.PerReplica((np.float64(RANK),)), "task:0"), (arena, arena)])
-    assert mixed[1] is arena.values
-    assert RANK != 0 or float(mixed[0]) == sum(RANKS)
 
 
 def test_one_line_of_the_program_serves_other_arenas_strategies_and_algorithms(strategy: ms.Strategy) -> None:

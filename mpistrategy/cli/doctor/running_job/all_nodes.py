@@ -34,14 +34,10 @@ def look(number: str, nodes: int) -> View:
         nodes: how many it has.
     """
     command = [*step(number), f"--nodes={nodes}", f"--ntasks={nodes}", "--ntasks-per-node=1", "--mpi=none"]
-    try:
-        done = answer_of([*command, sys.executable, "-m", __spec__.name, number], _PATIENCE_SECONDS)
-    except OSError as error:
-        return View((), (), [f"its nodes: {error.strerror or error}"])
-    view = read(done.stdout)
-    missing = nodes - len({name for name, *_ in _LINE.findall(done.stdout)})
-    why = (done.stderr.strip().splitlines() or ["no answer"])[-1]
-    troubles = [f"{missing} of {nodes} nodes: {why}"] if missing else []
+    told, trouble = answer_of([*command, sys.executable, "-m", __spec__.name, number], _PATIENCE_SECONDS)
+    view = read(told)
+    missing = nodes - len({name for name, *_ in _LINE.findall(told)})
+    troubles = [f"{missing} of {nodes} nodes: {trouble or 'no answer'}"] if missing else []
     return View(view.seen, view.calls, [*view.troubles, *troubles])
 
 

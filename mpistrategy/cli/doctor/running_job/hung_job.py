@@ -33,12 +33,9 @@ def run(options: argparse.Namespace) -> int:
     """Tell about the job that the options name; return 0 when nothing hangs, 1 when something does, 2 if unknown."""
     if options.pid:
         view, title, number = node_view.of_processes([options.pid]), f"the job of process {options.pid}", ""
-    elif slurm_job.is_id(options.job):
+    else:
         job = slurm_job.ask(options.job)
         view, title, number = _of(job), f"job {options.job}" + (f" ({job.state})" if job.state else ""), job.number
-    else:
-        view = View(troubles=[f"{options.job!r} is not the number of a job; expected 17, 17.0 or 17_2"])
-        title, number = "no job", ""
     for trouble in view.troubles[:_MOST_TROUBLES]:
         sys.stderr.write(f"mpistrategy doctor: {title}: not seen: {printable(trouble)}\n")
     if not view.seen:
@@ -59,10 +56,12 @@ def _of(job: slurm_job.SlurmJob) -> View:
     if live.seen:
         return live
     here = node_view.of_slurm_job(job.number)
-    folder = os.path.join(os.environ.get(run_directory.VARIABLE) or job.folder, f"{run_directory.PREFIX}{job.number}-*")
-    late = f"if it has ended because a collective was late, its roll call is {folder}/{run_directory.ROLL_CALL}"
-    ended = [] if here.seen else [late]
-    return View(here.seen, here.calls, [*filter(None, [job.trouble]), *live.troubles, *here.troubles, *ended])
+    troubles = [*filter(None, [job.trouble]), *live.troubles, *here.troubles]
+    if not here.seen:
+        above = os.environ.get(run_directory.VARIABLE) or job.folder
+        file = os.path.join(above, f"{run_directory.PREFIX}{job.number}-*", run_directory.ROLL_CALL)
+        troubles.append(f"if it has ended because a collective was late, its roll call is {file}")
+    return View(here.seen, here.calls, troubles)
 
 
 def hangs(seen: Sequence[RankStatus]) -> bool:

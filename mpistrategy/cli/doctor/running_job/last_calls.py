@@ -125,10 +125,8 @@ def of_node(statuses: Sequence[RankStatus], strategy: int, ranks: int, offset: f
 
 def compare(nodes: Sequence[NodeCalls]) -> list[Lateness]:
     """Return who came last, for each strategy of several ranks; that of the most ranks first."""
-    strategies: dict[int, list[NodeCalls]] = {}
-    for each in nodes:
-        strategies.setdefault(each.strategy, []).append(each)
-    found = [_of_strategy(parts) for parts in strategies.values()]
+    strategies = {each.strategy for each in nodes}
+    found = [_of_strategy([each for each in nodes if each.strategy == strategy]) for strategy in strategies]
     return sorted(found, key=lambda each: (-each.ranks, -each.newest))
 
 

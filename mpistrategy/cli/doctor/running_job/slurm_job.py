@@ -6,8 +6,11 @@ import re
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 _PATIENCE_SECONDS = 20
+#: Of an error.
+_MOST_LETTERS = 400
 _ID = re.compile(r"(\d+(?:[_+]\d+)?)(?:\.\d+)?")
 #: A folder may have blanks in its name.
 _FIELD = re.compile(r"(?:^|\s)(JobId|JobState|NodeList|NumNodes|WorkDir)=((?<=WorkDir=).*?(?=\s*$)|\S*)", re.M)
@@ -32,42 +35,23 @@ class SlurmJob:
     trouble: str = ""
 
 
-def is_id(text: str) -> bool:
-    """Return whether a text is the number of a job: ``17``, ``17.0``, ``17_2`` or ``17+1``."""
-    return bool(_ID.fullmatch(text))
-
-
 def ask(text: str) -> SlurmJob:
-    """Return what scontrol says of a job; never raises."""
+    """Return what scontrol says of a job: ``17``, ``17.0``, ``17_2`` or ``17+1``; never raises."""
     found = _ID.fullmatch(text)
-    number = found[1] if found else text
+    if found is None:
+        return SlurmJob(text, trouble=f"{text!r} is not the number of a job; expected 17, 17.0 or 17_2")
+    told, trouble = answer_of(["scontrol", "show", "job", found[1]], _PATIENCE_SECONDS)
+    return SlurmJob(found[1], trouble=trouble) if trouble else read(told, found[1])
+
+
+def answer_of(command: Sequence[str], seconds: float) -> tuple[str, str]:
+    """Return what a command of Slurm prints, and why it fails; "" where it does not.  Never raises."""
+    how: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
     try:
-        done = answer_of(["scontrol", "show", "job", number], _PATIENCE_SECONDS)
-    except OSError as error:
-        return SlurmJob(number, trouble=f"scontrol cannot be asked here ({error.strerror or error})")
-    if done.returncode:
-        return SlurmJob(number, trouble=f"scontrol: {(done.stderr or done.stdout).strip()}")
-    return read(done.stdout, number)
-
-
-def answer_of(command: Sequence[str], seconds: float) -> subprocess.CompletedProcess[str]:
-    """Return what a command of Slurm says.
-
-    Raises:
-        OSError: when it cannot be started, or takes longer.
-    """
-    try:
-        return subprocess.run(
-            command,
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            errors="replace",
-            check=False,
-            timeout=seconds,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise TimeoutError(str(error)) from error
+        done = subprocess.run(command, check=False, timeout=seconds, **how)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"{command[0]} cannot be asked here ({error})"
+    return done.stdout, f"{command[0]}: {(done.stderr or done.stdout).strip()[-_MOST_LETTERS:]}" * bool(done.returncode)
 
 
 def read(told: str, number: str) -> SlurmJob:
