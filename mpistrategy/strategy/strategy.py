@@ -92,23 +92,15 @@ class Strategy:
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many replicas take part: the number of ranks."""
+        """How many replicas take part: the number of ranks; short `size`."""
         return self.extended.communicator.size
 
     @property
     def replica_id_in_sync_group(self) -> int:
-        """The number of this rank's replica, in any context.  Not in tf.distribute."""
+        """The number of this rank's replica, in any context; short `rank`.  Not in tf.distribute."""
         return self.extended.communicator.rank
 
-    @property
-    def rank(self) -> int:
-        """The number of this rank in the strategy: `replica_id_in_sync_group`."""
-        return self.replica_id_in_sync_group
-
-    @property
-    def size(self) -> int:
-        """How many ranks the strategy has: `num_replicas_in_sync`."""
-        return self.num_replicas_in_sync
+    rank, size = replica_id_in_sync_group, num_replicas_in_sync
 
     @property
     def local_rank(self) -> int:
@@ -629,12 +621,10 @@ class Strategy:
         return self.run(fn, elements, kwargs={})
 
     def experimental_initialize(self) -> list[Any]:
-        """Return an empty list: nothing must run before the first step."""
+        """Return an empty list: nothing must run before the first step, nor after the last one."""
         return []
 
-    def experimental_finalize(self) -> list[Any]:
-        """Return an empty list: nothing must run after the last step."""
-        return []
+    experimental_finalize = experimental_initialize
 
     def update_config_proto(self, config_proto: T) -> T:
         """Return a shallow copy of `config_proto`: a new object with the same attributes, unchanged.

@@ -396,9 +396,7 @@ class Variable(ArrayLike, Settable):
         copied = copy_of(self._read(name))
         return copied if self.shape else copied[()]  # type: ignore[no-any-return]  # a scalar: CuPy takes no 0-d array
 
-    def value(self, *, name: str | None = None) -> Array:
-        """Return what `read_value` returns."""
-        return self.read_value(name=name)
+    value = read_value
 
     def local_copy(self) -> Array:
         """Return a copy of this replica's copy; never communicates."""

@@ -63,7 +63,7 @@ class _Bucket:
         waiting: the array that is copied there when it is sent: until then it holds the result before.
         sent: what travels: the memory, or numbers in another dtype in its place; flat.
         result: the memory, or that of a mean of integers.
-        spare: memory that a path may need beside.
+        rounded: memory for it in the dtype in which NCCL sends it between nodes, and rounds each sum; None for its own.
     """
 
     pack: Pack
@@ -72,7 +72,7 @@ class _Bucket:
     waiting: DeviceArray | None
     sent: DeviceArray
     result: DeviceArray
-    spare: DeviceArray | None = None
+    rounded: DeviceArray | None = None
 
 
 class GpuOperation(NamedTuple):
@@ -157,10 +157,12 @@ class GpuRoute:
             sent[...], waiting = source.reshape(-1), None
         is_whole = self._op is ReduceOp.MEAN and pack.dtype.kind in "iu"
         result = take(mean_dtype(pack.dtype)) if is_whole else memory
-        rounded = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
-        return _Bucket(
-            pack, memory, given is not None, waiting, sent, result, None if rounded is None else take(rounded)
-        )
+        bucket = _Bucket(pack, memory, given is not None, waiting, sent, result)
+        wire: Any = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
+        knows = wire is not None and (wire.kind == "f" or int(cupy.__version__.partition(".")[0]) >= 14)
+        if knows and self._operation.root is None:  # a CuPy before 14 knows no bfloat16: all digits are sent
+            bucket.rounded = take(wire)
+        return bucket
 
     def run(self, arrays: Sequence[DeviceArray], memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results, on the current stream."""
@@ -181,7 +183,12 @@ class GpuRoute:
             if each.waiting is not None:
                 each.memory[...] = each.waiting
             if sent.size:
-                path.reduce(ranks, sent, op, root, self._wire, each.spare)
+                if each.rounded is not None and path.name == "nccl":
+                    each.rounded[...] = sent
+                    path.reduce(ranks, each.rounded, op, root)
+                    sent[...] = each.rounded
+                else:
+                    path.reduce(ranks, sent, op, root, self._wire)
                 if sends and root is not None:
                     path.bcast(ranks, sent, root)
                 divide_by(self._op._divisor(sent.dtype, ranks.size), sent)

@@ -13,13 +13,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
 from mpistrategy.mpi.multi_node.two_level import across_nodes
@@ -118,8 +117,7 @@ class _AcrossNodes(_Way):
     """The node's arrays are combined where they are, and the sums sent to other nodes."""
 
     def run(self, memory: Any) -> None:
-        finish = partial(divide_by, self._divisor)
-        across_nodes(self._ranks).in_place(self._replicas.arrays, self._targets, self._op, self._wire, finish)
+        across_nodes(self._ranks).in_place(self._replicas.arrays, self._targets, self._op, self._wire, self._divisor)
 
 
 class _ByMessages(_Way):
