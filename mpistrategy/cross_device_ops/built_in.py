@@ -75,24 +75,22 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         destination: Destination,
     ) -> Plan:
         """Return how arrays on the host are reduced; the results count on the destination's ranks."""
-        nbytes, wire = options.bytes_per_pack, options.wire
-        return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, nbytes, wire, destination))
+        return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, options, destination))
 
     def _route(
         self,
         ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
-        bytes_per_pack: float,
-        wire: str | None,
+        options: CommunicationOptions,
         destination: Destination,
     ) -> Route:
         """Return the route of arrays: by MPI's Reduce to the rank that combines, else the fastest to every rank."""
         root = self._root(ranks, destination)
         if root is None:
-            return usual_route(ranks, layouts, op, bytes_per_pack, wire)
+            return usual_route(ranks, layouts, op, options.bytes_per_pack, options.wire)
         reduce_pair = partial(_by_one_rank, ranks, op._on_the_wire, root, is_sent=destination.only_rank != root)
-        return CommunicatorRoute(ranks, self._packs(layouts, bytes_per_pack), op, "root", reduce_pair)
+        return CommunicatorRoute(ranks, self._packs(layouts, options.bytes_per_pack), op, "root", reduce_pair)
 
     def _root(self, ranks: Ranks, destination: Destination) -> int | None:
         """Return the rank that combines; None: all do."""

@@ -87,13 +87,12 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
-        bytes_per_pack: float,
-        wire: str | None,
+        options: CommunicationOptions,
         destination: Destination,
     ) -> Route:
         """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
         if self.accumulation_fn is None:
-            return super()._route(ranks, layouts, op, bytes_per_pack, wire, destination)
+            return super()._route(ranks, layouts, op, options, destination)
         one_by_one, root = packing.plan(layouts, wire=host_wire_dtype, alone_bytes=0), self._root(ranks, destination)
         return AccumulationRoute(
             ranks, one_by_one, op, self.accumulation_fn, root, is_sent=destination.only_rank != root
