@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import os
-import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import ref
@@ -17,7 +16,6 @@ from mpistrategy.errors import ContextError, ForkedProcessError, MpiStrategyErro
 
 # No WeakSet: it runs Python code when a guard is collected, in which the exception of a signal's handler would be lost.
 _guards: list[ref[Any]] = []
-_was_forked_from_rank = False
 
 
 def remember(guard: Any) -> None:
@@ -35,20 +33,7 @@ def close_all(why: Callable[[str], MpiStrategyError], least_size: int = 1) -> No
 
 @functools.cache
 def _look_for_forks() -> None:
-    os.register_at_fork(after_in_child=_after_fork)
-
-
-def _after_fork() -> None:
-    global _was_forked_from_rank
-    mpi = sys.modules.get("mpi4py.MPI")
-    _was_forked_from_rank |= mpi is not None and mpi.Is_initialized()
-    close_all(refusal, least_size=2)
-
-
-def refuse_child(where: str, size: int) -> None:
-    """Raise ForkedProcessError in a process that was forked from a rank, where it would be one of several."""
-    if _was_forked_from_rank and size > 1:
-        raise refusal(where)
+    os.register_at_fork(after_in_child=functools.partial(close_all, refusal, least_size=2))
 
 
 def after_finalize(where: str) -> ContextError:

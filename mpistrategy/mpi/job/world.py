@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -28,6 +29,8 @@ _OF_COMM_NULL = (
     "A rank outside the sub-communicator must not make the strategy: write `if comm != MPI.COMM_NULL:`. (After Free() "
     "a communicator is MPI.COMM_NULL, too.)"
 )
+#: The process that has started MPI.
+_PID = os.getpid()
 
 
 def check(where: str, comm: Any = None) -> None:
@@ -133,7 +136,8 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
         ForkedProcessError: in a forked child of a rank.
     """
     ranks = ranks_of(comm)
-    forks.refuse_child(where, ranks.size)
+    if ranks.size > 1 and os.getpid() != _PID:
+        raise forks.refusal(where)
     guard = Guard(None, ranks.rank, ranks.size)
     # From here on this rank's end is that of the job: the others wait for it, and this guard of one rank tells nobody.
     watched = Guard()
