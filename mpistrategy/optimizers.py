@@ -13,7 +13,7 @@ import numpy as np
 from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.objects.nearest import make_public
-from mpistrategy.objects.settings import Setting, amount, decay, switch
+from mpistrategy.objects.settings import Setting, amount, checked_switch, decay
 from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.schedules import Schedule
 from mpistrategy.training import kernels
@@ -50,7 +50,7 @@ class SGD(Optimizer):
 
     only_named_rows = True
     momentum: Setting[float] = Momentum()
-    nesterov: Setting[bool] = switch()
+    nesterov: Setting[bool] = Setting(checked_switch)
 
     @refuses_others
     def __init__(

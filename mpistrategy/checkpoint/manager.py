@@ -34,7 +34,7 @@ from mpistrategy.errors import (
 )
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.nearest import NamesOurs, refuses
-from mpistrategy.objects.settings import Fixed, Settable, Setting, count_or_none
+from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_count, or_none
 
 _STEP = re.compile(r"step-([0-9]{12})")
 _UNFINISHED = re.compile(rf"\.step-[0-9]{{12}}\.saving-{TOKEN}")
@@ -70,7 +70,7 @@ class CheckpointManager(NamesOurs, Settable):
 
     checkpoint: Fixed[Checkpoint] = Fixed()
     directory: Fixed[str] = Fixed()
-    keep: Setting[int | None] = count_or_none()
+    keep: Setting[int | None] = or_none(checked_count)
     skipped: Mapping[str, str]
     restored: Restored | None
 

@@ -38,7 +38,7 @@ from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Manifest, Shard, 
 from mpistrategy.checkpoint.storage.shards import check_can_be_read, shard_name
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.observers import Interval
+from mpistrategy.mpi.contract.observers import interval
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.job.exit_hooks import before_abort
 from mpistrategy.mpi.job.introductions import version
@@ -202,7 +202,7 @@ class Saving(NotPickled):
         assert self._folder is not None
         assert collected.shard is not None
         name = shard_name(collected.shard)
-        with Interval("span", "write a checkpoint"), writing("Checkpoint.save", os.path.join(self._folder.path, name)):
+        with interval("span", "write a checkpoint"), writing("Checkpoint.save", os.path.join(self._folder.path, name)):
             nbytes, checksum = self._folder.write(name, collected.pieces)
         collected.pieces = []
         report = np.zeros(1, REPORT)

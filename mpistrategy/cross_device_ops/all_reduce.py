@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.options import ReduceOp
+from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Layout
 from mpistrategy.reduction.routes.base import Route
@@ -60,13 +60,12 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
-        bytes_per_pack: float,
-        wire: str | None,
+        options: CommunicationOptions,
         destination: Destination,
     ) -> Route:
         """Return the route of arrays: on several nodes the same for all sizes, if MPI's sums have the same bits."""
-        packs, text = self._packs(layouts, bytes_per_pack), op._on_the_wire
+        packs, text = self._packs(layouts, options.bytes_per_pack), op._on_the_wire
         by_one = any(ranks.route(pack.nbytes, pack.dtype, text) == "root" for pack in packs)
         if destination.only_rank is not None or ranks.nodes == 1 or by_one:
-            return super()._route(ranks, layouts, op, bytes_per_pack, wire, destination)
-        return CommunicatorRoute(ranks, packs, op, "lanes", wire=wire)
+            return super()._route(ranks, layouts, op, options, destination)
+        return CommunicatorRoute(ranks, packs, op, "lanes", wire=options.wire)

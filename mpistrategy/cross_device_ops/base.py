@@ -82,10 +82,9 @@ class CrossDeviceOps(Algorithm):
         """
         communicator, call = self._call("reduce", per_replica_value, name)
         with working_on(communicator), call:
-            op = ReduceOp._parse(reduce_op, call.where)
-            destinations = placing.for_value(per_replica_value, destinations)
-            placing.resolve(destinations, communicator, call.where)
-            return self.reduce_implementation(op, per_replica_value, destinations, _checked(options, call))
+            pairs = [(per_replica_value, destinations)]
+            op, [pair], chosen = _checked(communicator, call, reduce_op, pairs, options)
+            return self.reduce_implementation(op, *pair, chosen)
 
     @collective("reduce")
     def batch_reduce(
@@ -114,17 +113,14 @@ class CrossDeviceOps(Algorithm):
         pairs = list(value_destination_pairs) if isinstance(value_destination_pairs, Iterable) else None
         communicator, call = self._call("batch_reduce", pairs, name)
         with working_on(communicator), call:
-            op = ReduceOp._parse(reduce_op, call.where)
             if pairs is None or not all(isinstance(pair, tuple) and len(pair) == 2 for pair in pairs):
                 error = OptionTypeError if pairs is None else OptionError
                 found, expected = f"value_destination_pairs={value_destination_pairs!r}", "(value, destinations) tuples"
                 raise error.at(call.where, found=found, expected=f"an iterable of {expected}")
             if not pairs:
                 raise EmptyBatchError.at(call.where, found="no values at all", expected="at least one value to reduce")
-            pairs = [(value, placing.for_value(value, destinations)) for value, destinations in pairs]
-            for _, destinations in pairs:
-                placing.resolve(destinations, communicator, call.where)
-            results: Any = self.batch_reduce_implementation(op, pairs, _checked(options, call))
+            op, pairs, chosen = _checked(communicator, call, reduce_op, pairs, options)
+            results: Any = self.batch_reduce_implementation(op, pairs, chosen)
             if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
                 raise StructureError.at(
                     f"{type(self).__name__}.batch_reduce_implementation",
@@ -235,10 +231,16 @@ def mirrored(value: Any, destination: placing.Destination, communicator: Ranks) 
     return Mirrored((value,) if destination.includes(communicator.rank) else (), destination.text)
 
 
-def _checked(options: Any, call: Call) -> CommunicationOptions:
-    if options is None:
-        return CommunicationOptions()
-    if not isinstance(options, CommunicationOptions):
+def _checked(
+    ranks: Ranks, call: Call, reduce_op: Any, pairs: Sequence[tuple[Any, Any]], options: Any
+) -> tuple[ReduceOp, list[tuple[Any, Any]], CommunicationOptions]:
+    """Return the operation, values with destinations that name ranks, and the options."""
+    op = ReduceOp._parse(reduce_op, call.where)
+    found = [(value, placing.for_value(value, destinations)) for value, destinations in pairs]
+    for _, destinations in found:
+        placing.resolve(destinations, ranks, call.where)
+    chosen = CommunicationOptions() if options is None else options
+    if not isinstance(chosen, CommunicationOptions):
         raise OptionTypeError.at(call.where, found=f"options={options!r}", expected="a CommunicationOptions or None")
-    call.wait_as(options.timeout_seconds)
-    return options
+    call.wait_as(chosen.timeout_seconds)
+    return op, found, chosen

@@ -75,24 +75,22 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         destination: Destination,
     ) -> Plan:
         """Return how arrays on the host are reduced; the results count on the destination's ranks."""
-        nbytes, wire = options.bytes_per_pack, options.wire
-        return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, nbytes, wire, destination))
+        return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, options, destination))
 
     def _route(
         self,
         ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
-        bytes_per_pack: float,
-        wire: str | None,
+        options: CommunicationOptions,
         destination: Destination,
     ) -> Route:
         """Return the route of arrays: by MPI's Reduce to the rank that combines, else the fastest to every rank."""
         root = self._root(ranks, destination)
         if root is None:
-            return usual_route(ranks, layouts, op, bytes_per_pack, wire)
+            return usual_route(ranks, layouts, op, options.bytes_per_pack, options.wire)
         reduce_pair = partial(_by_one_rank, ranks, op._on_the_wire, root, is_sent=destination.only_rank != root)
-        return CommunicatorRoute(ranks, self._packs(layouts, bytes_per_pack), op, "root", reduce_pair)
+        return CommunicatorRoute(ranks, self._packs(layouts, options.bytes_per_pack), op, "root", reduce_pair)
 
     def _root(self, ranks: Ranks, destination: Destination) -> int | None:
         """Return the rank that combines; None: all do."""
@@ -138,8 +136,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         if targets is not None and not are_apart([each for each in targets if each is not None]):
             targets = None  # what they have in common would be combined twice
         root, word = self._root(ranks, destination), path_word(options, self._device_path)
-        operation = gpu.GpuOperation(root, sends=destination.only_rank != root)
-        return gpu.GpuRoute(ranks, packs, op, word, options.wire, operation, targets)
+        sends = destination.only_rank != root
+        return gpu.GpuRoute(ranks, packs, op, word, options.wire, root, sends=sends, targets=targets)
 
     def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp, where: str) -> None:
         """Raise for dtypes that this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""

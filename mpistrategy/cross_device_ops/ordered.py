@@ -16,7 +16,7 @@ from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, piece_elements
-from mpistrategy.options import ReduceOp
+from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction import sparse
 from mpistrategy.reduction.collectives import by_shares, room_for_shares
 from mpistrategy.reduction.layout.destinations import Destination
@@ -67,12 +67,11 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
-        bytes_per_pack: float,
-        wire: str | None,
+        options: CommunicationOptions,
         destination: Destination,
     ) -> Route:
         """Return the route of arrays: through memory of the node, or share by share from rank to rank."""
-        packs, text = host_packs(layouts, ranks.thresholds.pack_bytes, bytes_per_pack), op._on_the_wire
+        packs, text = host_packs(layouts, ranks.thresholds.pack_bytes, options.bytes_per_pack), op._on_the_wire
         nbytes, node = sum(pack.nbytes for pack in packs), ranks.node_sum
         names = {ranks.route(nbytes, pack.dtype, text) for pack in packs}
         if node is not None and names == {"node_sum"}:

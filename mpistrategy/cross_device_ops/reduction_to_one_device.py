@@ -87,13 +87,12 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
-        bytes_per_pack: float,
-        wire: str | None,
+        options: CommunicationOptions,
         destination: Destination,
     ) -> Route:
         """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
         if self.accumulation_fn is None:
-            return super()._route(ranks, layouts, op, bytes_per_pack, wire, destination)
+            return super()._route(ranks, layouts, op, options, destination)
         one_by_one, root = packing.plan(layouts, wire=host_wire_dtype, alone_bytes=0), self._root(ranks, destination)
         return AccumulationRoute(
             ranks, one_by_one, op, self.accumulation_fn, root, is_sent=destination.only_rank != root
@@ -125,12 +124,12 @@ class AccumulationRoute(CommunicatorRoute):
         super().__init__(ranks, packs, op, "root")
         self._function, self._root, self._is_sent = function, root, is_sent
 
-    def run(self, arrays: Sequence[Array], memory: list[Array]) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
         """Return what the function has made of all ranks' arrays, one after the other."""
-        for array, result in zip(arrays, memory, strict=True):
-            result[...] = array
+        for array, (source, result) in zip(arrays, memory, strict=True):
+            result.reshape(-1)[...] = source
             self._combine_at_root(array.dtype, result)
-        return memory
+        return [result for _, result in memory]
 
     def _combine_at_root(self, dtype: np.dtype[Any], result: Array) -> None:
         ranks = self._ranks

@@ -141,21 +141,11 @@ def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
     return number
 
 
-def count_or_none() -> Setting[int | None]:
-    """Return a setting that is an int from 1 on, or None."""
-    return Setting(lambda where, name, value: None if value is None else checked_count(where, name, value))
-
-
 def checked_switch(where: str, name: str, value: Any) -> bool:
     """Return `value` as a bool; raise OptionTypeError if it is none."""
     if not isinstance(value, (bool, np.bool_)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="True or False")
     return bool(value)
-
-
-def switch() -> Setting[bool]:
-    """Return a setting that is True or False."""
-    return Setting(checked_switch)
 
 
 def positive(number: float) -> bool:
@@ -183,15 +173,6 @@ def amount() -> Setting[float]:
     return number("a number from 0 on", not_negative)
 
 
-def limit() -> Setting[float | None]:
-    """Return a setting that is a positive number or None."""
-
-    def check(where: str, name: str, value: Any) -> float | None:
-        return None if value is None else checked_number(where, name, value, "a positive number or None", positive)
-
-    return Setting(check)
-
-
-def steps() -> Setting[int]:
-    """Return a setting that is a number of steps, from 0 on."""
-    return Setting(lambda where, name, value: checked_count(where, name, value, least=0))
+def or_none(check: Check[T]) -> Setting[T | None]:
+    """Return a setting that may be None."""
+    return Setting(lambda where, name, value: None if value is None else check(where, name, value))

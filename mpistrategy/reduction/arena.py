@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from operator import is_
-from typing import Any, Generic, NoReturn, Protocol, SupportsIndex, TypeVar
+from typing import Any, Generic, NoReturn, SupportsIndex, TypeVar
 
 import numpy as np
 
@@ -49,20 +49,6 @@ from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadc
 T = TypeVar("T")
 
 
-class Extended(Protocol):
-    """What is asked of a StrategyExtended."""
-
-    _bucket_orders: dict[tuple[tuple[int, ...], ...], None]
-
-    @property
-    def _reducer(self) -> Reducer: ...
-
-
-class _Strategy(Protocol):
-    @property
-    def extended(self) -> Extended: ...
-
-
 class Arena(ArenaBase, Generic[T]):
     """A nest of arrays that the strategy lays out, and reduces where they are.  Creation is collective.
 
@@ -86,11 +72,11 @@ class Arena(ArenaBase, Generic[T]):
         CollectiveMismatchError: when the ranks' structures, shapes or dtypes differ.
     """
 
-    strategy: Fixed[_Strategy] = Fixed()
+    strategy: Fixed[Any] = Fixed()
 
-    def __init__(self, strategy: _Strategy, like: T, *, shared_result: bool = False, name: str | None = None) -> None:
+    def __init__(self, strategy: Any, like: T, *, shared_result: bool = False, name: str | None = None) -> None:
         self.strategy = strategy
-        reducer = strategy.extended._reducer
+        reducer: Reducer = strategy.extended._reducer
         communicator = reducer.communicator
         self._communicator: Ranks = communicator
         with Call(communicator.guard, "Strategy.arena", called=name) as call:

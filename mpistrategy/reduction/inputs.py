@@ -114,19 +114,20 @@ def as_leaf(result: Any, leaf: Any) -> Any:
     return result[()] if kind in NUMBERS else like_given(result, leaf)
 
 
-def targets_in(
-    out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]
-) -> Sequence[Array] | None:
-    """Return the leaves of `out`, which take the results; None where it needs the checks of the general way."""
-    if out is not value and not where.single and not alike(value, out):
-        return None
-    targets = where.take(out)
-    for target, array, dtype in zip(targets, arrays, dtypes, strict=True):
-        if type(target) is not np.ndarray or target.dtype != dtype or target.shape != array.shape:
-            return None
+def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: Sequence[np.dtype[Any]]) -> bool:
+    """Return whether `out` is a nest like `value` of ordinary arrays, of these dtypes, and of the shapes of arrays."""
+    if not where.single and not alike(value, out):
+        return False
+    rows = zip(where.take(out), arrays, dtypes, strict=True)
+    return all(type(each) is np.ndarray and (each.dtype, each.shape) == (kind, like.shape) for each, like, kind in rows)
+
+
+def writable(targets: Sequence[Array]) -> bool:
+    """Return whether results can be written to all these, each to another one."""
+    for target in targets:
         if not target.flags.writeable:
-            return None
-    return targets if len(targets) == 1 or len({*map(id, targets)}) == len(targets) else None
+            return False
+    return len(targets) == 1 or len({*map(id, targets)}) == len(targets)
 
 
 def direct(targets: Sequence[Array], arrays: Sequence[Array]) -> list[Array | None] | None:

@@ -19,7 +19,7 @@ from mpistrategy.arrays.values import Mirrored
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.contract.public_calls import is_arena
-from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct, in_kind, targets_in
+from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct, in_kind, writable
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.plan import Plan, Transfer
 from mpistrategy.reduction.routes.base import CallPlan, Targets
@@ -29,7 +29,7 @@ _dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
 
 
 class NestPlan(CallPlan):
-    """The plan of arrays and numbers on the host, alone or in plain nests.
+    """The plan of arrays and numbers on the host, alone or in plain nests; `out` is like the one that it was made for.
 
     Args:
         otherwise: does the calls that need a closer look, such as those with an `out` of another kind.
@@ -79,8 +79,8 @@ class NestPlan(CallPlan):
             results = self._sent(call, arrays, None, weight)
             return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
         transfer = self._transfer
-        targets = targets_in(out, value, self.leaves, arrays, transfer.results)
-        if targets is None:
+        targets = self.leaves.take(out)
+        if not writable(targets):
             return self.otherwise.run(call, value, out, weight)
         written = direct(targets, arrays) if transfer.writes_targets else None
         results = self._sent(call, arrays, written, weight)

@@ -31,11 +31,12 @@ from mpistrategy.reduction.inputs import (
     checked_leaves,
     in_kind,
     leaves_like,
+    takes,
 )
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
 from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
-from mpistrategy.reduction.plan import NumbersOfRanks
+from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
 from mpistrategy.reduction.plans import ArraysPlan, DevicePlan, NestPlan, PlacedPlan, kind_of
 from mpistrategy.reduction.routes.base import CallPlan
 from mpistrategy.reduction.weights import (
@@ -81,7 +82,7 @@ class General(CallPlan):
     @staticmethod
     def kind(value: Any, out: Any) -> Any:
         """Return what tells the calls apart for which there are plans; see `kind_of`."""
-        return kind_of(value), out is None
+        return kind_of(value), None if out is None else kind_of(out)
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of calls like this one; None for those that are looked at each time.
@@ -168,16 +169,18 @@ class AllReduce(General):
             return None
         layouts = layouts_of(arrays)
         signature = signature._replace(values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts))
+        kind: type[NestPlan] = NestPlan if destination is None else PlacedPlan
+        transfer: Transfer | None
         if is_weighted:
-            means, signature = self.reducer.weighted_means(layouts, options), signature._replace(op=WEIGHTED)
-            if means is None:
-                return None
-            return WeightedPlan(self, where, means, signature, kinds=kinds, timeout=timeout)
-        plan = algorithm._plan_for(ranks, layouts, op, options, destination or EVERY_RANK)
-        if plan is None:
+            transfer, kind = self.reducer.weighted_means(layouts, options), WeightedPlan
+            signature = signature._replace(op=WEIGHTED)
+        else:
+            transfer = algorithm._plan_for(ranks, layouts, op, options, destination or EVERY_RANK)
+        if transfer is None:
             return None
-        kind = NestPlan if destination is None else PlacedPlan
-        made = kind(self, where, plan, signature, kinds=kinds, timeout=timeout)
+        if destination is None and out is not None and not takes(out, value, where, arrays, transfer.results):
+            return None
+        made = kind(self, where, transfer, signature, kinds=kinds, timeout=timeout)
         if isinstance(made, PlacedPlan) and destination is not None:
             made.destination, made.is_here = destination, destination.includes(ranks.rank)
         return made

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import zip_longest
+from functools import partial
 from math import prod
 
 import numpy as np
@@ -70,29 +70,23 @@ def gather_all(communicator: Ranks, blocks: Sequence[tuple[Array, list[int]]], i
     ``rows[r]`` is the length of rank r's block.  Results on the host are in the memory of `into`, which may have the
     blocks, where there is some of that size.  If a rank has no memory for the result, all ranks raise.
     """
-
-    def memory() -> list[tuple[Array, Array]]:
-        return [
-            on_device.room_for_rows(communicator, block, rows)
-            if is_on_device(block)
-            else _room(block, (sum(rows), *block.shape[1:]), target)
-            for (block, rows), target in zip_longest(blocks, into or ())
-        ]
-
-    results = []
-    for (block, rows), (mine, result) in zip(blocks, communicator.guard.on_all(memory), strict=True):
-        width = prod(block.shape[1:])
-        counts = [count * width for count in rows]
+    targets = [None] * len(blocks) if into is None else into
+    rooms = communicator.guard.on_all(lambda: [*map(partial(_room, communicator), blocks, targets)])
+    for (block, rows), (mine, result) in zip(blocks, rooms, strict=True):
+        counts = [count * prod(block.shape[1:]) for count in rows]
         if is_on_device(block):
             on_device.gather_rows(communicator, mine, counts, result)
         else:
             communicator.allgatherv(mine, counts, result)
-        results.append(result)
-    return results
+    return [result for _, result in rooms]
 
 
-def _room(block: Array, shape: tuple[int, ...], target: Array | None) -> tuple[Array, Array]:
+def _room(communicator: Ranks, given: tuple[Array, list[int]], target: Array | None) -> tuple[Array, Array]:
     """Return a block, contiguous, and memory for the blocks of all ranks."""
+    block, rows = given
+    if is_on_device(block):
+        return on_device.room_for_rows(communicator, block, rows)
+    shape = (sum(rows), *block.shape[1:])
     fits = target is not None and (target.shape, target.dtype) == (shape, block.dtype)
     memory: Array = target if target is not None and fits else np.empty(shape, block.dtype)
     return block.copy() if np.may_share_memory(block, memory) else np.ascontiguousarray(block), memory

@@ -311,7 +311,7 @@ class StrategyExtended(NotPickled, Settable):
         context.check_call("Strategy.run", fn, args, kwargs)
         step: contextlib.AbstractContextManager[Any] = _NOTHING
         if observers.observers:
-            step = observers.Interval("step", getattr(fn, "__name__", type(fn).__name__))
+            step = observers.interval("step", getattr(fn, "__name__", type(fn).__name__))
         frame = Frame(strategy, Mode.REPLICA, ReplicaContext(strategy, self.communicator.rank))
         with step, _NOTHING if on_gpu is None else on_gpu():  # whatever thread this is
             return context.call_in(frame, fn, *unwrapped(args, kwargs))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from contextlib import ContextDecorator
+from contextlib import AbstractContextManager, ContextDecorator
 from types import TracebackType
 from typing import Self
 
 from mpistrategy.errors import OptionTypeError
 from mpistrategy.mpi.contract import observers
-from mpistrategy.mpi.contract.observers import Interval
+from mpistrategy.mpi.contract.observers import interval
 
 
 class Switched(ABC):
@@ -42,7 +42,7 @@ class Span(ContextDecorator):
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._intervals: list[Interval] = []
+        self._intervals: list[AbstractContextManager[None]] = []
 
     def __repr__(self) -> str:
         return f"<Span {self._name!r}>"
@@ -52,7 +52,7 @@ class Span(ContextDecorator):
 
     def __enter__(self) -> Self:
         if observers.observers:
-            self._intervals.append(Interval("span", self._name))
+            self._intervals.append(interval("span", self._name))
             self._intervals[-1].__enter__()
         return self
 

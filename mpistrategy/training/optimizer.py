@@ -25,7 +25,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.nearest import NamesOurs
-from mpistrategy.objects.settings import Settable, Setting, limit, steps
+from mpistrategy.objects.settings import Settable, Setting, checked_count, checked_number, or_none, positive
 from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
 from mpistrategy.schedules import Schedule
 from mpistrategy.strategy.current import get_strategy
@@ -90,8 +90,10 @@ class Optimizer(NamesOurs, GradientArenas, NotPickled, Settable):
 
     learning_rate: Setting[float] = setting.LearningRate()
     aggregation: Setting[ReduceOp] = setting.sum_or_mean()
-    global_clipnorm: Setting[float | None] = limit()
-    mirrored_check_steps: Setting[int] = steps()
+    global_clipnorm: Setting[float | None] = or_none(
+        lambda where, name, value: checked_number(where, name, value, "a positive number or None", positive)
+    )
+    mirrored_check_steps: Setting[int] = Setting(lambda where, name, value: checked_count(where, name, value, least=0))
     nonfinite: Setting[NonFinite | None] = setting.policy()
     iterations: Setting[Variable | None] = setting.counter()
     skipped_steps: int

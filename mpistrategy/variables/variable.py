@@ -32,7 +32,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.jax_traces import in_jax_trace, refusal, refuse_in_jax_trace
 from mpistrategy.objects.nearest import refuses
-from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, switch
+from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, checked_switch
 from mpistrategy.options import (
     Aggregation,
     Synchronization,
@@ -251,7 +251,7 @@ class Variable(ArrayLike, Settable):
     """
 
     name: Fixed[str] = Fixed()
-    trainable: Setting[bool] = switch()
+    trainable: Setting[bool] = Setting(checked_switch)
     strategy: Fixed[Any] = Fixed(cannot_be_set)
     synchronization: Fixed[VariableSynchronization] = Fixed(_fixed)
     aggregation: Fixed[VariableAggregation] = Fixed(_fixed)

@@ -64,7 +64,6 @@ def rank(number: int, **others: Any) -> Facts:
             start_seconds=0.6,
             home="/opt/venv",
             sight=Sight(host=f"node{node + 1}", reason="CuPy is not installed", fix="pip install it").text(),
-            cuda_aware="",
             network="verbs",
             carrier="UCX",
         ),
@@ -100,8 +99,7 @@ def seeing(*gpus_of_rank: tuple[Gpu, ...], **others: Any) -> Callable[[Facts], F
     """Let the ranks see GPUs."""
 
     def change(each: Facts) -> Facts:
-        told = {"cuda_aware": "yes MPICH 5.0.2 says that it was built with CUDA", **others}
-        return replace(each, sight=Sight(gpus_of_rank[each.rank], host=each.host).text(), **told)
+        return replace(each, sight=Sight(gpus_of_rank[each.rank], host=each.host).text(), **others)
 
     return change
 
@@ -259,14 +257,14 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     ),
     "CUDA-aware, but the numbers are wrong": (
         job(seeing(*BOTH), trial=Outcome("wrong", "other numbers than were sent")), "cuda-aware", BAD,
-        ["says that it was built with CUDA", "came back wrong"], "MPISTRATEGY_CUDA_AWARE=0", set(),
+        ["came back wrong: other numbers than were sent"], "MPISTRATEGY_CUDA_AWARE=0", set(),
     ),
     "CUDA-aware, and nobody could try": (
         job(seeing(*BOTH), trial=Outcome("unverified", "no mpiexec is here")), "cuda-aware", NOTE,
-        ["unverified", "no mpiexec is here"], "MPISTRATEGY_CUDA_AWARE", set(),
+        ["not tried", "no mpiexec is here"], "MPISTRATEGY_CUDA_AWARE", set(),
     ),
     "not CUDA-aware": (
-        job(seeing(*BOTH, cuda_aware="no MPICH 5.0.2 says that it has no CUDA")), "cuda-aware", NOTE,
+        job(seeing(*BOTH, cuda_refused="MPICH 5.0.2 says that it has no CUDA")), "cuda-aware", NOTE,
         ["without NCCL arrays travel through the host (staged)"], "module", set(),
     ),
     "Slingshot without the plugin": (

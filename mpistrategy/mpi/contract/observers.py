@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import os
 import sys
-from types import TracebackType
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Protocol
 
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall
@@ -54,30 +55,20 @@ def _forget() -> None:
 os.register_at_fork(after_in_child=_forget)  # what a child of a rank does is not the rank's
 
 
-class Interval:
-    """A step or a span, as a context: told to the observers that there are at its beginning.
+@contextmanager
+def interval(kind: str, name: str) -> Iterator[None]:
+    """Tell of a step or a span the observers that there are at its beginning.
 
     Args:
         kind: "step" or "span".
         name: the name.
     """
-
-    __slots__ = ("_kind", "_name", "_told")
-
-    def __init__(self, kind: str, name: str) -> None:
-        self._kind = kind
-        self._name = name
-        self._told: list[tuple[Observer, Any]] = []
-
-    def __enter__(self) -> None:
-        for observer in observers:
-            self._told.append((observer, observer.begin(self._kind, self._name)))
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        while self._told:  # the last one first, for observers that keep a stack
-            observer, token = self._told.pop()
+    told: list[tuple[Observer, Any]] = []
+    try:
+        told.extend((observer, observer.begin(kind, name)) for observer in observers)
+        yield
+    finally:
+        for observer, token in reversed(told):  # the last one first, for observers that keep a stack
             observer.end(token)
 
 

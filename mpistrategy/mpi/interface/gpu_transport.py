@@ -47,12 +47,11 @@ class DevicePath(Freed):
         op: str,
         root: int | None = None,
         wire: str | None = None,
-        room: DeviceArray | None = None,
     ) -> None:
         """Replace `buffer` (of `communication_memory`) by its combination: on `root`, or for None on every rank.
 
-        With a root it is undefined elsewhere.  Sums of float32 on every rank may travel between nodes as `wire`: see
-        `mpistrategy.options.CommunicationOptions`.  `room` is memory for them in that dtype, where NCCL sends them.
+        With a root it is undefined elsewhere.  Where the host takes part, sums of float32 on every rank travel between
+        nodes as `wire`: see `mpistrategy.options.CommunicationOptions`.
         """
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.dtypes import Array, divide_by
 from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import Rounded, Wire
@@ -129,7 +129,7 @@ class Lanes(Freed, Waiting):
         `wire` is that of `allreduce_across`.
         """
         if self.node_sum is None:
-            self.in_place((source,), (target,), op, wire, _as_it_is)
+            self.in_place((source,), (target,), op, wire)
         else:
             self.node_sum.run(((source, target),), op, exchange=self._exchange(target, op, wire))
 
@@ -139,7 +139,7 @@ class Lanes(Freed, Waiting):
         targets: Sequence[Array],
         op: str,
         wire: Wire,
-        finish: Callable[[Array], object],
+        divisor: int = 1,
     ) -> None:
         """Combine the arrays of this node where they are, and the sums of all nodes into `targets`.
 
@@ -150,7 +150,7 @@ class Lanes(Freed, Waiting):
             arrays: flat, by local rank.
             targets: flat, of the same size and dtype; may be the arrays themselves.
             op, wire: those of `allreduce_across`.
-            finish: what is done to a part of the result before it is written.
+            divisor: the result is divided by it; floating dtypes only.
         """
         if self.node_sum is not None:
             self.node_sum.barrier()
@@ -164,7 +164,7 @@ class Lanes(Freed, Waiting):
                 in_rank_order(parts, totals[:1], op, 1)
             begun = exchange.begin(totals[0])
             write()
-            write = partial(_write, exchange, begun, totals, finish)
+            write = partial(_write, exchange, begun, totals, divisor)
         write()
 
     def _exchange(self, target: Array, op: str, wire: Wire) -> _Pieces:
@@ -230,16 +230,12 @@ class _Pieces(Exchange):
             self._lanes.wait(begun.Test)
 
 
-def _write(exchange: _Pieces, begun: Any, totals: Sequence[Array], finish: Callable[[Array], object]) -> None:
+def _write(exchange: _Pieces, begun: Any, totals: Sequence[Array], divisor: int) -> None:
     """Write this rank's part of a piece into all targets when it has been combined: it is in the first one."""
     exchange.end(begun)
-    finish(totals[0])
+    divide_by(divisor, totals[0])
     for target in totals[1:]:
         target[...] = totals[0]
-
-
-def _as_it_is(total: Array) -> None:
-    """Finish nothing."""
 
 
 def _nothing() -> None:

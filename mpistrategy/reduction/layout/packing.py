@@ -42,12 +42,11 @@ class Member:
 
 @dataclass(frozen=True)
 class Pack:
-    """One buffer: its dtype on the wire, the arrays in it, and whether some of them have another dtype."""
+    """One buffer: its dtype on the wire, its length, and the arrays in it, which may have another dtype."""
 
     dtype: np.dtype[Any]
     size: int
     members: tuple[Member, ...]
-    converts: bool
 
     @property
     def nbytes(self) -> int:
@@ -123,16 +122,11 @@ def plan(
             count = prod(layouts[index][1])
             start = -(-members[-1].stop // line) * line if members else 0
             if members and (start + count) * dtype.itemsize > limit:
-                packs.append(_pack(dtype, members, layouts))
+                packs.append(Pack(dtype, members[-1].stop, tuple(members)))
                 members, start = [], 0
             members.append(Member(index, start, start + count, layouts[index][1]))
-        packs.append(_pack(dtype, members, layouts))
+        packs.append(Pack(dtype, members[-1].stop, tuple(members)))
     return tuple(packs)
-
-
-def _pack(dtype: np.dtype[Any], members: Sequence[Member], layouts: tuple[Layout, ...]) -> Pack:
-    converts = any(layouts[member.index][0] != dtype for member in members)
-    return Pack(dtype, members[-1].stop, tuple(members), converts)
 
 
 def host_packs(layouts: tuple[Layout, ...], alone_bytes: float, bytes_per_pack: float) -> tuple[Pack, ...]:

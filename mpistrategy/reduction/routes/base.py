@@ -84,7 +84,7 @@ class Description:
 
 def copies_of(pack: Pack, arrays: Sequence[Array]) -> Copies:
     """Return what is copied of arrays before a pack of them travels, and after it."""
-    if pack.converts:
+    if any(each.dtype != pack.dtype for each in pack.chosen(arrays)):
         return (f"all into {pack.dtype.name} and the results back",)
     if len(pack.members) > 1:
         return ("all into the pack",)

@@ -65,37 +65,37 @@ class CommunicatorRoute:
         together = self._ranks.route(self._nbytes, pack.dtype, self._text)
         return together if together == "node_sum" else self._ranks.route(pack.nbytes, pack.dtype, self._text)
 
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Array]:
-        """Return memory for each pack: the target of a lone array, or new memory, which is filled for several."""
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[tuple[Array, Array]]:
+        """Return what each pack brings, flat, and memory for its result.
+
+        A lone array is brought where it is, if it can travel so; its result may be its target.  Others are copied.
+        """
         memory = []
+        make = np.empty if self._node is None else self._node.new
         for pack in self.packs:
             first, is_lone = pack.members[0], len(pack.members) == 1
-            target = targets[first.index] if is_lone and targets is not None else None
+            array = arrays[first.index]
+            travels = is_lone and array.dtype == pack.dtype and is_buffer(array)
+            target = targets[first.index] if travels and targets is not None else None
             if target is None or target.dtype != pack.dtype:
-                make = np.empty if self._node is None else self._node.new
                 target = make(first.shape if is_lone else (pack.size,), pack.dtype)
-            memory.append(target if is_lone else pack.fill(arrays, target))
+            source = array.reshape(-1) if travels else pack.fill(arrays, target.reshape(-1))
+            memory.append((source, target))
         return memory
 
     @quietly
-    def run(self, arrays: Sequence[Array], memory: list[Array]) -> list[Array]:
+    def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
         """Return the combinations, in the memory that was taken."""
         results: list[Any] = [None] * self._count
         pairs: dict[np.dtype[Any], list[tuple[Array, Array]]] = {}
-        for pack, taken in zip(self.packs, memory, strict=True):
-            source = target = taken.reshape(-1)
-            if len(pack.members) == 1:
-                index = pack.members[0].index
-                results[index], array = taken, arrays[index]
-                if array.dtype == pack.dtype and is_buffer(array):
-                    source = array.reshape(-1)
-                else:
-                    np.copyto(target, array.reshape(-1), casting="unsafe")
-            else:
-                for index, view in pack.views(target):
-                    results[index] = view
+        for pack, (source, target) in zip(self.packs, memory, strict=True):
+            flat = target.reshape(-1)
+            for index, view in pack.views(flat):
+                results[index] = view
             if pack.size:
-                pairs.setdefault(pack.dtype, []).append((source, target))
+                pairs.setdefault(pack.dtype, []).append((source, flat))
+            if len(pack.members) == 1:
+                results[pack.members[0].index] = target  # which may be the caller's own
         for dtype, those in pairs.items():
             self._combine(dtype, those)
         for index in self._lone:

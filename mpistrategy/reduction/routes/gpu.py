@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +63,7 @@ class _Bucket:
         waiting: the array that is copied there when it is sent: until then it holds the result before.
         sent: what travels: the memory, or numbers in another dtype in its place; flat.
         result: the memory, or that of a mean of integers.
-        spare: memory that a path may need beside.
+        rounded: memory for it in the dtype in which NCCL sends it between nodes, and rounds each sum; None for its own.
     """
 
     pack: Pack
@@ -72,29 +72,7 @@ class _Bucket:
     waiting: DeviceArray | None
     sent: DeviceArray
     result: DeviceArray
-    spare: DeviceArray | None = None
-
-
-class GpuOperation(NamedTuple):
-    """An operation of a path.
-
-    Attributes:
-        root: the rank that combines buffers; None: all ranks do, as the path does it best, and all get the result.
-        sends: whether `root` sends the result to the others.
-    """
-
-    root: int | None = None
-    sends: bool = False
-
-    @property
-    def text(self) -> str:
-        """What is special about it, for `Strategy.explain`."""
-        if self.root is None:
-            return ""
-        return f", combined on rank {self.root}{' and sent from there' if self.sends else ''}"
-
-
-ALL_REDUCE: GpuOperation = GpuOperation()
+    rounded: DeviceArray | None = None
 
 
 class GpuRoute:
@@ -106,7 +84,8 @@ class GpuRoute:
         op: how they are combined.
         word: which path is asked for; see `mpistrategy.options.path_word`.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
-        operation: who combines them, and who gets the results.
+        root: the rank that combines them; None: all ranks do, as the path does it best, and all get the result.
+        sends: whether `root` sends the result to the others.
         targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own.
             Only arrays that travel one by one have one.
     """
@@ -118,11 +97,13 @@ class GpuRoute:
         op: ReduceOp,
         word: str,
         wire: str | None,
-        operation: GpuOperation = ALL_REDUCE,
+        root: int | None = None,
+        *,
+        sends: bool = False,
         targets: Targets = None,
     ) -> None:
         self.packs: tuple[Pack, ...] = packs
-        self._operation, self._targets = operation, targets
+        self._root, self._sends, self._targets = root, sends, targets
         self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
@@ -157,10 +138,12 @@ class GpuRoute:
             sent[...], waiting = source.reshape(-1), None
         is_whole = self._op is ReduceOp.MEAN and pack.dtype.kind in "iu"
         result = take(mean_dtype(pack.dtype)) if is_whole else memory
-        rounded = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
-        return _Bucket(
-            pack, memory, given is not None, waiting, sent, result, None if rounded is None else take(rounded)
-        )
+        bucket = _Bucket(pack, memory, given is not None, waiting, sent, result)
+        wire: Any = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
+        knows = wire is not None and (wire.kind == "f" or int(cupy.__version__.partition(".")[0]) >= 14)
+        if knows and self._root is None:  # a CuPy before 14 knows no bfloat16: all digits are sent
+            bucket.rounded = take(wire)
+        return bucket
 
     def run(self, arrays: Sequence[DeviceArray], memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results, on the current stream."""
@@ -175,14 +158,19 @@ class GpuRoute:
     def send(self, ranks: Ranks, path: DevicePath, memory: list[_Bucket]) -> None:
         """Combine what has been packed, on the current stream of its device."""
         # All is sent before the results, which may need memory: a rank that has none left must not miss there.
-        op, (root, sends) = self._op._on_the_wire, self._operation
+        op, root = self._op._on_the_wire, self._root
         for each in memory:
             sent = each.sent
             if each.waiting is not None:
                 each.memory[...] = each.waiting
             if sent.size:
-                path.reduce(ranks, sent, op, root, self._wire, each.spare)
-                if sends and root is not None:
+                if each.rounded is not None and path.name == "nccl":
+                    each.rounded[...] = sent
+                    path.reduce(ranks, each.rounded, op, root)
+                    sent[...] = each.rounded
+                else:
+                    path.reduce(ranks, sent, op, root, self._wire)
+                if self._sends and root is not None:
                     path.bcast(ranks, sent, root)
                 divide_by(self._op._divisor(sent.dtype, ranks.size), sent)
             if each.result is not each.memory:
@@ -219,7 +207,9 @@ class GpuRoute:
         if self._word not in paths.known:
             return "in GPU memory, on a path that the ranks choose at the first such call"
         name = paths.known[self._word].name
-        return f"in GPU memory, {_PATHS[name]}{self._operation.text} ({name}: {paths.reasons[self._word]})"
+        sent = " and sent from there" if self._sends else ""
+        how = "" if self._root is None else f", combined on rank {self._root}{sent}"
+        return f"in GPU memory, {_PATHS[name]}{how} ({name}: {paths.reasons[self._word]})"
 
 
 def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:

@@ -13,13 +13,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array, divide_by, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
 from mpistrategy.mpi.multi_node.two_level import across_nodes
@@ -28,7 +27,7 @@ from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import Member, Pack, layouts_of, plan
 from mpistrategy.reduction.routes import on_device
-from mpistrategy.reduction.routes.base import Description, Route, Targets
+from mpistrategy.reduction.routes.base import Description, Route, Targets, copies_of
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute, described
 
 
@@ -80,7 +79,7 @@ class _Way(ABC):
         self._divisor = op._divisor(mine.dtype, communicator.size)
         self._targets = (_result(replicas),) if into_result else replicas.arrays
         #: The bucket as one pack.
-        self.pack: Pack = Pack(mine.dtype, mine.size, (Member(0, 0, mine.size, mine.shape),), converts=False)
+        self.pack: Pack = Pack(mine.dtype, mine.size, (Member(0, 0, mine.size, mine.shape),))
 
     def bring(self) -> Any:
         """Return the memory that is needed besides the arrays."""
@@ -93,9 +92,8 @@ class _Way(ABC):
     def describe(self) -> Description:
         """Return what `run` would do."""
         pack, wire = self.pack, self._wire
-        copies = (f"all into {pack.dtype.name} and the results back",) if pack.converts else ()
         name = "lanes" if wire is not None else self._ranks.route(pack.nbytes, pack.dtype, self._op)
-        return described(pack, name, copies, wire)
+        return described(pack, name, copies_of(pack, [self._replicas.mine]), wire)
 
 
 class _OnOneNode(_Way):
@@ -119,8 +117,7 @@ class _AcrossNodes(_Way):
     """The node's arrays are combined where they are, and the sums sent to other nodes."""
 
     def run(self, memory: Any) -> None:
-        finish = partial(divide_by, self._divisor)
-        across_nodes(self._ranks).in_place(self._replicas.arrays, self._targets, self._op, self._wire, finish)
+        across_nodes(self._ranks).in_place(self._replicas.arrays, self._targets, self._op, self._wire, self._divisor)
 
 
 class _ByMessages(_Way):

@@ -56,6 +56,7 @@ _PATIENCE_SECONDS = 5.0
 _LOOSE = ("", "broadcast", "broadcast slices", "gather", "write")
 
 _now = time.monotonic_ns
+_json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 
 @dataclass(slots=True)
@@ -165,7 +166,7 @@ class Recorder:
                 if self._written > MOST_BYTES:
                     raise OSError(0, f"it has {MOST_BYTES // 2**20} MiB")
             if self._file is not None:
-                os.write(self._file, json.dumps(_about(own_place()[0], "end")).encode() + b"\n]\n")
+                os.write(self._file, _json(_about(own_place()[0], "end")).encode() + b"\n]\n")
                 os.close(self._file)
         except Exception as error:  # an error of the recorder must not end the job
             observers.unwatch(self)
@@ -195,7 +196,7 @@ class Recorder:
     def _write_out(self, events: list[dict[str, Any]]) -> None:
         if events and self._file is None:
             events = [self._begin_file(), *events]
-        text = "".join(f"{json.dumps(event, separators=(',', ':'))},\n" for event in events)
+        text = "".join(f"{_json(event)},\n" for event in events)
         data = memoryview(("" if self._written or not events else "[\n").encode() + text.encode())
         self._written += len(data)
         while data:

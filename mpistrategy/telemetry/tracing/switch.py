@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-from typing import Any
+from typing import Any, cast
 
 from mpistrategy.errors import ContextError, OptionError, OptionTypeError
 from mpistrategy.objects.settings import Fixed, Settable
@@ -76,17 +76,12 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
     Raises:
         OptionTypeError, OptionError: for what is not a path.
     """
-    return Trace(_checked_folder(directory))
-
-
-def _checked_folder(directory: Any) -> str:
-    where, expected = "telemetry.trace", "the path of a folder"
-    if not isinstance(directory, (str, os.PathLike)):
+    where, expected, given = "telemetry.trace", "the path of a folder", cast("Any", directory)
+    if not isinstance(given, (str, os.PathLike)):
         raise OptionTypeError.at(where, found=f"{directory!r}", expected=expected)
-    text = os.fspath(directory)
-    if not isinstance(text, str) or not text or "\0" in text:
-        raise OptionError.at(where, found=f"{text!r}", expected=expected)
-    return text
+    if not os.fspath(given) or "\0" in os.fspath(given):
+        raise OptionError.at(where, found=f"{directory!r}", expected=expected)
+    return Trace(os.fspath(given))
 
 
 def start_from_environment() -> None:

@@ -79,38 +79,29 @@ def cuda_aware(job: Job) -> Iterator[Finding]:
     if not _sees_gpus(job):
         yield Finding("cuda-aware", OK, "not applicable: no rank sees a GPU")
         return
-    # The weakest claim: device pointers need every rank's yes.
-    claim = min((each.cuda_aware or "unverified nothing is known" for each in job.facts), key=_weakness)
-    verdict, _, reason = claim.partition(" ")
-    trial = job.trial
+    trial, path = job.trial, "without NCCL arrays travel through the host (staged)"
+    refused = next((each.cuda_refused for each in job.facts if each.cuda_refused), "")
     if trial is not None and trial.outcome == "wrong":
         yield Finding(
             "cuda-aware",
             BAD,
-            f"{reason}, but GPU memory given to it came back wrong: {trial.reason}",
+            f"GPU memory that was given to MPI came back wrong: {trial.reason}",
             f"export {VARIABLE}=0; or load the module of an MPI that was built with CUDA (for Cray MPICH: the GTL "
             "library, and MPICH_GPU_SUPPORT_ENABLED=1)",
         )
     elif trial is not None and trial.outcome == "right":
-        path = "through the host (staged)" if trial.is_slower else "by MPI (mpi)"
-        found = f"{verdict} ({reason}); tried: {trial.reason}; without NCCL arrays travel {path}"
-        yield Finding("cuda-aware", OK, found)
-    else:
-        why = "" if trial is None else f"; {trial.reason}"
-        known = reason if verdict == "no" else f"unverified: {reason}"
-        found = f"{known}{why}: without NCCL arrays travel through the host (staged)"
+        found = path if trial.is_slower else "without NCCL arrays travel by MPI (mpi)"
+        yield Finding("cuda-aware", OK, f"yes, tried: {trial.reason}; {found}")
+    elif refused:
         cure = "Faster with NCCL, or an MPI that was built with CUDA: ask for your cluster's module of one"
-        yield Finding(
-            "cuda-aware", NOTE, found, cure if verdict == "no" else f"If you know it: export {VARIABLE}=1, or 0"
-        )
+        yield Finding("cuda-aware", NOTE, f"no, {refused}: {path}", cure)
+    else:
+        why = "one rank alone" if trial is None else trial.reason
+        yield Finding("cuda-aware", NOTE, f"not tried, {why}: {path}", f"If you know it: export {VARIABLE}=1, or 0")
 
 
 def _sees_gpus(job: Job) -> bool:
     return any(Sight.read(each.sight).gpus for each in job.facts if each.sight)
-
-
-def _weakness(claim: str) -> int:
-    return ("no", "unverified", "yes").index(claim.partition(" ")[0])
 
 
 def network(job: Job) -> Iterator[Finding]:

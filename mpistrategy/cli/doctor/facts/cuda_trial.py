@@ -19,6 +19,7 @@ import numpy as np
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.gpu import cuda_aware, loaded_mpi
 from mpistrategy.mpi.gpu.cuda_aware import VARIABLE, Outcome
+from mpistrategy.mpi.gpu.inventory import Sight
 from mpistrategy.mpi.tuning.files import library_name
 from mpistrategy.options import is_on
 
@@ -39,22 +40,19 @@ _SWITCHES = {
 }
 
 
-def claim() -> str:
-    """Return what the user, else the library, says of GPU memory: "yes", "no" or "unverified", and why."""
+def obstacle() -> str:
+    """Return why GPU memory is not given to MPI here: what the user says, else the library; "" where it is tried."""
     try:
         word, version = cuda_aware.said(), loaded_mpi.identity()[0]
-        if word is not None:
-            return f"{'yes' if word else 'no'} the user says so"
         name = library_name(version)
         switch = next((each for start, each in _SWITCHES.items() if version.lower().startswith(start)), "")
+        if word is not None:
+            return "" if word else "the user says so"
         if switch and not is_on(os.environ.get(switch, "")):
-            return f"no {name} takes GPU memory with {switch}=1 only"
-        says = says_yes(loaded_mpi.mapped_files())
+            return f"{name} takes GPU memory with {switch}=1 only"
+        return f"{name} says that it has no CUDA" if says_yes(loaded_mpi.mapped_files()) is False else ""
     except (MpiStrategyError, OSError) as error:
-        return f"unverified {error}"
-    if says is None:
-        return f"unverified nothing in {name} tells"
-    return f"yes {name} says that it was built with CUDA" if says else f"no {name} says that it has no CUDA"
+        return str(error)
 
 
 def says_yes(files: Sequence[str]) -> bool | None:
@@ -85,8 +83,8 @@ def try_all(ranks: Ranks, local_rank: int, everyone: Sequence[Facts]) -> Outcome
         local_rank: this rank's index on its node.
         everyone: the facts of all, on rank 0.
     """
-    willing = [bool(each.cuda_aware) and not each.cuda_aware.startswith("no ") for each in everyone]
-    if not ranks.told(int(ranks.size > 1 and all(willing))):
+    willing = [bool(Sight.read(each.sight).gpus) and not each.cuda_refused for each in everyone if each.sight]
+    if not ranks.told(int(ranks.size > 1 and len(willing) == ranks.size and all(willing))):
         return None
     if ranks.rank == 0:
         sys.stderr.write(f"mpistrategy doctor: gives GPU memory to MPI. If this ends here: export {VARIABLE}=0\n")

@@ -41,8 +41,7 @@ class Facts:
         amd: whether there are AMD's GPUs, which this library cannot use.
         gpus_promised: how many Slurm says that the job has on this node.
         visible: CUDA_VISIBLE_DEVICES; None if it is not set.
-        cuda_aware: what the user or the MPI library says of GPU memory; `cuda_trial.claim`. "" where the
-            rank sees no GPU.
+        cuda_refused: why no GPU memory is given to MPI; `cuda_trial.obstacle`.
         fabric: the fast network of the node; see `mpistrategy.cli.doctor.facts.fabric.fabric`.
         has_net_plugin: whether NCCL would find a network plugin.
         network, carrier: what messages between nodes go by, and which library below MPI sends them; see
@@ -95,7 +94,7 @@ class Facts:
     carrier: str = ""
     from_pip: str = ""
     shm_free: int = -1
-    cuda_aware: str = ""
+    cuda_refused: str = ""
     leftovers: str = ""
 
     def text(self) -> str:

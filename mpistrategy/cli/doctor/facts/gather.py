@@ -155,7 +155,7 @@ def on_node(facts: Facts, place: tuple[int, int, int]) -> Facts:
         return found
     from mpistrategy.cli.doctor.facts import cuda_trial
 
-    return replace(found, cuda_aware=cuda_trial.claim())
+    return replace(found, cuda_refused=cuda_trial.obstacle())
 
 
 def offered(environment: Mapping[str, str]) -> tuple[str, ...]:

@@ -29,7 +29,6 @@ class DirectPath(DevicePath):
         op: str,
         root: int | None = None,
         wire: str | None = None,
-        room: DeviceArray | None = None,
     ) -> None:
         """Replace `buffer` by its combination over the ranks, on `root` or on all."""
         with ordered_keys.in_order(self._cupy, buffer, op) as values:

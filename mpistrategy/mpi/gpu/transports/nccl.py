@@ -35,7 +35,6 @@ from mpistrategy.mpi.interface.gpu_transport import (
     first_error,
 )
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
 from mpistrategy.mpi.watchdog.gpu_progress import GpuProgress
 
 #: For how long a first sum may take: NCCL connects to the peers in it.
@@ -130,25 +129,14 @@ class NcclPath(DevicePath):
         op: str,
         root: int | None = None,
         wire: str | None = None,
-        room: DeviceArray | None = None,
     ) -> None:
-        """Replace `buffer` by its combination over the ranks, on `root` or on all, on the current stream.
-
-        With a `wire`, float32 travels in its dtype: NCCL rounds each sum to it.  A CuPy before 14 knows no bfloat16,
-        and sends all digits.
-        """
-        rounded = None if root is not None else by_nccl(ranks, wire, buffer.dtype, op)
+        """Replace `buffer` by its combination over the ranks, on `root` or on all, on the current stream."""
         if buffer.dtype.kind == "c" and op == "PROD":  # NCCL sees pairs of floats: it can add them
             everyone = communication_memory(self._cupy, ranks.size * buffer.size, buffer.dtype)
             self.allgather(ranks, buffer, [buffer.size] * ranks.size, everyone)
             buffer[...] = everyone.reshape((ranks.size, buffer.size)).prod(axis=0)
-        elif rounded is None or (rounded.kind != "f" and int(self._cupy.__version__.partition(".")[0]) < 14):
-            self._combine(buffer, op, root)
         else:
-            sent: DeviceArray = room
-            sent[...] = buffer
-            self._combine(sent, op, None)
-            buffer[...] = sent
+            self._combine(buffer, op, root)
 
     def _combine(self, buffer: DeviceArray, op: str, root: int | None) -> None:
         """Put a reduction on the current stream; of keys for MIN and MAX of floats, of which NCCL's may lose a NaN."""

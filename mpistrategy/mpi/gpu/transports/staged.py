@@ -79,7 +79,6 @@ class StagedPath(DevicePath):
         op: str,
         root: int | None = None,
         wire: str | None = None,
-        room: DeviceArray | None = None,
     ) -> None:
         """Replace `buffer` by its combination over the ranks, on `root` or on all."""
         sent = between_nodes(ranks, wire, buffer.dtype, op)
