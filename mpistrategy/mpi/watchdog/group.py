@@ -75,32 +75,23 @@ class Group:
 
     # ------------------------------------------------------------------------------------------- is a collective late?
 
-    @property
-    def limit(self) -> float:
-        """How long the present collective may take, in seconds."""
-        current, flight = self.guard.current, self.guard.gpu_progress
-        if current is not None:
-            return self.guard.timeout if current.timeout is None else current.timeout
-        return self.guard.timeout if flight is None else float(flight.limit(self.guard.timeout))
-
-    def waited(self, now: float, not_before: float) -> float:
-        """Return how long this rank or its GPU has waited in a collective, counted from `not_before` on; 0 in none."""
-        flight = self.guard.gpu_progress
-        host = self.host_waited(now, not_before)
-        return host if flight is None else max(host, flight.waited(now, not_before))
+    def waits(self, now: float, not_before: float) -> list[tuple[float, float]]:
+        """Return how long this rank and its GPU have waited in a collective, from `not_before` on; and their limits."""
+        current, flight, usual = self.guard.current, self.guard.gpu_progress, self.guard.timeout
+        limit = usual if current is None or current.timeout is None else current.timeout
+        on_gpu = [] if flight is None else [(flight.waited(now, not_before), flight.limit(usual))]
+        return [(self.host_waited(now, not_before), limit), *on_gpu]
 
     def host_waited(self, now: float, not_before: float = -math.inf) -> float:
-        """Do `waited` for this rank without its GPU."""
+        """Return how long this rank itself has waited in a collective, from `not_before` on; 0 in none."""
         entry = inside_of(self.guard)
         return 0.0 if entry is None else max(0.0, now - max(entry.entered, self.guard.since, not_before))
 
-    def is_late(self, now: float, not_before: float) -> bool:
-        """Return whether this rank or its GPU has waited longer than the limit (for its own GPU, far longer)."""
-        flight = self.guard.gpu_progress
-        if flight is not None and flight.waited(now, not_before) > flight.limit(self.guard.timeout):
-            return True
-        own_gpu = now - max(self.guard.own_gpu_since, not_before)
-        return self.host_waited(now, not_before) > self.limit or own_gpu > _OWN_GPU * self.limit
+    def limit_passed(self, now: float, not_before: float) -> float:
+        """Return the least limit that is over, for this rank's own GPU a longer one; infinity where none is."""
+        waits = self.waits(now, not_before)
+        own_gpu = now - max(self.guard.own_gpu_since, not_before), _OWN_GPU * waits[0][1]
+        return min((limit for waited, limit in (*waits, own_gpu) if waited > limit), default=math.inf)
 
     def is_alarmed(self) -> bool:
         """Return whether this rank knows of a rank that has found a collective late."""
@@ -154,7 +145,7 @@ class Group:
         hangs = self._looking is not None and self._looking.is_alive()
         is_due = now >= self._next_look or (not self._busy and max(self.board.all("expected")) > now)
         if self.nodes > 1 and not self.board.local_rank and is_due and not hangs:
-            self._next_look = now + min(self.limit / 10, _LOOK_SECONDS)
+            self._next_look = now + min(self.guard.timeout / 10, _LOOK_SECONDS)
             self._looking = begin(lambda: self.hear_and_tell(now))
 
     def hear_and_tell(self, now: float) -> None:

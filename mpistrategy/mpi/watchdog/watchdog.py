@@ -58,7 +58,7 @@ class Watchdog:
 
     def add(self, group: Group) -> None:
         """Watch over one more communicator."""
-        begun = RankStatus(self.rank, self.pid, stack_signal, time.monotonic(), 0.0, group.limit, "has just begun")
+        begun = RankStatus(self.rank, self.pid, stack_signal, time.monotonic(), 0.0, group.guard.timeout, "has begun")
         group.board.put("expected", self._expected)
         group.board.write(begun)  # a rank that is stopped before the thread looks is known as well
         starts = not self.groups or not self._thread.is_alive()  # a signal may come before it is started
@@ -105,7 +105,7 @@ class Watchdog:
     def _run(self) -> None:
         last = time.monotonic()
         while self.groups and self._thread is threading.current_thread():
-            limits = [group.limit for group in list(self.groups.values())]
+            limits = [limit for group in list(self.groups.values()) for _, limit in group.waits(last, last)]
             tick = min(max(min(limits, default=0) / 10, _SHORTEST_TICK), _LONGEST_TICK)
             self._changed.wait(tick)
             self._changed.clear()
@@ -150,13 +150,13 @@ class Watchdog:
     def _is_late(self, now: float, groups: list[Group]) -> bool:
         if any(group.guard.gpu_progress is not None and group.guard.gpu_progress.failure for group in groups):
             return True
-        limit = min((group.limit for group in groups if group.is_late(now, self._resumed)), default=math.inf)
+        limit = min((group.limit_passed(now, self._resumed) for group in groups), default=math.inf)
         return limit < math.inf and not any(group.is_excused(now, limit) for group in groups)
 
     def _show(self, groups: list[Group]) -> None:
         """Write the status of this moment."""
         now, text = time.monotonic(), local_process.now_doing(group.guard for group in groups)
-        waits = [(group.waited(now, self._resumed), group.limit) for group in groups]
+        waits = [wait for group in groups for wait in group.waits(now, self._resumed)]
         waited, limit = max(waits, key=lambda wait: wait[0] / wait[1], default=(0.0, math.inf))
         for group in groups:
             group.board.write(RankStatus(self.rank, self.pid, stack_signal, now, waited, limit, text))
