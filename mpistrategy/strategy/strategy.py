@@ -599,7 +599,7 @@ class Strategy:
             OutOfRangeError: after the iterator's last element.
             ContextError, OptionTypeError: as `run`.
         """
-        if input_iterator is not None and not hasattr(input_iterator, "get_next"):
+        if input_iterator is not None and not isinstance(input_iterator, DistributedIterator):
             raise OptionTypeError.at(
                 "Strategy.experimental_run",
                 found=f"input_iterator={input_iterator!r}",
