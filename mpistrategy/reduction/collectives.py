@@ -165,7 +165,8 @@ class Gathering(Collective):
         self.layouts, self.op = layouts_of(arrays), f"axis {axes}"
         both = zip(map(layout_of, arrays), axes, strict=True)
         self.values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in both)
-        self._mine = np.array([array.shape[axis] for array, axis in zip(arrays, axes, strict=True)], np.int64)
+        self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
+        self._mine = np.array(self._lengths, np.int64)
         header, boxes = layouts_of([self._mine]), ranks.mailboxes
         #: Whether this rank's arrays lie in its mailbox.
         self._fits = False
@@ -197,7 +198,7 @@ class Gathering(Collective):
         else:
             seen = self._in_mailboxes.seen()
             lengths = np.array([theirs[0] for theirs in seen])
-            if self._fits and (lengths == self._mine).all():
+            if self._fits and lengths.tolist() == [self._lengths] * len(seen):
                 rows = zip(memory, self._axes, strict=True)
                 return [
                     np.concatenate([theirs[number] for theirs in seen], axis, out=result)

@@ -154,16 +154,18 @@ class ArraysPlan:
 
     Args:
         plan: of the arrays.
-        words: the other words that are compared: arguments of `Call.agree`.
+        signature: what is compared, without the words of a call.
         timeout: how long the call may wait for the other ranks, in seconds; None: as long as the strategy says.
 
     Attributes:
         plan: as given.
     """
 
-    def __init__(self, plan: Plan, words: dict[str, Any], timeout: float | None) -> None:
+    def __init__(self, plan: Plan, signature: Signature, timeout: float | None) -> None:
         self.plan: Plan = plan
-        self._words, self._timeout = words, timeout
+        self._signature, self._digest, self._timeout = signature, digest_of(signature), timeout
+        #: The words of the latest call, which `_signature` has.
+        self._words: tuple[Any, ...] = ()
 
     def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
         """Return the results on every rank; inside `call`."""
@@ -175,7 +177,14 @@ class ArraysPlan:
         """Compare the call with those of the other ranks."""
         if self._timeout is not None:
             call.timeout = self._timeout
-        call.agree("reduce", **self._words, sparingly=True)
+        words = call.name, call.where, call.place, call.step, call.structure
+        if words != self._words:
+            name, where, place, step, structure = words
+            self._signature = self._signature._replace(
+                name=name, call=where, place=place, step=step, structure=structure
+            )
+            self._words, self._digest = words, digest_of(self._signature)
+        call.agree_on(self._signature, self._digest, sparingly=True)
 
 
 class PlacedPlan(NestPlan):

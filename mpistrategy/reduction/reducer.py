@@ -417,9 +417,9 @@ class Reducer:
         if plan is None:
             return None
         values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-        words = {"op": op.value, "values": values, "destination": EVERY_RANK_TEXT}
-        words["options"], seconds = self._algorithm._settings(options), options.timeout_seconds
-        return ArraysPlan(plan, words, None if seconds is None else timeouts.limit(seconds))
+        signature = Signature("reduce", op.value, "", values, EVERY_RANK_TEXT, self._algorithm._settings(options))
+        seconds = options.timeout_seconds
+        return ArraysPlan(plan, signature, None if seconds is None else timeouts.limit(seconds))
 
 
 def _made(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:
