@@ -160,7 +160,12 @@ def as_target(target: Any, where: str, name: str) -> Any:
     elif library_of(target) == "torch":
         array = on_host(target, where, name)
     # Elements that share memory, as after ``broadcast_to``; NumPy makes such arrays read-only.
-    if array is None or any(step == 0 and many > 1 for many, step in zip(array.shape, array.strides, strict=True)):
+    is_repeated = (
+        array is not None
+        and array.size
+        and any(step == 0 and many > 1 for many, step in zip(array.shape, array.strides, strict=True))
+    )
+    if array is None or is_repeated:
         found = f"{name} = {type(target).__name__}"
         raise ShapeError.at(where, found=found, expected="a writeable ndarray, or array in GPU memory")
     return array

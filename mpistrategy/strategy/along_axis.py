@@ -10,39 +10,48 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import any_array, is_on_device, like_given, on_device_of, placed_as, reducible
 from mpistrategy.arrays.dtypes import dtype_name, host_wire_dtype, quietly, sum_dtype_of_mean, wire_dtype
-from mpistrategy.arrays.values import contribution, event_of_reads
-from mpistrategy.errors import OptionTypeError, ShapeError
+from mpistrategy.arrays.values import ArenaBase, contribution, event_of_reads
+from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.collectives import checked_axis, identity
 from mpistrategy.reduction.inputs import refuse_mirrored_sum
 from mpistrategy.reduction.layout.finish import finish
-from mpistrategy.reduction.reducer import Reducer
+from mpistrategy.reduction.reducer import General
 
 
-def reduce_along(reducer: Reducer, op: ReduceOp, value: Any, axis: Any, call: Call) -> Any:
-    """Return the reduction of one array; see `Strategy.reduce`, whose call has been entered."""
-    where = call.where
-    if call.structure != nest.LEAF.text:
-        raise OptionTypeError.at(
-            where, found=f"a structure {call.structure} with axis={axis!r}", expected="a single array"
-        )
-    refuse_mirrored_sum(value, op, where)
-    given = contribution(value)
-    array = reducible(given, where)
-    axes = tuple(checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
-    if len(set(axes)) != len(axes):
-        raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
-    call.structure = f"{op.value} of {dtype_name(array.dtype)} along axis {axes}"
-    here, rows = _combined_here(array, axes, op), prod(array.shape[a] for a in axes)
-    reducer.communicator.guard.wait_for_gpu(event_of_reads([given]))
-    # A mean is divided at the end; of extremes the numbers of rows tell whether there is one at all.
-    over = ReduceOp.SUM if op is ReduceOp.MEAN else op
-    leaves = [here, -rows if op is ReduceOp.MIN else rows]
-    total, count = reducer.all_reduce_leaves(call, over, leaves, lambda: ["", " (the number of rows)"])
-    if count == 0 and op in (ReduceOp.MIN, ReduceOp.MAX):
-        raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")
-    return like_given(finish(any_array(total), array.dtype, op, int(count)), given)
+class ReduceAlong(General):
+    """`Strategy.reduce` with an axis; the argument is the operation, the axis, and the type of that."""
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction of one array; see `CallPlan.run`."""
+        (asked, axis, _), where = self.argument, call.where
+        if isinstance(value, ArenaBase) or weight is not None:
+            what = "weight=" if weight is not None else "an arena"
+            raise OptionError.at(where, found=f"{axis=} with {what}", expected="one of the two")
+        structure, op = nest.flatten_without_none(value)[1], ReduceOp._parse(asked, where)
+        call.structure = structure.text
+        if self.reducer.agrees_on_none(call, op, structure):
+            return structure.pack([])
+        if call.structure != nest.LEAF.text:
+            found = f"a structure {call.structure} with {axis=}"
+            raise OptionTypeError.at(where, found=found, expected="a single array")
+        refuse_mirrored_sum(value, op, where)
+        given = contribution(value)
+        array = reducible(given, where)
+        axes = tuple(checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
+        if len(set(axes)) != len(axes):
+            raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
+        call.structure = f"{op.value} of {dtype_name(array.dtype)} along axis {axes}"
+        here, rows = _combined_here(array, axes, op), prod(array.shape[a] for a in axes)
+        self.reducer.communicator.guard.wait_for_gpu(event_of_reads([given]))
+        # A mean is divided at the end; of extremes the numbers of rows tell whether there is one at all.
+        over = ReduceOp.SUM if op is ReduceOp.MEAN else op
+        leaves = [here, -rows if op is ReduceOp.MIN else rows]
+        total, count = self.reducer.all_reduce_leaves(call, over, leaves, lambda: ["", " (the number of rows)"])
+        if count == 0 and op in (ReduceOp.MIN, ReduceOp.MAX):
+            raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")
+        return like_given(finish(any_array(total), array.dtype, op, int(count)), given)
 
 
 @quietly

@@ -43,7 +43,6 @@ from mpistrategy.options import (
     CommunicationOptions,
     InputReplicationMode,
     Op,
-    ReduceOp,
     ReplicationMode,
     checked_member,
 )
@@ -52,7 +51,7 @@ from mpistrategy.reduction.broadcast import Broadcast
 from mpistrategy.reduction.collectives import Gather
 from mpistrategy.reduction.explain import explanation
 from mpistrategy.reduction.reducer import Reduce
-from mpistrategy.strategy.along_axis import reduce_along
+from mpistrategy.strategy.along_axis import ReduceAlong
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.mirrored_check import check_mirrored
 from mpistrategy.strategy.outside_steps import warn_if_alone
@@ -198,19 +197,10 @@ class Strategy:
             ReduceOpError, DTypeError, LeafError, CollectiveMismatchError: on every rank.
         """
         self.extended._require_collective("Strategy.reduce")
-        extended = self.extended
         if axis is None:
-            return extended._reducer.run("Strategy.reduce", Reduce, reduce_op, value, name=name, weight=weight)
-        with context.cross_replica(self), Call(extended.communicator.guard, "Strategy.reduce", called=name) as call:
-            if isinstance(value, Arena) or weight is not None:
-                what = "an arena" if isinstance(value, Arena) else "weight="
-                raise OptionError.at(call.where, found=f"axis={axis!r} with {what}", expected="one of the two")
-            structure = nest.flatten_without_none(value)[1]
-            call.structure = structure.text
-            op = ReduceOp._parse(reduce_op, call.where)
-            if extended._reducer.agrees_on_none(call, op, structure):
-                return structure.pack([])
-            return reduce_along(extended._reducer, op, value, axis, call)
+            return self.extended._reducer.run("Strategy.reduce", Reduce, reduce_op, value, None, name, None, weight)
+        asked = reduce_op, axis, type(axis)  # what was checked is found by it: 1 and True are equal
+        return self.extended._reducer.run("Strategy.reduce", ReduceAlong, asked, value, None, name, None, weight)
 
     @collective("gather")
     def gather(self, value: T, axis: int, *, name: str | None = None) -> T:
@@ -609,7 +599,7 @@ class Strategy:
             OutOfRangeError: after the iterator's last element.
             ContextError, OptionTypeError: as `run`.
         """
-        if input_iterator is not None and not hasattr(input_iterator, "get_next"):
+        if input_iterator is not None and not isinstance(input_iterator, DistributedIterator):
             raise OptionTypeError.at(
                 "Strategy.experimental_run",
                 found=f"input_iterator={input_iterator!r}",

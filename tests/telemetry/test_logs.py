@@ -126,7 +126,7 @@ def test_long_records_are_cut_between_lines(logger: logging.Logger, text: str) -
 
     class Stream(io.StringIO):
         def write(self, part: str) -> int:
-            written.append(part)
+            written.extend([part] if part else [])
             return len(part)
 
     ms.telemetry.setup_logging(logger=logger, ranks="all", format="%(message)s", stream=Stream())

@@ -278,4 +278,4 @@ def test_a_rank_without_memory_after_the_agreement_ends_the_job(launch: Launch, 
     assert job.returncode == 1, job
     assert job.seconds < 20
     assert "caught" not in job.stdout
-    assert re.search(r"\[rank 1/2\] [\s\S]*MemoryError: there is none[\s\S]*cannot be told", job.stderr), job
+    assert re.search(r"\[rank 1/2\] [\s\S]*MemoryError: there is none[\s\S]*the whole job ends here", job.stderr), job
