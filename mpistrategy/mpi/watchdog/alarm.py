@@ -180,14 +180,13 @@ def _write(widest: Group, called: RollCall, here: Sequence[RankStatus], text: st
 
 def _hear_others(widest: Group, others: list[RankStatus], end: float) -> None:
     """Add what other nodes have written since the alarm, once all have, or at `end`."""
-    directory, mine, names = widest.directory, f"error-{widest.node}.json", set[str]()
+    directory, mine = widest.directory, f"error-{widest.node}.json"
 
-    def have_come() -> bool:
-        names.update(filter(ERROR.fullmatch, directory.names()))
-        return len(names - {mine}) >= widest.nodes - 1
+    def written() -> list[str]:
+        return [name for name in directory.names() if ERROR.fullmatch(name) and name != mine]
 
-    _until(have_come, end, _LONGEST_LOOK_SECONDS)
-    for name in names - {mine}:
+    _until(lambda: len(written()) >= widest.nodes - 1, end, _LONGEST_LOOK_SECONDS)
+    for name in written():
         with suppress(ValueError, TypeError, KeyError):
             others += statuses_in(json.loads(directory.read(name))["ranks"])
 
