@@ -236,7 +236,7 @@ class Scope(Generic[S]):
 
     def __init__(self, strategy: S) -> None:
         self._strategy = strategy
-        self.depth = 0
+        self.depth: int = 0
 
     def __enter__(self) -> S:
         require_cross_replica(self._strategy, "Strategy.scope")

@@ -151,7 +151,7 @@ class Notes:
     """
 
     def __init__(self, job: str) -> None:
-        self.path = _path_of_notes(job)
+        self.path: str = _path_of_notes(job)
         try:
             open(self.path, "w").close()
         except OSError:

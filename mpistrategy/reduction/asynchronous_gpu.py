@@ -94,7 +94,9 @@ class Begun:
         self, reducer: Reducer, op: ReduceOp, value: Any, options: CommunicationOptions | None, out: Any, where: str
     ) -> None:
         self._arena = value if isinstance(value, Arena) else None
-        self._leaves, self.structure = nest.flatten_without_none(value if self._arena is None else self._arena.values)
+        leaves, structure = nest.flatten_without_none(value if self._arena is None else self._arena.values)
+        self._leaves = leaves
+        self.structure: nest.Structure = structure
         self._targets = leaves_like(out if self._arena is None else None, self.structure, where)
         paths = partial(nest.paths_without_none, value)
         if self._arena is not None:

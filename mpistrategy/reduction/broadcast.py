@@ -21,7 +21,7 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.reduction.collectives import Collective, EachArray, check_gpus, dense
-from mpistrategy.reduction.layout.packing import layouts_of
+from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plans import NestPlan
 from mpistrategy.reduction.routes import on_device
 from mpistrategy.reduction.routes.base import CallPlan, Targets
@@ -68,8 +68,10 @@ class FromRoot(Collective):
     verb = "broadcast"
 
     def __init__(self, ranks: Ranks, arrays: Sequence[Any], root: int) -> None:
-        self._ranks, self._root, self.op = ranks, root, f"from rank {root}"
-        self.layouts, self.values, boxes = layouts_of(arrays), tuple(map(layout_of, arrays)), ranks.mailboxes
+        self._ranks, self._root, boxes = ranks, root, ranks.mailboxes
+        self.op: str = f"from rank {root}"
+        self.layouts: tuple[Layout, ...] = layouts_of(arrays)
+        self.values: tuple[tuple[str, tuple[int, ...]], ...] = tuple(map(layout_of, arrays))
         self._in_mailboxes: MailboxArrays | None = None
         on_host = not any(map(is_on_device, arrays))
         if boxes is not None and on_host and MailboxArrays.has_room(boxes, self.layouts, 2):
@@ -148,7 +150,7 @@ class _BroadcastPlan(NestPlan):
 class Broadcast(EachArray):
     """`Strategy.broadcast` of any nest; the argument is the root."""
 
-    plan_type = _BroadcastPlan
+    plan_type: type[NestPlan] = _BroadcastPlan
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the root's values; see `CallPlan.run`.  A rank without a value asks the root what it is like."""

@@ -36,7 +36,7 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, as_given, check_order, is_plain_array
 from mpistrategy.reduction.layout.finish import rounded
-from mpistrategy.reduction.layout.packing import layouts_of
+from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
 from mpistrategy.reduction.plans import NestPlan
 from mpistrategy.reduction.reducer import General
@@ -162,9 +162,10 @@ class Gathering(Collective):
 
     def __init__(self, ranks: Ranks, arrays: Sequence[Any], axes: Sequence[int], into: Targets = None) -> None:
         self._ranks, self._axes, self._into = ranks, axes, into
-        self.layouts, self.op = layouts_of(arrays), f"axis {axes}"
+        self.layouts: tuple[Layout, ...] = layouts_of(arrays)
+        self.op: str = f"axis {axes}"
         both = zip(map(layout_of, arrays), axes, strict=True)
-        self.values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in both)
+        self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in both)
         self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
         self._mine = np.array(self._lengths, np.int64)
         header, boxes = layouts_of([self._mine]), ranks.mailboxes
@@ -300,7 +301,8 @@ class Scanning(Collective):
     def __init__(self, ranks: Ranks, arrays: Sequence[Array], op: ReduceOp, *, exclusive: bool) -> None:
         self._ranks, self._op, self._is_exclusive = ranks, op, exclusive
         self.op = f"{op.value}, exclusive" if exclusive else op.value
-        self.layouts, self.values = layouts_of(arrays), tuple(map(layout_of, arrays))
+        self.layouts: tuple[Layout, ...] = layouts_of(arrays)
+        self.values: Values = tuple(map(layout_of, arrays))
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Copy the arrays as they are combined; take memory for what travels."""

@@ -99,7 +99,15 @@ class Strategy:
         """The number of this rank's replica, in any context; short `rank`.  Not in tf.distribute."""
         return self.extended.communicator.rank
 
-    rank, size = replica_id_in_sync_group, num_replicas_in_sync
+    @property
+    def rank(self) -> int:
+        """As `replica_id_in_sync_group`."""
+        return self.replica_id_in_sync_group
+
+    @property
+    def size(self) -> int:
+        """As `num_replicas_in_sync`."""
+        return self.num_replicas_in_sync
 
     @property
     def local_rank(self) -> int:

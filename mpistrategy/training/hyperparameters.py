@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -16,12 +16,16 @@ from mpistrategy.options import NonFinite, ReduceOp
 from mpistrategy.training.nonfinite import checked_policy
 from mpistrategy.variables.variable import Variable
 
-#: Lets a constructor say what to write for keywords of other libraries.
-refuses_others = refuses(
-    lr="Write learning_rate.",
-    clipnorm="Write global_clipnorm.",
-    **{name: f"{hint[0].upper()}{hint[1:]}." for name, hint in OF_OPTIMIZERS.items()},
-)
+_HINTS = {name: f"{hint[0].upper()}{hint[1:]}." for name, hint in OF_OPTIMIZERS.items()}
+_HINTS |= {"lr": "Write learning_rate.", "clipnorm": "Write global_clipnorm."}
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def refuses_others(constructor: Callable[P, T]) -> Callable[P, T]:
+    """Let a constructor say what to write for keywords of other libraries."""
+    return refuses(**_HINTS)(constructor)
 
 
 class Momentum(Setting[float]):

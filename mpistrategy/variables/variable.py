@@ -30,6 +30,7 @@ from mpistrategy.errors import (
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.jax_traces import in_jax_trace, refusal, refuse_in_jax_trace
 from mpistrategy.objects.nearest import refuses
 from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, checked_switch
@@ -137,9 +138,12 @@ class Registry:
     """
 
     def __init__(self, reducer: Reducer, table: Table) -> None:
-        self.reducer, self.table = reducer, table
-        self.communicator, self.is_local = reducer.communicator, reducer.is_alone
-        self.made = self._unnamed = 0
+        self.reducer = reducer
+        self.table = table
+        self.communicator: Ranks = reducer.communicator
+        self.is_local: bool = reducer.is_alone
+        self.made: int = 0
+        self._unnamed = 0
         self.colocated_with: list[Variable] = []
         # By number; weak, so a variable can be collected.
         self._alive: WeakValueDictionary[int, Variable] = WeakValueDictionary()

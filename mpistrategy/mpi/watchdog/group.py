@@ -60,8 +60,12 @@ class Group:
     ) -> None:
         guard.record.show_in(*board.entries)
         board.introduce(identity, len(ranks))
-        self.guard, self.board, self.ranks, self.directory = guard, board, ranks, directory
-        self.node, self.nodes = node, nodes
+        self.guard = guard
+        self.board = board
+        self.ranks = ranks
+        self.directory = directory
+        self.node = node
+        self.nodes = nodes
         self.told: MpiStrategyError | None = None
         self._next_look = 0.0
         self._looking: threading.Thread | None = None

@@ -87,7 +87,7 @@ class RunDirectory:
         self.path = path
         self._title = title
         self._works = bool(path)
-        self.is_used = False
+        self.is_used: bool = False
 
     def write(self, name: str, text: str) -> bool:
         """Write a file as a whole, or warn once; return whether it is there."""

@@ -43,7 +43,8 @@ class Watchdog:
 
     def __init__(self, rank: int, size: int, end: Callable[[int], object] | None = None) -> None:
         self._end = end
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self.title: str = f"[rank {rank}/{size}] "
         self.pid: int = os.getpid()
         #: The communicators that are watched.
