@@ -184,8 +184,10 @@ class _Job:
             )
             for guard in contained:
                 guard.break_off("", error)
+        end = time.monotonic() + _OTHER_NODES_SECONDS
         for guard in self._open:
-            guard.tell_of_failure(_OTHER_NODES_SECONDS)
+            if not guard.is_in_background:
+                guard.tell_of_failure(end - time.monotonic())
 
 
 def in_words(error: BaseException, above: Iterable[traceback.FrameSummary] = ()) -> str:
