@@ -159,6 +159,13 @@ class Extreme:
             target[part] = self._combined(one[part], other[part])
         return target
 
+    def reduce(self, array: Array, axes: tuple[int, ...]) -> Array:
+        """Return the combination of an array along some axes, which are not empty."""
+        found = np.asarray(self._ufunc.reduce(array, axis=axes))
+        if array.dtype.kind == "f":
+            _set_zeros_and_nan(found, self._join.reduce(np.signbit(array), axis=axes))
+        return found
+
     def _combined(self, one: Array, other: Array) -> Array:
         found: Array = self._ufunc(one, other, out=np.empty(one.shape, one.dtype))
         if found.size == 0:

@@ -9,7 +9,16 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import any_array, is_on_device, like_given, on_device_of, placed_as, reducible
-from mpistrategy.arrays.dtypes import dtype_name, host_wire_dtype, quietly, sum_dtype_of_mean, wire_dtype
+from mpistrategy.arrays.dtypes import (
+    dtype_name,
+    host_wire_dtype,
+    maximum,
+    minimum,
+    quietly,
+    sum_dtype_of_mean,
+    wire_dtype,
+)
+from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.arrays.values import ArenaBase, contribution, event_of_reads
 from mpistrategy.errors import OptionError, OptionTypeError, ShapeError
 from mpistrategy.mpi.contract.call import Call
@@ -69,4 +78,18 @@ def _combined_here(array: Any, axes: tuple[int, ...], op: ReduceOp) -> Any:
         if 0 in (array.shape[axis] for axis in axes):
             shape = [length for axis, length in enumerate(array.shape) if axis not in axes]
             return placed_as(np.full(shape, identity(dtype, op), dtype), array)
-        return (wide.min if op is ReduceOp.MIN else wide.max)(axis=axes)
+        if not is_on_device(wide):
+            return (minimum if op is ReduceOp.MIN else maximum).reduce(wide, axes)
+        return _extreme_on_device(wide.copy() if wide is array else wide, axes, op)
+
+
+def _extreme_on_device(array: DeviceArray, axes: tuple[int, ...], op: ReduceOp) -> DeviceArray:
+    """Do `Extreme.reduce` in GPU memory, by keys, so that the bits are the same; the array is overwritten."""
+    from mpistrategy.mpi.gpu.transports import ordered_keys  # here, for the quick import
+
+    if not ordered_keys.are_for(array.dtype, op._on_the_wire):
+        return array.min(axis=axes) if op is ReduceOp.MIN else array.max(axis=axes)
+    cupy = cupy_for("an array in GPU memory")
+    keys = ordered_keys.to_keys(cupy, cupy.ascontiguousarray(array), op._on_the_wire)
+    least = keys.min(axis=axes) if op is ReduceOp.MIN else keys.max(axis=axes)
+    return ordered_keys.to_floats(cupy, cupy.ascontiguousarray(least), op._on_the_wire)

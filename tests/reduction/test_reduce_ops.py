@@ -100,6 +100,24 @@ def test_all_reduce(strategies: dict[str, ms.Strategy], name: str, op: str, plan
         assert_equal(leaf, combined(op, [leaves[i] for leaves in everyone]))
 
 
+@pytest.mark.parametrize("dtype", ["f2", "f4", "f8"])
+@pytest.mark.parametrize("count", [2, 64])
+def test_zeros_and_nan_of_ones_own_rows_have_one_order(
+    strategies: dict[str, ms.Strategy], dtype: str, count: int
+) -> None:
+    """-0.0 is less than +0.0, wherever they stand; of NaN one pattern wins."""
+    strategy = strategies["MpiAllReduce"]
+    zeros = np.zeros(count, dtype)
+    for negative in (slice(0, count, 2), slice(1, count, 2)):
+        mixed = zeros.copy()
+        mixed[negative] *= -1
+        assert np.signbit(strategy.reduce("MIN", mixed, axis=0))
+        assert not np.signbit(strategy.reduce("MAX", mixed, axis=0))
+    mixed[0] = -np.float64(np.nan)
+    for op in ("MIN", "MAX"):
+        assert np.asarray(strategy.reduce(op, mixed, axis=0)).tobytes() == np.array(np.nan, dtype).tobytes()
+
+
 @settings(max_examples=part_of(60))
 @given(
     op=st.sampled_from(OPS),

@@ -129,6 +129,8 @@ class Group:
         """
         failures = self.guard.failures
         has_left = max(self.board.all("left")) if failures is None else failures.left_by() is not None
+        # A rank that comes late to a call whose roll was called finds the digests of the ranks that have left it.
+        has_left = has_left or self.told is not None
         self._left_since = min(self._left_since, now) if has_left else math.inf
         patience = PATIENCE_SECONDS + (0.0 if failures is None else _LEAVING_SECONDS)
         return min(now - self._left_since, self.host_waited(now)) - patience

@@ -297,6 +297,32 @@ print("closed", flush=True)
 """
 
 
+COMES_LATE = (
+    UNHEARD[: UNHEARD.index("class Raising")]
+    + """
+strategy = ms.MirroredStrategy(on_error="raise")
+if world.rank == 1:
+    world.recv()
+try:
+    strategy.reduce("SUM", np.ones(200_000))
+except ms.errors.CollectiveTimeoutError:
+    print("late", flush=True)
+    world.send(None, 1)
+    world.recv(source=1)  # which waits for data that nobody sends
+"""
+)
+
+
+@pytest.mark.each_mpi
+@pytest.mark.one_rank
+def test_a_rank_on_another_node_that_comes_after_the_roll_call_does_not_wait(launch: Launch, tmp_path: Path) -> None:
+    environment = {"MPISTRATEGY_TIMEOUT_SECONDS": "2"}
+    job = launch(2, [launching.program(COMES_LATE, tmp_path)], timeout=60, env=environment)
+    assert job.returncode not in (0, None), job
+    assert "late" in job.stdout, job
+    assert re.search(r"\[rank 1/2\] waits in vain", job.stderr), job
+
+
 @pytest.mark.each_mpi
 @pytest.mark.one_rank
 def test_ranks_on_other_nodes_that_hear_late_can_close(launch: Launch, tmp_path: Path) -> None:
