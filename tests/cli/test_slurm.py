@@ -188,6 +188,19 @@ def test_polaris_uses_its_modules_its_launcher_and_a_queue_that_takes_two_nodes(
     assert text.index("-m mpistrategy doctor") < text.index("-m mpistrategy run")
 
 
+def test_what_a_site_says_stays_out_of_the_way_of_other_keys(tmp_path: Path) -> None:
+    assert "launch=(mpirun" in text_of("multi_node_mpirun", site="perlmutter"), "not srun"
+    polaris = text_of("multi_node", site="polaris", venv="~/v")
+    assert polaris.index("module load conda") < polaris.index("bin/activate"), "the venv's Python comes first"
+    assert "found bind_to= with mpiexec=pals" in refusal("multi_node", site="polaris", bind_to="none")
+    (tmp_path / "mine.toml").write_text('launch = ["export A=1", "launch=(srun)"]\n')
+    text = text_of("single_node", site=str(tmp_path / "mine.toml"), mpi="pmix", extra="--mem=1 --mem-bind=local")
+    assert "\nexport A=1\nlaunch=(srun --mpi=pmix)\n" in text
+    assert "\n#SBATCH --mem=1\n#SBATCH --mem-bind=local\n" in text
+    (tmp_path / "mine.toml").write_text('batch = "lsf"\n')
+    assert "found batch='lsf'; expected slurm or pbs" in refusal("single_node", site=str(tmp_path / "mine.toml"))
+
+
 def test_threads_are_counted_by_cores_where_a_site_counts_hardware_threads() -> None:
     line = next(line for line in text_of("single_node", site="juwels").splitlines() if "OMP_NUM_THREADS" in line)
     for cpus, threads in ((24, "12"), (1, "1"), (3, "2")):

@@ -86,12 +86,15 @@ class Lines:
     def directive(self, start: str, text: str | None) -> None:
         """Write a directive in the place of the one that begins so, on or off, else after the last; None for none."""
         at = max(self.find(f"{mark}{self._mark} {start}") for mark in ("", "#"))
-        new = [] if text is None else [f"{self._mark} {text}"]
-        if at < 0:
-            last = max(number for number, line in enumerate(self.lines) if line.lstrip("#").startswith(self._mark[1:]))
-            self.lines[last + 1 : last + 1] = new
-        else:
-            self.lines[at : at + 1] = new
+        if at >= 0:
+            self.lines[at : at + 1] = [] if text is None else [f"{self._mark} {text}"]
+        elif text is not None:
+            self.add(text)
+
+    def add(self, text: str) -> None:
+        """Write a directive after the last one."""
+        last = max(number for number, line in enumerate(self.lines) if line.lstrip("#").startswith(self._mark[1:]))
+        self.lines.insert(last + 1, f"{self._mark} {text}")
 
     def assigns(self, name: str) -> bool:
         """Return whether there is a line ``name=``."""
@@ -194,6 +197,8 @@ def checked(template: str, statement: Mapping[str, object]) -> tuple[Site, dict[
     if "signal_lead" in eligible and int(lead) >= in_seconds(limit):
         expected = "a signal_lead in seconds that is less than the time limit"
         raise OptionError.at(_WHERE, found=f"signal_lead={lead} and time={limit}", expected=expected)
+    if merged.get("mpiexec") == "pals" and "bind_to" in given:
+        raise OptionError.at(_WHERE, found="bind_to= with mpiexec=pals", expected="none: PALS binds ranks to cores")
     if merged.get("mpiexec") == "pals" and site.batch == "slurm":
         expected = "openmpi, mpich or intel: PALS is there under PBS"
         raise OptionError.at(_WHERE, found="mpiexec=pals", expected=expected)
@@ -252,7 +257,7 @@ def _quoted(text: str) -> str:
 
 def _write_slurm(lines: Lines, site: Site, given: Mapping[str, str]) -> None:
     for directive in (*site.directives, *given.get("extra", "").split()):
-        lines.directive(directive, directive)
+        lines.add(directive)
     for name, key in KEYS.items():
         if name in ("extra", "gpus_per_node") or not key.slurm:
             continue
@@ -302,7 +307,7 @@ def _write_pbs(lines: Lines, template: str, site: Site, given: Mapping[str, str]
             lines.directive(written.partition("{")[0], written.format(value))
     for directive in site.directives:
         if not (directive.startswith("-r ") and template in ("requeue", "chain")):
-            lines.directive(directive, directive)
+            lines.add(directive)
     if lines.assigns("tell_after"):
         seconds = in_seconds(given.get("time", "00:10:00")) - int(given.get("signal_lead", "120"))
         lines.assign("tell_after", str(seconds))
@@ -310,12 +315,13 @@ def _write_pbs(lines: Lines, template: str, site: Site, given: Mapping[str, str]
 
 
 def _write_launch(lines: Lines, site: Site, given: Mapping[str, str]) -> None:
-    if site.launch:
+    if site.launch and lines.find("launch=(srun") >= 0:
         lines.launch(site.launch)
     if "mpi" in given:
-        at = lines.find("launch=(")
+        at = lines.find("launch=(srun")
         lines.lines[at] = f"{lines.lines[at][:-1]} --mpi={shlex.quote(given['mpi'])})"
-        del lines.lines[at - 1]  # what to add, if every rank says that it is the only one
+        if lines.lines[at - 1].startswith("# If every rank"):  # what to add, if it says that it is the only one
+            del lines.lines[at - 1]
     elif "mpiexec" in given or "bind_to" in given:
         text = _MPIEXEC[given.get("mpiexec", "openmpi")]
         if site.batch == "slurm":  # mpiexec asks Slurm for the nodes
@@ -330,10 +336,7 @@ def _write_environment(lines: Lines, site: Site, given: Mapping[str, str]) -> No
     if "modules" in given:
         at = lines.replace("# module load", [f"module load {given['modules']}"])
     if "venv" in given:
-        new = ["# shellcheck disable=SC1090,SC1091", f"source {given['venv']}/bin/activate"]
-        at = lines.replace("# source ", new)
-    elif lines.lines[at].startswith("# source "):
-        at += 1
+        lines.replace("# source ", ["# shellcheck disable=SC1090,SC1091", f"source {given['venv']}/bin/activate"])
     lines.lines[at:at] = site.setup
 
 

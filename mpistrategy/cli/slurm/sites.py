@@ -103,6 +103,8 @@ def load(name: object) -> Site:
             raise OptionError.at(where, found=f"{key}={given!r}", expected=f"a {_KINDS[key].__name__}")
         for part in given if type(given) is list else [given] if type(given) is str else []:
             values.one_line(part, f"{key} of {path}")
+    if table.get("batch", "slurm") not in ("slurm", "pbs"):
+        raise OptionError.at(where, found=f"batch={table['batch']!r}", expected="slurm or pbs")
     for key in [*table.get("defaults", {}), *table.get("requires", []), *table.get("skip", [])]:
         if key not in KEYS:
             raise OptionError.at(where, found=f"an unknown key {key!r}", expected=f"keys out of {', '.join(KEYS)}")

@@ -76,6 +76,8 @@ class Group:
         self._told_left = self._hears_alarm = False
         #: Since when a rank is known to take no more calls.
         self._left_since = math.inf
+        #: Which one, and why; read when it is known, since the file goes with that rank.
+        self._failure: Failure | None = None
 
     # ------------------------------------------------------------------------------------------- is a collective late?
 
@@ -132,11 +134,16 @@ class Group:
         # A rank that comes late to a call whose roll was called finds the digests of the ranks that have left it.
         has_left = has_left or self.told is not None
         self._left_since = min(self._left_since, now) if has_left else math.inf
+        if has_left and self._failure is None:
+            self._failure = self._which_has_left()
         patience = PATIENCE_SECONDS + (0.0 if failures is None else _LEAVING_SECONDS)
         return min(now - self._left_since, self.host_waited(now)) - patience
 
     def failure(self) -> Failure:
         """Return which rank takes no more calls, and why."""
+        return self._failure or self._which_has_left()
+
+    def _which_has_left(self) -> Failure:
         failures = self.guard.failures
         if failures is not None and (left := failures.left_by()) is not None:
             return failures.failure_of(left)
