@@ -64,7 +64,8 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         LeafError, DTypeError, ShapeError: for values that are no arrays of such numbers.
     """
     where = "clip_by_global_norm"
-    checked_number(where, "clip_norm", clip_norm, "a positive number", positive)
+    if clip_norm != np.inf:  # which only asks for the norm
+        checked_number(where, "clip_norm", clip_norm, "a positive number", positive)
     given = [array for array in arrays if array is not None]
     parts = [_checked(array, where) for array in given]
     values = [_values(part) for part in parts]

@@ -113,18 +113,20 @@ def _run_program(options: argparse.Namespace) -> None:
     first, *arguments = options.program or options.module or options.text
     if options.module:
         _set_arguments("-m", arguments, os.getcwd())
-        runpy.run_module(first, run_name="__main__", alter_sys=True)
+        names = runpy.run_module(first, run_name="__main__", alter_sys=True)
     elif options.text:
         _set_arguments("-c", arguments, "")
         sys.modules["__main__"] = ModuleType("__main__")
-        exec(compile(first, "<string>", "exec", dont_inherit=True), vars(sys.modules["__main__"]))
+        names = vars(sys.modules["__main__"])
+        exec(compile(first, "<string>", "exec", dont_inherit=True), names)
     else:
         path = os.path.join(os.getcwd(), first)
         if not os.path.exists(path):
             sys.stderr.write(f"{sys.executable}: can't open file {path!r}: [Errno 2] No such file or directory\n")
             raise SystemExit(_COULD_NOT)
         _set_arguments(path, arguments, os.path.dirname(os.path.realpath(path)))
-        runpy.run_path(path, run_name="__main__")
+        names = runpy.run_path(path, run_name="__main__")
+    vars(sys.modules["__main__"]).update(names)  # for atexit callbacks and threads that pickle what is in it
 
 
 def _set_arguments(name: str, arguments: list[str], first_path: str) -> None:

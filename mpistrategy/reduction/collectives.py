@@ -35,7 +35,6 @@ from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, as_given, check_order, is_plain_array
-from mpistrategy.reduction.layout.finish import rounded
 from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
 from mpistrategy.reduction.plans import NestPlan
@@ -305,16 +304,20 @@ class Scanning(Collective):
         self.values: Values = tuple(map(layout_of, arrays))
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Copy the arrays as they are combined; take memory for what travels."""
+        """Copy the arrays as they are combined; take memory for what travels, and for results that are rounded."""
         totals = [np.array(array, host_wire_dtype(array.dtype), order="C") for array in arrays]
-        return totals, [room_for_shares(self._ranks, total) for total in totals]
+        results = [t if t.dtype == a.dtype else np.empty(a.shape, a.dtype) for t, a in zip(totals, arrays, strict=True)]
+        return totals, results, [room_for_shares(self._ranks, total) for total in totals]
 
     @quietly
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the scans."""
-        for total, room in zip(*memory, strict=True):
+        totals, results, rooms = memory
+        for total, result, room in zip(totals, results, rooms, strict=True):
             by_shares(self._ranks, total.reshape(-1), room, self._scan)
-        return [rounded(total, dtype) for total, (dtype, _) in zip(memory[0], self.layouts, strict=True)]
+            if result is not total:
+                result[...] = total
+        return list(results)
 
     def _scan(self, rows: Array) -> None:
         for before, row in pairwise(rows):

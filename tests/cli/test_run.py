@@ -111,6 +111,18 @@ def test_a_program_ends_as_by_python(folder: Path, how: str) -> None:
     assert {*theirs.stderr.splitlines()} <= {*ours.stderr.splitlines()}  # there are frames of this package, too
 
 
+def test_what_outlives_the_program_finds_its_names(folder: Path) -> None:
+    (folder / "outlives.py").write_text(
+        "import atexit, pickle\nclass Of:\n    pass\n"
+        "atexit.register(lambda: print(type(pickle.loads(pickle.dumps(Of()))).__name__))\n"
+    )
+    job = subprocess.run(
+        [sys.executable, "-m", "mpistrategy", "run", "outlives.py"], cwd=folder, capture_output=True, text=True,
+        check=False, env=launching.environment(),
+    )  # fmt: skip
+    assert (job.returncode, job.stdout) == (0, "Of\n"), job
+
+
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [

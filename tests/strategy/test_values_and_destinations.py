@@ -79,6 +79,14 @@ def test_calls_that_differ_name_the_usual_cure(
     assert still_works(strategy)
 
 
+def test_a_nest_of_arrays_is_broadcast_elsewhere(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        for nest in ([np.ones(2), np.ones(2)], {"a": np.ones(2)}):
+            with pytest.raises(errors.LeafError, match=r"strategy\.broadcast\(value\)"):
+                strategy.extended.broadcast_to(nest, "CPU:0")
+    assert still_works(strategy)
+
+
 def test_words_for_what_is_written_elsewhere(strategy: ms.Strategy) -> None:
     for op, word in ((MPI.SUM, "Write 'SUM'"), ("MPI.MAX", "Write 'MAX'"), ("MAXLOC", "mpi4py"), (MPI.LAND, "mpi4py")):
         with pytest.raises(errors.ReduceOpError, match=word) as refused:

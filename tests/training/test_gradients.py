@@ -230,3 +230,9 @@ def test_global_clipnorm_clips_the_gradient_of_the_whole_batch(
         np.testing.assert_allclose(variable, -gradient, rtol=1e-14)
         assert same_everywhere(variable.local_copy())
     assert still_works(strategy)
+
+
+def test_a_norm_without_a_limit_scales_nothing() -> None:
+    gradients = [np.array([3.0, 4.0])]
+    [same], norm = ms.gradients.clip_by_global_norm(gradients, np.inf)
+    assert (same.tolist(), norm) == ([3.0, 4.0], 5.0)

@@ -76,6 +76,8 @@ class MpiControlChannel(ControlChannel):
         self._header, self._told = (array[:_HEADER].data.cast("B") for array in (self._mine, self._totals))
         self._expected: bytes = b""
         self._request: Any = MPI.REQUEST_NULL
+        #: Whether a comparison was begun whose answer this rank has not looked at.
+        self._is_unread = False
         #: The digest to compare after a comparison that this rank has left, if all ranks agree there.
         self._following: int | None = None
         #: Keeps the buffers of an exchange of texts that this rank has left: MPI could still write into them.
@@ -87,14 +89,15 @@ class MpiControlChannel(ControlChannel):
             self._persistent = False
 
     def start(self, digest: int) -> None:
-        """Begin `all_equal` without waiting.  A comparison that this rank has left comes first, if it is under way."""
-        if self._request.Test():
-            self._start(digest)
-        else:
+        """Begin `all_equal` without waiting.  The answer of a comparison that this rank has left comes first."""
+        if self._is_unread:
             self._following = digest
+        else:
+            self._start(digest)
 
     def _start(self, digest: int) -> None:
         self._header[:], self._expected = header_of(digest, self._comm.size)
+        self._is_unread = True
         if self._persistent:
             self._request.Start()
         else:
@@ -109,6 +112,7 @@ class MpiControlChannel(ControlChannel):
         if answer and following is not None:
             self._start(following)
             return None
+        self._is_unread = False
         return answer
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
@@ -117,6 +121,7 @@ class MpiControlChannel(ControlChannel):
             return super().all_equal(digest, look)
         self._start(digest)
         self._request.Wait()
+        self._is_unread = False
         return self._told == self._expected
 
     def has_equal_sums(self, comm: MPI.Intracomm) -> bool:

@@ -142,16 +142,20 @@ class _Job:
         for guard in waiting:
             guard.start_leaving()
         while waiting and time.monotonic() < end:
-            for guard in list(waiting):
-                left = guard.is_broken or guard.peers_have_left()
-                if left:
-                    waiting.remove(guard)
-                elif left is False and status:
-                    end = 0.0
-                elif left is False:
-                    with contextlib.suppress(MpiStrategyError):  # a rank has failed meanwhile, and raised its error
-                        guard.tell_peers()
-            time.sleep(next(pauses))
+            try:
+                for guard in list(waiting):
+                    left = guard.is_broken or guard.peers_have_left()
+                    if left:
+                        waiting.remove(guard)
+                    elif left is False and status:
+                        end = 0.0
+                    elif left is False:
+                        with contextlib.suppress(MpiStrategyError):  # a rank has failed meanwhile, and raised its error
+                            guard.tell_peers()
+                time.sleep(next(pauses))
+            except SystemExit as stop:  # of a signal's handler: this rank stops already, and the others wait for it
+                if status_of(stop):
+                    self._abort(status_of(stop))
         reach = max((guard.size for guard in self._open if not guard.is_broken), default=0)
         if waiting or (is_due and reach < self._size):
             # Some rank goes on, or cannot be told: no strategy reaches it.  MPI_Finalize would wait for it.

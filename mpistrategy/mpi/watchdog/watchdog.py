@@ -130,14 +130,12 @@ class Watchdog:
         for group in groups:
             group.look_at_nodes(now)
             group.tell_of_end()
-            in_vain = group.seconds_in_vain(now)
-            if in_vain > (0 if group in ending else PATIENCE_SECONDS):
-                alarm.end_for(group, group.failure(), self.title, self._end)
-            if group in ending or group.guard.is_told_late:
-                continue
-            if in_vain > 0:
+            in_vain, is_told = group.seconds_in_vain(now), group in ending or group.guard.is_told_late
+            if in_vain > 0 and not is_told:  # first, however late this look comes
                 group.guard.stop_waiting(group.failure().as_error())
-            elif group.is_alarmed() or self._is_late(now, [group]):
+            elif in_vain > (0 if group in ending else PATIENCE_SECONDS):
+                alarm.end_for(group, group.failure(), self.title, self._end)
+            elif not is_told and (group.is_alarmed() or self._is_late(now, [group])):
                 if group.told is None:
                     self._show(groups)
                     alarm.contain(group, self.title)
