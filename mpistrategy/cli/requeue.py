@@ -140,7 +140,7 @@ def _answer(*command: str) -> str:
 
 
 def _path_of_notes(job: str) -> str:
-    return f".mpistrategy-{job}.unfinished"
+    return os.path.abspath(f".mpistrategy-{job}.unfinished")  # the ranks may run in another folder
 
 
 class Notes:
@@ -242,8 +242,8 @@ class Step:
         self.status: int = 0
         self._batch = batch
         self._signal, self._is_handed_on = hands_on, False
-        self._notes = Notes(batch.job)
-        self._command = self._notes.handed_to(command)
+        self.notes = Notes(batch.job)
+        self._command = self.notes.handed_to(command)
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGUSR2, signal.SIGALRM):
             signal.signal(number, self._tell)
@@ -261,21 +261,23 @@ class Step:
             with subprocess.Popen(self._command) as self._process:
                 self._hand_on()
                 code = self._process.wait()
-        except OSError as error:
+        except OSError as error:  # it would be so again
             sys.stderr.write(f"mpistrategy requeue: {error}\n")
-            code = 127
+            self.notes.remove()
+            self.status = 127
+            return False, "failed with status 127"
         self.status = code if code >= 0 else 128 - code  # as a shell counts
         for number in (signal.SIGUSR2, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
-        if not self._notes.path:
+        if not self.notes.path:
             return verdict_by_status(self.status, self.told)
 
         def fault() -> str:
             found = _fault_in_output(start)
             return found if found and self._batch.nodes_answer() else ""
 
-        notes = self._notes.read()
-        self._notes.remove()
+        notes = self.notes.read()
+        self.notes.remove()
         return verdict(self.status, notes, fault)
 
     def _tell(self, number: int, frame: Any) -> None:
@@ -293,7 +295,7 @@ class Step:
 
     def _end(self, number: int, frame: Any) -> None:
         """Leave no file when the job is cancelled; the batch system ends the ranks."""
-        self._notes.remove()
+        self.notes.remove()
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -324,7 +326,12 @@ def run(options: argparse.Namespace) -> int:
         return 2
     batch = Pbs() if named == "PBS_JOBID" else Slurm()
     step = Step(batch, command, signal.Signals[f"SIG{options.signal}"])
-    return (_requeued if options.chain is None else _chained)(batch, step, options)
+    try:
+        return (_requeued if options.chain is None else _chained)(batch, step, options)
+    except (OSError, subprocess.CalledProcessError) as error:  # of sbatch, qsub or qstat
+        step.notes.remove()
+        sys.stderr.write(f"mpistrategy requeue: {error}; the program was not started\n")
+        return 2
 
 
 def _requeued(batch: Batch, step: Step, options: argparse.Namespace) -> int:

@@ -131,7 +131,12 @@ def _shown_as(every_seconds: float | None) -> str:
 
 def _bar(how: str, seconds: float, total: int | None, title: str) -> Any:
     """Return what draws; None for nothing, and without tqdm."""
-    lines = {"mininterval": seconds, "delay": 1e-9, "bar_format": "{desc}: {n_fmt}/{total_fmt} {elapsed} {rate_fmt}\n"}
+    lines = {
+        "mininterval": seconds,
+        "maxinterval": seconds,
+        "delay": 1e-9,
+        "bar_format": "{desc}: {n_fmt}/{total_fmt} {elapsed} {rate_fmt}\n",
+    }
     with suppress(ImportError):
         from tqdm import tqdm  # here: it is optional
 

@@ -400,7 +400,9 @@ class Variable(ArrayLike, Settable):
         copied = copy_of(self._read(name))
         return copied if self.shape else copied[()]  # type: ignore[no-any-return]  # a scalar: CuPy takes no 0-d array
 
-    value = read_value
+    def value(self, *, name: str | None = None) -> Array:
+        """As `read_value`."""
+        return self.read_value(name=name)
 
     def local_copy(self) -> Array:
         """Return a copy of this replica's copy; never communicates."""

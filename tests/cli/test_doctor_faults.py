@@ -131,7 +131,7 @@ FAULTS = {
     ),
     "no memory left in the control group": Fault(
         "from mpistrategy.cli.doctor.facts import gather\nfrom mpistrategy.mpi.shared_memory import memory_limits\n"
-        "gather.room = lambda: memory_limits.Room(2**16, 2**20, 'what memory.max allows')",
+        "gather.memory = lambda: memory_limits.Room(2**16, 2**20, 'what memory.max allows')",
         "shared memory", "bad", "what memory.max allows", "--mem=",
     ),
     "a slow file system": Fault(

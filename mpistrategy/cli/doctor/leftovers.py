@@ -37,8 +37,9 @@ _IN_MEMORY = {
     "NCCL": r"nccl-",
     "PSM2": r"psm2_shm\.",
 }
-#: In the folder for temporary files: folders, which end with the number of the launcher's process.
-_TEMPORARY = {"Open MPI": r"(?:ompi|prte)\.(?:.+\.)?(\d+)$"}
+#: In the folder for temporary files: folders, which end with the number of the launcher's process.  (Others of
+#: Open MPI end with a user's number, ``ompi.HOST.UID``: they may be those of a job that runs, and stay.)
+_TEMPORARY = {"Open MPI": r"(?:ompi|prte\..+|prte)\.(\d+)$"}
 #: Processes of users that Linux lets nobody look into, and that have nothing to do with MPI; process 1 is another.
 _NO_RANKS = ("(sd-pam)", "sshd", "sshd-session", "ssh-agent", "systemd", "gpg-agent", "sudo", "su")
 

@@ -86,10 +86,10 @@ def time(given: object, key: str) -> str:
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
     if text.isdigit():
         hours, minutes = divmod(hours, 60)
-    hours += 24 * days + minutes // 60
-    if not hours + minutes + seconds:
+    whole = ((24 * days + hours) * 60 + minutes) * 60 + seconds
+    if not whole:
         _refuse(key, given, expected)
-    return f"{hours:02}:{minutes % 60:02}:{seconds:02}"
+    return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def in_seconds(limit: str) -> int:

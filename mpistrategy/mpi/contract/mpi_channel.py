@@ -90,18 +90,18 @@ class MpiControlChannel(ControlChannel):
 
     def start(self, digest: int) -> None:
         """Begin `all_equal` without waiting.  The answer of a comparison that this rank has left comes first."""
-        if self._is_unread:
+        if self._is_unread or not self._request.Test():
             self._following = digest
         else:
             self._start(digest)
 
     def _start(self, digest: int) -> None:
         self._header[:], self._expected = header_of(digest, self._comm.size)
-        self._is_unread = True
         if self._persistent:
             self._request.Start()
         else:
             self._request = self._comm.Iallreduce(self._mine, self._totals, MPI.SUM)
+        self._is_unread = True
 
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""

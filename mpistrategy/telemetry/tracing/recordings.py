@@ -88,8 +88,12 @@ def _put_together(path: str, events: list[Any]) -> Recording | None:
         if phase == "B":
             inside.setdefault(track, []).append(event)
         elif phase == "E":
-            begun = inside[track].pop()["ts"]
-            into.events.append(event | {"ph": "X", "ts": begun, "dur": event["ts"] - begun})
+            same = [each for each in inside.get(track, ()) if each["name"] == name]
+            if not same:  # its beginning was in a line that was cut off, or lost
+                into.damaged += 1
+                continue
+            inside[track].remove(same[-1])
+            into.events.append(event | {"ph": "X", "ts": same[-1]["ts"], "dur": event["ts"] - same[-1]["ts"]})
         elif phase == "X":
             into.events.append(event)
         elif name == "lost":

@@ -57,8 +57,7 @@ def _clocks(timeline: Timeline) -> Iterator[str]:
 
 def _table(timeline: Timeline) -> Iterator[str]:
     yield f"{'rank':>6} {'steps':>8} {'in steps':>12} {'in collectives':>16} {'of it waiting':>15} {'came last':>11}"
-    for rank in timeline.ranks:
-        mine = [each for each in timeline.events if each["pid"] == rank]
+    for rank, mine in timeline.by_rank().items():
         steps, calls = ([each for each in mine if each["cat"] == kind] for kind in ("step", "collective"))
         met = [each["args"]["last_rank"] == rank for each in calls if "last_rank" in each["args"]]
         share = f"{100 * sum(met) / len(met):.0f} %" if met else "-"
@@ -86,8 +85,8 @@ def _late(timeline: Timeline) -> Iterator[str]:
 
 def _never_left(timeline: Timeline) -> Iterator[str]:
     """Yield what each rank was in at the end: its collective, or else its step or span."""
-    for rank in timeline.ranks:
-        mine = [each for each in timeline.events if each["pid"] == rank and "not_left" in each["args"]]
+    for rank, events in timeline.by_rank().items():
+        mine = [each for each in events if "not_left" in each["args"]]
         calls = [each for each in mine if each["cat"] == "collective"]
         for each in calls or mine[-1:]:
             number = f"#{each['args'].get('number')} " if calls else ""

@@ -66,6 +66,13 @@ class Timeline:
         """The ranks, in order; those of which there is nothing but a header, too."""
         return sorted({each.header["rank"] for each in self.recordings} | {each["pid"] for each in self.events})
 
+    def by_rank(self) -> dict[int, list[dict[str, Any]]]:
+        """Return the events of each rank, in order."""
+        found: dict[int, list[dict[str, Any]]] = {rank: [] for rank in self.ranks}
+        for each in self.events:
+            found[each["pid"]].append(each)
+        return found
+
     def between(self, start: float, end: float) -> Timeline:
         """Return the part from one second to another."""
         for each in self.recordings:
