@@ -156,5 +156,4 @@ def check_no_capture(cupy: Any, where: str) -> None:
 
 def layout_of(array: Any) -> tuple[str, tuple[int, ...]]:
     """Return the dtype and shape that ranks compare; the dtype says "on a GPU", since host arrays do not match."""
-    name = dtype_name(array.dtype) if isinstance(array.dtype, np.dtype) else str(array.dtype)  # torch's
-    return f"{name}{' on a GPU' if is_cupy(array) else ''}", tuple(array.shape)
+    return f"{dtype_name(array.dtype)}{' on a GPU' if is_cupy(array) else ''}", tuple(array.shape)

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mpistrategy.arrays.convert import as_device_array, like_given
+from mpistrategy.arrays.values import event_of_reads
 from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
@@ -262,7 +264,12 @@ class Group:
         """
         device, call.structure = t.gpu_of(tensors), str(alike)
         with t.on_stream(device):
-            found = move(self.communicator, [t.in_bytes(each, device) for each in tensors], to, call, **options)
+            given = [t.in_bytes(each, device) for each in tensors]
+            arrays = given if device is None else [as_device_array(each, call.where) for each in given]
+            found = move(self.communicator, arrays, to, call, **options)
+            if device is not None:
+                self.communicator.guard.wait_for_gpu(event_of_reads(given))
+                found = [*map(like_given, found, given)]
             return [t.from_bytes(*both) for both in zip(found, tensors, strict=True)]
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, wholes: Sequence[Any] = ()) -> Any:

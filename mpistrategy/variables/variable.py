@@ -401,7 +401,11 @@ class Variable(ArrayLike, Settable):
         return copied if self.shape else copied[()]  # type: ignore[no-any-return]  # a scalar: CuPy takes no 0-d array
 
     def value(self, *, name: str | None = None) -> Array:
-        """As `read_value`."""
+        """Return what `read_value` returns.
+
+        Args:
+            name: as there.
+        """
         return self.read_value(name=name)
 
     def local_copy(self) -> Array:
