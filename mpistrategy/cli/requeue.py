@@ -242,7 +242,7 @@ class Step:
         self.status: int = 0
         self._batch = batch
         self._signal, self._is_handed_on = hands_on, False
-        self.notes = Notes(batch.job)
+        self.notes: Notes = Notes(batch.job)
         self._command = self.notes.handed_to(command)
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGUSR2, signal.SIGALRM):
