@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Tells by formulas how long an all-reduce takes between nodes; needs no job, and measures nothing.
 
-    scripts/forecast --bytes 100000000 --link 25e9 --latency 2e-6 --ranks 8 [NODES...]
+    python scripts/bench forecast --bytes 100000000 --link 25e9 --latency 2e-6 --ranks 8 [NODES...]
 
 N nodes of L ranks reduce n bytes.  A message of m bytes takes a + m / b (R. Hockney, "The communication challenge for
 MPP", Parallel Computing 20, 1994): the latency a, and b the share of the node's link that each of the ranks has which
