@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 from mpi4py import MPI
-from turns import times_in_turns
 
 import mpistrategy as ms
+from turns import times_in_turns
 
 SIZES = (8, 4096, 65536, 2**18, 2**20, 2**22, 2**24)
 #: How many calls are timed together: of arrays below 1 MiB, and of others.
@@ -54,7 +54,9 @@ def compare(world: MPI.Intracomm, nbytes: int, pairs: int) -> None:
     np.testing.assert_allclose(ways[1](), flat, rtol=1e-3, atol=1e-3)
     times = np.array([[measured(world, call, calls) for call in ways] for _ in range(pairs + 2)])[2:]
     world.Allreduce(MPI.IN_PLACE, times)
-    (low, middle, high), (low_wall, wall, high_wall) = np.quantile(times[:, 1] / times[:, 0], (0.25, 0.5, 0.75), axis=0).T
+    (low, middle, high), (low_wall, wall, high_wall) = np.quantile(
+        times[:, 1] / times[:, 0], (0.25, 0.5, 0.75), axis=0
+    ).T
     if world.rank == 0:
         short = np.median(times[:, 2, 1] / times[:, 0, 1])
         seconds = np.median(times[:, 0, 1]) / world.size

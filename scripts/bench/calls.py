@@ -219,7 +219,7 @@ def main() -> None:
         extended = strategy.extended
 
         def cross(work: Callable[[], Any]) -> float:
-            return here.merge_call(lambda _: least(work, rounds))
+            return float(here.merge_call(lambda _: least(work, rounds)))
 
         show("reduce_to", cross(lambda: extended.reduce_to(SUM, x, x)), one)
         show("reduce_to of 10 floats", cross(lambda: extended.reduce_to(SUM, numbers, numbers)), ten)

@@ -2,8 +2,8 @@
 
     .venv/bin/python scripts/bench growth [TABLE...] [--real 16 64] [--pretended 1024 10000]
 
-Tables: creation, watchdog, mismatch, imports; without any, all. Real ranks are started with the mpiexec beside that Python
-(MPICH, 8 ranks a pretended node). Pretended ranks run the library's own code without MPI. Nodes have 8 ranks.
+Tables: creation, watchdog, mismatch, imports; without any, all. Real ranks are started with the mpiexec beside that
+Python (MPICH, 8 ranks a pretended node). Pretended ranks run the library's own code without MPI. Nodes have 8 ranks.
 """
 
 from __future__ import annotations

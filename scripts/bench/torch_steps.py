@@ -1,12 +1,13 @@
 """Times steps of three torch models: without communication, with mpistrategy.torch, DDP and Horovod.
 
-    scripts/test_frameworks --only-install && scripts/mpirun -n 2 scripts/bench torch_steps [--models mlp cnn transformer]
+    scripts/mpirun -n 2 scripts/bench torch_steps [--models mlp cnn transformer]
     ... --all-reduce                         single all-reduces beside gloo and mpi4py
     ... --memory VARIANT [--models mlp]      the memory that gradients take
 
-Horovod takes part where Python has it.  Horovod 0.28.1 compiles against torch 2.13 and MPICH as C++17, with cmake and a
-compiler: set CMAKE_CXX_STANDARD to 17 in CMakeLists.txt and horovod/torch/CMakeLists.txt of its sdist, and build a wheel
-with HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1 HOROVOD_WITHOUT_GLOO=1.
+Needs torch: scripts/test_frameworks --only-install.  Horovod takes part where Python has it.  Horovod 0.28.1 compiles
+against torch 2.13 and MPICH as C++17, with cmake and a compiler: set CMAKE_CXX_STANDARD to 17 in CMakeLists.txt and
+horovod/torch/CMakeLists.txt of its sdist, and build a wheel with HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1
+HOROVOD_WITHOUT_GLOO=1.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from typing import Any
 
 import torch
 from mpi4py import MPI
-from turns import times_in_turns
 
 import mpistrategy as ms
 import mpistrategy.torch as mst
+from turns import times_in_turns
 
 try:
     import horovod.torch as hvd

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from mpi4py import MPI
-from network import RATE, Array, gradients, initial, rows
-from turns import times_in_turns
 
 import mpistrategy as ms
+from network import RATE, Array, gradients, initial, rows
+from turns import times_in_turns
 
 WORLD = MPI.COMM_WORLD
 ALONE = "no communication"
@@ -47,7 +47,9 @@ def expected(widths: Sequence[int], steps: int) -> list[Array]:
     return parameters
 
 
-def by_hand(widths: Sequence[int], mine: Sequence[Array], exchange: Callable[[], object]) -> tuple[list[Array], Callable[[], None]]:
+def by_hand(
+    widths: Sequence[int], mine: Sequence[Array], exchange: Callable[[], object]
+) -> tuple[list[Array], Callable[[], None]]:
     """Return parameters, and a step that `exchange` lets sum `mine` over the ranks in place."""
     parameters, own = initial(widths), rows(widths, WORLD.rank)
 
@@ -59,7 +61,9 @@ def by_hand(widths: Sequence[int], mine: Sequence[Array], exchange: Callable[[],
     return parameters, step
 
 
-def by_optimizer(widths: Sequence[int], strategy: ms.Strategy, *, in_arena: bool) -> tuple[list[Array], Callable[[], None]]:
+def by_optimizer(
+    widths: Sequence[int], strategy: ms.Strategy, *, in_arena: bool
+) -> tuple[list[Array], Callable[[], None]]:
     """Return parameters, and a step by the library's optimizer, with the gradients in an arena or in arrays."""
     own = rows(widths, WORLD.rank)
     with strategy.scope():
@@ -87,12 +91,16 @@ def main() -> None:
     mine = [np.zeros_like(array) for array in initial(widths)]
     arena = strategy.arena(mine)
 
+    def in_place() -> None:
+        for array in mine:
+            WORLD.Allreduce(MPI.IN_PLACE, array)
+
     def in_arena() -> None:
         strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", arena))
 
     variants = {
         ALONE: by_hand(widths, mine, lambda: None),
-        "mpi4py in place": by_hand(widths, mine, lambda: [WORLD.Allreduce(MPI.IN_PLACE, each) for each in mine]),
+        "mpi4py in place": by_hand(widths, mine, in_place),
         "mpistrategy arena": by_hand(widths, arena.values, in_arena),
         "mpistrategy SGD": by_optimizer(widths, strategy, in_arena=False),
         "mpistrategy SGD, gradients in an arena": by_optimizer(widths, strategy, in_arena=True),

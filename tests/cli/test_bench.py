@@ -43,9 +43,7 @@ class Alone:
         return True
 
 
-def figures(
-    launch: Launch, folder: Path, *arguments: str, ranks: int = 2, **how: Any
-) -> dict[str, Any]:
+def figures(launch: Launch, folder: Path, *arguments: str, ranks: int = 2, **how: Any) -> dict[str, Any]:
     file = folder / "figures.json"
     launch(ranks, [*BENCH, "--quick", "--seconds", "0.02", "--json", file, *arguments], cwd=folder, **how).check()
     return json.loads(file.read_text())
