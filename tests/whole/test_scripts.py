@@ -143,6 +143,22 @@ def test_measurements_run(launch: Launch, tmp_path: Path, ranks: int, arguments:
     assert printed in job.stdout, job
 
 
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "printed"),
+    [
+        (2, ("steps", "--steps", "100", "--strategies", "5"), ": fine"),
+        (2, ("late_ranks", "--seconds", "2"), "no alarm in "),
+        (2, ("interruptions", "--calls", "100"), "100 calls on 2 ranks:"),
+        (2, ("large_counts", "--elements", "100000", "wire"), "elements on 2 ranks are right"),
+        (1, ("checkpoints", "--kills", "10"), "0 unrecoverable, 0 torn"),
+        (1, ("hostile_files", "--files", "20", "--no-jobs"), "0 errors that are not ours, 0 hangs"),
+    ],
+)
+def test_soaks_run(launch: Launch, tmp_path: Path, ranks: int, arguments: tuple[str, ...], printed: str) -> None:
+    job = launch(ranks, [SCRIPTS / "soak", *arguments], cwd=tmp_path).check()
+    assert printed in job.stdout, job
+
+
 def test_growth_prints_its_tables(launch: Launch) -> None:
     command = [
         sys.executable,
