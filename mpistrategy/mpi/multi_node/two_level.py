@@ -22,9 +22,8 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by
+from mpistrategy.arrays.dtypes import Array, divide_by, quietly
 from mpistrategy.mpi.interface.buffers import Freed
-from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import Rounded, Wire
 from mpistrategy.mpi.shared_memory.node_sum import Exchange, NodeSum, in_rank_order, segment_bytes, share
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
@@ -62,6 +61,7 @@ def give_away(most: int, looks: int) -> None:
         time.sleep(5e-5)
 
 
+@quietly
 def allreduce_across(
     communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None, wire: Wire = None
 ) -> None:
@@ -76,13 +76,10 @@ def allreduce_across(
     """
     flat = buffer.reshape(-1)
     mine = flat if source is None else source.reshape(-1)
-    with np.errstate(all="ignore"):
-        if communicator.has_links:
-            across_nodes(communicator).allreduce(mine, flat, op, wire)
-        elif wire is None:
-            communicator.allreduce(flat, op, mine)
-        else:
-            _rounded_in_one_process(communicator, mine, flat, wire)
+    if communicator.has_links:
+        across_nodes(communicator).allreduce(mine, flat, op, wire)
+    else:
+        communicator.allreduce(flat, op, mine)
 
 
 def across_nodes(communicator: Any) -> Lanes:
@@ -217,10 +214,8 @@ class _Pieces(Exchange):
             rounded = self._rounded[self._count % _UNDER_WAY]
             rounded.begin(total)
             return rounded
-        if self._blocks:  # nothing can fail on one rank between the agreement and this
-            ranks.allreduce_over(link, total, self._op)
-            return None
-        return ranks.begin_allreduce_over(link, total, self._op)
+        # Nothing can fail on one rank between the agreement and a call that blocks.
+        return ranks.begin_allreduce_over(link, total, self._op, blocks=self._blocks)
 
     def end(self, begun: Any) -> None:
         """Wait until it has been combined."""
@@ -240,13 +235,3 @@ def _write(exchange: _Pieces, begun: Any, totals: Sequence[Array], divisor: int)
 
 def _nothing() -> None:
     """Write nothing: no piece has begun."""
-
-
-def _rounded_in_one_process(communicator: Ranks, source: Array, target: Array, wire: np.dtype[Any]) -> None:
-    """Do `allreduce_across` with ranks that are threads: round what each node has, and the sum."""
-    together = np.empty((communicator.size, source.size), source.dtype)
-    communicator.allgatherv(source, [source.size] * communicator.size, together)
-    node_of = communicator.node_of if communicator.has_lanes else range(communicator.size)
-    sums = [together[np.equal(node_of, node)].sum(axis=0) for node in sorted(set(node_of))]
-    rounded = np.add.reduce([each.astype(wire).astype(source.dtype) for each in sums])
-    target[...] = rounded.astype(wire)
