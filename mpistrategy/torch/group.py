@@ -159,7 +159,8 @@ class Group:
         if not goes_on:
             all_reduce()
             return done(list(tensors))
-        job = self._background.submit(all_reduce, "torch.distributed.all_reduce")
+        work = functools.partial(self._background.unless_failed, all_reduce)
+        job = self._background.submit(work, "torch.distributed.all_reduce")
         if torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
         return Reduction(self._background, job, list(tensors))

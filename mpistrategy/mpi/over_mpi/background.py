@@ -124,23 +124,35 @@ class Background(Freed):
                 ranks.guard.break_off(where, error)
             raise
 
-    def result(self, job: Future[Any]) -> Any:
-        """Wait for a job; return its result or raise its error.  Meanwhile the thread has the core of this one."""
+    def unless_failed(self, work: Callable[[], object]) -> None:
+        """Call `work`, or raise the error of an earlier job of which nobody was told.
+
+        For jobs whose errors the program hears of when all are done: it makes none of the later calls on other ranks.
+        """
+        for job in self._failed[:1]:
+            job.result()
+        work()
+
+    def join(self, job: Future[Any]) -> None:
+        """Wait for a job; meanwhile the thread has the core of this one."""
         try:
             self._awaited.append(job)
-            return job.result()
+            job.exception()
         finally:
-            for those in (self._awaited, self._failed):
-                if job in those:
-                    those.remove(job)
+            if job in self._awaited:
+                self._awaited.remove(job)
+
+    def result(self, job: Future[Any]) -> Any:
+        """Wait for a job; return its result or raise its error."""
+        self.join(job)
+        if job in self._failed:
+            self._failed.remove(job)
+        return job.result()
 
     def wait(self) -> None:
         """Wait until all is done; raise the first error that nobody was told.  Does nothing in the thread itself."""
-        if self._last is None or self.is_here:
-            return
-        try:
-            self.result(self._last)
-        finally:
+        if self._last is not None and not self.is_here:
+            self.join(self._last)
             for job in self._failed[:1]:
                 self._failed.clear()
                 job.result()

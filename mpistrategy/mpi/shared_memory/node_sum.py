@@ -13,7 +13,6 @@ reads its operands any more; and it writes results there when all ranks have sen
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from math import prod
@@ -38,6 +37,9 @@ _LEAST_PIECE_BYTES = 16 * 2**10
 #: ``combination(parts, targets, op, divisor)`` combines arrays of all ranks, in rank order, and writes the result,
 #: divided, into each target; the first target may be the first part.
 Combination: TypeAlias = Callable[[Sequence[Array], Sequence[Array], str, int], None]
+#: What becomes of this rank's share of each chunk after its sum on the node: begins to combine the share, where it is,
+#: with those of other nodes, and returns what waits for the end of that.
+Exchange: TypeAlias = Callable[[Array], Callable[[], object]]
 
 
 def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
@@ -127,18 +129,6 @@ def _rounded_once(parts: Sequence[Array], targets: Sequence[Array], op: str, div
     divide_by(divisor, total)
     for target in targets:
         target[...] = total
-
-
-class Exchange(ABC):
-    """What becomes of this rank's share of each chunk after its sum on the node."""
-
-    @abstractmethod
-    def begin(self, total: Array) -> Any:
-        """Begin to combine the share of a chunk, where it is; return what `end` is given."""
-
-    @abstractmethod
-    def end(self, begun: Any) -> None:
-        """Wait until the share has been combined."""
 
 
 class NodeSum:
@@ -240,19 +230,23 @@ class NodeSum:
             parts = [each[begin:end] for each in sent]
             parts[me] = source[begin:end]
             combination(parts, (total,), op, divisor)
-        if exchange is not None:
-            return partial(self._end_exchange, exchange, exchange.begin(total), number, target, borders, results)
-        self._added.tell(number)
-        return partial(self._end, number, target, borders, results)
+        wait = None if exchange is None else exchange(total)
+        if wait is None:
+            self._added.tell(number)
+        return partial(self._end, number, wait, target, borders, results)
 
-    def _end_exchange(self, exchange: Exchange, begun: Any, number: int, *chunk: Any) -> None:
-        """Do `_end` once this rank's share has been exchanged."""
-        exchange.end(begun)
-        self._added.tell(number)
-        self._end(number, *chunk)
-
-    def _end(self, number: int, target: Array, borders: list[tuple[int, int]], results: list[Array]) -> None:
-        """Copy out the results of a chunk: the own one, and those of the other ranks when they are there."""
+    def _end(
+        self,
+        number: int,
+        wait: Callable[[], object] | None,
+        target: Array,
+        borders: list[tuple[int, int]],
+        results: list[Array],
+    ) -> None:
+        """Copy out the results of a chunk: the own one, when it was exchanged, and the others when they are there."""
+        if wait is not None:
+            wait()
+            self._added.tell(number)
         begin, end = borders[self.local_rank]
         target[begin:end] = results[self.local_rank][begin:end]
         self._wait_for(self._added, number)
