@@ -225,10 +225,11 @@ def bench(lane: Lane, row: Row) -> None:
         return
     found = json.loads(file.read_text())
     row.result, row.figures = RIGHT, found
-    largest = max((each for each in found["rows"] if each["name"] == "all_reduce in place"), key=lambda r: r["bytes"])
+    largest = max((case for case in found["cases"] if case["suite"] == "all_reduce"), key=lambda case: case["bytes"])
+    in_place = next(each for each in largest["variants"] if each["name"] == "mpistrategy out=")
     row.text = (
-        f"{found['gpus']} ranks; all_reduce in place of {largest['bytes']} bytes: bus bandwidth "
-        f"{largest['busbw_gb_s']:.3g} GB/s"
+        f"{found['environment']['ranks']} ranks; all_reduce in place of {largest['bytes']} bytes: bus bandwidth "
+        f"{in_place['bus_gb_s']:.3g} GB/s"
     )
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,12 +19,13 @@ import small
 import steps
 from drawing import draw
 from libraries import Peer, open_peers
+from mpistrategy.cli.arguments import positive
 from mpistrategy.cli.bench import command, sums
 from mpistrategy.cli.bench.case import Case
 from mpistrategy.cli.bench.raw import RawRanks
 from mpistrategy.cli.bench.report import Report, time_in_words
 from mpistrategy.cli.bench.shapes import LISTS
-from mpistrategy.cli.bench.timing import FULL, QUICK
+from mpistrategy.cli.bench.timing import FULL_SECONDS, QUICK_SECONDS
 from mpistrategy.strategy.strategy import Strategy
 
 SUITES = ("all_reduce", "small", "lists", "steps", "nodes")
@@ -39,9 +39,7 @@ def main() -> int:
         return 2
     ranks, strategy = started
     peers, missing = open_peers(options.peers, ranks, ranks.nodes)
-    effort = QUICK if options.quick else FULL
-    if options.seconds:
-        effort = replace(effort, seconds=options.seconds)
+    seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
     counts = {
         "all_reduce": len(options.sizes),
         "small": 2,
@@ -49,7 +47,7 @@ def main() -> int:
         "steps": len(options.networks),
         "nodes": (len(nodes.SIZES) + 1) * (ranks.nodes > 1),
     }
-    report = Report(ranks, effort, sum(counts[suite] for suite in options.only))
+    report = Report(ranks, seconds, sum(counts[suite] for suite in options.only))
     for suite in options.only:
         follows: list[str] = []
         for case in _cases(suite, options, ranks, strategy, peers):
@@ -90,9 +88,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--peers", nargs="+", type=Path, default=[], metavar="FILE.py", help="other libraries, as in scripts/peers"
     )
-    parser.add_argument("--seconds", type=command.positive, help="for each case")
+    parser.add_argument("--seconds", type=positive, help="for each case")
     parser.add_argument(
-        "--line-rate", type=command.positive, metavar="GBIT", help="of the link between nodes, for the suite nodes"
+        "--line-rate", type=positive, metavar="GBIT", help="of the link between nodes, for the suite nodes"
     )
     parser.add_argument("--json", type=command.writable, metavar="FILE", help="write all figures there")
     parser.add_argument("--plot", type=command.writable, metavar="FILE.png", help="draw time by size; needs matplotlib")
