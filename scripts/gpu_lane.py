@@ -106,7 +106,7 @@ def digits(lane: Lane, row: Row) -> None:
         if lane.job("digits", [lane.python, "-c", f"import {name}"], 30).status != 0:
             row.text = f"the package {name} is missing"
             return
-    program = [ROOT / "scripts" / "train_digits.py", "--no-plot", "--progress", "lines"]
+    program = [ROOT / "scripts" / "examples" / "train_digits.py", "--no-plot", "--progress", "lines"]
     found: dict[str, Path] = {}
     for name, ranks, devices in (("cpu", 2, "cpu"), ("gpu1", 1, "shared"), ("gpu2", 2, "shared")):
         found[name] = lane.work / f"{name}.npz"

@@ -25,7 +25,6 @@ pytestmark = pytest.mark.one_rank  # or starts jobs
 
 Launch = Callable[..., launching.Finished]
 BENCH = ["-m", "mpistrategy", "bench"]
-PROGRAM = [str(Path(__file__).parents[2] / "scripts" / "bench")]
 TINY = 0.01
 
 
@@ -41,11 +40,9 @@ class Alone:
         return np.array(values)
 
 
-def figures(
-    launch: Launch, folder: Path, *arguments: str, ranks: int = 2, program: list[str] = BENCH, **how: Any
-) -> dict[str, Any]:
+def figures(launch: Launch, folder: Path, *arguments: str, ranks: int = 2, **how: Any) -> dict[str, Any]:
     file = folder / "figures.json"
-    launch(ranks, [*program, "--quick", "--seconds", "0.02", "--json", file, *arguments], cwd=folder, **how).check()
+    launch(ranks, [*BENCH, "--quick", "--seconds", "0.02", "--json", file, *arguments], cwd=folder, **how).check()
     return json.loads(file.read_text())
 
 
@@ -77,17 +74,6 @@ def test_one_array(launch: Launch, tmp_path: Path) -> None:
     assert environment["blas_threads"] == "1"
 
 
-@pytest.mark.slow
-def test_the_program_of_the_scripts_measures_small_values_and_draws(launch: Launch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    arguments = ["--only", "small,all_reduce", "--sizes", "4,1KiB", "--plot", "p.png"]
-    found = figures(launch, tmp_path, *arguments, program=PROGRAM)
-    check(found["cases"][0], "mpi4py", "mpistrategy")
-    check(found["cases"][1], "mpi4py, 10 elements", "mpistrategy")
-    check(found["cases"][2], "mpi4py", "mpi4py in place", "mpistrategy")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
-
-
 @long_lane
 @pytest.mark.slow
 def test_lists(launch: Launch, tmp_path: Path) -> None:
@@ -95,55 +81,8 @@ def test_lists(launch: Launch, tmp_path: Path) -> None:
     check(case, "mpi4py loop", "mpi4py loop in place", "mpistrategy", "mpistrategy out=", "mpistrategy arena")
 
 
-@pytest.mark.slow
-def test_steps(launch: Launch, tmp_path: Path) -> None:
-    [case] = figures(launch, tmp_path, "--only", "steps", "--networks", "64-128-10", program=PROGRAM)["cases"]
-    check(case, "NumPy, no communication", "NumPy, mpi4py in place", "NumPy, mpistrategy arena")
-    assert {"NumPy, mpi4py in place", "mpistrategy SGD", "mpistrategy SGD, sliced update"} <= set(
-        case["communication_us"]
-    )
-
-
-PEER = """
-    import numpy as np
-    from mpistrategy.cli.bench.case import Variant
-
-    PACKAGE = {package!r}
-
-    class PEER:
-        def __init__(self, ranks, nodes):
-            self.ranks = ranks
-
-        def one_array(self, array):
-            yield Variant("a peer", lambda: self.ranks.allreduce(self.ranks.in_place, array), [array])
-
-        def close(self):
-            print("closed")
-    """
-
-
-@pytest.mark.slow
-def test_files_add_other_libraries(launch: Launch, tmp_path: Path) -> None:
-    files = [launching.program(PEER.format(package=name), tmp_path) for name in ("numpy", "lost")]
-    arguments = ["--only", "all_reduce", "--sizes", "4", "--peers", *map(str, files)]
-    [case] = figures(launch, tmp_path, *arguments, program=PROGRAM)["cases"]
-    check(case, "mpi4py")
-    assert case["variants"][-1]["name"] == "a peer"
-
-
 TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 pretends = pytest.mark.skipif(launching.IS_OPEN_MPI, reason="MPICH alone can pretend to be several nodes")
-
-
-@pretends
-@pytest.mark.slow
-def test_nodes(launch: Launch, tmp_path: Path) -> None:
-    pytest.importorskip("ml_dtypes")
-    found = figures(launch, tmp_path, "--only", "nodes", "--line-rate", "1", program=PROGRAM, env=TWO_NODES)
-    assert found["environment"]["nodes"] == 2
-    check(found["cases"][0], "mpi4py", "mpi4py in place", "mpistrategy", "mpistrategy out=")
-    assert found["cases"][0]["line_us"] == pytest.approx(64 * 1024 * 8 / 1000)
-    assert np.isfinite(found["cases"][-1]["hidden"])  # noise may make it anything in so short a run
 
 
 @pytest.mark.slow

@@ -1,6 +1,6 @@
 """Checkpoints and files of arrays that were made up to harm, and what reading them comes to.
 
-The tests read a few hundred of them, scripts/soak_hostile.py many thousands.
+The tests read a few hundred of them, scripts/soak hostile_files many thousands.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A few hundred files that were made up to harm, of each kind: errors of ours, at once, and without much memory.
 
-scripts/soak_hostile.py reads many thousands of them.
+scripts/soak hostile_files reads many thousands of them.
 """
 
 from __future__ import annotations

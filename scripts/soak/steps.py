@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Makes many steps of mixed collectives and shows that nothing grows: memory, mappings, files, communicators.
 
 An MPI request that is never freed takes some hundred bytes: a leak of one a step shows in the memory.
 
-scripts/mpirun -n 2 scripts/soak_steps.py [--steps 20000] [--strategies 3000]
+    scripts/mpirun -n 2 scripts/soak steps [--steps 20000] [--strategies 3000]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Kills jobs at random moments, a quarter of them while segments are made, and looks for what they leave in /dev/shm.
 
-    python scripts/soak_kills.py [--kills N] [--seed N]
+    python scripts/soak kills [--kills N] [--seed N]
 
 Prints how many jobs left what.  Exit status 1 if a file is left.
 """
@@ -19,7 +19,7 @@ from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "jobs"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "jobs"))
 import launching
 
 FOLDER = Path("/dev/shm")

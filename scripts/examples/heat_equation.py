@@ -1,6 +1,6 @@
 """Heat conduction in a square plate, split by rows over the ranks: an MPI program that uses the library for sums only.
 
-    mpiexec -n 4 python scripts/heat_equation.py
+    mpiexec -n 4 python scripts/examples/heat_equation.py
 
 The halo exchange is plain mpi4py on COMM_WORLD. The strategy works on a duplicate of it, so that the two never meet.
 Succeeds if the temperatures agree with the exact solution.

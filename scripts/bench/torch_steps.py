@@ -1,4 +1,14 @@
-"""Steps of three torch models: without communication, with mpistrategy.torch, DDP and Horovod.  See bench_torch."""
+"""Times steps of three torch models: without communication, with mpistrategy.torch, DDP and Horovod.
+
+    scripts/mpirun -n 2 scripts/bench torch_steps [--models mlp cnn transformer]
+    ... --all-reduce                         single all-reduces beside gloo and mpi4py
+    ... --memory VARIANT [--models mlp]      the memory that gradients take
+
+Needs torch: scripts/test_frameworks --only-install.  Horovod takes part where Python has it.  Horovod 0.28.1 compiles
+against torch 2.13 and MPICH as C++17, with cmake and a compiler: set CMAKE_CXX_STANDARD to 17 in CMakeLists.txt and
+horovod/torch/CMakeLists.txt of its sdist, and build a wheel with HOROVOD_WITH_PYTORCH=1 HOROVOD_WITH_MPI=1
+HOROVOD_WITHOUT_GLOO=1.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +18,8 @@ import os
 import socket
 import statistics
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +28,7 @@ from mpi4py import MPI
 
 import mpistrategy as ms
 import mpistrategy.torch as mst
+from turns import times_in_turns
 
 try:
     import horovod.torch as hvd
@@ -115,72 +126,48 @@ def step_of(variant: str, model: str, strategy: ms.Strategy) -> tuple[Callable[[
     return step, net
 
 
-def seconds_of(step: Callable[[], None]) -> float:
-    """Return how long a step takes from a barrier until the last rank has made it.
-
-    No step of data-parallel training ends before its slowest rank, so that compute is timed like this, too.
-    """
-    WORLD.Barrier()
-    began = time.perf_counter()
-    step()
-    return WORLD.allreduce(time.perf_counter() - began, MPI.MAX)
-
-
 def times_of(model: str, rounds: int, strategy: ms.Strategy) -> None:
-    """Print how long a step takes: rounds in which each variant makes some steps, in turn."""
+    """Print how long a step takes, until the slowest rank has made it: each variant in turn."""
     steps = {variant: step_of(variant, model, strategy) for variant in VARIANTS}
-    found: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for number in range(rounds + 2):
-        for variant, (step, _) in steps.items():
+
+    def at_its_turn(variant: str) -> Callable[[], None]:
+        step = steps[variant][0]
+
+        def three_steps() -> None:
             with at_work(variant):
-                step()  # the caches are those of this variant
-                took = [seconds_of(step) for _ in range(3)]
-            if number >= 2:
-                found[variant] += took
+                for _ in range(3):
+                    step()
+
+        return three_steps
+
+    found = times_in_turns({variant: at_its_turn(variant) for variant in VARIANTS}, rounds)
     mine, *others = (list(steps[name][1].parameters()) for name in VARIANTS[1:])
     alike = max(
         float((one - other).detach().abs().max()) for theirs in others for one, other in zip(mine, theirs, strict=True)
     )
     if WORLD.rank == 0:
-        middle = {variant: statistics.median(times) for variant, times in found.items()}
+        middle = {variant: statistics.median(times) / 3 for variant, times in found.items()}
         size = sum(tensor.numel() for tensor in mine)
-        print(
-            f"{model}: {size / 1e6:.1f} M parameters; the variants' parameters differ by {alike:.1e} at most",
-            flush=True,
-        )
+        print(f"{model}: {size / 1e6:.1f} M parameters; the variants' differ by {alike:.1e} at most", flush=True)
         for variant, value in middle.items():
-            quarter = statistics.quantiles(found[variant], n=4)
-            print(
-                f"  {variant:22} {1e3 * value:8.2f} ms a step (quartiles {1e3 * quarter[0]:.2f}-{1e3 * quarter[2]:.2f})"
-            )
+            print(f"  {variant:22} {1e3 * value:8.2f} ms a step")
         for ours in OURS:
             for other in VARIANTS[4:]:
                 more = middle[ours] - middle["compute"], middle[other] - middle["compute"]
                 print(f"  ({ours} - compute) / ({other} - compute) = {more[0] / more[1]:.2f}", flush=True)
 
 
-def all_reduces(rounds: int, strategy: ms.Strategy) -> None:
+def all_reduces(rounds: int) -> None:
     """Print how long one all-reduce takes: torch's by both backends, and mpi4py's, in turns."""
     for count in (1, 2**14, 2**18, 2**24):
-        tensor = torch.ones(count)
+        tensor = torch.zeros(count)
         array = tensor.numpy()
         calls = {
-            "mpistrategy": lambda tensor=tensor: torch.distributed.all_reduce(tensor),
-            "gloo": lambda tensor=tensor: torch.distributed.all_reduce(tensor, group=GROUPS["gloo"]),
-            "mpi4py": lambda array=array: WORLD.Allreduce(MPI.IN_PLACE, array),
+            "mpistrategy": partial(torch.distributed.all_reduce, tensor),
+            "gloo": partial(torch.distributed.all_reduce, tensor, group=GROUPS["gloo"]),
+            "mpi4py": partial(WORLD.Allreduce, MPI.IN_PLACE, array),
         }
-        found: dict[str, list[float]] = {name: [] for name in calls}
-        repeats = max(1, min(50, 2**22 // count))
-        for number in range(rounds + 2):
-            for name, call in calls.items():
-                tensor.fill_(0)
-                WORLD.Barrier()
-                began = time.perf_counter()
-                for _ in range(repeats):
-                    call()
-                took = WORLD.allreduce(time.perf_counter() - began, MPI.MAX) / repeats
-                if number >= 2:
-                    found[name].append(took)
+        found = times_in_turns(calls, rounds, repeats=max(1, min(50, 2**22 // count)))
         if WORLD.rank == 0:
             words = ", ".join(f"{name} {1e6 * statistics.median(times):.1f} us" for name, times in found.items())
             print(f"all_reduce of {4 * count} bytes: {words}", flush=True)
@@ -246,7 +233,7 @@ def main() -> None:
     strategy = ms.MirroredStrategy()
     start_groups(strategy)
     if arguments.all_reduce:
-        all_reduces(arguments.rounds, strategy)
+        all_reduces(arguments.rounds)
     for model in arguments.models if not arguments.all_reduce else ():
         if arguments.memory:
             memory_of(model, arguments.memory, strategy)

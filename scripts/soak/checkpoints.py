@@ -1,10 +1,7 @@
-#!/usr/bin/env python3
 """Kills processes while they save checkpoints, and shows that the one before or the new one is there, whole.
 
-scripts/soak_checkpoint.py [--kills 1000] [--seed 0]        in one process: its children are killed
-scripts/mpirun -n 3 scripts/soak_checkpoint.py --job FOLDER --seed N        a job that kills a rank of its own; again
-scripts/soak_checkpoint.py --look FOLDER        what is left after such jobs
-scripts/soak_checkpoint.py --whole-jobs 200        jobs of 3 ranks that save with wait=False; all ranks are killed
+    python scripts/soak checkpoints [--kills 1000] [--seed 0]        in one process: its children are killed
+    python scripts/soak checkpoints --whole-jobs 200        jobs of 3 ranks that save with wait=False; all are killed
 
 A child, of 1 to 3 simulated ranks, is killed before a change to the file system (each of them in turn: mkdir, create,
 write, fsync, rename, unlink, rmdir), in the middle of a write, or at a random time. Or the power fails: what was not
@@ -266,59 +263,6 @@ def _list(counts: Counter[str]) -> str:
     return ", ".join(f"{what} {count}" for what, count in sorted(counts.items()))
 
 
-# ------------------------------------------------------------------------------------------------ real jobs
-
-
-def job_of_ranks(folder: Path, seed: int) -> int:
-    """Restore, see that nothing was lost, and save until a rank of this job kills itself; see `look`."""
-    dice = random.Random(seed)
-    if seed % 2:
-        collecting.BYTES_A_WRITER = collecting.BYTES_A_PART = 1
-    program = Program("manager", folder, 0)
-    strategy, notes = program.strategy, folder / "committed.txt"
-    rank, ranks = strategy.replica_id_in_sync_group, strategy.num_replicas_in_sync
-    try:
-        found = program.restore()
-    except Exception as error:
-        (folder / f"bad-{seed}-{rank}").write_text(f"{type(error).__name__}: {error}")
-        raise
-    if rank == 0:
-        lines = notes.read_text().split() if notes.exists() else ["0"]
-        with open(folder / "jobs.txt", "a") as file:
-            file.write(f"{found} {lines[-1]}\n")
-    victim, at, changes = dice.randrange(ranks), dice.randint(1, 60 if dice.random() < 0.5 else 12), itertools.count(1)
-
-    def watcher(what: str, name: str) -> None:
-        if next(changes) == at:
-            end()
-
-    if rank == victim:
-        files.watcher = watcher
-    for value in itertools.count(max(found, 0) + 1):
-        program.array.assign(np.full(2000, float(value)))
-        strategy.run(lambda value=value: program.count.assign(value if rank == 0 else 0))
-        program.checkpoint.objects["number"] = value
-        program.manager.save(value, wait=bool(value % 3))
-        if value % 3 and rank == 0:
-            with open(notes, "a") as file:
-                file.write(f"{value}\n")
-    return 1
-
-
-def look(folder: Path) -> int:
-    """Tell what the jobs have found; return the exit status."""
-    found = [tuple(map(int, line.split())) for line in (folder / "jobs.txt").read_text().splitlines()]
-    bad = [f"{there} after {committed} was committed" for there, committed in found if max(there, 0) < committed]
-    lost = len(bad)
-    bad += [path.read_text() for path in sorted(folder.glob("bad-*"))]
-    print(
-        f"{len(found)} jobs of which a rank was killed while it saved: {lost} times a committed step was lost, "
-        f"{len(bad) - lost} times ranks could not restore; the last job went on after step {found[-1][0]}"
-    )
-    print("\n".join(bad), end="\n" if bad else "")
-    return int(bool(bad))
-
-
 # ------------------------------------------------------------------------------------------------ whole jobs
 
 
@@ -348,7 +292,7 @@ def job_in_background(folder: Path, seed: int) -> int:
 
 def kill_whole_jobs(kills: int, seed: int) -> int:
     """Kill jobs, all ranks at once; return the exit status."""
-    sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests" / "jobs"))
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "jobs"))
     import launching
 
     dice, began, bad, torn = random.Random(seed), time.monotonic(), list[str](), 0
@@ -400,19 +344,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=1000, help="default: %(default)s")
     parser.add_argument("--seed", type=int, default=0, help="default: %(default)s")
-    parser.add_argument("--job", type=Path, metavar="FOLDER")
-    parser.add_argument("--look", type=Path, metavar="FOLDER")
     parser.add_argument("--whole-jobs", type=int, metavar="KILLS")
     parser.add_argument("--in-background", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if not options.in_background:
+        os.environ["MPISTRATEGY_ALONE"] = "1"  # whatever has started this process
     if options.whole_jobs:
         return kill_whole_jobs(options.whole_jobs, options.seed)
     if options.in_background:
         return job_in_background(options.in_background, options.seed)
-    if options.look:
-        return look(options.look)
-    if options.job:
-        return job_of_ranks(options.job, options.seed)
     return soak(options.kills, options.seed)
 
 

@@ -1,9 +1,8 @@
-#!/usr/bin/env python3
 """Measures this rank's own work of one repeated small call, in every spelling, beside a sketch of the least it can be.
 
-    scripts/bench_calls [--rounds N]
+    python scripts/bench calls [--rounds N]
 
-Run it with the Python that has mpistrategy: .venv/bin/python scripts/bench_calls. One process, no MPI: the other rank's
+One process, no MPI: the other rank's
 mailbox is this rank's own, so there are no waits in the figures. Each is the least of many rounds, in microseconds.
 
 The sketch has one call, one dictionary and one plan for every spelling, and leaves out what a call must have besides:
@@ -220,7 +219,7 @@ def main() -> None:
         extended = strategy.extended
 
         def cross(work: Callable[[], Any]) -> float:
-            return here.merge_call(lambda _: least(work, rounds))
+            return float(here.merge_call(lambda _: least(work, rounds)))
 
         show("reduce_to", cross(lambda: extended.reduce_to(SUM, x, x)), one)
         show("reduce_to of 10 floats", cross(lambda: extended.reduce_to(SUM, numbers, numbers)), ten)

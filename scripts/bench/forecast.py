@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Tells by formulas how long an all-reduce takes between nodes; needs no job, and measures nothing.
 
-    scripts/forecast --bytes 100000000 --link 25e9 --latency 2e-6 --ranks 8 [NODES...]
+    python scripts/bench forecast --bytes 100000000 --link 25e9 --latency 2e-6 --ranks 8 [NODES...]
 
 N nodes of L ranks reduce n bytes.  A message of m bytes takes a + m / b (R. Hockney, "The communication challenge for
 MPP", Parallel Computing 20, 1994): the latency a, and b the share of the node's link that each of the ranks has which
@@ -62,7 +61,10 @@ def main() -> None:
     parser.add_argument("--memory", type=float, default=2e11, help="bytes a second of a node; default: %(default)s")
     given = parser.parse_args()
     copy, add = (min(speed, given.memory / given.ranks) for speed in (given.copy, given.add))
-    print(f"{given.bytes:.3g} bytes on nodes of {given.ranks} ranks, milliseconds\n{'nodes':>8} {'flat':>10} {'lanes':>10}")
+    print(
+        f"{given.bytes:.3g} bytes on nodes of {given.ranks} ranks, milliseconds\n"
+        f"{'nodes':>8} {'flat':>10} {'lanes':>10}"
+    )
     for nodes in given.nodes:
         what = nodes, given.ranks, given.bytes, given.link, copy, add, given.latency
         print(f"{nodes:>8} {1e3 * by_mpi(*what):>10.3f} {1e3 * by_lanes(*what):>10.3f}")

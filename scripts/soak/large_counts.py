@@ -1,6 +1,6 @@
 """Messages of more than 2^31 elements, for real.
 
-    mpiexec -n 2 python scripts/soak_large_counts.py [--elements N] [broadcast|gather|wire|reduce|one|hierarchical ...]
+    mpiexec -n 2 python scripts/soak large_counts [--elements N] [broadcast|gather|wire|reduce|one|hierarchical ...]
 
 The library cuts its messages into pieces of at most 2^30 elements, since not every MPI counts further than 2^31 - 1.
 The tests set that limit low; this program crosses it, with 2^31 + 16 elements unless told otherwise. `one` is

@@ -1,7 +1,6 @@
-#!/usr/bin/env python3
 """Makes random calls, some of which are interrupted on one rank at a random moment: no hang, no wrong sum.
 
-    scripts/mpirun -n 3 scripts/soak_interruptions.py [--calls 100000] [--every 10] [--seed 0]
+    scripts/mpirun -n 3 scripts/soak interruptions [--calls 100000] [--every 10] [--seed 0]
 
 Every tenth call is interrupted.  The rank then takes no more calls, and the others raise RemoteError in that call or
 the next, within seconds; or the call counts as not begun, and the rank makes it again.  All on one node, and without

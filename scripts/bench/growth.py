@@ -1,11 +1,9 @@
-#!/usr/bin/env python3
 """Prints, as tables, how the work of a rank grows with the number of ranks.
 
-    scripts/growth [TABLE...] [--real 16 64] [--pretended 1024 10000]
+    .venv/bin/python scripts/bench growth [TABLE...] [--real 16 64] [--pretended 1024 10000]
 
-Run it with the Python that has mpistrategy and its MPI: .venv/bin/python scripts/growth. Tables: creation, watchdog,
-mismatch, mailboxes, imports, messages; without any, all. Real ranks are started with the mpiexec beside that Python
-(MPICH, 8 ranks a pretended node). Pretended ranks run the library's own code without MPI. Nodes have 8 ranks.
+Tables: creation, watchdog, mismatch, imports; without any, all. Real ranks are started with the mpiexec beside that
+Python (MPICH, 8 ranks a pretended node). Pretended ranks run the library's own code without MPI. Nodes have 8 ranks.
 """
 
 from __future__ import annotations
@@ -20,9 +18,8 @@ import time
 import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from unittest import mock
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "doubles")]
 LOCAL = 8
 
@@ -198,46 +195,6 @@ def mismatch(real: Sequence[int], pretended: Sequence[int]) -> None:
     table("The table of a mismatch, which one rank prints", head, rows)
 
 
-def mailboxes(real: Sequence[int], pretended: Sequence[int]) -> None:
-    """Microseconds of a sum through the mailboxes when all others are there, with and without rows."""
-    import numpy as np
-    from pretended import mailboxes_of_many
-
-    from mpistrategy.mpi.shared_memory import mailboxes as module
-    from mpistrategy.options import ReduceOp
-    from mpistrategy.reduction.routes.mailboxes import MailboxRoute
-
-    def seconds(ranks: int, count: int, least: int) -> float:
-        with mock.patch.object(module, "MANY_RANKS", least):
-            return of(mailboxes_of_many(ranks), count)
-
-    def of(them: list[module.Mailboxes], count: int) -> float:
-        numbers = [slot.mine for each in them[1:] for slot in each.slots]
-        mine, arrays = them[0], [np.zeros(count)]
-        route = MailboxRoute(mine, ((np.dtype(np.float64), (count,)),), ReduceOp.SUM)
-
-        def run() -> None:
-            route.bring(arrays)
-            mine.all_equal(5)
-            route.run(arrays)
-
-        found = []
-        for _ in range(2_000):
-            for each in numbers:  # as if all others had come
-                each[0], each[1] = mine.sequence + 1, 5
-            began = time.perf_counter()
-            run()
-            found.append(time.perf_counter() - began)
-        return sorted(found)[len(found) // 2]
-
-    rows = []
-    for ranks in (2, 4, 8, 12, 16, 24, 32, 64, 128):
-        times = [1e6 * seconds(ranks, count, least) for count in (1, 64) for least in (1_000, 2)]
-        rows.append([ranks, *times])
-    head = ["ranks of a node", "1 float, loop (us)", "in one step", "64 floats, loop", "in one step"]
-    table(f"Mailboxes, all others are there; in one step from {module.MANY_RANKS} ranks on", head, rows)
-
-
 FIRST_SUM = """
 import sys
 import numpy as np
@@ -291,40 +248,7 @@ def _calls(strace: str, program: str, place: Path, folder: str) -> list[object]:
     return [modules, len(lines), shared, ours, round(ours / modules, 1) if modules else ""]
 
 
-NODES = (2, 4, 8, 16, 32, 64)
-SIZES = (8, 4 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20, 16 * 2**20, 96 * 2**20)
-ROUTES = {"mpi": "flat"}
-
-
-def messages(real: Sequence[int], pretended: Sequence[int]) -> None:
-    """What a rank calls MPI for by sizes, and Python's own time; pretended nodes, and messages that take no time."""
-    import numpy as np
-    from pretended import calls_of, own_seconds, strategy_of_many
-
-    from mpistrategy.objects.shown import size_in_words
-
-    rows: list[list[object]] = []
-    for local in (1, LOCAL):
-        for nodes in NODES:
-            with strategy_of_many(nodes, local) as (strategy, calls):
-                row: list[object] = [f"{nodes}x{local}"]
-                for nbytes in SIZES:
-                    counts = calls_of(strategy, calls, nbytes)
-                    route = strategy.extended.communicator.route(nbytes, np.dtype(np.float32), "SUM")
-                    row.append(f"{ROUTES.get(route, route)} {sum(counts.values())}")
-            rows.append(row)
-    head = ["nodes x ranks", *map(size_in_words, SIZES)]
-    table("Calls of MPI of one rank in an all-reduce, by bytes: the check's Start and Wait among them", head, rows)
-    rows = [
-        [f"{nodes}x{local}", 1e3 * own_seconds(nodes, local, SIZES[-1])]
-        for local in (1, LOCAL)
-        for nodes in (*NODES, 128, 1024)
-    ]
-    head = ["nodes x ranks", "ms"]
-    table("Python's own CPU time a lane, 96 MiB: without MPI, copies and additions", head, rows)
-
-
-TABLES = {each.__name__: each for each in (creation, watchdog, mismatch, mailboxes, imports, messages)}
+TABLES = {each.__name__: each for each in (creation, watchdog, mismatch, imports)}
 
 
 def main() -> None:

@@ -1,6 +1,6 @@
 """Train a classifier of handwritten digits, data-parallel: one MPI rank is one replica.
 
-    mpiexec -n 4 python scripts/train_digits.py
+    mpiexec -n 4 python scripts/examples/train_digits.py
 
 Every rank computes the gradients of its part of each batch, the library adds them up, and every rank makes the same
 step. The numbers are the same, to rounding, on any number of ranks. Succeeds if the test accuracy is at least 0.97 and

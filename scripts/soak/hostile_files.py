@@ -1,8 +1,7 @@
-#!/usr/bin/env python3
 """Reads files and settings that were made up to harm, and shows that each ends in an error of ours, or well; at once.
 
-scripts/soak_hostile.py [--files 10000] [--seed 0] [--no-jobs]      in one process; jobs of 2 ranks for settings
-scripts/mpirun -n 2 scripts/soak_hostile.py --on-ranks [--files 500]      checkpoints that all ranks read
+    python scripts/soak hostile_files [--files 10000] [--seed 0] [--no-jobs]    in one process; for settings jobs of 2
+    scripts/mpirun -n 2 scripts/soak hostile_files --on-ranks [--files 500]      checkpoints that all ranks read
 
 Checkpoints (bytes that are flipped, cut, moved and put in; manifests and headers that lie, with checksums that are
 right), .npz, .npy and .safetensors files, manifests with partial=True, thresholds, run directories, and
@@ -23,7 +22,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "tests" / "jobs"), str(ROOT)]
 
 import hostile  # noqa: E402

@@ -1,7 +1,7 @@
 """Forty planned faults: one rank is late, stopped, killed, ...; who is named, after how many seconds.
 
-    python scripts/soak_faults.py [--other MPIEXEC] [NAME...]
-    MPIR_CVAR_NUM_CLIQUES=2 python scripts/soak_faults.py ...                 on 2 nodes that MPICH pretends
+    python scripts/soak faults [--other MPIEXEC] [NAME...]
+    MPIR_CVAR_NUM_CLIQUES=2 python scripts/soak faults ...                 on 2 nodes that MPICH pretends
 
 Each is made by the last of 2 and of 3 ranks, with this interpreter's MPI.  `--other` is the mpiexec of another MPI, for
 the row of a launcher that does not know the library.  Prints a row a job: the status, the seconds from the fault to the
@@ -22,7 +22,7 @@ import time
 from itertools import product
 from pathlib import Path
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[1] / "tests" / folder) for folder in ("", "jobs")]
+sys.path[:0] = [str(Path(__file__).resolve().parents[2] / "tests" / folder) for folder in ("", "jobs")]
 import launching  # noqa: E402
 
 PROGRAM = """
