@@ -164,7 +164,7 @@ def _say_goodbye() -> None:
     _leave_contained()
     status = _status() if _ends_the_job() else 0
     is_due = status and not program.all_leave and not any(guard.all_leave for guard in _open)
-    # The engine of a strategy says its own goodbye when that is freed, and none after a failure.
+    # What runs in the background says its own goodbye when that is freed, and none after a failure.
     waiting = [guard for guard in _open if not guard.is_in_background and not guard.is_broken]
     for guard in waiting:
         guard.start_leaving()
