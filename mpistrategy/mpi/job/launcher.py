@@ -106,7 +106,7 @@ def refusal(
     Args:
         environment: the variables of the process.
         world_size: how many ranks MPI says there are.
-        library: the MPI library; `mpistrategy.mpi.tuning.files.library_name`.
+        library: the MPI library; `mpistrategy.mpi.tuning.thresholds.library_name`.
         where: the public name that the error speaks of.
     """
     claim = claim_in(environment)
