@@ -19,13 +19,13 @@ from replicas import long_lane
 from mpistrategy.cli.bench import report
 from mpistrategy.cli.bench.case import Case, Variant, is_right
 from mpistrategy.cli.bench.shapes import LISTS, elements
-from mpistrategy.cli.bench.timing import Effort, measure, summary
+from mpistrategy.cli.bench.timing import measure, summary
 
 pytestmark = pytest.mark.one_rank  # or starts jobs
 
 Launch = Callable[..., launching.Finished]
 BENCH = ["-m", "mpistrategy", "bench"]
-TINY = Effort(seconds=0.01, least=3, most=3)
+TINY = 0.01
 
 
 class Alone:
@@ -38,9 +38,6 @@ class Alone:
 
     def greatest(self, values: Any) -> Any:
         return np.array(values)
-
-    def all_equal(self, digest: bytes) -> bool:
-        return True
 
 
 def figures(launch: Launch, folder: Path, *arguments: str, ranks: int = 2, **how: Any) -> dict[str, Any]:
@@ -69,7 +66,7 @@ def test_one_array(launch: Launch, tmp_path: Path) -> None:
     ]
     for case in found["cases"][:2]:
         check(case, "mpi4py", "mpi4py in place", "mpistrategy", "mpistrategy out=", "mpistrategy arena")
-    check(found["cases"][2], "mpi4py", "mpi4py in place", "mpi4py in place, 1 MiB pieces", "mpistrategy")
+    check(found["cases"][2], "mpi4py", "mpi4py in place", "mpistrategy", "mpistrategy out=")
     environment = found["environment"]
     assert environment["ranks"] == environment["ranks_on_node"] == 3
     assert environment["nodes"] == 1
@@ -171,7 +168,7 @@ def test_operands_are_rewritten_and_results_read_outside_the_time() -> None:
     mine = np.zeros(4)
     variant = Variant("v", lambda: written.append(mine[0]), [mine], load=lambda: None)
     rounds = measure(Case("suite", "case", 32, [variant], batch=1), Alone(), TINY)["rounds"]
-    assert rounds >= TINY.least  # and more, as many as it likes, where other programs take the core
+    assert rounds >= 5  # and more, as many as it likes, where other programs take the core
     assert len(set(written)) > 2
 
 
@@ -202,4 +199,4 @@ def test_rows_are_printed_when_they_are_there_and_stay_after_a_kill(tmp_path: Pa
             assert job.poll() is None, "the row comes before the end"
         finally:
             launching._kill(job, mark)
-    assert seen.endswith("| 1 |\n")
+    assert "| 1 |" in seen

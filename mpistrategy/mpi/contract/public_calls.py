@@ -53,11 +53,6 @@ def all_declared() -> dict[str, PublicCall]:
     return declared
 
 
-def may_skip_check(name: str) -> bool:
-    """Return whether calls of a declared method need not be compared at the check level "off"."""
-    return name in declared and declared[name].may_skip_check
-
-
 def collective(kind: str, *, outside: str = "", may_skip_check: bool = False) -> Callable[[F], F]:
     """Declare a public method that all ranks call together; see `PublicCall`."""
 

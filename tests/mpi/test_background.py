@@ -1,4 +1,4 @@
-"""The engine leaves the core to the program while it computes, and takes it while the program waits for a job."""
+"""The thread leaves the core to the program while it computes, and takes it while the program waits for a job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes
 
 import mpistrategy as ms
 from mpistrategy.errors import ContextError, MpiStrategyError
-from mpistrategy.mpi.over_mpi import engine as engines
+from mpistrategy.mpi.over_mpi import background as module
+from mpistrategy.mpi.over_mpi.background import Background
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -25,33 +26,31 @@ def test_it_naps_between_two_looks_only_while_the_program_computes(monkeypatch: 
     strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
     strategy.run(lambda: context().all_reduce_async("SUM", 1.0)).wait()
     ranks: Any = strategy.extended.communicator
-    engine, computing, naps = ranks.once.made[engines.AtOnce], threading.Event(), []
-    monkeypatch.setattr(engines, "patiently", naps.append)
+    background, computing, naps = ranks.once.made[Background], threading.Event(), []
+    monkeypatch.setattr(module, "patiently", naps.append)
 
     def work() -> None:
-        engine.communicator.pause(1)
+        background.communicator.pause(1)
         computing.set()
-        while not engine.worker._awaited:
+        while not background._awaited:
             time.sleep(1e-4)
-        engine.communicator.pause(2)
+        background.communicator.pause(2)
 
-    job = engines.Job(work)
-    engine.submit(job)
+    job = background.submit(work, "a test")
     assert computing.wait(60)
-    engine.finish(job)
-    job.result()
+    background.result(job)
     assert naps == [1]
     strategy.close()
 
 
 class Interruption:
-    """A trace that raises KeyboardInterrupt before a line of `Engine.submit`."""
+    """A trace that raises KeyboardInterrupt before a line of `Background.submit`."""
 
     def __init__(self, line: int) -> None:
         self.lines_left: int = line
 
     def __call__(self, frame: FrameType, what: str, _: object) -> Any:
-        if frame.f_code is not engines.Engine.submit.__code__:
+        if frame.f_code is not Background.submit.__code__:
             return None
         self.lines_left -= what == "line"
         if self.lines_left < 0:
@@ -62,7 +61,7 @@ class Interruption:
 
 @contextlib.contextmanager
 def interrupted(line: int) -> Iterator[None]:
-    """Interrupt this rank before that line of `Engine.submit`."""
+    """Interrupt this rank before that line of `Background.submit`."""
     before = sys.gettrace()
     sys.settrace(Interruption(line))
     try:
@@ -73,7 +72,7 @@ def interrupted(line: int) -> Iterator[None]:
 
 def test_starts_that_are_interrupted_everywhere_leave_no_wait_for_ever() -> None:
     """The strategy takes no more calls, or the start counts as not begun; it ends in both cases."""
-    for line in range(9):
+    for line in range(12):
         strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
         start = functools.partial(strategy.run, lambda: context().all_reduce_async("SUM", 1.0))
         start().wait()
@@ -87,11 +86,11 @@ def test_starts_that_are_interrupted_everywhere_leave_no_wait_for_ever() -> None
                 assert start().wait() == SIZE
         with contextlib.suppress(ContextError):
             strategy.close()
-    assert 3 <= line < 8
+    assert 3 <= line < 11
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("line", range(1, 5))
+@pytest.mark.parametrize("line", range(1, 8))
 def test_no_rank_takes_the_sum_of_another_step(line: int) -> None:
     """The last rank is interrupted in its start, and starts again: all sums are right, or raise."""
     strategy = OnNodes(list(RANKS), ms.MpiAllReduce(), contains_errors=True)

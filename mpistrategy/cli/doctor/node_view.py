@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls, of_node
+from mpistrategy.cli.doctor.last_calls import NodeCalls, of_node
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.watchdog.local_process import node_name, why_silent
 from mpistrategy.mpi.watchdog.status_board import MARK, ROW, RankStatus, StatusBoard
@@ -42,14 +42,19 @@ class View:
 
 def of_slurm_job(number: str) -> View:
     """Return what is to be seen of a Slurm job on this node."""
-    return of_processes([int(name) for name in os.listdir("/proc") if name.isdigit() and _belongs(name, number)])
+    variable, processes = f"SLURM_JOB_ID={number}".encode(), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            if variable in file.read().split(b"\0"):
+                processes.append(int(name))
+    return of_processes(processes)
 
 
 def of_processes(processes: Sequence[int]) -> View:
     """Return what is to be seen of the jobs of these processes on their node."""
-    trouble = "its processes here have no strategy of several ranks (yet)"
-    boards: dict[tuple[int, int], StatusBoard | None] = {}
+    trouble = "its processes here have no strategy of several ranks (yet)" if processes else "it has no process here"
     time.sleep(1 - time.time() % 1)  # at the same time on all nodes: who came last is seen in calls that they all show
+    boards: dict[tuple[int, int], StatusBoard | None] = {}
     for process in processes:
         try:
             for identity, path in _shared_files(process).items():
@@ -57,19 +62,29 @@ def of_processes(processes: Sequence[int]) -> View:
                     boards[identity] = _board_in(path)
         except OSError as error:
             trouble = f"the memory of process {process} cannot be read ({error.strerror})"
-    seen: dict[int, RankStatus] = {}
-    calls: list[NodeCalls] = []
+    seen, calls = dict[int, RankStatus](), list[NodeCalls]()
     for (_, inode), board in boards.items():
         statuses = [] if board is None else board.read()
         if board is None or not all(each.process and each.text for each in statuses):
             continue
         for each in statuses:
             if each.rank not in seen or each.beat > seen[each.rank].beat:  # an older one is of a closed strategy
-                seen[each.rank] = each
+                seen[each.rank] = _from_outside(each)
         strategy, size = (int(board.all(name)[0]) for name in ("strategy", "size"))
-        calls += of_node(statuses, strategy or -inode, size, time.time() - time.monotonic())
-    troubles = [] if seen else [trouble if processes else "no process of the job is on this node"]
-    return View([_from_outside(seen[rank]) for rank in sorted(seen)], calls, troubles)
+        calls.append(of_node(statuses, strategy or -inode, size, time.time() - time.monotonic()))
+    return View([seen[rank] for rank in sorted(seen)], calls, [] if seen else [trouble])
+
+
+def _shared_files(process: int) -> dict[tuple[int, int], str]:
+    """Return the files of memory that this library shares and a process has open: a path to each, by its identity."""
+    found: dict[tuple[int, int], str] = {}
+    folder = f"/proc/{process}/fd"
+    for name in os.listdir(folder):
+        with suppress(OSError):  # closed meanwhile
+            state = os.stat(f"{folder}/{name}")
+            if os.readlink(f"{folder}/{name}").startswith(_FILE):
+                found[state.st_dev, state.st_ino] = f"{folder}/{name}"
+    return found
 
 
 def _from_outside(status: RankStatus) -> RankStatus:
@@ -100,22 +115,3 @@ def board_in(read: Callable[[int], bytes], nbytes: int) -> StatusBoard | None:
         return None
     rows = [read(rank * (nbytes // ranks)).ljust(ROW.itemsize, b"\0") for rank in range(ranks)]
     return StatusBoard(SharedMemory(tuple(np.frombuffer(row, np.uint8) for row in rows)))
-
-
-def _belongs(process: str, number: str) -> bool:
-    with suppress(OSError), open(f"/proc/{process}/environ", "rb") as file:
-        return f"SLURM_JOB_ID={number}".encode() in file.read().split(b"\0") and bool(_shared_files(int(process)))
-    return False
-
-
-def _shared_files(process: int) -> dict[tuple[int, int], str]:
-    """Return the files of memory that this library shares and a process has open: a path to each, by its identity."""
-    found: dict[tuple[int, int], str] = {}
-    folder = f"/proc/{process}/fd"
-    for name in os.listdir(folder):
-        path = f"{folder}/{name}"
-        with suppress(OSError):  # closed meanwhile
-            if os.readlink(path).startswith(_FILE):
-                state = os.stat(path)
-                found.setdefault((state.st_dev, state.st_ino), path)
-    return found

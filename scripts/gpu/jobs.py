@@ -1,4 +1,4 @@
-"""What the steps of scripts/gpu_lane share: rows, jobs that end whatever hangs, and getting an MPI and packages."""
+"""What the rows of the GPU lane share: jobs that end whatever hangs, and getting an MPI and packages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 NAME, MARK = "mpistrategy", "MPISTRATEGY_GPU_LANE"
 RIGHT, WRONG, NOT_RUN, ELSEWHERE = "ok", "WRONG", "not run", "waiting"
 SOON = 3  # seconds that a job has to end when it is asked to
@@ -31,17 +31,16 @@ for name in ("numpy", "mpi4py", "pytest", "pytest_mpi", "pytest_timeout", "hypot
         importlib.import_module(name)
     except Exception as error:
         found["missing"].append(f"{name} ({error})")
-if GPU:
-    try:
-        import cupy
-        runtime = cupy.cuda.runtime
-        found["cupy"] = cupy.__version__
-        found["driver"] = runtime.driverGetVersion()
-        found["device"] = runtime.getDeviceProperties(0)["name"].decode()
-        found["gpus"] = runtime.getDeviceCount()
-        assert float(cupy.ones(3).sum()) == 3
-    except Exception as error:
-        found["gpu_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
+try:
+    import cupy
+    runtime = cupy.cuda.runtime
+    found["cupy"] = cupy.__version__
+    found["driver"] = runtime.driverGetVersion()
+    found["device"] = runtime.getDeviceProperties(0)["name"].decode()
+    found["gpus"] = runtime.getDeviceCount()
+    assert float(cupy.ones(3).sum()) == 3
+except Exception as error:
+    found["gpu_error"] = f"{type(error).__name__}: {error}".splitlines()[0]
 print("PROBE " + json.dumps(found))
 """
 
@@ -95,7 +94,6 @@ class Lane:
     """What the steps share.
 
     Attributes:
-        double: whether there is a double in the place of CuPy and a GPU.
         on_cpu: whether a processor stands in for the GPU of the real CuPy.
         logs: the folder of what the steps say.
         work: a folder for what nobody wants to keep.
@@ -105,25 +103,17 @@ class Lane:
         facts: of machine and packages.
         python: the Python of all jobs.
         paths: those that arrays in GPU memory can take here.
-        measured: figures by part.
     """
 
-    double: bool
+    on_cpu: bool
     logs: Path
     work: Path
     environment: dict[str, str]
     until: float
     mpiexec: list[str] = field(default_factory=list)
-    on_cpu: bool = False
     python: str = sys.executable
     facts: dict[str, Any] = field(default_factory=dict)
     paths: list[str] = field(default_factory=list)
-    measured: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether figures mean something: those of a GPU."""
-        return not (self.double or self.on_cpu)
 
     @property
     def gpus(self) -> int:
@@ -133,7 +123,7 @@ class Lane:
     @property
     def patience(self) -> int:
         """How many times a row's own time it may take: beside others, or where a processor does a GPU's work."""
-        return 3 if self.is_measured else 10
+        return 10 if self.on_cpu else 3
 
     @property
     def seconds_left(self) -> float:
@@ -192,15 +182,14 @@ def _end(job: subprocess.Popen[bytes], mark: str) -> None:
 # ------------------------------------------------------------------------------------------------ getting ready
 
 
-def environment(double: bool) -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Return the environment of the jobs: no launcher's words, one thread a rank."""
     launchers = ("PMI", "PMIX", "OMPI_", "PRTE_", "HYDRA", "HYDI_", "MPI_LOCAL")
     kept = {name: value for name, value in os.environ.items() if not name.startswith(launchers)}
     kept |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MPIR_CVAR_ENABLE_HEAVY_YIELD": "1"}
     kept |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    kept |= {"PYTHONUNBUFFERED": "1"}
+    kept |= {"PYTHONUNBUFFERED": "1", "MPISTRATEGY_TEST_GPU": "1"}
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
-    kept |= {"MPISTRATEGY_CUDA_AWARE": "1"} if double else {"MPISTRATEGY_TEST_GPU": "1"}
     return kept
 
 
@@ -300,7 +289,7 @@ def _find_mpiexec(lane: Lane) -> str:
 
 def probe(lane: Lane) -> str:
     """Look at packages and the GPU; return what is missing, or ""."""
-    ended = lane.job("probe", [lane.python, "-c", f"GPU = {not lane.double}\n{PROBE}"], 90)
+    ended = lane.job("probe", [lane.python, "-c", PROBE], 90)
     line = next((line for line in ended.output.splitlines() if line.startswith("PROBE ")), None)
     if line is None:
         return f"Python could not look for packages ({ended.why})"
