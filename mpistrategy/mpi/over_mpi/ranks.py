@@ -131,7 +131,9 @@ class MpiRanks(Ranks):
         world.close_at_finalize(self.guard)
         abort.watch(self.guard, self.free)
         if self.size > 1:
-            world.watch_waiting(self._comm, self.guard, memory, self.node_of, ranks[0].directory)
+            # Ranks that share no memory count as nodes of their own.
+            nodes = self.node_of if memory.is_shared else range(self.size)
+            world.watch_waiting(self._comm, self.guard, memory, nodes, ranks[0].directory)
 
     def _leader(self, node_key: int | None) -> int:
         """Return the first rank of this node."""
