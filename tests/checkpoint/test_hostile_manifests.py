@@ -16,7 +16,7 @@ from replicas import long_lane
 
 import mpistrategy as ms
 from mpistrategy.checkpoint import arrays as checkpoint_arrays
-from mpistrategy.checkpoint.kinds import generators
+from mpistrategy.checkpoint import generators
 from mpistrategy.checkpoint.storage import shards
 from mpistrategy.checkpoint.storage.files import checksum_of
 from mpistrategy.checkpoint.storage.manifest import NAME, Item, Manifest, Shard, parse
