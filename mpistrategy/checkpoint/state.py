@@ -21,7 +21,7 @@ from mpistrategy import context
 from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array, is_on_device
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.foreign import is_foreign, is_without_data, library_of
+from mpistrategy.arrays.foreign import is_foreign, library_of
 from mpistrategy.arrays.values import DistributedValues
 from mpistrategy.checkpoint.generators import GENERATORS, state_of
 from mpistrategy.checkpoint.rows import Rows
@@ -129,7 +129,7 @@ class State:
             self._add_all(path, "dict", [*value], value, kept)
         elif type(value) is list or is_tuple(value):
             self._add_all(path, "list" if type(value) is list else "tuple", len(value), value, kept)
-        elif is_array(value) or is_without_data(value):
+        elif is_array(value):
             kind = "scalar" if isinstance(value, np.generic) else "array"
             kind = "tensor" if library_of(value) == "torch" and is_foreign(value) else kind
             self._add_array(path, kind, copies, host_array(value, "Checkpoint.save", path))
