@@ -58,17 +58,19 @@ def open_trusted(name: str, only_own: bool = False) -> int:
     try:
         descriptor = os.open(name, READING)
     except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise OSError(errno.ELOOP, "it is a symbolic link; name the file itself", name) from error
+        if error.errno == errno.ELOOP:
+            error.strerror = "it is a symbolic link; name the file itself"
+        raise
     state = os.fstat(descriptor)
-    if stat.S_ISREG(state.st_mode) and (is_own(state) if only_own else is_trusted(state, _state_of_folder(name))):
-        return descriptor
-    os.close(descriptor)
     if not stat.S_ISREG(state.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", name)
-    why = "" if only_own else ", and everybody can write to its folder"
-    raise PermissionError(errno.EACCES, f"it belongs to {user_in_words(state.st_uid)}{why}", name)
+        problem = OSError(errno.EINVAL, "it is not a regular file", name)
+    elif is_own(state) or (not only_own and is_trusted(state, _state_of_folder(name))):
+        return descriptor
+    else:
+        why = "" if only_own else ", and everybody can write to its folder"
+        problem = PermissionError(errno.EACCES, f"it belongs to {user_in_words(state.st_uid)}{why}", name)
+    os.close(descriptor)
+    raise problem
 
 
 def _state_of_folder(name: str) -> os.stat_result:
@@ -110,8 +112,7 @@ def make_folder(path: str) -> None:
     Raises:
         OSError: when it exists already, or cannot be made.
     """
-    above = os.stat(os.path.dirname(path) or os.curdir)
-    os.mkdir(path, 0o750 if above.st_mode & stat.S_ISGID else 0o700)
+    os.mkdir(path, 0o750 if _state_of_folder(path).st_mode & stat.S_ISGID else 0o700)
 
 
 def make_folders(path: str) -> None:

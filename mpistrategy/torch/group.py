@@ -25,8 +25,7 @@ from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
 from mpistrategy.mpi.over_mpi.background import Background
-from mpistrategy.mpi.over_mpi.exchange import exchange
-from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message
+from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message, exchange
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.reduction.broadcast import broadcast as that_of_root

@@ -21,9 +21,8 @@ from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.gpu import cuda_aware
-from mpistrategy.mpi.tuning import files
-from mpistrategy.mpi.tuning.files import VARIABLE, file_for, library_name
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, default_for
+from mpistrategy.mpi.tuning import thresholds as files
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, Thresholds, default_for, file_for, library_name
 
 pytestmark = pytest.mark.one_rank
 
