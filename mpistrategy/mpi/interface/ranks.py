@@ -17,7 +17,7 @@ import numpy as np
 
 from mpistrategy.arrays.devices import Device, parse
 from mpistrategy.arrays.dtypes import Array, quietly
-from mpistrategy.mpi.contract.channel import FirstMessage
+from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, in_rank_order
@@ -110,7 +110,7 @@ class Ranks(ABC):
     shares_memory: bool = False
     thresholds: Thresholds = DEFAULT
     mailboxes: Mailboxes | None = None
-    first_message: FirstMessage | None = None
+    first_message: ControlChannel | None = None
     node_sum: NodeSum | None = None
     is_simulated: bool = False
     has_links: bool = False

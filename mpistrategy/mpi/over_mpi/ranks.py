@@ -20,7 +20,6 @@ from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
@@ -124,7 +123,7 @@ class MpiRanks(Ranks):
         if self._control is not None and usual is self._control:
             self.has_equal_sums: bool = self._control.has_equal_sums(self._comm)
             if self.has_equal_sums:
-                self.first_message: FirstMessage | None = self._control
+                self.first_message = self._control
             elif self.rank == 0:
                 warn(_UNEQUAL.format(self.library), FallbackWarning)
         self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
@@ -369,13 +368,12 @@ class MpiRanks(Ranks):
         ]
         MPI.Request.Waitall(requests)
 
-    def begin_to_send(self, block: Array, rank: int, tag: int) -> Message:
-        """Begin to send `block`, of any dtype, to one rank, which receives as many bytes with this tag."""
-        return Message(self._comm, as_bytes(block), rank, PROGRAM_TAG + tag, self.max_count, sends=True)
+    def begin_message(self, block: Array, rank: int | None, tag: int, *, sends: bool) -> Message:
+        """Begin to send `block`, of any dtype, to one rank, or to receive into it from one; None means any.
 
-    def begin_to_receive(self, block: Array, rank: int | None, tag: int) -> Message:
-        """Begin to receive into `block`, of any dtype, from one rank; None means any."""
-        return Message(self._comm, as_bytes(block), rank, PROGRAM_TAG + tag, self.max_count, sends=False)
+        Both ranks give as many bytes, and the same tag.
+        """
+        return Message(self._comm, as_bytes(block), rank, PROGRAM_TAG + tag, self.max_count, sends=sends)
 
     def link(self, ranks: Sequence[int]) -> MPI.Intracomm:
         """Return MPI's communicator of some of these ranks, in their order.  Collective over them alone."""

@@ -99,15 +99,14 @@ def kept_file(library: str, of_what: str) -> Path:
 
 
 def expanded(path: str) -> Path:
-    """Return a path with the home folder in place of ``~`` and ``~user``.
+    """Return a path with the home folder in place of ``~``.
 
     Raises:
-        FileNotFoundError: where none is known: without HOME and an entry for this user, or for no user.
+        FileNotFoundError: where none is known: without HOME and an entry for this user.
     """
     found = os.path.expanduser(path)
     if found.startswith("~"):
-        user = path.partition("/")[0]
-        raise FileNotFoundError(errno.ENOENT, f"no home folder is known of {user} (set HOME, or XDG_CACHE_HOME)", path)
+        raise FileNotFoundError(errno.ENOENT, "no home folder is known (set HOME, or XDG_CACHE_HOME)", path)
     return Path(found)
 
 
