@@ -31,8 +31,7 @@ from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregat
 from mpistrategy.schedules import Schedule
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended
-from mpistrategy.strategy.mirrored_check import is_mirrored
-from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.strategy.strategy import Strategy, is_mirrored
 from mpistrategy.training import hyperparameters as setting
 from mpistrategy.training.checks import check_variable, required_context
 from mpistrategy.training.gpu.updates import room_for
