@@ -108,7 +108,7 @@ def check_world(
 
     Args:
         world_size: how many ranks MPI says there are.
-        library: the MPI library; `mpistrategy.mpi.tuning.files.library_name`.
+        library: the MPI library; `mpistrategy.mpi.tuning.thresholds.library_name`.
         where: the public name that the error speaks of.
         environment: the variables of the process.
     """

@@ -18,7 +18,7 @@ from mpistrategy.mpi.contract.channel import wait_patiently
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import abort, launcher
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
-from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.mpi.watchdog import status_board, watchdog
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory, new_path
