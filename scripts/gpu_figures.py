@@ -30,7 +30,7 @@ from mpistrategy.cli.bench import shapes
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.routes import gpu_copy
+from mpistrategy.reduction.routes import gpu as gpu_route
 
 MIB = 2**20
 REAL = cupy_here.IS_GPU  # else small sizes do: figures mean nothing
@@ -113,11 +113,11 @@ def packing_figures(cupy: Any, strategy: Any) -> Figures:
         bucket, other = cupy.empty(pack.size, pack.dtype), cupy.empty(pack.size, pack.dtype)
         views = [view for _, view in pack.views(bucket)]
         copied = on_stream(cupy, partial(_copy, cupy, bucket, other))
-        packed = on_stream(cupy, lambda p=pack, a=arrays, b=bucket: gpu_copy.fill(p, a, b))
-        scattered = on_stream(cupy, lambda v=views, a=arrays: gpu_copy.move(v, a))
+        packed = on_stream(cupy, lambda p=pack, a=arrays, b=bucket: gpu_route.fill(p, a, b))
+        scattered = on_stream(cupy, lambda v=views, a=arrays: gpu_route.move(v, a))
         started = time.perf_counter()
         for _ in range(REPEATS):
-            gpu_copy.fill(pack, arrays, bucket)
+            gpu_route.fill(pack, arrays, bucket)
         host = (time.perf_counter() - started) / REPEATS
         found[name] = {
             "bytes": pack.nbytes,
@@ -150,7 +150,7 @@ def check(cupy: Any, strategy: Any) -> Figures:
             sources.append(source)
             targets.append(target)
             expected.append(values)
-        gpu_copy.move(sources, targets)
+        gpu_route.move(sources, targets)
         for target, values in zip(targets, expected, strict=True):
             assert np.array_equal(target.get(), values), f"{target.dtype}, {values.size} elements"
     return {"lists that were right": lists}

@@ -21,7 +21,7 @@ from mpistrategy.checkpoint.state import Fit
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item
 from mpistrategy.checkpoint.storage.shards import dtype_of
 from mpistrategy.options import VariableAggregation, VariableSynchronization
-from mpistrategy.reduction.routes.on_device import write_that_of
+from mpistrategy.reduction.routes.gpu import write_that_of
 from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
 

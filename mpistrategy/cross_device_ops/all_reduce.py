@@ -7,7 +7,7 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.routes.base import Route
+from mpistrategy.reduction.routes.base import Transfer
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 
@@ -62,7 +62,7 @@ class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
         op: ReduceOp,
         options: CommunicationOptions,
         destination: Destination,
-    ) -> Route:
+    ) -> Transfer:
         """Return the route of arrays: on several nodes the same for all sizes, if MPI's sums have the same bits."""
         packs, text = self._packs(layouts, options.bytes_per_pack), op._on_the_wire
         by_one = any(ranks.route(pack.nbytes, pack.dtype, text) == "root" for pack in packs)

@@ -16,10 +16,10 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.layout.destinations import Destination, ranks_of
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import Plan
-from mpistrategy.reduction.routes.base import Route
+from mpistrategy.reduction.routes.base import Transfer
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 
@@ -71,7 +71,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         options: CommunicationOptions,
-        destination: Destination,
+        destination: Destination = EVERY_RANK,
     ) -> Plan | None:
         """Return how arrays on the host are reduced; None for an accumulation, the program's own code."""
         return None if self.accumulation_fn is not None else super()._plan_for(ranks, layouts, op, options, destination)
@@ -89,7 +89,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         op: ReduceOp,
         options: CommunicationOptions,
         destination: Destination,
-    ) -> Route:
+    ) -> Transfer:
         """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
         if self.accumulation_fn is None:
             return super()._route(ranks, layouts, op, options, destination)

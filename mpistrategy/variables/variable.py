@@ -311,7 +311,7 @@ class Variable(ArrayLike, Settable):
                 storage[...] = host_array(array)
                 communicator.bcast(storage, 0)
             else:
-                from mpistrategy.reduction.routes.on_device import write_that_of  # here, for the quick import
+                from mpistrategy.reduction.routes.gpu import write_that_of  # here, for the quick import
 
                 storage, slot = on_device, None
                 write_that_of(communicator, 0, array, on_device)

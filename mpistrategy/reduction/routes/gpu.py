@@ -1,34 +1,206 @@
-"""The route of arrays in GPU memory: packed on the device, combined on the strategy's path.
+"""Arrays in GPU memory: copied many at once, packed and combined on the strategy's path, broadcast and gathered.
 
-Small and large arrays of a dtype are packed into buckets by one kernel; the results are views of the buckets.  The
+One launch of a kernel copies up to `ARRAYS` arrays, each from anywhere to anywhere.  The whole table goes along as the
+kernel's argument, by value: nothing is uploaded first, nothing has to be kept until the kernel has run, and calls on
+several streams cannot disturb each other.  The same source is C++ but for a few words, and tests run it on the CPU.
+
+Small and large arrays of a dtype are packed into buckets by this kernel; the results are views of the buckets.  The
 16-bit floats are combined in float32 and rounded once, as on the host, and integers of 8 and 16 bits in 32 bits: in a
 copy of the whole bucket.
+
+Broadcasts and gathers send nothing to the host.  They are made inside an agreed call by all ranks, with the device of
+the arrays current or not; `prepare` comes before the agreement, since it may fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
-from mpistrategy.arrays.gpu import (
-    DeviceArray,
-    check_no_capture,
-    cupy_for,
-)
-from mpistrategy.mpi.gpu.transports.choice import device_path
+from mpistrategy.arrays.convert import placed_as
+from mpistrategy.arrays.dtypes import Array, divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
+from mpistrategy.arrays.gpu import DeviceArray, are_apart, by_value, check_no_capture, cupy_for, own_result
+from mpistrategy.mpi.gpu.transports.choice import any_path, device_path
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
+from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Member, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets
-from mpistrategy.reduction.routes.gpu_copy import fill
+from mpistrategy.reduction.routes.base import Targets, Transfer, Way
+
+NAME = "mpistrategy_move"
+#: How many arrays go into one launch: with them the argument is just below the 4 KiB that every GPU takes.
+ARRAYS = 170
+THREADS = 256
+#: How many bytes one block copies.  Each thread then moves 64 bytes, all of them on the way at the same time.
+BLOCK_BYTES = 16384
+
+#: The argument.  `size` counts bytes; `first` is the first of an array's blocks.
+MOVES = np.dtype(
+    {
+        "names": ["source", "target", "size", "first"],
+        "formats": [(each, ARRAYS) for each in (np.uint64, np.uint64, np.uint32, np.uint32)],
+        "offsets": [each * ARRAYS for each in (0, 8, 16, 20)],
+        "itemsize": 24 * ARRAYS,
+    }
+)
+
+SOURCE = (
+    f"""
+#define ARRAYS {ARRAYS}
+#define THREADS {THREADS}
+#define BLOCK_BYTES {BLOCK_BYTES}u
+#define NAME {NAME}
+"""
+    + r"""
+typedef unsigned long long address;
+
+struct Moves {
+    address source[ARRAYS];
+    address target[ARRAYS];
+    unsigned int size[ARRAYS];
+    unsigned int first[ARRAYS];
+};
+
+// ---- one block's part of one array
+
+// Copy in units, where source and target are aligned alike; copy the bytes before and after them one by one.
+template <typename Unit>
+__device__ __forceinline__ void copy_units(address source, address target, unsigned int bytes) {
+    const unsigned int before_first = (unsigned int)(0 - source) & (unsigned int)(sizeof(Unit) - 1);
+    const unsigned int head = before_first < bytes ? before_first : bytes;
+    const unsigned int units = (bytes - head) / (unsigned int)sizeof(Unit);
+    const Unit* from = (const Unit*)(source + head);
+    Unit* to = (Unit*)(target + head);
+    unsigned int at = threadIdx.x;
+    for (; at + 3 * THREADS < units; at += 4 * THREADS) {
+        const Unit a = from[at], b = from[at + THREADS], c = from[at + 2 * THREADS], d = from[at + 3 * THREADS];
+        to[at] = a;
+        to[at + THREADS] = b;
+        to[at + 2 * THREADS] = c;
+        to[at + 3 * THREADS] = d;
+    }
+    for (; at < units; at += THREADS) to[at] = from[at];
+    const unsigned int rest = head + units * (unsigned int)sizeof(Unit);
+    for (at = threadIdx.x; at < head; at += THREADS) ((char*)target)[at] = ((const char*)source)[at];
+    for (at = rest + threadIdx.x; at < bytes; at += THREADS) ((char*)target)[at] = ((const char*)source)[at];
+}
+
+__device__ __forceinline__ void copy(address source, address target, unsigned int bytes) {
+    const unsigned int apart = (unsigned int)(source ^ target);
+    if ((apart & 15u) == 0) copy_units<uint4>(source, target, bytes);
+    else if ((apart & 7u) == 0) copy_units<uint2>(source, target, bytes);
+    else if ((apart & 3u) == 0) copy_units<unsigned int>(source, target, bytes);
+    else if ((apart & 1u) == 0) copy_units<unsigned short>(source, target, bytes);
+    else copy_units<unsigned char>(source, target, bytes);
+}
+
+// ---- all arrays
+
+// With fewer registers than five blocks leave to each, the compiler would keep some in memory.
+extern "C" __global__ void __launch_bounds__(THREADS, 5) NAME(const Moves moves, int count) {
+    int low = 0, high = count - 1;  // the last array whose first block is not after this one
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (moves.first[middle] <= blockIdx.x) low = middle;
+        else high = middle - 1;
+    }
+    const unsigned int start = (blockIdx.x - moves.first[low]) * BLOCK_BYTES, left = moves.size[low] - start;
+    copy(moves.source[low] + start, moves.target[low] + start, left < BLOCK_BYTES ? left : BLOCK_BYTES);
+}
+"""
+)
+
+
+@lru_cache(maxsize=1)
+def kernel(cupy: Any) -> Any:
+    """Return the kernel.
+
+    CuPy compiles it with NVRTC the first time, for each device, and keeps the result in its cache on disk.
+    """
+    return cupy.RawModule(code=SOURCE, options=("-std=c++14",)).get_function(NAME)
+
+
+#: Longer arrays are copied one by one: the kernel's numbers have 32 bits, and one launch more is nothing then.
+LONGEST = 2**27
+_ON_DEVICE = 3  # cudaMemcpyDeviceToDevice
+
+
+def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None:
+    """Copy each source into its target, which has as many elements, on the current stream of the current device.
+
+    One kernel does it for 170 arrays.  Targets that are not contiguous, or of another dtype, are left to CuPy, one by
+    one.
+    """
+    plain = []
+    for source, target in zip(sources, targets, strict=True):
+        if source.dtype == target.dtype and target.flags.c_contiguous:
+            plain.append((source, target.data.ptr))
+        else:
+            target[...] = source.reshape(target.shape)
+    _copy([source for source, _ in plain], [place for _, place in plain])
+
+
+def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None:
+    """Copy the arrays of a pack, which are of its dtype, into `bucket`, on the current stream of the current device."""
+    places = pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)
+    _copy(pack.chosen(arrays), places.tolist())
+
+
+def _copy(sources: Sequence[DeviceArray], places: Sequence[int]) -> None:
+    """Copy each source, which is on the current device, to a contiguous place, on its current stream."""
+    cupy, one_by_one = cupy_for("arrays in GPU memory"), len(sources) == 1
+    # Copies that somebody needs to read from here: CuPy's pools give their memory to work that comes later on the
+    # stream, so that they can be forgotten once the kernel is on it.
+    sources = [each if each.flags.c_contiguous else cupy.ascontiguousarray(each) for each in sources]
+    moves = []
+    for source, place in zip(sources, places, strict=True):
+        nbytes = source.nbytes
+        if nbytes and (one_by_one or nbytes > LONGEST):
+            cupy.cuda.runtime.memcpyAsync(
+                place, source.data.ptr, nbytes, _ON_DEVICE, cupy.cuda.get_current_stream().ptr
+            )
+        elif nbytes:
+            moves.append((source.data.ptr, place, nbytes))
+    for start in range(0, len(moves), ARRAYS):
+        argument, blocks, count = launch(moves[start : start + ARRAYS])
+        kernel(cupy)((blocks,), (THREADS,), (by_value(argument), np.int32(count)))
+
+
+def launch(moves: Sequence[tuple[int, int, int]]) -> tuple[Array, int, int]:
+    """Return the kernel's argument, how many blocks it takes, and how many copies these are.
+
+    Args:
+        moves: from where, to where, and how many bytes; at most `ARRAYS`.
+    """
+    from_where, to_where, sizes = zip(*moves, strict=True)
+    template, blocks = _template(sizes)
+    argument, count = template.copy(), len(moves)  # ranks that are threads share the template
+    argument["source"][0, :count] = from_where
+    argument["target"][0, :count] = to_where
+    return argument, blocks, count
+
+
+@lru_cache(maxsize=256)
+def _template(sizes: tuple[int, ...]) -> tuple[Array, int]:
+    """Return the kernel's argument for arrays of so many bytes, without addresses; and how many blocks it takes."""
+    template = np.zeros(1, MOVES)
+    blocks = -(-np.array(sizes, np.int64) // BLOCK_BYTES)
+    template["size"][0, : len(sizes)] = sizes
+    template["first"][0, : len(sizes)] = np.cumsum(blocks) - blocks
+    return template, int(blocks.sum())
+
+
+# ------------------------------------------------------------------------------------------------- reductions
+
 
 _PATHS = {
     "alone": "on the only replica",
@@ -75,8 +247,8 @@ class _Bucket:
     rounded: DeviceArray | None = None
 
 
-class GpuRoute:
-    """See `mpistrategy.reduction.routes.base.Route`; its results need no more rounding or division.
+class GpuRoute(Transfer):
+    """The route of arrays in GPU memory; its results need no more rounding or division.
 
     Args:
         ranks: who takes part.
@@ -102,9 +274,19 @@ class GpuRoute:
         sends: bool = False,
         targets: Targets = None,
     ) -> None:
-        self.packs: tuple[Pack, ...] = packs
+        self.packs = packs
         self._root, self._sends, self._targets = root, sends, targets
         self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
+
+    def own_results(self, arrays: Sequence[DeviceArray], outs: Sequence[Any]) -> Targets:
+        """Return the targets of arrays that are their own `outs`, and can be reduced where they are."""
+        targets: list[Any] = [None] * len(arrays)
+        for pack in self.packs:
+            if len(pack.members) == 1:
+                index = pack.members[0].index
+                targets[index] = own_result(arrays[index], outs[index])
+        found = [each for each in targets if each is not None]
+        return targets if are_apart(found) else None  # what they have in common would be combined twice
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
         """Pack: memory may be short, which all ranks hear of when they agree."""
@@ -149,7 +331,7 @@ class GpuRoute:
         """Return the results, on the current stream."""
         with arrays[0].device:
             self.send(self._ranks, self.path(self._ranks), memory)
-            return self.results(memory)
+            return self.unpacked(memory)
 
     def path(self, ranks: Ranks, word: str = "") -> DevicePath:
         """Return the path of these ranks for a word; the first time they choose it together."""
@@ -178,7 +360,7 @@ class GpuRoute:
             elif sent.dtype != each.memory.dtype:
                 each.memory[...] = sent.reshape(each.memory.shape)
 
-    def results(self, memory: list[_Bucket]) -> list[DeviceArray]:
+    def unpacked(self, memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results of what has been sent, on the current stream of its device, pack after pack."""
         results: list[Any] = [None] * sum(len(pack.members) for pack in self.packs)
         for each in memory:
@@ -188,28 +370,22 @@ class GpuRoute:
                 results[member.index] = view
         return results
 
-    def describe(self, ranks: Ranks, arrays: Sequence[DeviceArray]) -> list[Description]:
-        found = []
-        for pack in self.packs:
-            first = pack.members[0].index
-            target = None if self._targets is None or len(pack.members) > 1 else self._targets[first]
-            dtype = self._sent_as(pack.dtype)
-            copies: Copies = ("all into a bucket",)
-            if dtype != pack.dtype:
-                copies = (*(copies if target is None else ()), f"into {dtype.name} and back")
-            elif target is not None:
-                copies = () if target is arrays[first] else ("all into the result",)
-            found.append(Description(pack, self._way(ranks), copies))
-        return found
-
-    def _way(self, ranks: Ranks) -> str:
-        paths = device_paths(ranks)
+    def way(self, pack: Pack, arrays: Sequence[DeviceArray]) -> Way:
+        """Return how a pack travels; see `Transfer.way`."""
+        first, dtype = pack.members[0].index, self._sent_as(pack.dtype)
+        target = None if self._targets is None or len(pack.members) > 1 else self._targets[first]
+        copies: tuple[str, ...] = ("all into a bucket",) if target is None else ()
+        if dtype != pack.dtype:
+            copies = (*copies, f"into {dtype.name} and back")
+        elif target is not None and target is not arrays[first]:
+            copies = ("all into the result",)
+        paths = device_paths(self._ranks)
         if self._word not in paths.known:
-            return "in GPU memory, on a path that the ranks choose at the first such call"
+            return "in GPU memory, on a path that the ranks choose at the first such call", copies
         name = paths.known[self._word].name
         sent = " and sent from there" if self._sends else ""
         how = "" if self._root is None else f", combined on rank {self._root}{sent}"
-        return f"in GPU memory, {_PATHS[name]}{how} ({name}: {paths.reasons[self._word]})"
+        return f"in GPU memory, {_PATHS[name]}{how} ({name}: {paths.reasons[self._word]})", copies
 
 
 def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:
@@ -219,3 +395,90 @@ def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:
     if bucket.size <= FEW_ELEMENTS:
         return views
     return [view.copy() if view.size == 1 else view for view in views]
+
+
+# ----------------------------------------------------------------------------------------- broadcasts and gathers
+
+
+_WHAT = "arrays in GPU memory"
+#: So much of an array is sent to the GPUs at a time.
+_PIECE_BYTES = 32 * 2**20
+
+
+def prepare(communicator: Ranks, arrays: Sequence[DeviceArray], where: str) -> None:
+    """Raise where the ranks cannot send these arrays.
+
+    Raises:
+        UnsupportedError: while the current stream is captured.
+    """
+    check_no_capture(cupy_for(_WHAT), where)
+    with arrays[0].device:
+        device_paths(communicator).check()
+
+
+def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray]]:
+    """Return memory that every path takes, as bytes, with copies of the arrays; and the copies.  One kernel."""
+    cupy: Any = cupy_for(_WHAT)
+    with arrays[0].device:
+        starts = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
+        memory = communication_memory(cupy, starts[-1], np.dtype(np.uint8))
+        made = [
+            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            for start, array in zip(starts, arrays, strict=False)
+        ]
+        move(arrays, made)
+    return memory, made
+
+
+def bcast(communicator: Ranks, array: DeviceArray, root: int) -> None:
+    """Write rank `root`'s array, which is contiguous and in memory that every path takes, into everybody's."""
+    if array.size:
+        with array.device:
+            any_path(communicator).bcast(communicator, array.reshape(-1), root)
+
+
+def write_that_of(communicator: Ranks, root: int, array: Any, target: DeviceArray) -> None:
+    """Write rank `root`'s array into every rank's `target`, in pieces.  If a rank has no memory for that, all raise.
+
+    Args:
+        communicator: the ranks.
+        root: the rank that has the array.
+        array: on the host or a GPU, as large as `target`; what the other ranks have is not looked at.
+        target: where it goes: contiguous, in whatever memory.
+    """
+    step = min(max(1, _PIECE_BYTES // target.itemsize), target.size)
+
+    def room_for_pieces() -> DeviceArray:
+        device_paths(communicator).check()
+        return communication_memory(cupy_for(_WHAT), step, target.dtype)
+
+    with target.device:
+        room, there = communicator.guard.on_all(room_for_pieces), target.reshape(-1)
+        for start in range(0, target.size, max(1, step)):
+            piece = room[: min(step, target.size - start)]
+            if communicator.rank == root:
+                piece[...] = placed_as(array.reshape(-1)[start : start + piece.size], piece)
+            bcast(communicator, piece, root)
+            there[start : start + piece.size] = piece
+
+
+def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) -> tuple[DeviceArray, DeviceArray]:
+    """Return memory for the blocks of all ranks along the first axis, and in it this rank's block, which comes first.
+
+    ``rows[r]`` is the length of rank r's block.
+    """
+    with block.device:
+        width = prod(block.shape[1:])
+        together = communication_memory(cupy_for(_WHAT), sum(rows) * width, block.dtype)
+        mine = together[sum(rows[: communicator.rank]) * width :][: block.size]
+        mine[...] = block.reshape(-1)
+        device_paths(communicator).check()
+        return mine, together.reshape((sum(rows), *block.shape[1:]))
+
+
+def gather_rows(communicator: Ranks, mine: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+    """Fill the memory of `room_for_rows`; ``counts[r]`` elements are of rank r."""
+    if together.size:
+        with together.device:
+            path = any_path(communicator)
+            path.allgather(communicator, mine, counts, together.reshape(-1))
