@@ -107,7 +107,7 @@ def packing_figures(cupy: Any, strategy: Any) -> Figures:
         arrays = [cupy.empty(shape, "float32") for shape in wanted]
         for array in arrays:
             array[...] = 1.0
-        packs = packing.plan(packing.layouts_of(arrays), 2**40)
+        packs = packing.plan(packing.layouts_of(arrays), 2**40, wire=packing.own_dtype, alignment=packing.GPU_ALIGNMENT)
         assert len(packs) == 1
         (pack,) = packs
         bucket, other = cupy.empty(pack.size, pack.dtype), cupy.empty(pack.size, pack.dtype)

@@ -1,6 +1,7 @@
-"""The pipeline that every built-in algorithm shares: convert, agree, pack, sum, unpack, divide, wrap.
+"""The algorithms that leave sums to the communicator, and the pipeline that every built-in algorithm shares.
 
-A subclass says only by which routes its packs travel, where these are not the usual ones; MpiAllReduce takes these.
+The pipeline: convert, agree, pack, sum, unpack, divide, wrap.  A subclass says only by which routes its packs travel,
+where these are not the usual ones; MpiAllReduce takes these.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import check_device, layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
@@ -70,6 +71,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         destination: Destination,
     ) -> Plan:
         """Return how arrays on the host are reduced; the results count on the destination's ranks."""
+        reduced_precision.check(options.wire)
+        self._check_dtypes((dtype for dtype, _ in layouts), op)
         return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, options, destination))
 
     def _route(
@@ -92,28 +95,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         return destination.only_rank
 
     def _packs(self, layouts: tuple[Layout, ...], bytes_per_pack: float) -> tuple[Pack, ...]:
-        return packing.plan(layouts, bytes_per_pack, self._num_packs, host_wire_dtype)
-
-    def _plan_for(
-        self,
-        ranks: Ranks,
-        layouts: tuple[Layout, ...],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination = EVERY_RANK,
-    ) -> Plan | None:
-        """Return how arrays on the host are reduced; None where a subclass reduces in its own way."""
-        if not self._is_usual:
-            return None
-        reduced_precision.check(options.wire)
-        self._check_dtypes((dtype for dtype, _ in layouts), op, type(self).__name__)
-        return self._plan(ranks, layouts, op, options, destination)
-
-    def _gpu_plan_for(
-        self, ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, options: CommunicationOptions
-    ) -> GpuRoute | None:
-        """Return how arrays in GPU memory are reduced there; None where a subclass does it in its own way."""
-        return self._gpu_route(ranks, layouts, op, options, EVERY_RANK) if self._is_usual else None
+        return packing.plan(layouts, bytes_per_pack, self._num_packs)
 
     def _gpu_route(
         self,
@@ -131,20 +113,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         word, sends = path_word(options, self._device_path), destination.only_rank != root
         return GpuRoute(ranks, packs, op, word, options.wire, root, sends=sends)
 
-    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp, where: str) -> None:
+    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp) -> None:
         """Raise for dtypes that this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
-
-    def _looked_at(self, given: Sequence[Any], op: ReduceOp, options: CommunicationOptions, where: str) -> list[Any]:
-        """Return this rank's components as what can be reduced.
-
-        Raises:
-            MpiStrategyError: for what cannot be.
-        """
-        reduced_precision.check(options.wire)
-        values = [checked_value(own_component(value, op, where), op, where) for value in given]
-        others = (IndexedSlices, Mirrored)
-        self._check_dtypes((value.dtype for value in values if not isinstance(value, others)), op, where)
-        return values
 
     def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
@@ -182,12 +152,12 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         is_batch: bool = True,
     ) -> list[Any]:
         """Reduce to every rank; what a subclass has overridden is called."""
-        if not self._is_usual:
+        if not self._has_plans:
             return super()._all_reduce_values(call, communicator, op, values, options, is_batch=is_batch)
         return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options, outs)
 
     @property
-    def _is_usual(self) -> bool:
+    def _has_plans(self) -> bool:
         """Whether no subclass has overridden what reduces."""
         return all(getattr(type(self), name) is getattr(PackedCrossDeviceOps, name) for name in _OVERRIDABLE)
 
@@ -223,8 +193,9 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         self, ranks: Ranks, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
     ) -> tuple[list[Description], list[str]]:
         """Return what `Strategy.explain` says of buffers, and lines about what is in none."""
-        values = self._looked_at(given, op, options, "Strategy.explain")
-        parts, moved = self._parts(ranks, op, values, EVERY_RANK, options, "Strategy.explain")
+        where = "Strategy.explain"
+        values = [checked_value(own_component(value, op, where), op, where) for value in given]
+        parts, moved = self._parts(ranks, op, values, EVERY_RANK, options, where)
         found = [each for transfer, those in parts for each in transfer.describe([moved[i] for i in those])]
         by_host = [is_on_device(each) and not is_on_device(to) for each, to in zip(values, moved, strict=True)]
         counts = {
@@ -250,7 +221,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             outs: for each value an array that its result may be written to: what is done only where that saves a copy.
         """
         given = [own_component(value, op, call.where) for value in given]
-        values = self._looked_at(given, op, options, call.where)
+        values = [checked_value(value, op, call.where) for value in given]
         layouts, texts = tuple(map(_layout, values)), [each.text for each in targets]
         # Values that go to different ranks are sent to all of them.
         is_one = len(set(targets)) == 1
@@ -306,3 +277,63 @@ def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
     if isinstance(value, IndexedSlices):
         return layout_of_slices(value)
     return ("Mirrored", ()) if isinstance(value, Mirrored) else layout_of(value)
+
+
+class NcclAllReduce(PackedCrossDeviceOps):
+    """Sums arrays in GPU memory with NCCL, on CuPy's current stream; all others as `MpiAllReduce` does.
+
+    The call returns when the work is on the stream; what is put on the stream afterwards finds the result.  MIN and MAX
+    of floats travel as integers of the same order, since a NaN must win.  Products of complex numbers, which NCCL does
+    not know, go by way of the host.  Where NCCL cannot be used (CuPy finds none, or two ranks share a GPU) the ranks
+    take the next best way, and rank 0 says so with a FallbackWarning.
+
+    Args:
+        num_packs: arrays in GPU memory are split into about so many packs for each dtype, whatever bytes_per_pack says;
+            0 leaves it to bytes_per_pack.
+
+    Raises:
+        OptionError: for a negative num_packs.
+        OptionTypeError: for one that is not a number.
+    """
+
+    _in_rank_order = True
+    _device_path: str = "nccl"
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self._set_num_packs(num_packs)
+
+
+class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
+    """Sums within each node, then between the nodes, and brings the result back within each node.
+
+    Every rank of a node has a slice, and MPI's Allreduce combines what the counterparts on the nodes have.  Over the
+    network goes no more than must.  `MpiAllReduce` does the like with large values; this one does it with all.  Right
+    for any number of ranks on any node.  Arrays in GPU memory go as with `MpiAllReduce`.
+
+    Args:
+        num_packs: the values are split into about so many packs, whatever bytes_per_pack says; 0 leaves it to
+            bytes_per_pack.
+
+    Raises:
+        OptionError: for a negative num_packs.
+    """
+
+    _in_rank_order = True
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self._set_num_packs(num_packs)
+
+    def _route(
+        self,
+        ranks: Ranks,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
+    ) -> Transfer:
+        """Return the route of arrays: on several nodes the same for all sizes, if MPI's sums have the same bits."""
+        packs, text = self._packs(layouts, options.bytes_per_pack), op._on_the_wire
+        by_one = any(ranks.route(pack.nbytes, pack.dtype, text) == "root" for pack in packs)
+        if destination.only_rank is not None or ranks.nodes == 1 or by_one:
+            return super()._route(ranks, layouts, op, options, destination)
+        return CommunicatorRoute(ranks, packs, op, "lanes", wire=options.wire)

@@ -93,12 +93,12 @@ class OrderedAllReduce(PackedCrossDeviceOps):
             total[chosen] = rows[0]
         return IndexedSlices(finish(total, dtype, op, ranks.size), indices, slices.dense_shape)
 
-    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp, where: str) -> None:
+    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp) -> None:
         """Raise UnsupportedError for a PROD of complex numbers, whose order is not that of their parts."""
         odd = [dtype for dtype in dtypes if op is ReduceOp.PROD and dtype.kind == "c"]
         if odd:
             raise UnsupportedError.at(
-                where,
+                "OrderedAllReduce",
                 found=f"PROD of {dtype_name(odd[0])} by OrderedAllReduce",
                 expected="PROD of real numbers, or SUM or MEAN",
                 fix="Use MpiAllReduce(), or multiply the magnitudes and add the angles.",

@@ -40,10 +40,11 @@ from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, alig
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.inputs import check_order, checked_leaves
+from mpistrategy.reduction.collectives import broadcast
+from mpistrategy.reduction.inputs import check_order, checked_leaves, write
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
-from mpistrategy.reduction.layout.packing import Layout, Member, Pack, layouts_of, plan
+from mpistrategy.reduction.layout.packing import Layout, Member, Pack
 from mpistrategy.reduction.plan import CallPlan, Compared
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.reduction.routes import gpu
@@ -328,17 +329,8 @@ class Arena(ArenaBase, Generic[T]):
         destination = self._destination(destinations, call.where)
         self._check(reducer, call.where)
         call.structure = self._structure.text
-        call.agree("broadcast an arena", values=self._summary, destination=destination, options=f"arena {self._number}")
-        ranks = self._communicator
-        for bucket in self._buckets:
-            if self._on_device:
-                gpu.bcast(ranks, bucket.mine, 0)
-            elif not bucket.is_shared or ranks.nodes > 1:
-                ranks.bcast(bucket.mine, 0)
-            elif bucket.local_rank != 0:
-                bucket.mine[...] = bucket.arrays[0]
-        if self.is_shared:
-            ranks.node_barrier()
+        words = f"{destination}, arena {self._number}"
+        write(broadcast(self._communicator, self._mine, 0, call, words, in_place=True), self._mine)
         return self._values
 
     def _destination(self, destinations: Any, where: str) -> str:
@@ -367,13 +359,9 @@ _NO_LIMIT = 2**62
 
 def laid_out(layouts: tuple[Layout, ...]) -> tuple[tuple[Pack, ...], list[tuple[int, Member]]]:
     """Return the buckets of arrays with these layouts; and for each array the number of its bucket, and its place."""
-    packs = packing.plan(layouts, _NO_LIMIT, 0, _itself, None, ALIGNMENT)
+    packs = packing.plan(layouts, _NO_LIMIT, wire=packing.own_dtype, alignment=ALIGNMENT)
     places = {m.index: (number, m) for number, pack in enumerate(packs) for m in pack.members}
     return packs, [places[index] for index in range(len(layouts))]
-
-
-def _itself(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype
 
 
 def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu: bool) -> tuple[Replicas, ...]:
@@ -511,7 +499,7 @@ class _Bucket:
         self._divisor = op._divisor(mine.dtype, ranks.size)
         #: The dtype in which sums travel between nodes, where that is another one.
         self._wire: Wire = between_nodes(ranks, wire, mine.dtype, text)
-        self._route = CommunicatorRoute(ranks, plan(layouts_of([mine]), 1, 0, host_wire_dtype), op, wire=wire)
+        self._route = CommunicatorRoute(ranks, packing.plan(packing.layouts_of([mine]), 1), op, wire=wire)
         self._share: ShareOfNode | None = None
         if replicas.is_shared and ranks.nodes == 1:
             self._share = ShareOfNode(replicas.arrays, self._targets, text, self._divisor, replicas.local_rank)

@@ -30,6 +30,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
+from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
@@ -142,14 +143,17 @@ def start_all_reduce(
             handle._values = value.values
             return handle
     is_on_gpu = type(value) is not np.ndarray and _is_on_device(value)
-    agree = partial(_first_call, ranks.guard, name)
-    if (is_on_gpu or ranks.nodes > 1) and in_jax_trace():
-        agree(lambda: None)  # the call refuses it, and tells the other ranks
-    if is_on_gpu:
-        begun = _begun_on_gpu(reducer, reduce_op, value, reducer.options.merge(options), name, out)
-        if begun is not None:
-            return begun
-    engine = engine_of(ranks, agree) if ranks.nodes > 1 and not is_on_gpu else None
+    engine: Any = None
+    if is_on_gpu or ranks.nodes > 1:
+        agree = partial(_first_call, ranks.guard, name)
+        if in_jax_trace():
+            agree(lambda: None)  # the call refuses it, and tells the other ranks
+        if not is_on_gpu:
+            engine = engine_of(ranks, agree)
+        else:
+            begun = _begun_on_gpu(reducer, reduce_op, value, reducer.options.merge(options), name, out)
+            if begun is not None:
+                return begun
     if not isinstance(engine, Engine):  # of arrays on a host and a GPU together, too: another thread has another stream
         return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
     try:
@@ -302,22 +306,23 @@ class _Begun:
         given, self._arrays, memory = looked_at(op, leaves, paths, _WHERE, None, targets)
         self._given, self._handed_out = given, partial(handed_out, leaves=leaves, targets=targets, memory=memory)
         ranks, self._guard = reducer.communicator, reducer.communicator.guard
-        if any(isinstance(each, Mirrored) for each in given) or not all(map(is_on_device, self._arrays)):
+        algorithm, is_mirrored = reducer.algorithm, any(isinstance(each, Mirrored) for each in given)
+        if is_mirrored or not algorithm._has_plans or not all(map(is_on_device, self._arrays)):
             return
         check_device(self._arrays, gpu_of(ranks.devices, ranks.rank), _WHERE)
         for array in self._arrays:
             check_order(array.dtype, op, _WHERE)
-        route = reducer.algorithm._gpu_plan_for(ranks, layouts_of(self._arrays), op, options)
+        route = algorithm._gpu_route(ranks, layouts_of(self._arrays), op, options, EVERY_RANK)
         if route is None:
             return
-        self._route, self._op, self._settings = route, op, reducer.algorithm._settings(options)
+        self._route, self._op, self._settings = route, op, algorithm._settings(options)
         self._device: Any = self._arrays[0].device
         with self._device:
             own = None if memory is None else route.own_results(self._arrays, memory)
-            self._memory = route.pack(self._arrays, own)
+            self._memory = route.bring(self._arrays, own)
             self._stream = ranks.once(_Stream, _Stream)
             self._packed = self._stream.note()
-            self.path = route.path(ranks)
+            self.path = device_path(ranks, route.word)
             #: Whose memory may be used again only when it has been packed.
             self._read = event_of_reads(given)
         self._sent: Any = None
@@ -332,7 +337,7 @@ class _Begun:
             values = tuple(map(layout_of, self._arrays))
             call.agree("reduce", op=self._op.value, values=values, destination=EVERY_RANK.text, options=self._settings)
             if path.name not in ON_THE_STREAM:
-                path = self._route.path(ranks, path.name)
+                path = device_path(ranks, path.name)
             with self._stream.after(self._packed):
                 try:
                     self._route.send(ranks, path, self._memory)

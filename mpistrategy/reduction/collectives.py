@@ -484,6 +484,7 @@ class FromRoot(Collective):
     """
 
     verb = "broadcast"
+    sparingly = False
 
     def __init__(self, ranks: Ranks, arrays: Sequence[Any], root: int) -> None:
         self._ranks, self._root, boxes = ranks, root, ranks.mailboxes
@@ -554,7 +555,6 @@ class FromRoot(Collective):
 class _BroadcastPlan(NestPlan):
     """The plan of broadcasts, which may have to tell ranks that give None what the others have."""
 
-    sparingly = False
     _transfer: FromRoot
     #: What these ranks are told.
     description: str = ""

@@ -302,7 +302,7 @@ def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
             continue  # reduced where it is
         if is_on_device(target):
             on_gpu.append((as_device_array(result, "a result in GPU memory"), target))
-        else:
+        elif result is not target:
             target[...] = host_array(result)
     if on_gpu:
         with on_gpu[0][0].device:

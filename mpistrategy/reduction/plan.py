@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
@@ -224,9 +225,7 @@ class ArraysPlan(Compared):
 
     def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
         """Return the results on every rank; inside `call`."""
-        memory = self.plan.bring(arrays)
-        self.agree(call)
-        return self.plan.run(arrays, memory)
+        return self.plan.carried_out(arrays, partial(self.agree, call))
 
     def agree(self, call: Call) -> bool:
         """Compare the call with those of the other ranks; see `Call.agree`."""
@@ -261,6 +260,7 @@ class NestPlan(Compared, CallPlan):
         kinds: set[type],
     ) -> None:
         super().__init__(signature, timeout_seconds)
+        self.sparingly = transfer.sparingly
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
         self._transfer = transfer
@@ -302,8 +302,6 @@ class NestPlan(Compared, CallPlan):
 class DevicePlan(NestPlan):
     """The plan of nests of CuPy arrays."""
 
-    #: MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
-    sparingly = False
     #: The number of the GPU that this rank drives; None for a CPU.
     gpu: int | None = None
 

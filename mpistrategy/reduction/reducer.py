@@ -86,29 +86,35 @@ class Algorithm(ABC):
         chosen: Any = options.implementation
         return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
 
-    def _plan_for(
+    @property
+    def _has_plans(self) -> bool:
+        """Whether arrays are reduced by its `_plan` and `_gpu_route`; else each call must be looked at."""
+        return False
+
+    def _plan(
         self,
         ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         options: CommunicationOptions,
-        destination: Destination = EVERY_RANK,
-    ) -> Plan | None:
-        """Return how arrays on the host are reduced; None where each call must be looked at.
+        destination: Destination,
+    ) -> Plan:
+        """Return how arrays on the host are reduced; the results count on the destination's ranks.
 
         Raises:
             MpiStrategyError: for what it cannot reduce.
         """
-        return None
+        raise NotImplementedError(type(self).__name__)
 
-    def _gpu_plan_for(
-        self, ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, options: CommunicationOptions
+    def _gpu_route(
+        self,
+        ranks: Ranks,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
     ) -> GpuRoute | None:
-        """Return how arrays in GPU memory are reduced there; None where each call must be looked at.
-
-        Raises:
-            MpiStrategyError: for what it cannot reduce.
-        """
+        """Return how arrays in GPU memory are reduced there; None where the host does it."""
         return None
 
     @abstractmethod
@@ -217,11 +223,11 @@ class AllReduce(General):
         if is_on_gpu:
             if op is ReduceOp.MEAN and any(dtype.kind in "iu" for dtype, _ in layouts):
                 return None  # which has another dtype than they
-            transfer = algorithm._gpu_plan_for(ranks, layouts, op, options)
+            transfer = algorithm._gpu_route(ranks, layouts, op, options, EVERY_RANK) if algorithm._has_plans else None
         elif is_weighted:
             transfer, kind = reducer.weighted_means(layouts, options), WeightedPlan
         else:
-            transfer = algorithm._plan_for(ranks, layouts, op, options, destination or EVERY_RANK)
+            transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK)
             kind = NestPlan if destination is None else PlacedPlan
         is_elsewhere = out is not None and destination is None and not is_on_gpu
         if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, transfer.results)):
@@ -411,16 +417,31 @@ class Reducer:
             check_device(placed, gpu_of(ranks.devices, ranks.rank), call.where)
         means = None if placed else self.weighted_means(layouts, options)
         if means is None:
-            means = WeightedMeans(ranks, layouts, _ByAlgorithm(algorithm, ranks, call, options))
+            means = WeightedMeans(ranks, layouts, _ByAlgorithm(self, call, options))
         read, values, settings = event_of_reads(given), tuple(map(layout_of, arrays)), algorithm._settings(options)
         agree = partial(call.agree, "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings)
         results = means.carried_out(together, partial(agree, sparingly=True))
         ranks.guard.wait_for_gpu(read)
         return [in_kind(result, local_component(value)) for result, value in zip(results, given, strict=True)]
 
+    def plan_for(
+        self,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination = EVERY_RANK,
+    ) -> Plan | None:
+        """Return how arrays on the host are reduced; None where each call must be looked at.
+
+        Raises:
+            MpiStrategyError: for what the algorithm cannot reduce.
+        """
+        algorithm = self._algorithm
+        return algorithm._plan(self.communicator, layouts, op, options, destination) if algorithm._has_plans else None
+
     def weighted_means(self, layouts: tuple[Layout, ...], options: CommunicationOptions) -> WeightedMeans | None:
         """Return how weighted means of arrays on the host are taken; None where the algorithm is asked each time."""
-        plan = self._algorithm._plan_for(self.communicator, sums_of(layouts), ReduceOp.SUM, options)
+        plan = self.plan_for(sums_of(layouts), ReduceOp.SUM, options)
         return None if plan is None else WeightedMeans(self.communicator, layouts, plan)
 
     def all_reduce_arrays(self, call: Call, op: ReduceOp, arrays: list[Array]) -> list[Array]:
@@ -443,10 +464,8 @@ class Reducer:
         return found
 
     def _made_for(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> ArraysPlan | None:
-        ranks, options = self.communicator, self._options
-        if not all(is_simple(dtype, op) for dtype, _ in layouts):
-            return None
-        plan = self._algorithm._plan_for(ranks, layouts, op, options)
+        options, are_simple = self._options, all(is_simple(dtype, op) for dtype, _ in layouts)
+        plan = self.plan_for(layouts, op, options) if are_simple else None
         if plan is None:
             return None
         values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
@@ -458,14 +477,13 @@ class _ByAlgorithm(Transfer):
     """The sums of an algorithm that has no plan for them; to be made in a call on which the ranks have agreed.
 
     Args:
-        algorithm: makes them.
-        ranks: who takes part.
+        reducer: whose algorithm makes them.
         call: the public call.
         options: of the call.
     """
 
-    def __init__(self, algorithm: Algorithm, ranks: Ranks, call: Call, options: CommunicationOptions) -> None:
-        self._algorithm, self._ranks, self._call, self._options = algorithm, ranks, call, options
+    def __init__(self, reducer: Reducer, call: Call, options: CommunicationOptions) -> None:
+        self._reducer, self._call, self._options = reducer, call, options
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Leave it to `run`, which has an agreement of its own."""
@@ -473,7 +491,9 @@ class _ByAlgorithm(Transfer):
     def run(self, arrays: Sequence[Any], memory: None) -> list[Any]:
         """Return the sums."""
         self._call.expect_more()
-        return self._algorithm._all_reduce_values(self._call, self._ranks, ReduceOp.SUM, arrays, self._options)
+        reducer, op = self._reducer, ReduceOp.SUM
+        with reducer.entered():
+            return reducer.algorithm._all_reduce_values(self._call, reducer.communicator, op, arrays, self._options)
 
 
 def _made(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
@@ -21,11 +22,13 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import NestPlan, NumbersOfRanks
+from mpistrategy.reduction.plan import NestPlan, NumbersOfRanks, Plan
 from mpistrategy.reduction.routes.base import Targets, Transfer
+from mpistrategy.reduction.routes.with_the_check import MailboxArrays, MailboxRoute
 
 #: The operation, as the ranks compare it.
 WEIGHTED = "weighted MEAN"
+_WEIGHT: Layout = (np.dtype(np.float64), ())
 
 
 def checked_weight(weight: Any, op: ReduceOp, where: str) -> float:
@@ -85,7 +88,8 @@ def sums_of(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
 class WeightedMeans(Transfer):
     """The weighted means of arrays; to the arrays that `bring` and `run` get belongs this rank's weight, as first.
 
-    The ranks learn the weights with the check of the call, and then add up the products.
+    On a node small arrays lie in the mailboxes as they are, beside the weight and the check of the call, and each rank
+    multiplies those of all ranks.  Else the ranks learn the weights with the check, and then add up the products.
 
     Args:
         ranks: who takes part.
@@ -99,6 +103,11 @@ class WeightedMeans(Transfer):
         self.results = [mean_dtype(dtype) for dtype, _ in layouts]
         self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
         self._weights = NumbersOfRanks(ranks, 1)
+        self._in_mailboxes: MailboxArrays | None = None
+        # The sums of other routes are those of the algorithm: in the order of the values, say.
+        boxes = ranks.mailboxes if isinstance(sums, Plan) and isinstance(sums.route, MailboxRoute) else None
+        if boxes is not None and MailboxArrays.has_room(boxes, (_WEIGHT, *layouts), boxes.size):
+            self._in_mailboxes = MailboxArrays(boxes, (_WEIGHT, *layouts))
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Do what must be done before the ranks agree on the call."""
@@ -107,25 +116,45 @@ class WeightedMeans(Transfer):
             None if result == dtype or is_on_device(array) else np.empty(array.shape, result)
             for array, dtype, result in rows
         ]
-        return rooms, self._weights.bring(arrays[0])
+        if self._in_mailboxes is None:
+            return rooms, self._weights.bring(arrays[0])
+        self._in_mailboxes.put(arrays)
+        return rooms, None
 
     @quietly
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the means; NaN where all weights are 0."""
         rooms, brought = memory
-        weights = self._weights.found(brought).ravel().tolist()
-        factors, total = normalized(weights)
-        sums = self._sent(arrays[1:], weights[self._ranks.rank], factors[self._ranks.rank])
+        if self._in_mailboxes is None:
+            weights = self._weights.found(brought).ravel().tolist()
+            factors, total = normalized(weights)
+            sums = self._sent(arrays[1:], weights[self._ranks.rank], factors[self._ranks.rank])
+        else:
+            seen = self._in_mailboxes.seen()
+            weights = [float(theirs[0]) for theirs in seen]
+            factors, total = normalized(weights)
+            everyones = [self._products(each[1:], *both) for each, *both in zip(seen, weights, factors, strict=True)]
+            sums = [np.asarray(reduce(np.add, parts)) for parts in zip(*everyones, strict=True)]
         rows = zip(sums, self.results, rooms, strict=True)
-        return [rounded(divide(each, total), dtype, room) for each, dtype, room in rows]
+        return [_mean(each, total, dtype, room) for each, dtype, room in rows]
+
+    def _products(self, arrays: Sequence[Array], weight: float, factor: float) -> list[Array]:
+        return [product(array, dtype, weight, factor) for array, dtype in zip(arrays, self._dtypes, strict=True)]
 
     def _sent(self, arrays: Sequence[Array], weight: float, factor: float) -> list[Array]:
         def brought() -> tuple[list[Array], Any]:
-            both = zip(arrays, self._dtypes, strict=True)
-            products = [product(array, dtype, weight, factor) for array, dtype in both]
+            products = self._products(arrays, weight, factor)
             return products, self._sums.bring(products)
 
         return self._sums.run(*self._ranks.guard.on_all(brought))
+
+
+def _mean(total: Array, weight: float, dtype: np.dtype[Any], room: Array | None) -> Array:
+    """Return the quotient of a sum and the weights of all: on the host in its own memory, or in `room`."""
+    if is_on_device(total):
+        return rounded(divide(total, weight), dtype)
+    out = total if room is None else room
+    return np.true_divide(total, total.dtype.type(weight), out=out, casting="unsafe")  # type: ignore[no-any-return]
 
 
 class WeightedPlan(NestPlan):

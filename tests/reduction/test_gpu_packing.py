@@ -182,7 +182,7 @@ def test_one_kernel_packs_a_list_and_waits_for_what_is_still_computed(cupy: Any)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         arrays = [cupy.asarray(np.full((3, 2), number, np.float32)) * 2 for number in range(161)]
-        (pack,) = packing.plan(packing.layouts_of(arrays))
+        (pack,) = gpu_packs(packing.layouts_of(arrays), 0, 0)
         bucket = cupy.empty(pack.size, pack.dtype)
         before = cupy_double.counts["kernels"]
         gpu_route.fill(pack, arrays, bucket)

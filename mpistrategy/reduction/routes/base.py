@@ -45,12 +45,14 @@ class Transfer(ABC):
         layouts: dtype and shape of each array.
         results: the dtype of each result.
         writes_targets: whether results may be written to their targets at once.
+        sparingly: whether `run` needs no barrier before it; see `Call.agree`.
     """
 
     packs: tuple[Pack, ...] = ()
     layouts: tuple[Layout, ...] = ()
     results: Sequence[np.dtype[Any]] = ()
     writes_targets: bool = False
+    sparingly: bool = True
 
     @abstractmethod
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:

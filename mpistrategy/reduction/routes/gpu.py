@@ -214,14 +214,8 @@ _ALONE_BYTES = 8 * 2**20
 
 def gpu_packs(layouts: tuple[Layout, ...], bytes_per_pack: float, num_packs: float) -> tuple[Pack, ...]:
     """Return the packs of arrays in GPU memory: one for each large array, unless a number of packs is asked for."""
-    if num_packs >= 1:
-        return packing.plan(layouts, bytes_per_pack, num_packs, _own_dtype, None, packing.GPU_ALIGNMENT)
-    return packing.plan(layouts, bytes_per_pack, 0, _own_dtype, _ALONE_BYTES, packing.GPU_ALIGNMENT)
-
-
-def _own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of the packs of arrays: their own, whatever they are combined in."""
-    return dtype
+    alone_bytes = None if num_packs >= 1 else _ALONE_BYTES
+    return packing.plan(layouts, bytes_per_pack, num_packs, packing.own_dtype, alone_bytes, packing.GPU_ALIGNMENT)
 
 
 @dataclass
@@ -250,6 +244,8 @@ class _Bucket:
 class GpuRoute(Transfer):
     """The route of arrays in GPU memory; its results need no more rounding or division.
 
+    MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
+
     Args:
         ranks: who takes part.
         packs: the arrays, which are all on one GPU.
@@ -260,7 +256,12 @@ class GpuRoute(Transfer):
         sends: whether `root` sends the result to the others.
         targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own.
             Only arrays that travel one by one have one.
+
+    Attributes:
+        word: as given.
     """
+
+    sparingly = False
 
     def __init__(
         self,
@@ -276,7 +277,8 @@ class GpuRoute(Transfer):
     ) -> None:
         self.packs = packs
         self._root, self._sends, self._targets = root, sends, targets
-        self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
+        self.word: str = word
+        self._ranks, self._op, self._wire = ranks, op, wire
 
     def own_results(self, arrays: Sequence[DeviceArray], outs: Sequence[Any]) -> Targets:
         """Return the targets of arrays that are their own `outs`, and can be reduced where they are."""
@@ -289,22 +291,15 @@ class GpuRoute(Transfer):
         return targets if are_apart(found) else None  # what they have in common would be combined twice
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
-        """Pack: memory may be short, which all ranks hear of when they agree."""
+        """Put together what travels together, on the current stream; `targets` take the place of the route's."""
+        prepare(self._ranks, arrays, "a reduction of arrays in GPU memory")
+        cupy, given = cupy_for(_WHAT), self._targets if targets is None else targets
         with arrays[0].device:
-            device_paths(self._ranks).check()
-            return self.pack(arrays, targets)
+            return [self._filled(cupy, pack, arrays, given) for pack in self.packs]
 
     def _sent_as(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Return the dtype in which a pack is combined: integers of a MEAN have 64 bits."""
         return sum_dtype_of_mean(dtype) if self._op is ReduceOp.MEAN and dtype.kind in "iu" else wire_dtype(dtype)
-
-    def pack(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
-        """Put together what travels together, on the current stream; `targets` take the place of the route's."""
-        cupy = cupy_for("arrays in GPU memory")
-        check_no_capture(cupy, "a reduction of arrays in GPU memory")
-        given = self._targets if targets is None else targets
-        with arrays[0].device:
-            return [self._filled(cupy, pack, arrays, given) for pack in self.packs]
 
     def _filled(self, cupy: Any, pack: Pack, arrays: Sequence[DeviceArray], targets: Targets) -> _Bucket:
         take, first = partial(communication_memory, cupy, pack.size), pack.members[0].index
@@ -330,12 +325,8 @@ class GpuRoute(Transfer):
     def run(self, arrays: Sequence[DeviceArray], memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results, on the current stream."""
         with arrays[0].device:
-            self.send(self._ranks, self.path(self._ranks), memory)
+            self.send(self._ranks, device_path(self._ranks, self.word), memory)
             return self.unpacked(memory)
-
-    def path(self, ranks: Ranks, word: str = "") -> DevicePath:
-        """Return the path of these ranks for a word; the first time they choose it together."""
-        return device_path(ranks, word or self._word)
 
     def send(self, ranks: Ranks, path: DevicePath, memory: list[_Bucket]) -> None:
         """Combine what has been packed, on the current stream of its device."""
@@ -380,12 +371,12 @@ class GpuRoute(Transfer):
         elif target is not None and target is not arrays[first]:
             copies = ("all into the result",)
         paths = device_paths(self._ranks)
-        if self._word not in paths.known:
+        if self.word not in paths.known:
             return "in GPU memory, on a path that the ranks choose at the first such call", copies
-        name = paths.known[self._word].name
+        name = paths.known[self.word].name
         sent = " and sent from there" if self._sends else ""
         how = "" if self._root is None else f", combined on rank {self._root}{sent}"
-        return f"in GPU memory, {_PATHS[name]}{how} ({name}: {paths.reasons[self._word]})", copies
+        return f"in GPU memory, {_PATHS[name]}{how} ({name}: {paths.reasons[self.word]})", copies
 
 
 def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:

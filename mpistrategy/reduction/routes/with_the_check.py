@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype, quietly
+from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, divide_by, division, host_wire_dtype, quietly
 from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.interface.ranks import Ranks
@@ -33,7 +33,7 @@ from mpistrategy.reduction.routes.base import Targets, Transfer, Way
 
 def fits_mailbox(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
     """Return whether these arrays go into a mailbox together: every rank reads all mailboxes, so few bytes each."""
-    return MailboxArrays.has_room(mailboxes, _flat(_packs(layouts)), mailboxes.size)
+    return MailboxArrays.has_room(mailboxes, _flat(packing.plan(layouts)), mailboxes.size)
 
 
 class MailboxArrays:
@@ -86,7 +86,7 @@ class MailboxRoute(Transfer):
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self._mailboxes = mailboxes
         self._combine: Combine = COMBINE[op._on_the_wire]
-        self.packs = _packs(layouts)
+        self.packs = packing.plan(layouts)
         self._count = len(layouts)
         layouts = _flat(self.packs)
         arrays = MailboxArrays(mailboxes, layouts)
@@ -160,10 +160,6 @@ def combine_rows(combine: Any, rows: Array, total: Array) -> None:
         combine.reduce(rows, axis=0, dtype=rows.dtype, initial=None, out=total)
 
 
-def _packs(layouts: tuple[Layout, ...]) -> tuple[Pack, ...]:
-    return packing.plan(layouts, wire=host_wire_dtype)
-
-
 def _flat(packs: Sequence[Pack]) -> tuple[Layout, ...]:
     return tuple((pack.dtype, (pack.size,)) for pack in packs)
 
@@ -204,9 +200,9 @@ class FirstMessageRoute(Transfer):
     """
 
     def __init__(self, communicator: Ranks, message: FirstMessage, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
-        self.packs = packing.plan(layouts, wire=host_wire_dtype)
-        #: For each array its numbers in the message, their sums, its dtype on the wire, and how MEAN divides.
-        self._rows: list[tuple[Array, Array, np.dtype[Any], tuple[Any, Any] | None]] = []
+        self.packs = packing.plan(layouts)
+        #: For each array its numbers in the message, their sums, its dtype on the wire, and what MEAN divides by.
+        self._rows: list[tuple[Array, Array, np.dtype[Any], int]] = []
         start = 0
         for dtype, shape in layouts:
             stop = start + int(_numbers_of(dtype)) * prod(shape)
@@ -214,8 +210,7 @@ class FirstMessageRoute(Transfer):
             full = (2, *shape) if dtype.kind in "iu" else shape
             mine, sums = (each[start:stop].view(kind).reshape(full) for each in (message.values, message.sums))
             wire, start = host_wire_dtype(dtype), stop
-            divisor = op._divisor(wire, communicator.size)
-            self._rows.append((mine, sums, wire, None if divisor == 1 else division(divisor, sums.dtype)))
+            self._rows.append((mine, sums, wire, op._divisor(wire, communicator.size)))
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Write this rank's numbers into the message."""
@@ -229,18 +224,17 @@ class FirstMessageRoute(Transfer):
     @quietly
     def run(self, arrays: Sequence[Any], memory: None) -> list[Array]:
         """Return the sums, each rounded once to its dtype, in new memory."""
-        return [_read(sums, dtype, quotient) for _, sums, dtype, quotient in self._rows]
+        return [_read(sums, dtype, divisor) for _, sums, dtype, divisor in self._rows]
 
     def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
         """Return how a pack travels; see `Transfer.way`."""
         return "in the first message of the call, with its check", ()
 
 
-def _read(sums: Array, dtype: np.dtype[Any], quotient: tuple[Any, Any] | None) -> Array:
+def _read(sums: Array, dtype: np.dtype[Any], divisor: int) -> Array:
     if dtype.kind in "iu":
         low, high = sums.astype(np.uint64)
         return np.asarray(low + (high << np.uint64(_HALF))).astype(dtype)
-    if quotient is not None:
-        divide, operand = quotient
-        sums = np.asarray(divide(sums, operand))
-    return sums.astype(dtype)
+    total = sums.copy()
+    divide_by(divisor, total)
+    return total.astype(dtype)
