@@ -12,7 +12,6 @@ from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import DTypeError, ShapeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.nearest import make_public
 from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, positive
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import checked_slices
@@ -24,7 +23,9 @@ __all__ = [
     "global_norm",
 ]
 
-make_public(__name__)
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 def global_norm(arrays: Sequence[Any]) -> float:

@@ -1,11 +1,11 @@
 """All-reduces that go on while the step computes: `ReplicaContext.all_reduce_async` and its handle.
 
-Arrays on the host are reduced by an engine's thread between nodes, and at once on one node.
+Arrays on the host are reduced by a thread in the background between nodes, and at once on one node.
 
 Arrays in GPU memory are packed on the program's stream, and the results are made of it there, when somebody waits for
 them.  Between the two the reduction goes on a stream of its own.  Events order them: this stream waits for what was put
 on the program's stream before the call, and a program's stream waits for the reduction where the result is asked for.
-Nothing waits on the host.  Only NCCL needs nothing else.  On the other paths the host takes part: the engine's thread,
+Nothing waits on the host.  Only NCCL needs nothing else.  On the other paths the host takes part: this thread,
 or the call that starts the reduction where MPI may not be called in several threads.
 """
 
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property, partial
 from typing import Any, Generic, TypeVar
@@ -34,7 +35,7 @@ from mpistrategy.mpi.gpu.transports.choice import device_path
 from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.over_mpi.engine import AtOnce, Engine, Job, engine_of
+from mpistrategy.mpi.over_mpi.background import Background, background_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
@@ -66,7 +67,7 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
         The answer differs from rank to rank: do not let it decide about a collective call.
         """
-        is_over = self._under_way is None or self._under_way.job.is_over()
+        is_over = self._under_way is None or self._under_way.job.done()
         return is_over and (self._begun is None or self._begun.is_over)
 
     @collective("wait")
@@ -93,34 +94,38 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
 
 class _UnderWay:
-    """A job of an engine, as a handle sees it.
+    """A job in the background, as a handle sees it.
 
     Args:
-        work: the function to be called in the background.
-        engine: runs it.
+        work: the function to be called there.
+        background: calls it.
         guard: of the program's ranks.
 
     Attributes:
-        job: the job.
+        job: ends with it.
     """
 
-    def __init__(self, work: Callable[[], Any], engine: Engine, guard: Guard) -> None:
-        self.job: Job = Job(work)
-        engine.submit(self.job)
-        self._engine, self._guard, self._number = engine, guard, engine.submitted
+    def __init__(self, work: Callable[[], Any], background: Background, guard: Guard) -> None:
+        #: Not kept by the job, which outlives this.
+        self._found: Any = None
+        self.job: Future[Any] = background.submit(partial(self._do, work), _WHERE)
+        self._background, self._guard, self._number = background, guard, background.submitted
+
+    def _do(self, work: Callable[[], Any]) -> None:
+        self._found = work()
 
     def result(self) -> Any:
         """Wait for the job, together with the other ranks; return its result or raise its error."""
-        engine, guard = self._engine, self._guard
+        background, guard = self._background, self._guard
         # A peer in another collective may never start its part; this comparison finds that out.  Once all ranks have
         # started equally many, each of these ends.
-        if (self._number > engine.known_to_all or in_jax_trace()) and not guard.closed:
-            started = engine.submitted
+        if (self._number > background.known_to_all or in_jax_trace()) and not guard.closed:
+            started = background.submitted
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
-            engine.known_to_all = started
-        engine.finish(self.job)
-        return self.job.result()
+            background.known_to_all = started
+        background.result(self.job)
+        return self._found
 
 
 def start_all_reduce(
@@ -143,18 +148,18 @@ def start_all_reduce(
             handle._values = value.values
             return handle
     is_on_gpu = type(value) is not np.ndarray and _is_on_device(value)
-    engine: Any = None
+    background: Background | None = None
     if is_on_gpu or ranks.nodes > 1:
         agree = partial(_first_call, ranks.guard, name)
         if in_jax_trace():
             agree(lambda: None)  # the call refuses it, and tells the other ranks
         if not is_on_gpu:
-            engine = engine_of(ranks, agree)
+            background = background_of(ranks, agree)
         else:
             begun = _begun_on_gpu(reducer, reduce_op, value, reducer.options.merge(options), name, out)
             if begun is not None:
                 return begun
-    if not isinstance(engine, Engine):  # of arrays on a host and a GPU together, too: another thread has another stream
+    if background is None:  # of arrays on a host and a GPU together, too: another thread has another stream
         return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
     try:
         ReduceOp._parse(reduce_op, _WHERE)
@@ -162,31 +167,36 @@ def start_all_reduce(
         leaves_like(out, structure, _WHERE)
         # The caller may put other arrays into the nest meanwhile.
         kept = structure.pack([leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given])
-        # A reducer on the engine's communicator; what has been started goes on with the present algorithm and options.
-        make = partial(Reducer, engine.communicator, reducer.algorithm, reducer.options)
-        work = partial(reducer.kept(engine, make).run, _CALL, AllReduce, reduce_op, kept, options, name, out)
+        # A reducer on the thread's communicator; what has been started goes on with the present algorithm and options.
+        make = partial(Reducer, background.communicator, reducer.algorithm, reducer.options)
+        work = partial(reducer.kept(background, make).run, _CALL, AllReduce, reduce_op, kept, options, name, out)
     except Exception as error:  # the peers start theirs: they must hear of it there
-        work = partial(_fail, engine.communicator.guard, name, error)
-    # The engine's thread has entered nothing; an algorithm of the program's own may ask for its strategy.
-    return _started(ranks, engine, work, in_step=current_frame() or nullcontext())
+        work = partial(_fail, background.communicator.guard, name, error)
+    # The thread has entered nothing; an algorithm of the program's own may ask for its strategy.
+    return _started(ranks, background, work, in_step=current_frame() or nullcontext())
 
 
 def _started(
     ranks: Ranks,
-    engine: AtOnce,
+    background: Background | None,
     work: Callable[[], Any],
     begun: _Begun | None = None,
     in_step: AbstractContextManager[Any] | None = None,
 ) -> AllReduceHandle[Any]:
-    """Return the handle of work that an engine does, or that is done here if it is none."""
-    work = partial(_in_background, engine.communicator, call_site(), in_step or nullcontext(), work)
-    if isinstance(engine, Engine):
-        return AllReduceHandle(None, _UnderWay(work, engine, ranks.guard), begun)
-    return AllReduceHandle(work(), begun=begun)
+    """Return the handle of work that is done in the background, or here without one."""
+    work = partial(_in_background, _ranks_of(ranks, background), call_site(), in_step or nullcontext(), work)
+    if background is None:
+        return AllReduceHandle(work(), begun=begun)
+    return AllReduceHandle(None, _UnderWay(work, background, ranks.guard), begun)
+
+
+def _ranks_of(ranks: Ranks, background: Background | None) -> Ranks:
+    """Return the communicator of what is done in the background, or here."""
+    return ranks if background is None else background.communicator
 
 
 def _in_background(ranks: Ranks, site: Site, in_step: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:
-    """Return what `work` does, in the engine's thread, as if it was called where the program started it."""
+    """Return what `work` does, in the thread in the background, as if it was called where the program started it."""
     ranks.guard.site = site
     try:
         with in_step, working_on(ranks):
@@ -232,12 +242,13 @@ def _begun_on_gpu(
         failure = error
         path = device_paths(ranks).known.get(path_word(options, reducer.algorithm._device_path))
     # The caller's thread does what waits for nothing.
-    engine: AtOnce = AtOnce(ranks)
+    background = None
     if path is not None and path.name not in ON_THE_STREAM:
-        engine = engine_of(ranks, partial(_first_call, ranks.guard, name), waits_for_gpu=True)
+        background = background_of(ranks, partial(_first_call, ranks.guard, name), waits_for_gpu=True)
+    where = _ranks_of(ranks, background)
     if begun is None:
-        return _started(ranks, engine, partial(_fail, engine.communicator.guard, name, failure))
-    return _started(ranks, engine, partial(begun.work, engine.communicator, name, options), begun)
+        return _started(ranks, background, partial(_fail, where.guard, name, failure))
+    return _started(ranks, background, partial(begun.work, where, name, options), begun)
 
 
 class _Stream(Freed):
@@ -328,8 +339,8 @@ class _Begun:
         self._sent: Any = None
 
     def work(self, ranks: Ranks, name: str | None, options: CommunicationOptions) -> None:
-        """Agree, and combine what has been packed; with the communicator of the engine."""
-        path: Any = self.path  # an engine's ranks have a path of their own, of the same kind
+        """Agree, and combine what has been packed; with the communicator of the thread."""
+        path: Any = self.path  # the ranks of the thread have a path of their own, of the same kind
         with Call(ranks.guard, _CALL, name) as call, self._device:
             call.structure = self._structure.text
             call.wait_as(options.timeout_seconds)

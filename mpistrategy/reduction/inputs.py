@@ -17,7 +17,6 @@ from mpistrategy.arrays.convert import (
     is_on_device,
     like_given,
     reducible,
-    to_reducible,
 )
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span
 from mpistrategy.arrays.foreign import is_foreign
@@ -101,7 +100,7 @@ def _on_host(leaf: Any) -> Array:
         return np.asarray(leaf, NUMBERS[kind])
     if not is_foreign(leaf) or is_on_device(leaf):
         raise TypeError
-    return to_reducible(leaf, "")
+    return reducible(leaf, "")  # type: ignore[no-any-return]
 
 
 def as_leaf(result: Any, leaf: Any) -> Any:

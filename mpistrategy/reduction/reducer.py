@@ -416,12 +416,13 @@ class Reducer:
         if placed:
             check_device(placed, gpu_of(ranks.devices, ranks.rank), call.where)
         means = None if placed else self.weighted_means(layouts, options)
+        sums = _ByAlgorithm(self, call, options, given)
         if means is None:
-            means = WeightedMeans(ranks, layouts, _ByAlgorithm(self, call, options))
-        read, values, settings = event_of_reads(given), tuple(map(layout_of, arrays)), algorithm._settings(options)
+            means = WeightedMeans(ranks, layouts, sums)
+        values, settings = tuple(map(layout_of, arrays)), algorithm._settings(options)
         agree = partial(call.agree, "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings)
         results = means.carried_out(together, partial(agree, sparingly=True))
-        ranks.guard.wait_for_gpu(read)
+        ranks.guard.wait_for_gpu(sums.read)
         return [in_kind(result, local_component(value)) for result, value in zip(results, given, strict=True)]
 
     def plan_for(
@@ -480,13 +481,19 @@ class _ByAlgorithm(Transfer):
         reducer: whose algorithm makes them.
         call: the public call.
         options: of the call.
+        given: what the products are made of.
+
+    Attributes:
+        read: an event behind that, for arrays of other libraries in GPU memory.
     """
 
-    def __init__(self, reducer: Reducer, call: Call, options: CommunicationOptions) -> None:
-        self._reducer, self._call, self._options = reducer, call, options
+    def __init__(self, reducer: Reducer, call: Call, options: CommunicationOptions, given: Sequence[Any]) -> None:
+        self._reducer, self._call, self._options, self._given = reducer, call, options, given
+        self.read: Any = None
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
-        """Leave it to `run`, which has an agreement of its own."""
+        """Leave the products to `run`, which has an agreement of its own."""
+        self.read = event_of_reads(self._given)
 
     def run(self, arrays: Sequence[Any], memory: None) -> list[Any]:
         """Return the sums."""

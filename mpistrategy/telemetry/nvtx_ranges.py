@@ -86,7 +86,7 @@ class Nvtx(spans.Switched):
                         "no NVTX ranges: there is neither the package nvtx (pip install nvtx) nor CuPy", FallbackWarning
                     )
                     return
-            observers.watch(self._ranges)
+            observers.observers.append(self._ranges)
 
     def stop(self) -> None:
         """Make no further ranges."""

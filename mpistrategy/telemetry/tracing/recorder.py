@@ -104,7 +104,7 @@ class Recorder:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
-        observers.watch(self)
+        observers.observers.append(self)
 
     def stop(self) -> None:
         """Write down what is left, and end; in a child of the rank do nothing: the file is the rank's."""

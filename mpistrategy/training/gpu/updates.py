@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import DeviceArray, by_value, cupy_for, device_span
+from mpistrategy.arrays.dtypes import Array, span
+from mpistrategy.arrays.gpu import DeviceArray, by_value, cupy_for
 from mpistrategy.training import kernels
 from mpistrategy.training.gpu import launching
 from mpistrategy.training.gpu import update_kernel as on_gpu
@@ -64,7 +64,7 @@ class FusedUpdate:
         self._launches: list[launching.Launch] = []
         self._rows: Array = np.zeros((0, 0), np.uint64)
         self._formula: Formula | None = None
-        spans = sorted(device_span(array) for array in (*parameters, *(s for each in slots for s in each.values())))
+        spans = sorted(span(array) for array in (*parameters, *(s for each in slots for s in each.values())))
         self._begins, self._ends = (np.array(each, np.uint64) for each in zip(*spans, strict=True))
 
     def run(self, kernel: kernels.Kernel, gradients: Sequence[DeviceArray], scale: DeviceArray | None) -> bool:
