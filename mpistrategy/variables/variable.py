@@ -60,9 +60,13 @@ from mpistrategy.variables.storage import VariableSlot, VariableStorage
 _USE_LOCKING = "Leave it out: one thread updates a variable."
 
 
+def _set(storage: Array, value: Array) -> None:
+    storage[...] = value
+
+
 #: What the methods with whole values do with the storage and an array of its shape.
 DENSE: dict[str, Callable[[Array, Array], Any]] = {
-    "assign": lambda storage, value: storage.__setitem__(..., value),
+    "assign": _set,
     "assign_add": lambda storage, value: np.add(storage, value, out=storage),
     "assign_sub": lambda storage, value: np.subtract(storage, value, out=storage),
 }
@@ -342,7 +346,15 @@ class Variable(ArrayLike, Settable):
             self.aggregation = checked_member(VariableAggregation, aggregation, "Variable", "aggregation")
             given = checked_member(VariableSynchronization, synchronization, "Variable", "synchronization")
             _check_place(given, self.aggregation)
-            self.synchronization = given if registry.is_local else _kept_as(given)
+            if given is VariableSynchronization.NONE and not registry.is_local:
+                raise OptionError.at(
+                    "Variable",
+                    found=f"synchronization={given.name} in the scope of a strategy of several replicas",
+                    expected="AUTO, ON_WRITE or ON_READ",
+                    fix="Create variables of one rank in the scope of a OneDeviceStrategy.",
+                )
+            is_chosen = given is VariableSynchronization.AUTO and not registry.is_local
+            self.synchronization = VariableSynchronization.ON_WRITE if is_chosen else given
             self.trainable = given is not VariableSynchronization.ON_READ if trainable is None else trainable
             if name is not None and not isinstance(name, str):
                 raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
@@ -688,18 +700,6 @@ def _check_place(synchronization: VariableSynchronization, aggregation: Variable
             "it in `with strategy.scope():`. If this rank alone is meant, make it in the scope of a OneDeviceStrategy.",
             OutsideStepWarning,
         )
-
-
-def _kept_as(given: VariableSynchronization) -> VariableSynchronization:
-    """Return the synchronization that a variable of several replicas gets; raise OptionError for NONE."""
-    if given is VariableSynchronization.NONE:
-        raise OptionError.at(
-            "Variable",
-            found=f"synchronization={given.name} in the scope of a strategy of several replicas",
-            expected="AUTO, ON_WRITE or ON_READ",
-            fix="Create variables of one rank in the scope of a OneDeviceStrategy.",
-        )
-    return VariableSynchronization.ON_WRITE if given is VariableSynchronization.AUTO else given
 
 
 def _checked_dtype(dtype: Any, aggregation: VariableAggregation) -> np.dtype[Any]:

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, divide_by, division, host_wire_dtype, quietly
-from mpistrategy.mpi.contract.channel import FirstMessage
+from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, MailboxSlot
@@ -199,7 +199,7 @@ class FirstMessageRoute(Transfer):
         op: SUM or MEAN.
     """
 
-    def __init__(self, communicator: Ranks, message: FirstMessage, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
+    def __init__(self, communicator: Ranks, message: ControlChannel, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self.packs = packing.plan(layouts)
         #: For each array its numbers in the message, their sums, its dtype on the wire, and what MEAN divides by.
         self._rows: list[tuple[Array, Array, np.dtype[Any], int]] = []
