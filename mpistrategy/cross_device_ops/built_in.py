@@ -14,9 +14,8 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import check_device, layout_of, to_host
+from mpistrategy.arrays.gpu import layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
 from mpistrategy.errors import OptionError, OptionTypeError
@@ -179,7 +178,6 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         parts: list[tuple[Any, list[int]]] = []
         if placed:
             arrays = [values[i] for i in placed]
-            check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
             route = self._gpu_route(ranks, packing.layouts_of(arrays), op, options, target)
             if route is None:
                 moved = [to_host(value) if is_on_device(value) else value for value in values]

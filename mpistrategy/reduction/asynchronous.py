@@ -22,8 +22,7 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.gpu import check_device, cupy_for, layout_of
+from mpistrategy.arrays.gpu import cupy_for, layout_of
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads
 from mpistrategy.context import current_frame, working_on
 from mpistrategy.errors import UnsupportedError
@@ -319,7 +318,6 @@ class _Begun:
         algorithm, is_mirrored = reducer.algorithm, any(isinstance(each, Mirrored) for each in given)
         if is_mirrored or not algorithm._has_plans or not all(map(is_on_device, self._arrays)):
             return
-        check_device(self._arrays, gpu_of(ranks.devices, ranks.rank), _WHERE)
         for array in self._arrays:
             check_order(array.dtype, op, _WHERE)
         route = algorithm._gpu_route(ranks, layouts_of(self._arrays), op, options, EVERY_RANK)

@@ -28,9 +28,8 @@ from mpistrategy.arrays.convert import (
     on_device_of,
     reducible,
 )
-from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, is_python_number, quietly
-from mpistrategy.arrays.gpu import check_device, layout_of
+from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
 from mpistrategy.errors import (
     EmptyBatchError,
@@ -93,7 +92,6 @@ def check_gpus(ranks: Ranks, arrays: Sequence[Any], where: str) -> bool:
     """Return whether arrays are in GPU memory: on the GPU that this rank drives, whose path has the memory it needs."""
     placed = [array for array in arrays if is_on_device(array)]
     if placed:
-        check_device(placed, gpu_of(ranks.devices, ranks.rank), where)
         gpu.prepare(ranks, placed, where)
     return bool(placed)
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, sum_dtype_of_mean
-from mpistrategy.arrays.gpu import check_device, is_cupy
+from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.nest import Leaves
 from mpistrategy.arrays.values import Mirrored
 from mpistrategy.mpi.contract import timeouts
@@ -300,10 +300,7 @@ class NestPlan(Compared, CallPlan):
 
 
 class DevicePlan(NestPlan):
-    """The plan of nests of CuPy arrays."""
-
-    #: The number of the GPU that this rank drives; None for a CPU.
-    gpu: int | None = None
+    """The plan of nests of CuPy arrays; its transfer is a `GpuRoute`."""
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction; see `CallPlan.run`."""
@@ -311,7 +308,6 @@ class DevicePlan(NestPlan):
         route: Any = self._transfer
         if out is not None and (out is not value or len({*map(id, arrays)}) < len(arrays)):
             return self.otherwise.run(call, value, out, weight)
-        check_device(arrays, self.gpu, call.where)
         results = self._sent(call, arrays, None if out is None else route.own_results(arrays, arrays))
         if out is None:
             return self.leaves.build(results)

@@ -13,9 +13,8 @@ import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
-from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.gpu import check_device, is_cupy, layout_of
+from mpistrategy.arrays.gpu import is_cupy, layout_of
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
@@ -236,8 +235,6 @@ class AllReduce(General):
         whither, settings = (destination or EVERY_RANK).text, algorithm._settings(options)
         signature = Signature("reduce", *words, whither, settings, call.name, call.where, call.place)
         made = kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)})
-        if isinstance(made, DevicePlan):
-            made.gpu = gpu_of(ranks.devices, ranks.rank)
         if isinstance(made, PlacedPlan) and destination is not None:
             made.destination, made.is_here = destination, destination.includes(ranks.rank)
         return made
@@ -412,10 +409,8 @@ class Reducer:
         """Return the weighted means of dense arrays."""
         ranks, algorithm = self.communicator, self._algorithm
         together = [checked_weight(weight, op, call.where), *arrays]
-        placed, layouts = [array for array in arrays if is_on_device(array)], layouts_of(arrays)
-        if placed:
-            check_device(placed, gpu_of(ranks.devices, ranks.rank), call.where)
-        means = None if placed else self.weighted_means(layouts, options)
+        is_on_gpu, layouts = any(map(is_on_device, arrays)), layouts_of(arrays)
+        means = None if is_on_gpu else self.weighted_means(layouts, options)
         sums = _ByAlgorithm(self, call, options, given)
         if means is None:
             means = WeightedMeans(ranks, layouts, sums)

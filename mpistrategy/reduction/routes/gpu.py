@@ -23,9 +23,17 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import placed_as
+from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, are_apart, by_value, check_no_capture, cupy_for, own_result
+from mpistrategy.arrays.gpu import (
+    DeviceArray,
+    are_apart,
+    by_value,
+    check_device,
+    check_no_capture,
+    cupy_for,
+    own_result,
+)
 from mpistrategy.mpi.gpu.transports.choice import any_path, device_path
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
@@ -392,19 +400,19 @@ def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:
 
 
 _WHAT = "arrays in GPU memory"
-#: So much of an array is sent to the GPUs at a time.
-_PIECE_BYTES = 32 * 2**20
 
 
-def prepare(communicator: Ranks, arrays: Sequence[DeviceArray], where: str) -> None:
-    """Raise where the ranks cannot send these arrays.
+def prepare(ranks: Ranks, arrays: Sequence[DeviceArray], where: str) -> None:
+    """Raise where the ranks cannot send these arrays; before they agree on the call.
 
     Raises:
+        DeviceError: for arrays that are not on the GPU that this rank drives, or on several.
         UnsupportedError: while the current stream is captured.
     """
+    check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
     check_no_capture(cupy_for(_WHAT), where)
     with arrays[0].device:
-        device_paths(communicator).check()
+        device_paths(ranks).check()
 
 
 def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray]]:
@@ -426,31 +434,6 @@ def bcast(communicator: Ranks, array: DeviceArray, root: int) -> None:
     if array.size:
         with array.device:
             any_path(communicator).bcast(communicator, array.reshape(-1), root)
-
-
-def write_that_of(communicator: Ranks, root: int, array: Any, target: DeviceArray) -> None:
-    """Write rank `root`'s array into every rank's `target`, in pieces.  If a rank has no memory for that, all raise.
-
-    Args:
-        communicator: the ranks.
-        root: the rank that has the array.
-        array: on the host or a GPU, as large as `target`; what the other ranks have is not looked at.
-        target: where it goes: contiguous, in whatever memory.
-    """
-    step = min(max(1, _PIECE_BYTES // target.itemsize), target.size)
-
-    def room_for_pieces() -> DeviceArray:
-        device_paths(communicator).check()
-        return communication_memory(cupy_for(_WHAT), step, target.dtype)
-
-    with target.device:
-        room, there = communicator.guard.on_all(room_for_pieces), target.reshape(-1)
-        for start in range(0, target.size, max(1, step)):
-            piece = room[: min(step, target.size - start)]
-            if communicator.rank == root:
-                piece[...] = placed_as(array.reshape(-1)[start : start + piece.size], piece)
-            bcast(communicator, piece, root)
-            there[start : start + piece.size] = piece
 
 
 def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) -> tuple[DeviceArray, DeviceArray]:
