@@ -192,7 +192,9 @@ def test_what_a_site_says_stays_out_of_the_way_of_other_keys(tmp_path: Path) -> 
     assert "launch=(mpirun" in text_of("multi_node_mpirun", site="perlmutter"), "not srun"
     polaris = text_of("multi_node", site="polaris", venv="~/v")
     assert polaris.index("module load conda") < polaris.index("bin/activate"), "the venv's Python comes first"
-    assert "found bind_to= with mpiexec=pals" in refusal("multi_node", site="polaris", bind_to="none")
+    assert "found mpiexec=pals; expected PALS under PBS alone, and no bind_to=" in refusal(
+        "multi_node", site="polaris", bind_to="none"
+    )
     (tmp_path / "mine.toml").write_text('launch = ["export A=1", "launch=(srun)"]\n')
     text = text_of("single_node", site=str(tmp_path / "mine.toml"), mpi="pmix", extra="--mem=1 --mem-bind=local")
     assert "\nexport A=1\nlaunch=(srun --mpi=pmix)\n" in text
@@ -346,8 +348,8 @@ def test_templates_that_a_site_does_not_have_and_leads_that_are_too_long() -> No
 @pytest.mark.parametrize(
     ("profile", "what"),
     [
-        ("name = 'x'", "the unknown key 'name'; expected keys out of summary, notes"),
-        ("gpus = '4'", "gpus='4'; expected a int"),
+        ("name = 'x'", "found the key 'name'; expected keys out of summary (str), notes (list)"),
+        ("gpus = '4'", "found the key 'gpus'; expected keys out of "),
         ("requires = ['nobody']", "an unknown key 'nobody'"),
         ('setup = ["a\\nb"]', "Take '\\n' out"),
         ("[defaults]\nnode = 1", "an unknown key 'node'"),

@@ -113,13 +113,13 @@ def _meet(options: argparse.Namespace, ranks: Ranks, mine: Facts, end: float) ->
     texts = ranks.collect(json.dumps(mine), patience)
     if ranks.rank == 0 and len(texts) < ranks.size:
         return Job([mine], options.ranks, sorted({*range(ranks.size)} - texts.keys()), patience)
-    places = ranks.places()
-    everyone = [facts.UNKNOWN | json.loads(texts[rank]) | places[rank] for rank in sorted(texts)]
+    leaders, local_rank = ranks.places()
+    everyone = [facts.UNKNOWN | json.loads(texts[rank]) | {"leader": leaders[rank]} for rank in sorted(texts)]
     job = Job(everyone, options.ranks)
     sums_right, untried = _sums(ranks, job)
     from mpistrategy.cli.doctor import cuda_trial
 
-    trial = cuda_trial.try_all(ranks, places[ranks.rank]["local_rank"], job)
+    trial = cuda_trial.try_all(ranks, local_rank, job)
     return Job(everyone, options.ranks, sums_right=sums_right, untried=untried, trial=trial)
 
 

@@ -18,7 +18,6 @@ ORDER = (
     *(
         "environment",
         "mpi",
-        "which-mpi",
         "slurm",
         "bad-days",
         "doctor",
@@ -31,7 +30,7 @@ ORDER = (
         "numerics",
     ),
     *("tracing", "testing", "faults"),
-    *("tensorflow", "tensorflow-steps", "tensorflow-training", "torch", "jax", "horovod", "mpi4py"),
+    *("tensorflow", "torch", "jax", "horovod", "mpi4py"),
     *("assistants", "developers", "public", "changes"),
 )
 _HEADING = re.compile(r"(#{1,6}) (.+)")

@@ -20,12 +20,10 @@ ALONE: tuple[Check, ...] = (mpi.versions, mpi.library)
 TOGETHER: tuple[Check, ...] = (
     mpi.thread_level,
     launch.nodes,
-    launch.local_rank,
     node.cores,
     node.shared_memory,
     gpu.gpus,
     gpu.cuda_aware,
-    gpu.nccl,
     node.network,
     node.start,
     mpi.sums,

@@ -1,8 +1,7 @@
-"""Which GPUs the ranks see, who would drive which, and whether MPI and NCCL reach them."""
+"""Which GPUs the ranks see, who would drive which, and whether MPI takes their memory."""
 
 from __future__ import annotations
 
-from mpistrategy.cli.doctor import network
 from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, Facts, Finding, Job, count, parts_of, ranks_of
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.gpu.cuda_aware import VARIABLE
@@ -79,14 +78,3 @@ def cuda_aware(job: Job) -> list[Finding]:
 
 def _sees_gpus(job: Job) -> bool:
     return any(_sight(each).gpus for each in job.facts)
-
-
-def nccl(job: Job) -> list[Finding]:
-    """Find a fast network that NCCL needs a plugin for, and has none."""
-    without = [each for each in job.facts if each["fabric"] in network.BY_PLUGIN and not each["has_net_plugin"]]
-    if len(job.nodes) < 2 or not _sees_gpus(job) or not without:
-        return []
-    found = f"{without[0]['fabric']} is here, and NCCL has no plugin for it: between nodes it would use sockets"
-    fix = "Load your cluster's module of aws-ofi-nccl, so that libnccl-net.so is on LD_LIBRARY_PATH, and export "
-    fix += "NCCL_NET='AWS Libfabric': NCCL then refuses to start without it"
-    return [Finding("nccl", NOTE, found, fix, tuple(ranks_of(without)))]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, Finding, Job, by, count, ranks_of
+from mpistrategy.cli.doctor.findings import BAD, OK, Finding, Job, by, count, ranks_of
 from mpistrategy.objects.shown import ranks_in_words
 
 #: What to type to a launcher for so many ranks; for others as for srun.
@@ -77,18 +77,3 @@ def nodes(job: Job) -> list[Finding]:
     named = [f"{count(len(ranks), 'rank')} on {host}" for host, ranks in hosts.items()]
     more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
     return [Finding(name, OK, f"{count(len(hosts), 'node')}: {', '.join(named[:4])}{more}")]
-
-
-def local_rank(job: Job) -> list[Finding]:
-    """Find local ranks that the launcher's variables give wrongly, such as 0 on every rank."""
-    findings = []
-    for name in sorted({name for each in job.facts for name in each["local_hints"]}):
-        off = [each for each in job.facts if each["local_hints"].get(name, each["local_rank"]) != each["local_rank"]]
-        if off:
-            one = off[0]
-            found = f"{name} is {one['local_hints'][name]} on rank {one['rank']}, of which the place on its node is "
-            found += f"{one['local_rank']}. Programs that choose a GPU by it share one; this library asks MPI instead"
-            fix = "In programs and wrappers of yours ask MPI: COMM_WORLD.Split_type(COMM_TYPE_SHARED).rank"
-            findings.append(Finding("local rank", NOTE, found, fix, tuple(ranks_of(off))))
-    most = max(each["local_size"] for each in job.facts)
-    return findings or [Finding("local rank", OK, f"0 to {most - 1} on each node" if most > 1 else "0 everywhere")]
