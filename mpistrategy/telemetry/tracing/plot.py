@@ -17,7 +17,7 @@ _PARTS = {"step": (-0.42, 0.84), "span": (-0.38, 0.22), "collective": (-0.12, 0.
 def draw(timeline: Timeline, file: str, part: tuple[float, float] | None = None) -> str:
     """Draw a picture: PNG, unless the file's ending is that of another format that matplotlib writes.
 
-    Who may read it: as of checkpoints (`mpistrategy.own_files.file_mode`).
+    Who may read it: as of checkpoints (`mpistrategy.own_files.new_file`).
 
     Args:
         timeline: the run.
