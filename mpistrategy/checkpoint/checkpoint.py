@@ -277,13 +277,13 @@ class Checkpoint(NamesOurs):
         """Return the arrays in a checkpoint, or in a ``.safetensors``, ``.npz`` or ``.npy`` file, by name.
 
         Rank-local.  Copies with an aggregation are combined; per-rank arrays are named ``name@rank``.
-        An array that is split among the files of a checkpoint is copied into memory.
+        A checkpoint is read into memory whole; name one of its files to read that alone.
 
-        A file is mapped into memory and read when the arrays are: copy them before the file is overwritten in place or,
-        on a network file system, removed.  It stays open as long as one of its arrays exists.  Writing into an array
-        does not change the file.  The arrays of a ``.npz`` file are read into memory: at most 64 MiB plus 100 times the
-        size of the file, since a small forged file could take any amount; use `numpy.load` for larger ones.  `path` may
-        be a symbolic link to a file.
+        Other files are mapped into memory and read when the arrays are: copy them before a file is overwritten in place
+        or, on a network file system, removed.  A file stays open as long as one of its arrays exists.  Writing into an
+        array does not change the file.  The arrays of a ``.npz`` file are read into memory: at most 64 MiB plus 100
+        times the size of the file, since a small forged file could take any amount; use `numpy.load` for larger ones.
+        `path` may be a symbolic link to a file.
 
         Raises:
             CheckpointMissingError, CheckpointDamagedError, CheckpointReadError, OptionError: as `restore`.

@@ -113,6 +113,15 @@ class Reading:
             check_own(own, self.manifest)
             self._told[:, rank] = 1, me, block.size, own.line.size, *[own.values[path][0] for path in rows]
 
+    def note_owns(self) -> None:
+        """Note who has read what of each rank that saved; raise CheckpointDamagedError if anything is nowhere."""
+        told = self._told
+        if not (told[0] == 1).all():
+            raise damaged(self.path, "more or less of a rank than it had for itself")
+        rows = [path for path, item in self.manifest.items.items() if item.copies == ROWS]
+        self.reader_of, self.rows = told[1], dict(zip(rows, told[4:], strict=True))
+        self.own = self.owns.get(self.communicator.rank) if self.same_ranks else None
+
     def tell_owns(self, call: Call) -> None:
         """Make `own` and `values`.  Collective; the ranks expect one more agreement then.
 
@@ -124,11 +133,8 @@ class Reading:
         if not told.size:
             return
         ranks.allreduce(told)
-        if not (told[0] == 1).all():
-            raise damaged(self.path, "more or less of a rank than it had for itself")
+        self.note_owns()
         call.agree("find what each rank had")
-        rows = [path for path, item in self.manifest.items.items() if item.copies == ROWS]
-        self.reader_of, self.rows = told[1], dict(zip(rows, told[4:], strict=True))
         nearest = np.arange(ranks.size) % told.shape[1]
         readers, lengths = told[1][nearest], told[2 if self.same_ranks else 3][nearest]
         blocks = self._blocks if self.same_ranks else {rank: own.line for rank, own in self.owns.items()}

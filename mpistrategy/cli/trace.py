@@ -23,8 +23,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "-o", dest="output", metavar="FILE", help=f"what to write (default: DIR/{_NAME}); .gz compresses"
     )
     parser.add_argument("--png", metavar="FILE", help="draw a picture, too; needs matplotlib")
-    parser.add_argument("--from", dest="start", type=_seconds, metavar="S", help="only from this second on")
-    parser.add_argument("--to", dest="end", type=_seconds, metavar="S", help="only up to this second")
+    parser.add_argument("--from", dest="start", type=float, default=0.0, metavar="S", help="only from this second on")
+    parser.add_argument("--to", dest="end", type=float, default=math.inf, metavar="S", help="only up to this second")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,9 +34,7 @@ def run(options: argparse.Namespace) -> int:
     from mpistrategy.telemetry.tracing.timeline import timeline_of
 
     output = options.output or os.path.join(options.folder, _NAME)
-    part = None
-    if options.start is not None or options.end is not None:
-        part = options.start or 0.0, options.end if options.end is not None else math.inf
+    part = None if (options.start, options.end) == (0.0, math.inf) else (options.start, options.end)
     try:
         timeline = timeline_of(options.folder)
         if part is not None:
@@ -53,13 +51,3 @@ def run(options: argparse.Namespace) -> int:
         print(why_not or f"{options.png}: a picture of it", file=sys.stderr if why_not else sys.stdout)
         return _COULD_NOT if why_not else 0
     return 0
-
-
-def _seconds(text: str) -> float:
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = -1.0
-    if not seconds >= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
-    return seconds

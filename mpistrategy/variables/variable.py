@@ -45,7 +45,6 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.jax_traces import in_jax_trace, refusal, refuse_in_jax_trace
-from mpistrategy.objects.nearest import refuses
 from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, checked_switch
 from mpistrategy.options import (
     Aggregation,
@@ -54,10 +53,9 @@ from mpistrategy.options import (
     VariableSynchronization,
     checked_member,
 )
+from mpistrategy.reduction.collectives import broadcast
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.variables.storage import VariableSlot, VariableStorage
-
-_USE_LOCKING = "Leave it out: one thread updates a variable."
 
 
 def _set(storage: Array, value: Array) -> None:
@@ -385,10 +383,11 @@ class Variable(ArrayLike, Settable):
                 storage[...] = host_array(array)
                 communicator.bcast(storage, 0)
             else:
-                from mpistrategy.reduction.routes.on_device import write_that_of  # here, for the quick import
-
                 storage, slot = on_device, None
-                write_that_of(communicator, 0, array, on_device)
+                call.expect_more()
+                [own] = broadcast(communicator, [placed_as(array, on_device)], 0, call)
+                with on_device.device:
+                    storage[...] = own
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
         self.name = registry.next_name if name is None else name
         #: This replica's copy, which optimizers and checkpoints also change in place.
@@ -510,7 +509,6 @@ class Variable(ArrayLike, Settable):
     def _assigned(self, new: str, operator: str = "") -> str:
         return {"add": "v.assign_add(x)", "subtract": "v.assign_sub(x)"}.get(operator, f"v.assign({new})")
 
-    @refuses(use_locking=_USE_LOCKING)
     def assign(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self:
         """Write `value` and return the variable.
 
@@ -531,7 +529,6 @@ class Variable(ArrayLike, Settable):
         """
         return self._write("assign", value, name, read_value=read_value)
 
-    @refuses(use_locking=_USE_LOCKING)
     def assign_add(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self:
         """Add `value`; otherwise as `assign`.  In a step function with SUM, the sum over the replicas is added once.
 
@@ -540,12 +537,10 @@ class Variable(ArrayLike, Settable):
         """
         return self._write("assign_add", value, name, read_value=read_value)
 
-    @refuses(use_locking=_USE_LOCKING)
     def assign_sub(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self:
         """Subtract `value`; otherwise as `assign_add`."""
         return self._write("assign_sub", value, name, read_value=read_value)
 
-    @refuses(use_locking=_USE_LOCKING)
     def scatter_add(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Add rows: ``sparse_delta.values[i]`` to row ``sparse_delta.indices[i]``; repeated indices add up.
 
@@ -562,17 +557,14 @@ class Variable(ArrayLike, Settable):
         """
         return self._write("scatter_add", sparse_delta, name)
 
-    @refuses(use_locking=_USE_LOCKING)
     def scatter_sub(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Subtract rows; otherwise as `scatter_add`."""
         return self._write("scatter_sub", sparse_delta, name)
 
-    @refuses(use_locking=_USE_LOCKING)
     def scatter_update(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Replace rows; otherwise as `scatter_add`.  Not with the aggregations SUM and MEAN."""
         return self._write("scatter_update", sparse_delta, name)
 
-    @refuses(use_locking=_USE_LOCKING)
     def scatter_max(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Replace rows by the elementwise maximum with the given rows; otherwise as `scatter_update`."""
         return self._write("scatter_max", sparse_delta, name)
