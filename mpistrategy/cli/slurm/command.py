@@ -1,12 +1,10 @@
-"""`mpistrategy slurm`: writes a job script, has Slurm check it, or submits it."""
+"""`mpistrategy slurm`: writes a job script."""
 
 from __future__ import annotations
 
 import argparse
 import os
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,13 +12,12 @@ from pathlib import Path
 from mpistrategy import own_files
 from mpistrategy.cli.slurm import scripts, sites
 from mpistrategy.cli.slurm.keys import KEYS
-from mpistrategy.cli.slurm.scripts import SUBMIT, TEMPLATES
+from mpistrategy.cli.slurm.scripts import TEMPLATES
 from mpistrategy.errors import OptionError
 from mpistrategy.objects.text import encoded
 
 _WHERE = "mpistrategy slurm"
-_REFUSED, _COULD_NOT = 1, 2
-_PATIENCE_SECONDS = 60
+_COULD_NOT = 2
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -33,8 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="source", metavar="FILE.toml", help="read keys from there; those above win")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the script there; default: the screen")
     parser.add_argument("--force", action="store_true", help="overwrite files")
-    parser.add_argument("--check", action="store_true", help="check the script with sbatch --test-only")
-    parser.add_argument("--submit", action="store_true", help="submit it with sbatch (or qsub)")
     parser.add_argument("--list", action="store_true", help="show templates, keys and sites")
     parser.add_argument("--all", metavar="FOLDER", help="write all scripts as they stand, and what goes with them")
 
@@ -62,21 +57,11 @@ def _one(options: argparse.Namespace) -> int:
     site, given = scripts.checked(options.template, _stated(options))
     name = os.path.basename(options.output or "")
     text = scripts.written(options.template, site, given, shlex.quote(name) if name and name.isprintable() else "FILE")
-    if options.check or options.submit:
-        scripts.check_complete(site, given)
-    if options.output is not None:
+    if options.output is None:
+        sys.stdout.write(text)
+    else:
         _check_new(Path(options.output), options.force)
         _write(Path(options.output), text, 0o644)
-    if options.check:
-        if site.batch != "slurm":
-            return _fail(f"mpistrategy slurm: PBS, which {site.name} has, cannot check a script without submitting it")
-        status = _hand_over(["sbatch", "--test-only"], text)
-        if status:
-            return status
-    if options.submit:
-        return _hand_over([SUBMIT[site.batch]], text)
-    if options.output is None and not options.check:
-        sys.stdout.write(text)
     return 0
 
 
@@ -135,17 +120,6 @@ def _write(path: Path, text: str, mode: int) -> None:
     with own_files.whole_file(str(there)) as file:
         file.write(encoded(text))
         os.fchmod(file.fileno(), mode & 0o777)
-
-
-def _hand_over(command: list[str], text: str) -> int:
-    """Give a script to the batch system; return 0 when it accepts it, and 1 when it does not."""
-    if shutil.which(command[0]) is None:
-        return _fail(f"mpistrategy slurm: there is no {command[0]} on this machine")
-    try:
-        done = subprocess.run(command, input=text, text=True, check=False, timeout=_PATIENCE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return _fail(f"mpistrategy slurm: no answer from {command[0]} within {_PATIENCE_SECONDS} s")
-    return _REFUSED if done.returncode else 0
 
 
 def _fail(text: str) -> int:

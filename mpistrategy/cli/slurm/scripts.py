@@ -33,8 +33,7 @@ TEMPLATES = {
     "pyxis": "in a container of NVIDIA's pyxis and enroot",
     "staged_env": "copies the Python environment to every node's own disk first",
 }
-#: The commands that take a script, and how directives begin.
-SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
+#: How directives begin.
 _MARK = {"slurm": "#SBATCH", "pbs": "#PBS"}
 #: How the ranks are started without srun, in lines of shell; of PBS's nodes, and bound to cores.
 _MPIEXEC = {
@@ -200,14 +199,6 @@ def _refusal(found: str, expected: str, fix: str = "") -> OptionError:
     return OptionError.at("mpistrategy slurm", found=found, expected=expected, fix=fix)
 
 
-def check_complete(site: Site, given: Mapping[str, str]) -> None:
-    """Raise OptionError unless everything is stated without which the site accepts no job."""
-    for key in site.requires:
-        if key not in given:
-            expected = f"values for {', '.join(site.requires)}, which {site.name} wants"
-            raise _refusal(f"no {key}", expected, f"Add {key}=... .")
-
-
 def written(template: str, site: Site, given: Mapping[str, str], file: str = "") -> str:
     """Return the text of a script with values that `checked` has returned; it speaks of itself as `file`."""
     lines = _script(template, site)
@@ -241,6 +232,8 @@ def _write_header(lines: Lines, template: str, site: Site, file: str) -> None:
         if site.pages:
             notes.append(f"# Not tried on the machine itself; held on {site.checked} against copies of these pages:")
             notes += [f"#   {page.split()[0]}" for page in site.pages]
+        if site.requires:
+            notes.append(f"# {site.name} wants: {', '.join(site.requires)}.")
         at = lines.lines.index("")
         lines.lines[at:at] = [*notes, *(f"# {line}" for line in site.unchecked)]
 
@@ -278,8 +271,6 @@ def _write_slurm(lines: Lines, site: Site, given: Mapping[str, str]) -> None:
     if each > 1:
         threads = f"$(((SLURM_CPUS_PER_TASK + {each - 1}) / {each}))"
     lines.assign("export OMP_NUM_THREADS", threads)
-    if site.requires:
-        lines.lines.insert(lines.find("# EDIT 1") + 1, f"# {site.name} wants: {', '.join(site.requires)}.")
 
 
 def _write_pbs(lines: Lines, template: str, site: Site, given: Mapping[str, str]) -> None:

@@ -49,8 +49,10 @@ def _hidden(hidden: list[Facts]) -> Finding:
     found = f"{there}, but {ranks_in_words(ranks_of(hidden))} see none: {sight.reason or 'no driver shows them'}"
     fix = sight.fix or "Ask for them with --gpus-per-node=N"
     if each["visible"] in ("", "-1", "NoDevFiles"):
-        found = f"{there}, but CUDA_VISIBLE_DEVICES={each['visible']!r} hides them: {ranks_in_words(ranks_of(hidden))} "
-        found += "see none"
+        found = (
+            f"{there}, but CUDA_VISIBLE_DEVICES={each['visible']!r} hides them: {ranks_in_words(ranks_of(hidden))} "
+            "see none"
+        )
         fix = "unset CUDA_VISIBLE_DEVICES; in Slurm ask with --gpus-per-node=N, and start without --gpu-bind=none"
     # Where Slurm promised no GPU, the user may want CPUs.
     return Finding("gpus", BAD if each["gpus_promised"] else NOTE, found, fix, tuple(ranks_of(hidden)))
@@ -63,8 +65,10 @@ def cuda_aware(job: Job) -> list[Finding]:
         return [Finding(name, OK, "not applicable: no rank sees a GPU")]
     refused = next((each["cuda_refused"] for each in job.facts if each["cuda_refused"]), "")
     if trial is not None and trial.outcome == "wrong":
-        fix = f"export {VARIABLE}=0; or load the module of an MPI that was built with CUDA (for Cray MPICH: the GTL "
-        fix += "library, and MPICH_GPU_SUPPORT_ENABLED=1)"
+        fix = (
+            f"export {VARIABLE}=0; or load the module of an MPI that was built with CUDA (for Cray MPICH: the GTL "
+            "library, and MPICH_GPU_SUPPORT_ENABLED=1)"
+        )
         return [Finding(name, BAD, f"GPU memory that was given to MPI came back wrong: {trial.reason}", fix)]
     if trial is not None and trial.outcome == "right":
         found = path if trial.is_slower else "without NCCL arrays travel by MPI (mpi)"
@@ -72,7 +76,7 @@ def cuda_aware(job: Job) -> list[Finding]:
     if refused:
         fix = "Faster with NCCL, or an MPI that was built with CUDA: ask for your cluster's module of one"
         return [Finding(name, NOTE, f"no, {refused}: {path}", fix)]
-    why = "one rank alone" if trial is None else trial.reason
+    why = (trial.reason if trial is not None else job.untried) or "one rank alone"
     return [Finding(name, NOTE, f"not tried, {why}: {path}", f"If you know it: export {VARIABLE}=1, or 0")]
 
 
