@@ -413,11 +413,11 @@ class Optimizer(Kept, NamesOurs, GradientArenas, NotPickled, Settable):
                     f"slots of variable {path!r:.100}, which is not in the checkpoint; put it there, or "
                     "build(variables) before restoring"
                 )
-            if sorted(slots) != names or any((slot.dtype, slot.shape) != _layout(var) for slot in slots.values()):
-                return f"no slots of shape {list(var.shape)} in the checkpoint, as {var.name!r} needs"
+            if sorted(slots) != names or any(_layout(slot) != _layout(var) for slot in slots.values()):
+                return f"other slots in the checkpoint than {var.name!r} needs"
         steps = saved.get("iterations")
-        like = (np.dtype(np.int64), ()) if self.iterations is None else _layout(self.iterations)
-        return "" if steps is None or (steps.dtype, steps.shape) == like else "no number of steps in the checkpoint"
+        is_new = steps is not None and self.iterations is None
+        return "no number of steps in the checkpoint" if is_new and _layout(steps) != (np.int64, ()) else ""
 
     def _slotted(self, path: str | int, at: ObjectAt) -> Variable | None:
         """Return the variable that has the slots at a path of a checkpoint; by its number if it has no path."""
@@ -435,10 +435,9 @@ class Optimizer(Kept, NamesOurs, GradientArenas, NotPickled, Settable):
                 self.build(missing)
 
     def _load(self, saved: Mapping[Any, Any]) -> None:
-        settings = {"skipped_steps": saved["skipped_steps"]}
+        self.skipped_steps = saved["skipped_steps"]
         if self.schedule is None:
-            settings["learning_rate"] = saved["learning_rate"]
-        vars(self).update(settings)  # they were checked
+            self.learning_rate = saved["learning_rate"]
 
     def __copy__(self) -> Self:
         """Return `copy.deepcopy(self)`: two optimizers share no slots."""
@@ -466,5 +465,5 @@ class Optimizer(Kept, NamesOurs, GradientArenas, NotPickled, Settable):
         return self.iterations
 
 
-def _layout(var: Variable) -> tuple[np.dtype[Any], tuple[int, ...]]:
-    return var.dtype, var.shape
+def _layout(array: Any) -> tuple[Any, Any]:
+    return array.dtype, array.shape
