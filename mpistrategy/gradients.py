@@ -15,7 +15,7 @@ from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf
 from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, positive
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction import sparse
+from mpistrategy.reduction.inputs import checked_slices
 from mpistrategy.training.gpu.norm import norm_of
 
 __all__ = [
@@ -83,7 +83,7 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
 def _checked(gradient: Any, where: str) -> Any:
     """Return a gradient as an array that can be reduced, or as IndexedSlices of one."""
     if isinstance(gradient, IndexedSlices):
-        return sparse.checked(gradient, ReduceOp.SUM, where)
+        return checked_slices(gradient, ReduceOp.SUM, where)
     return reducible(gradient, where)
 
 

@@ -21,7 +21,7 @@ from mpistrategy.gradients import scaled_by
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.text import encoded
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.plans import ArraysPlan
+from mpistrategy.reduction.plan import ArraysPlan
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended as _Extended
 from mpistrategy.strategy.strategy import Strategy

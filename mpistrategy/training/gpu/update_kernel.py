@@ -4,7 +4,7 @@ One launch updates up to `arrays` variables: each element of a variable, its gra
 written once.  The operations are those of `mpistrategy.training.kernels`, in the same order, each rounded to the dtype:
 the results have NumPy's bits.  Multiplications and additions are therefore not fused (``--fmad=false``).
 
-The table goes along as the kernel's argument, by value, as in `mpistrategy.reduction.routes.copy_kernel`.  The same
+The table goes along as the kernel's argument, by value, as in `mpistrategy.reduction.routes.gpu`.  The same
 source is C++ but for a few words, and tests run it on the CPU.
 """
 
