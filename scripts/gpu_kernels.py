@@ -26,28 +26,27 @@ from gpu_figures import ON_DEVICE, nccls_own, on_stream, seconds_of
 import mpistrategy as ms
 from mpistrategy.cli.bench import shapes
 from mpistrategy.mpi.gpu.transports import nccl
-from mpistrategy.training import kernels
-from mpistrategy.training.gpu.update_kernel import Formula
-from mpistrategy.training.gpu.updates import FusedUpdate, formula_of
+from mpistrategy.training import formulas
+from mpistrategy.training.gpu_update import FusedUpdate
 
 Figures = dict[str, Any]
 IS_GPU = not cuda_counts.IS_COUNTED
 MIB = 2**20
 SIZES = (4096, MIB, 64 * MIB) if IS_GPU else (4096, 65536)
 REPEATS = 20 if IS_GPU else 2
-STEPS: dict[str, kernels.Kernel] = {
-    "SGD": kernels.Sgd(0.1),
-    "SGD with momentum": kernels.Momentum(0.1, 0.9, False),
-    "Adam": kernels.Adam(0.001, 0.9, 0.999, 1e-7),
+STEPS: dict[str, tuple[formulas.Kernel, tuple[str, ...]]] = {
+    "SGD": (partial(formulas.sgd, rate=0.1), ()),
+    "SGD with momentum": (partial(formulas.momentum, rate=0.1, decay=0.9, nesterov=False), ("momentum",)),
+    "Adam": (partial(formulas.adam, size=0.001, beta_1=0.9, beta_2=0.999, epsilon=1e-7), ("m", "v")),
 }
 
 
-def passes(formula: Formula) -> int:
+def passes(slots: int) -> int:
     """Return how often a step goes over memory as large as the variables: all is read once, all but gradients written.
 
     The kernel reads each element into registers first, and writes at the end: its source has one load and one store.
     """
-    return (2 + len(formula.slots)) + (1 + len(formula.slots))
+    return (2 + slots) + (1 + slots)
 
 
 def sizes_of_resnet50() -> list[tuple[int, ...]]:
@@ -65,17 +64,15 @@ def optimizers(cupy: Any) -> Figures:
     stream, copy = cupy.cuda.get_current_stream().ptr, cupy.cuda.runtime.memcpyAsync
     of_copy = on_stream(cupy, lambda: copy(other.data.ptr, one.data.ptr, nbytes, ON_DEVICE, stream), REPEATS)
     found: Figures = {"bytes": nbytes, "copy": 2 * nbytes / of_copy, "torch": _torchs_adam(wanted)}
-    for name, kernel in STEPS.items():
-        told = formula_of(kernel)
-        assert told is not None
-        slots = [{slot: cupy.zeros(shape, "float32") for slot in told[0].slots} for shape in wanted]
+    for name, (kernel, kept) in STEPS.items():
+        slots = [{slot: cupy.zeros(shape, "float32") for slot in kept} for shape in wanted]
         update = FusedUpdate(parameters, slots)
 
-        def step(update: FusedUpdate = update, kernel: kernels.Kernel = kernel) -> None:
-            assert update.run(kernel, gradients, None), "there is no kernel"
+        def step(update: FusedUpdate = update, kernel: formulas.Kernel = kernel) -> None:
+            assert update.run(kernel, gradients), "there is no kernel"
 
-        seconds, moved = on_stream(cupy, step, REPEATS), passes(told[0]) * nbytes
-        found[name] = {"seconds": seconds, "passes": passes(told[0]), "of a copy": moved / seconds / found["copy"]}
+        seconds, moved = on_stream(cupy, step, REPEATS), passes(len(kept)) * nbytes
+        found[name] = {"seconds": seconds, "passes": passes(len(kept)), "of a copy": moved / seconds / found["copy"]}
         if not IS_GPU:
             step()
             with cuda_counts.counted() as counts:
