@@ -358,7 +358,7 @@ class Optimizer(NamesOurs, NotPickled, Settable):
             if gradients is not None:
                 plan.sliced = SlicedStep(plan.strategy, gradients, variables, slots, kernel, self._scratch)
             call.expect_more()
-        plan.reduces_nothing = reducer.is_alone and reducer.algorithm._in_rank_order
+        plan.reduces_nothing = extended.communicator.size == 1 and reducer.algorithm._in_rank_order
         if plan.sliced is None and not plan.reduces_nothing:
             plan.reduction = reducer.plan_of_arrays(self.aggregation, plan.layouts)
         plan.key = (*key[:-1], self._arenas.made)
