@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-from typing import Any, cast
+from typing import Any
 
-from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.errors import ContextError, OptionTypeError
 from mpistrategy.objects.settings import Fixed, Settable
 from mpistrategy.telemetry.spans import Switched
 from mpistrategy.telemetry.tracing.recorder import Recorder
@@ -74,22 +74,16 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
         A `Trace`: a context manager with ``start()``, ``stop()`` and ``path``.
 
     Raises:
-        OptionTypeError, OptionError: for what is not a path.
+        OptionTypeError: for what is not a path.
     """
-    where, expected, given = "telemetry.trace", "the path of a folder", cast("Any", directory)
-    if not isinstance(given, (str, os.PathLike)):
-        raise OptionTypeError.at(where, found=f"{directory!r}", expected=expected)
-    if not os.fspath(given) or "\0" in os.fspath(given):
-        raise OptionError.at(where, found=f"{directory!r}", expected=expected)
+    given: Any = directory
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise OptionTypeError.at("telemetry.trace", found=f"{directory!r}", expected="the path of a folder")
     return Trace(os.fspath(given))
 
 
+@functools.cache
 def start_from_environment() -> None:
     """Record the rest of the program where MPISTRATEGY_TRACE says so."""
     if folder := os.environ.get(VARIABLE, ""):
-        _record(folder)
-
-
-@functools.cache
-def _record(folder: str) -> None:
-    Trace(folder).start()
+        Trace(folder).start()
