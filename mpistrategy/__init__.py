@@ -21,7 +21,6 @@ from mpistrategy.input.datasets import Dataset
 from mpistrategy.input.distributed import DistributedDataset
 from mpistrategy.input.iterators import DistributedIterator
 from mpistrategy.input.options import InputContext, InputOptions
-from mpistrategy.mpi.contract.public_calls import set_importer as _set_importer
 from mpistrategy.objects import nearest as _nearest
 from mpistrategy.objects import other_names as _other_names
 from mpistrategy.options import (
@@ -87,12 +86,6 @@ def __getattr__(name: str) -> Any:
     raise _nearest.attribute_error(f"module {__name__!r}", name, _other_names.MODULE, _sys.modules[__name__])
 
 
-def _import_all() -> None:
-    """Import all public modules; plans of faults name collectives of all of them."""
-    for name in __all__:
-        getattr(_sys.modules[__name__], name)
-
-
 def __dir__() -> list[str]:
     return sorted([*__all__, "__version__"])
 
@@ -153,8 +146,6 @@ __all__ = [
     "telemetry",
     "testing",
 ]
-
-_set_importer(_import_all)
 
 if _environ.get("MPISTRATEGY_TRACE") or _is_on(_environ.get("MPISTRATEGY_NVTX", "")):
     _importlib.import_module("mpistrategy.telemetry")._start_from_environment()

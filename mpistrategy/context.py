@@ -13,9 +13,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeVar
-from weakref import WeakValueDictionary
+from weakref import ReferenceType, ref
 
-from mpistrategy.errors import ContextError, OptionTypeError
+from mpistrategy.errors import ContextError, OptionTypeError, OutsideStepWarning
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.public_calls import declared
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.over_threads import Threads
 
@@ -73,34 +75,24 @@ class Frame:
         _thread.entered.pop()
 
 
-class _Made:
-    """The strategies of several ranks that were made.
-
-    Attributes:
-        any: whether there was one; also after it is closed: the other ranks are still there.
-        by_guard: the strategies that are still held, by the id of their ranks' guard, which copies of a strategy share.
-    """
-
-    def __init__(self) -> None:
-        self.any: bool = False
-        self.by_guard: WeakValueDictionary[int, Strategy] = WeakValueDictionary()
-
-
-class _Thread(threading.local, _Made):
+class _Thread(threading.local):
     """What this thread has entered, and made where it is a simulated rank: the other threads know nothing of it.
 
     Attributes:
         entered: the innermost last: contexts, and the ranks that the thread works for in each.
         set_frame: the context that `experimental_set_strategy` has entered.
+        made: the strategies of several simulated ranks.
     """
 
     def __init__(self) -> None:
-        super().__init__()
         self.entered: list[tuple[Frame | None, Ranks]] = []
         self.set_frame: Frame | None = None
+        self.made: list[ReferenceType[Strategy]] = []
 
 
-_thread, _in_process = _Thread(), _Made()
+_thread = _Thread()
+#: The strategies of several ranks that were made; also those that are closed: the other ranks are still there.
+_in_process: list[ReferenceType[Strategy]] = []
 _default: list[Callable[[], Strategy]] = []
 
 
@@ -262,14 +254,13 @@ class Scope(Generic[S]):
 def note_strategy(strategy: Strategy, communicator: Ranks) -> None:
     """Remember that a strategy of these ranks was made."""
     if communicator.size > 1:
-        made = _thread if isinstance(communicator, Threads) else _in_process
-        made.any = True
-        made.by_guard[id(communicator.guard)] = strategy
+        made = _thread.made if isinstance(communicator, Threads) else _in_process
+        made.append(ref(strategy))
 
 
 def has_peers() -> bool:
     """Return whether this rank has made a strategy of several ranks."""
-    return _in_process.any or _thread.any
+    return bool(_in_process or _thread.made)
 
 
 def open_strategy(where: str, what: str) -> Strategy | None:
@@ -300,8 +291,10 @@ def open_strategy(where: str, what: str) -> Strategy | None:
 
 
 def _open_strategies() -> list[Strategy]:
-    held = [*_in_process.by_guard.values(), *_thread.by_guard.values()]
-    return [strategy for strategy in held if not strategy.extended.communicator.guard.closed]
+    """Return the open strategies that the program holds: of those with the same ranks, as copies have, the last one."""
+    held = [strategy for made in (*_in_process, *_thread.made) if (strategy := made()) is not None]
+    by_guard = {strategy.extended.communicator.guard: strategy for strategy in held}
+    return [strategy for guard, strategy in by_guard.items() if not guard.closed]
 
 
 def refuse_outside(where: str, what: str) -> None:
@@ -318,3 +311,52 @@ def refuse_outside(where: str, what: str) -> None:
 _INSIDE = (
     "Make it in `with strategy.scope():`. If this rank alone is meant, make it in the scope of a OneDeviceStrategy."
 )
+
+
+def warn_if_alone(
+    strategy: Strategy,
+    where: str,
+    how: str = "was called on the default strategy",
+    cure: str = "Outside its scope, call the method on your own strategy object.",
+) -> None:
+    """Warn, once for each call site, of a collective of the default strategy that leaves out the other ranks.
+
+    TensorFlow does the same, which is harmless in its one process.  Here each rank would go on with its own value,
+    without an error.  In a step of the default strategy and inside another collective there is no warning.
+
+    Args:
+        strategy: whose collective it is.
+        where: its public name.
+        how: the mistake.
+        cure: what to write instead.
+    """
+    if (
+        not strategy._is_default
+        or not has_peers()
+        or strategy.extended.communicator.guard.current is not None
+        or any(frame.mode is Mode.REPLICA for frame in frames())
+    ):
+        return
+    warn(
+        f"{where} {how}: it works on this rank alone, and the value stays this rank's own. {cure} If this rank alone "
+        "is meant, use a OneDeviceStrategy.",
+        OutsideStepWarning,
+    )
+
+
+def warn_outside_steps(strategy: Strategy, where: str) -> None:
+    """Do `warn_if_alone` for a method of the replica context that was called outside every step.
+
+    Raises:
+        ContextError: for one that is not declared with what to call there.
+    """
+    call = declared.get(where)
+    if call is None or not call.outside:
+        raise ContextError.at(
+            where,
+            found="a call outside every step",
+            expected="a call in replica context (inside a step function)",
+            fix="Call it in the function given to `strategy.run`.",
+        )
+    cure = f"Call it in the function given to strategy.run; outside a step use {call.outside}."
+    warn_if_alone(strategy, where, "was called outside every step", cure)

@@ -12,7 +12,6 @@ from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import DTypeError, ShapeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.nearest import make_public
 from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, positive
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
@@ -23,7 +22,10 @@ __all__ = [
     "global_norm",
 ]
 
-make_public(__name__)
+
+def __dir__() -> list[str]:
+    return list(__all__)
+
 
 #: How many elements in GPU memory are squared at once.
 _PART = 2**24

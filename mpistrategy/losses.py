@@ -11,12 +11,10 @@ import numpy as np
 
 from mpistrategy.arrays.convert import any_array, like_given, reducible
 from mpistrategy.arrays.dtypes import wire_dtype
-from mpistrategy.context import current_strategy
+from mpistrategy.context import current_strategy, warn_if_alone
 from mpistrategy.errors import ContextError, OptionError, ShapeError
-from mpistrategy.objects.nearest import make_public
 from mpistrategy.objects.settings import whole_number
 from mpistrategy.strategy.current import has_strategy, in_cross_replica_context
-from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.training.checks import weights_of_rows
 
 __all__ = [
@@ -24,7 +22,9 @@ __all__ = [
     "scale_regularization_loss",
 ]
 
-make_public(__name__)
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 def compute_average_loss(per_example_loss: Any, sample_weight: Any = None, global_batch_size: int | None = None) -> Any:

@@ -11,7 +11,7 @@ from mpistrategy.arrays.convert import host_array
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import LeafError, OptionTypeError, ShapeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.nearest import NamesOurs, make_public, refuses
+from mpistrategy.objects.nearest import NamesOurs, refuses
 from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.training.checks import weights_of_rows
@@ -25,9 +25,11 @@ __all__ = [
 ]
 
 
-_DTYPE = "Leave it out: metrics add in float64."
+def __dir__() -> list[str]:
+    return list(__all__)
 
-make_public(__name__)
+
+_DTYPE = "Leave it out: metrics add in float64."
 
 
 class Sum(NamesOurs):

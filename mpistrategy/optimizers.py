@@ -12,7 +12,6 @@ import numpy as np
 
 from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.objects.nearest import make_public
 from mpistrategy.objects.settings import Setting, amount, checked_switch, decay, number
 from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.schedules import Schedule
@@ -28,7 +27,9 @@ __all__ = [
     "Optimizer",
 ]
 
-make_public(__name__)
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 class SGD(Optimizer):

@@ -8,9 +8,9 @@ import os
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar, cast
 
-from mpistrategy.errors import OptionError, OptionTypeError, ReduceOpError
+from mpistrategy.errors import OptionError, ReduceOpError
 from mpistrategy.objects.nearest import did_you_mean
-from mpistrategy.objects.settings import checked_count, checked_number, not_negative
+from mpistrategy.objects.settings import checked_count, checked_number, checked_type, not_negative
 
 if TYPE_CHECKING:
     import numpy as np
@@ -218,8 +218,7 @@ class CommunicationOptions:
         """Return these options with the fields of `options` that differ from the defaults."""
         if options is None:
             return self
-        if not isinstance(options, CommunicationOptions):
-            raise OptionTypeError.at("options", found=f"options={options!r}", expected="a CommunicationOptions or None")
+        checked_type("options", "options", options, CommunicationOptions, "a CommunicationOptions or None")
         chosen = {
             each.name: given for each in fields(options) if (given := getattr(options, each.name)) != each.default
         }

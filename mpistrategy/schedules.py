@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.objects.nearest import make_public
 from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, not_negative
 
 __all__ = [
@@ -21,7 +20,9 @@ __all__ = [
     "Warmup",
 ]
 
-make_public(__name__)
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 #: Returns the learning rate, 0 or more, of the step after this many; the same on all ranks.

@@ -7,14 +7,16 @@ from typing import TypeVar
 
 from mpistrategy.errors import CollectiveMismatchError, OptionError, OptionTypeError
 from mpistrategy.mpi.over_threads import run_threads
-from mpistrategy.objects.nearest import make_public
+from mpistrategy.objects.settings import checked_count
 
 __all__ = [
     "run_replicas",
     "run_threads",
 ]
 
-make_public(__name__)
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 T = TypeVar("T")
@@ -47,15 +49,12 @@ def run_replicas(fn: Callable[[], T], n: int, *, nodes: Sequence[int] | None = N
     """
     if not callable(fn):
         raise OptionTypeError.at("run_replicas", found=f"fn={fn!r}", expected="a function without arguments")
-    if isinstance(n, bool) or not hasattr(n, "__index__"):
-        raise OptionTypeError.at("run_replicas", found=f"n={n!r}", expected="an int")
+    count = checked_count("run_replicas", "n", n)
     if nodes is not None and not isinstance(nodes, Sequence):
         raise OptionTypeError.at("run_replicas", found=f"nodes={nodes!r}", expected="a list of node numbers, or None")
-    if n < 1 or (nodes is not None and len(nodes) != n):
-        raise OptionError.at(
-            "run_replicas", found=f"n={n}, nodes={nodes!r}", expected="n >= 1 and one node for each rank"
-        )
-    endings = run_threads(fn, int(n), nodes)
+    if nodes is not None and len(nodes) != count:
+        raise OptionError.at("run_replicas", found=f"n={n}, nodes={nodes!r}", expected="one node for each rank")
+    endings = run_threads(fn, count, nodes)
     failed = [(rank, ending.error) for rank, ending in enumerate(endings) if ending.error is not None]
     if failed:
         causes = [pair for pair in failed if not isinstance(pair[1], CollectiveMismatchError)]

@@ -12,18 +12,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16, span
 from mpistrategy.arrays.foreign import (
     as_kind_of,
     closed_to,
     is_foreign,
     is_in_gpu_memory,
-    is_without_data,
     library_of,
     on_host,
     unmarked,
 )
-from mpistrategy.arrays.gpu import check_device, cupy_for, device_span, is_cupy, to_host
+from mpistrategy.arrays.gpu import check_device, cupy_for, is_cupy, to_host
 from mpistrategy.errors import DTypeError, LeafError, ShapeError
 
 if TYPE_CHECKING:
@@ -39,9 +38,7 @@ _CONVERT = "Convert it first, e.g. x.astype(np.float32); broadcast and all_gathe
 
 def is_on_device(value: object) -> bool:
     """Return whether `value` is an array in GPU memory, of whatever library."""
-    if type(value) is np.ndarray:
-        return False
-    return is_cupy(value) or is_in_gpu_memory(value)
+    return type(value) is not np.ndarray and (is_cupy(value) or is_in_gpu_memory(value))
 
 
 # ------------------------------------------------------------------------------------- values of the user's
@@ -62,9 +59,7 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
         DTypeError: for dtypes with Python objects in their fields.
     """
     leaf = f"leaf {path}" if path else name
-    if type(value).__module__ not in _NOT_FOREIGN and (
-        is_on_device(value) or is_foreign(value) or is_without_data(value)
-    ):
+    if type(value).__module__ not in _NOT_FOREIGN and (is_on_device(value) or is_foreign(value)):
         value = host_array(value, where, path)
     if isinstance(value, np.ma.MaskedArray):
         fix = "Pass x.filled(0): masks are not sent."
@@ -81,35 +76,24 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def to_reducible(value: Any, where: str, path: str = "") -> Array:
-    """Return `value` as an ndarray that can be reduced: of any integer, float, complex or bfloat16 dtype.
-
-    Raises:
-        DTypeError: for bool, strings, dates and structured dtypes.
-        LeafError: as `to_array`.
-    """
-    array = value
-    if type(value) is not np.ndarray or not value.dtype.isnative or value.dtype.kind == "O":
-        array = to_array(value, where, path)
-    dtype = array.dtype
-    numpys_own = dtype.type.__module__ == "numpy"  # not the 8-bit floats of ml_dtypes
-    if (dtype.kind in _REDUCIBLE_KINDS and numpys_own) or is_bfloat16(dtype):
-        return array  # type: ignore[no-any-return]
-    found = f"dtype {dtype_name(dtype)}{f' at leaf {path}' if path else ''}"
-    raise DTypeError.at(where, found=found, expected="a numeric dtype (integer, float or complex)", fix=_CONVERT)
-
-
 def reducible(value: Any, where: str, path: str = "") -> Any:
     """Return `value` as an array that can be reduced, where it is: in GPU memory as CuPy's, else as an ndarray.
 
+    It can be if it is of any integer, float, complex or bfloat16 dtype.
+
     Raises:
-        DTypeError, LeafError, UnsupportedError: as `to_reducible` and `as_device_array`.
+        DTypeError: for bool, strings, dates and structured dtypes.
+        LeafError, UnsupportedError: as `to_array` and `as_device_array`.
     """
-    if not is_on_device(value):
-        return to_reducible(value, where, path)
-    array = as_device_array(value, where, path)
-    to_reducible(np.empty(0, array.dtype), where, path)
-    return array
+    array = value
+    if type(value) is not np.ndarray or not value.dtype.isnative or value.dtype.kind == "O":
+        array = array_where_it_is(value, where, path)
+    dtype = array.dtype
+    numpys_own = dtype.type.__module__ == "numpy"  # not the 8-bit floats of ml_dtypes
+    if (dtype.kind in _REDUCIBLE_KINDS and numpys_own) or is_bfloat16(dtype):
+        return array
+    found = f"dtype {dtype_name(dtype)}{f' at leaf {path}' if path else ''}"
+    raise DTypeError.at(where, found=found, expected="a numeric dtype (integer, float or complex)", fix=_CONVERT)
 
 
 def array_where_it_is(value: Any, where: str, path: str = "", name: str = "the value") -> Any:
@@ -155,10 +139,8 @@ def as_target(target: Any, where: str, name: str) -> Any:
     array: Any = None
     if isinstance(target, np.ndarray):
         array = target if target.flags.writeable else None
-    elif is_on_device(target):
-        array = as_device_array(target, where, name) if library_of(target) not in NEVER_WRITTEN else None
-    elif library_of(target) == "torch":
-        array = on_host(target, where, name)
+    elif library_of(target) == "torch" or (is_on_device(target) and library_of(target) not in NEVER_WRITTEN):
+        array = array_where_it_is(target, where, name)
     # Elements that share memory, as after ``broadcast_to``; NumPy makes such arrays read-only.
     is_repeated = (
         array is not None
@@ -225,7 +207,7 @@ def host_array(value: Any, where: str = "a value", path: str = "") -> Array:
         return value
     if is_on_device(value):
         return to_host(as_device_array(value, where, path))
-    return on_host(value, where, path) if is_foreign(value) or is_without_data(value) else np.asarray(value)
+    return on_host(value, where, path) if is_foreign(value) else np.asarray(value)
 
 
 def any_array(value: Any) -> Array:
@@ -249,11 +231,9 @@ def placed_as(value: Any, place: Any) -> Array:
 
 def may_share_memory(one: Any, other: Any) -> bool:
     """Return whether two NumPy or CuPy arrays may share memory."""
-    if is_on_device(one) != is_on_device(other):
+    if is_on_device(one) != is_on_device(other) or not (one.size and other.size):
         return False
-    if not is_on_device(one):
-        return np.may_share_memory(one, other)
-    (begin, end), (first, last) = device_span(one), device_span(other)
+    (begin, end), (first, last) = span(one), span(other)
     return begin < last and first < end
 
 

@@ -16,8 +16,6 @@ R = TypeVar("R")
 
 #: Bytes combined at a time: they are read several times, and stay in the cache.
 _CHUNK_BYTES = 256 * 2**10
-#: The sign bit, by the size of a float; no integer has the size of a long double.
-_SIGNS = {size: np.dtype(f"u{size}").type(1 << (8 * size - 1)) for size in (2, 4, 8)}
 
 
 def quietly(function: Callable[P, R]) -> Callable[P, R]:
@@ -97,9 +95,10 @@ def is_python_number(value: object) -> bool:
     return isinstance(value, numbers.Number) and not isinstance(value, (bool, np.generic))
 
 
-def span(array: Array) -> tuple[int, int]:
-    """Return the addresses between which the elements of an array lie."""
-    first = last = array.__array_interface__["data"][0]
+def span(array: Any) -> tuple[int, int]:
+    """Return the addresses between which the elements of a NumPy or CuPy array lie."""
+    on_host = isinstance(array, np.ndarray)
+    first = last = array.__array_interface__["data"][0] if on_host else int(array.data.ptr)
     for length, stride in zip(array.shape, array.strides, strict=True):
         first += min(0, (length - 1) * stride)
         last += max(0, (length - 1) * stride)
@@ -130,33 +129,31 @@ class Extreme:
     commutative and associative in every bit.  `np.minimum` and `np.maximum` are not: of two zeros or two NaNs they
     return either, depending on the processor and the position in the array.
 
-    The ufunc leaves only the sign of a zero open.  A minimum gets the sign bit where either operand has it, a maximum
-    where both have it; other numbers are not changed by this.
-
     Args:
         ufunc: `np.minimum` or `np.maximum`.
     """
 
     def __init__(self, ufunc: np.ufunc) -> None:
         self._ufunc = ufunc
-        self._is_minimum = ufunc is np.minimum
-        self._join = np.logical_or if self._is_minimum else np.logical_and
+        # A minimum that is 0 is negative where either operand is, a maximum where both are.
+        self._join = np.logical_or if ufunc is np.minimum else np.logical_and
 
     def __call__(self, one: Array, other: Array, out: Array | None = None) -> Array:
         """Return the combination in `out`, which may be one of the operands, or in new memory."""
-        if one.dtype.kind != "f":
-            return self._ufunc(one, other, out=out)  # type: ignore[no-any-return]
-        step = _CHUNK_BYTES // one.itemsize
-        if one.ndim != 1 or one.size <= step:
-            found = self._combined(one, other)
-            if out is None:
-                return found
-            out[...] = found
-            return out
         target = np.empty(one.shape, one.dtype) if out is None else out
-        for start in range(0, one.size, step):
-            part = slice(start, start + step)
-            target[part] = self._combined(one[part], other[part])
+        if one.dtype.kind != "f":
+            return self._ufunc(one, other, out=target)  # type: ignore[no-any-return]
+        parts: Any = [...]
+        if one.ndim == 1:
+            step = _CHUNK_BYTES // one.itemsize
+            parts = [slice(start, start + step) for start in range(0, one.size, step)]
+        for part in parts:
+            these, those = one[part], other[part]
+            found = self._ufunc(these, those, out=np.empty(these.shape, one.dtype))
+            # The ufunc leaves open the bits of zeros and of NaN, which is not above 0 either.
+            if found.size and not np.minimum.reduce(np.abs(found), axis=None) > 0:
+                _set_zeros_and_nan(found, self._join(np.signbit(these), np.signbit(those)))
+            target[part] = found
         return target
 
     def reduce(self, array: Array, axes: tuple[int, ...]) -> Array:
@@ -166,38 +163,13 @@ class Extreme:
             _set_zeros_and_nan(found, self._join.reduce(np.signbit(array), axis=axes))
         return found
 
-    def _combined(self, one: Array, other: Array) -> Array:
-        found: Array = self._ufunc(one, other, out=np.empty(one.shape, one.dtype))
-        if found.size == 0:
-            return found
-        least = abs(found.item()) if found.size == 1 else np.minimum.reduce(np.abs(found), axis=None)
-        if least > 0:  # neither zeros nor NaN
-            return found
-        sign = _SIGNS.get(found.itemsize)
-        if sign is None:
-            _set_zeros_and_nan(found, self._join(np.signbit(one), np.signbit(other)))
-            return found
-        these, those, whole = (array.view(sign.dtype) for array in (one, other, found))
-        if self._is_minimum:
-            whole |= (these | those) & sign
-        else:
-            whole &= (these & those) | ~sign
-        _set_nan(found)
-        return found
-
 
 def _set_zeros_and_nan(found: Array, negative: Any) -> None:
     """Set the signs of zeros, and the bits of NaN."""
-    zero = found == 0
-    np.copyto(found, found.dtype.type(0), where=zero)
-    np.copyto(found, -found.dtype.type(0), where=zero & negative)
-    _set_nan(found)
-
-
-def _set_nan(found: Array) -> None:
-    is_nan = found != found
-    if np.any(is_nan):
-        np.copyto(found, found.dtype.type(np.nan), where=is_nan)
+    number, zero, is_nan = found.dtype.type, found == 0, np.isnan(found)
+    np.copyto(found, number(0), where=zero)
+    np.copyto(found, -number(0), where=zero & negative)
+    np.copyto(found, number(np.nan), where=is_nan)
 
 
 minimum: Extreme = Extreme(np.minimum)

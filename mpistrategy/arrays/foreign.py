@@ -1,4 +1,4 @@
-"""Arrays of other libraries: torch, jax, numba, and any library with DLPack.
+"""Arrays of other libraries: torch, jax, and any library with DLPack.
 
 They are used as NumPy or CuPy arrays of the same memory, and results are returned as the same kind.  None of these
 libraries is imported here: a caller who passes its array has imported it.
@@ -16,7 +16,7 @@ from mpistrategy.arrays.dtypes import Array, is_bfloat16
 from mpistrategy.errors import LeafError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 
-_LIBRARIES = ("cupy", "torch", "jax", "jaxlib", "numba")
+_LIBRARIES = ("cupy", "torch", "jax", "jaxlib")
 _JAX = ("jax", "jaxlib")
 #: A method of variables and containers, by which they are known here.
 OURS = "_contribution"
@@ -36,9 +36,14 @@ def _library_of(kind: type) -> str:
 
 
 def is_foreign(value: object) -> bool:
-    """Return whether `value` is an array of another library than NumPy, on the host or on a GPU."""
+    """Return whether `value` is an array of another library than NumPy, on the host or on a GPU; or anything of JAX's.
+
+    NumPy cannot read all of JAX's: `without_data` says which.
+    """
     kind = type(value)  # variables and containers have __dlpack__, too, and say by _contribution what they hold
-    return not issubclass(kind, (np.ndarray, np.generic)) and hasattr(kind, "__dlpack__") and not hasattr(kind, OURS)
+    if issubclass(kind, (np.ndarray, np.generic)) or hasattr(kind, OURS):
+        return False
+    return hasattr(kind, "__dlpack__") or library_of(value) in _JAX
 
 
 def is_in_gpu_memory(value: Any) -> bool:
@@ -54,12 +59,7 @@ def is_in_gpu_memory(value: Any) -> bool:
 
 def unmarked(value: Any) -> Any:
     """Return an array that other libraries can read: a torch tensor detached, with lazy conj and neg resolved."""
-    if library_of(value) != "torch":
-        return value
-    value = value.detach()
-    if value.is_conj():
-        value = value.resolve_conj()
-    return value.resolve_neg() if value.is_neg() else value
+    return value.detach().resolve_conj().resolve_neg() if library_of(value) == "torch" else value
 
 
 def on_host(value: Any, where: str, path: str = "") -> Array:
@@ -77,35 +77,28 @@ def on_host(value: Any, where: str, path: str = "") -> Array:
     except Exception as error:  # libraries raise errors of many types
         if library_of(value) in _JAX:
             refuse_in_jax_trace(where)
-            raise without_data(value, where, path) from error
         found = closed_to("NumPy", value, path, error)
-        raise LeafError.at(where, found=found, expected="a dense array") from error
+        failure = LeafError.at(where, found=found, expected="a dense array")
+        raise without_data(value, where, path) or failure from error
     return array
 
 
-def is_without_data(value: object) -> bool:
-    """Return whether a value is JAX's and NumPy cannot read it: traced, random keys, or donated."""
+def without_data(value: Any, where: str, path: str = "") -> LeafError | None:
+    """Return the error for a value of JAX's that NumPy cannot read: traced, keys, or donated; None for others."""
     if library_of(value) not in _JAX:
-        return False
-    if isinstance(value, sys.modules["jax"].core.Tracer) or not is_foreign(value):
-        return True
-    return bool(value.is_deleted()) if hasattr(value, "is_deleted") else False
-
-
-def without_data(value: Any, where: str, path: str = "") -> LeafError:
-    """Return the error for a value of JAX's that NumPy cannot read."""
-    jax: Any = sys.modules["jax"]
-    leaf, kind = f" at leaf {path}" if path else "", f"{type(value).__module__}.{type(value).__name__}"
-    found, fix = f"{kind}{leaf}, which NumPy cannot read", ""
-    if isinstance(value, jax.core.Tracer):
+        return None
+    leaf = f" at leaf {path}" if path else ""
+    if isinstance(value, sys.modules["jax"].core.Tracer):
         found = f"a value{leaf} of a function that JAX has traced, which stands for no numbers"
         fix = "Return it from the function, and pass what the compiled function returns."
-    elif isinstance(value, jax.Array) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.prng_key):
-        found = f"random keys of JAX{leaf}, of dtype {value.dtype}"
-        fix = "Pass jax.random.key_data(keys), and give the result to jax.random.wrap_key_data."
-    elif isinstance(value, jax.Array) and value.is_deleted():
+    elif not hasattr(value, "__dlpack__"):
+        found = f"{type(value).__name__}{leaf}, of dtype {getattr(value, 'dtype', None)}, which NumPy cannot read"
+        fix = "Of random keys pass jax.random.key_data(keys), and give the result to jax.random.wrap_key_data."
+    elif value.is_deleted():
         found = f"a JAX array{leaf} that was donated to a compiled function, or deleted"
         fix = "Pass what the function returned in its place, or leave it out of donate_argnums."
+    else:
+        return None
     return LeafError.at(where, found=found, expected="an array with its data on this rank", fix=fix)
 
 
@@ -125,9 +118,8 @@ def _bits_of_bfloat16(tensor: Any) -> Array:
 
 def as_kind_of(result: Any, given: Any) -> Any:
     """Return a NumPy or CuPy result as an array of the library of `given`; unchanged for unknown libraries."""
-    library = library_of(given)
-    wrap = _KINDS.get(library)
-    return result if wrap is None or library not in sys.modules else wrap(result)
+    wrap, library = _KINDS.get(library_of(given)), library_of(given)
+    return wrap(result) if wrap is not None and library in sys.modules else result
 
 
 def as_tensor(result: Any) -> Any:
@@ -152,12 +144,4 @@ def in_jax(result: Any) -> Any:
     return jax.dlpack.from_dlpack(result)
 
 
-def _numbas(result: Any) -> Any:
-    if isinstance(result, np.ndarray):
-        return result
-    from numba import cuda
-
-    return cuda.as_cuda_array(result)
-
-
-_KINDS = {"torch": as_tensor, "jax": in_jax, "jaxlib": in_jax, "numba": _numbas}
+_KINDS = {"torch": as_tensor, "jax": in_jax, "jaxlib": in_jax}

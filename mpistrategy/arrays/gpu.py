@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import Array, dtype_name, span
 from mpistrategy.errors import DeviceError, UnsupportedError
 
 #: A cupy.ndarray; types cannot be checked without CuPy.
@@ -33,11 +33,6 @@ def is_cupy(value: object) -> bool:
     return kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__")
 
 
-def is_of_cuda_malloc(array: DeviceArray) -> bool:
-    """Return whether an array is in memory of cudaMalloc, which every CUDA-aware MPI takes."""
-    return type(array.data.mem).__name__ in _CUDA_MALLOC
-
-
 def own_result(array: Any, out: Any) -> Any:
     """Return an array in GPU memory that is its own result, and can be reduced where it is; else None.
 
@@ -45,7 +40,7 @@ def own_result(array: Any, out: Any) -> Any:
     """
     same = is_cupy(out) and array.data.ptr == out.data.ptr and array.shape == out.shape and array.dtype == out.dtype
     fits = same and array.flags.c_contiguous and out.flags.c_contiguous
-    return array if fits and is_of_cuda_malloc(array) else None
+    return array if fits and type(array.data.mem).__name__ in _CUDA_MALLOC else None
 
 
 def cupy_for(where: str) -> Any:
@@ -78,18 +73,9 @@ def to_host(array: DeviceArray) -> Array:
     return copied
 
 
-def device_span(array: DeviceArray) -> tuple[int, int]:
-    """Return the addresses between which the elements lie; as `mpistrategy.arrays.dtypes.span`."""
-    begin = end = int(array.data.ptr)
-    for length, stride in zip(array.shape, array.strides, strict=True):
-        begin += min(0, (length - 1) * stride)
-        end += max(0, (length - 1) * stride)
-    return begin, end + array.itemsize
-
-
 def are_apart(arrays: Sequence[DeviceArray]) -> bool:
     """Return whether no two arrays have memory in common, as far as the addresses between which they lie tell."""
-    spans = sorted(map(device_span, arrays))
+    spans = sorted(map(span, arrays))
     return all(before[1] <= after[0] for before, after in pairwise(spans))
 
 
@@ -121,31 +107,21 @@ def on_device(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[
 
 def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -> None:
     """Raise DeviceError unless all arrays are on one GPU: the one with this index, if given."""
-    found = sorted({int(array.data.device_id) for array in arrays})
-    if index is not None and found != [index]:
+    devices = sorted({int(array.data.device_id) for array in arrays})
+    if len(devices) > 1 or (index is not None and devices != [index]):
+        wanted = "one GPU" if index is None else f"GPU:{index}, which this rank drives"
         raise DeviceError.at(
             where,
-            found=f"arrays on {' and '.join(f'GPU:{number}' for number in found)}",
-            expected=f"arrays on GPU:{index}, which this rank drives",
-            fix=f"Make them inside `with cupy.cuda.Device({index}):`, or copy them there.",
+            found=f"arrays on {' and '.join(f'GPU:{number}' for number in devices)}",
+            expected=f"arrays on {wanted}",
+            fix=f"Make them inside `with cupy.cuda.Device({devices[0] if index is None else index}):`, or copy them.",
         )
-    if len(found) > 1:
-        raise DeviceError.at(
-            where,
-            found=f"arrays on {' and '.join(f'GPU:{number}' for number in found)} in one structure",
-            expected="arrays on one GPU",
-        )
-
-
-def is_captured(cupy: Any) -> bool:
-    """Return whether the current stream is captured into a CUDA graph."""
-    stream = cupy.cuda.get_current_stream()
-    return bool(stream.ptr > _DEFAULT_STREAMS and stream.is_capturing())
 
 
 def check_no_capture(cupy: Any, where: str) -> None:
     """Raise UnsupportedError while the current stream is captured into a CUDA graph."""
-    if is_captured(cupy):
+    stream = cupy.cuda.get_current_stream()
+    if stream.ptr > _DEFAULT_STREAMS and stream.is_capturing():
         raise UnsupportedError.at(
             where,
             found="a current stream that is captured into a CUDA graph",

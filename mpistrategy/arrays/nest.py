@@ -14,11 +14,12 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from mpistrategy.errors import StructureError
 
 _PLAIN: frozenset[type] = frozenset({dict, list, tuple})
+_BRACKETS: dict[type, tuple[str, str]] = {list: ("[", "]"), tuple: ("(", ")")}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,66 @@ class Structure:
 LEAF = Structure("*", 1, next)
 
 
+class _Container(NamedTuple):
+    """One container of a nest, whatever its kind.
+
+    Attributes:
+        brackets: the texts before and after its children in `Structure.text`.
+        names: of its children: keys, fields or numbers.
+        label: makes the text before a child in `Structure.text` of its name.
+        step: makes the text of a child in a path of its name.
+        children: what is in it.
+        build: returns such a container with other children; does not keep these alive.
+    """
+
+    brackets: tuple[str, str]
+    names: Sequence[Any]
+    label: Callable[[Any], str]
+    step: Callable[[Any], str]
+    children: Sequence[Any]
+    build: Callable[[list[Any]], Any]
+
+
+def _opened(nest: Any) -> _Container | None:
+    """Return a container's parts; None for a leaf."""
+    kind = type(nest)
+    if isinstance(nest, Mapping):
+        keys = sorted_keys(nest)
+        brackets = ("{" if kind is dict else f"{kind.__name__}{{", "}")
+        children = [nest[key] for key in keys]
+        return _Container(brackets, keys, "{!r}:".format, "[{!r}]".format, children, _mapping_like(nest, keys))
+    if isinstance(nest, (list, tuple)) and not hasattr(nest, "_fields"):
+        brackets = _BRACKETS.get(kind) or (f"{kind.__name__}(", ")")
+        return _Container(brackets, range(len(nest)), "".format, "[{}]".format, nest, kind)
+    if not isinstance(nest, tuple) and not _is_record(nest):
+        return None
+    is_tuple = isinstance(nest, tuple)
+    names: Any = nest._fields if is_tuple else [each.name for each in dataclasses.fields(nest) if each.init]
+
+    def build(values: list[Any]) -> Any:
+        if is_tuple:
+            return kind(*values)
+        return dataclasses.replace(nest, **dict(zip(names, values, strict=True)))
+
+    children = [getattr(nest, name) for name in names]
+    return _Container((f"{kind.__name__}(", ")"), names, "{}=".format, ".{}".format, children, build)
+
+
+def _mapping_like(mapping: Mapping[Any, Any], keys: list[Any]) -> Callable[[list[Any]], Any]:
+    """Return what makes a mapping like this one of the values of these keys: a plain dict if it cannot be written."""
+    # A structure that is kept must not keep the leaves alive: of a plain dict nothing but the keys is needed.
+    is_copied = isinstance(mapping, MutableMapping) and type(mapping) is not dict
+    like = mapping if is_copied else dict.fromkeys(mapping)
+
+    def build(values: list[Any]) -> Any:
+        rebuilt: Any = copy.copy(like)
+        for key, value in zip(keys, values, strict=True):  # not update(): a Counter's would add
+            rebuilt[key] = value
+        return rebuilt
+
+    return build
+
+
 def flatten(nest: Any) -> tuple[list[Any], Structure]:
     """Return the leaves of `nest` in order, and its structure.
 
@@ -59,6 +120,22 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
     except RecursionError:
         pass
     raise StructureError.at("nested structure", found="a structure that contains itself", expected="a finite nest")
+
+
+def _visit(nest: Any, leaves: list[Any]) -> Structure:
+    if (opened := _opened(nest)) is None:
+        leaves.append(nest)
+        return LEAF
+    (opening, closing), names, label, _, children, build = opened
+    before = len(leaves)
+    inner = [_visit(child, leaves) for child in children]
+    rebuilds = [each.rebuild for each in inner]
+
+    def rebuild(leaves: Iterator[Any]) -> Any:
+        return build([each(leaves) for each in rebuilds])
+
+    text = ",".join([label(name) + each.text for name, each in zip(names, inner, strict=True)])
+    return Structure(f"{opening}{text}{closing}", len(leaves) - before, rebuild)
 
 
 def flatten_without_none(nest: Any) -> tuple[list[Any], Structure]:
@@ -98,6 +175,15 @@ def paths_without_none(nest: Any) -> list[str]:
     return [path for path, leaf in _walk(nest, "") if leaf is not None]
 
 
+def _walk(nest: Any, path: str) -> Iterator[tuple[str, Any]]:
+    opened = _opened(nest)
+    if opened is None:
+        yield path, nest
+        return
+    for name, child in zip(opened.names, opened.children, strict=True):
+        yield from _walk(child, path + opened.step(name))
+
+
 def is_container(nest: Any) -> bool:
     """Return whether `nest` holds leaves instead of being one."""
     return isinstance(nest, (Mapping, list, tuple)) or _is_record(nest)
@@ -115,87 +201,6 @@ def sorted_keys(mapping: Mapping[Any, Any]) -> list[Any]:
         return sorted(mapping)
     except TypeError:
         return sorted(mapping, key=lambda key: (type(key).__name__, repr(key)))
-
-
-def _visit(nest: Any, leaves: list[Any]) -> Structure:
-    kind = type(nest)
-    if kind is list or kind is tuple:
-        children = [_visit(child, leaves) for child in nest]
-        opening, closing = "[]" if kind is list else "()"
-        return _combine(children, opening, [c.text for c in children], closing, kind)
-    if isinstance(nest, Mapping):
-        keys, original = sorted_keys(nest), list(nest)
-        children = [_visit(nest[key], leaves) for key in keys]
-        inner, is_sorted = [*zip(keys, [c.rebuild for c in children], strict=True)], keys == original
-        # A structure that is kept must not keep the leaves alive: of a plain dict nothing but the keys is needed.
-        like = None if kind is dict else nest
-
-        def rebuild(leaves: Iterator[Any]) -> Any:
-            items = {key: each(leaves) for key, each in inner}
-            if not is_sorted:
-                items = {key: items[key] for key in original}
-            return items if like is None else _like_mapping(like, items)
-
-        opening = "{" if kind is dict else f"{kind.__name__}{{"
-        texts = [f"{key!r}:{c.text}" for key, c in zip(keys, children, strict=True)]
-        return Structure(opening + ",".join(texts) + "}", sum(c.num_leaves for c in children), rebuild)
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        children = [_visit(child, leaves) for child in nest]
-        texts = [f"{name}={c.text}" for name, c in zip(nest._fields, children, strict=True)]
-        return _combine(children, f"{kind.__name__}(", texts, ")", lambda values: kind(*values))
-    if isinstance(nest, (list, tuple)):
-        children = [_visit(child, leaves) for child in nest]
-        return _combine(children, f"{kind.__name__}(", [c.text for c in children], ")", kind)
-    if _is_record(nest):
-        names = [field.name for field in dataclasses.fields(nest) if field.init]
-        children = [_visit(getattr(nest, name), leaves) for name in names]
-        texts = [f"{name}={c.text}" for name, c in zip(names, children, strict=True)]
-
-        def build_record(values: list[Any]) -> Any:
-            return dataclasses.replace(nest, **dict(zip(names, values, strict=True)))
-
-        return _combine(children, f"{kind.__name__}(", texts, ")", build_record)
-    leaves.append(nest)
-    return LEAF
-
-
-def _combine(
-    children: list[Structure], opening: str, texts: list[str], closing: str, build: Callable[[list[Any]], Any]
-) -> Structure:
-    rebuilds = [child.rebuild for child in children]
-
-    def rebuild(leaves: Iterator[Any]) -> Any:
-        return build([each(leaves) for each in rebuilds])
-
-    return Structure(opening + ",".join(texts) + closing, sum(child.num_leaves for child in children), rebuild)
-
-
-def _like_mapping(like: Mapping[Any, Any], items: dict[Any, Any]) -> Mapping[Any, Any]:
-    """Return a mapping of the same kind with these items; a plain dict for one that cannot be written."""
-    if not isinstance(like, MutableMapping):
-        return items
-    rebuilt = copy.copy(like)
-    for key, value in items.items():  # not update(): a Counter's would add
-        rebuilt[key] = value
-    return rebuilt
-
-
-def _walk(nest: Any, path: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(nest, Mapping):
-        for key in sorted_keys(nest):
-            yield from _walk(nest[key], f"{path}[{key!r}]")
-    elif isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        for name in nest._fields:
-            yield from _walk(getattr(nest, name), f"{path}.{name}")
-    elif isinstance(nest, (list, tuple)):
-        for index, child in enumerate(nest):
-            yield from _walk(child, f"{path}[{index}]")
-    elif _is_record(nest):
-        for field in dataclasses.fields(nest):
-            if field.init:
-                yield from _walk(getattr(nest, field.name), f"{path}.{field.name}")
-    else:
-        yield path, nest
 
 
 # ----------------------------------------------------------------------------------- nests of a structure that is known
@@ -222,21 +227,41 @@ def leaves_of(nest: Any) -> Leaves | None:
     """Return how to reach the leaves of nests like `nest`; None without any, and for containers that are not plain."""
     if not _is_plain(nest):
         return None
-    structure, kind = flatten(nest)[1], type(nest)
+    structure = flatten(nest)[1]
     if structure.num_leaves == 0:
         return None
+    build: Callable[[Iterable[Any]], Any] = lambda results: structure.rebuild(iter(results))  # noqa: E731
+    if _is_flat(nest):
+        names = sorted_keys(nest) if type(nest) is dict else None
+        if names is None:
+            build = type(nest)
+        elif names == list(nest):  # without `strict`, which takes a third of the time of a few numbers
+            build = lambda results: dict(zip(names, results))  # noqa: B905, E731
+    return Leaves(_taker(nest), build, structure is LEAF, structure.text)
+
+
+def _taker(nest: Any) -> Callable[[Any], Sequence[Any]]:
+    """Return what lists the leaves of nests like `nest`, of dict, list and tuple, or of such leaves."""
+    kind = type(nest)
     if kind not in _PLAIN:
-        return Leaves(lambda leaf: (leaf,), lambda results: next(iter(results)), True, structure.text)
-    if any(type(child) in _PLAIN for child in (nest.values() if kind is dict else nest)):
-        return Leaves(_taker(nest), lambda results: structure.rebuild(iter(results)), False, structure.text)
-    if kind is not dict:
-        return Leaves(lambda flat: flat, kind, False, structure.text)
-    names = sorted_keys(nest)
-    take: Callable[[Any], Sequence[Any]] = itemgetter(*names) if len(names) > 1 else lambda flat: (flat[names[0]],)
-    if names != list(nest):
-        return Leaves(take, lambda results: structure.rebuild(iter(results)), False, structure.text)
-    # Without `strict`, which takes a third of the time of a few numbers.
-    return Leaves(take, lambda results: dict(zip(names, results)), False, structure.text)  # noqa: B905
+        return lambda leaf: (leaf,)
+    keys = sorted_keys(nest) if kind is dict else range(len(nest))
+    if _is_flat(nest) and len(keys) > 1:
+        return itemgetter(*keys) if kind is dict else lambda flat: flat
+    inner = [(key, _taker(nest[key])) for key in keys]
+
+    def take(like: Any) -> list[Any]:
+        leaves: list[Any] = []
+        for key, below in inner:
+            leaves += below(like[key])
+        return leaves
+
+    return take
+
+
+def _is_flat(nest: Any) -> bool:
+    """Return whether a nest of plain containers is one container of leaves."""
+    return type(nest) in _PLAIN and _PLAIN.isdisjoint(map(type, nest.values() if type(nest) is dict else nest))
 
 
 def alike(nest: Any, other: Any) -> bool:
@@ -262,23 +287,6 @@ def _is_plain(nest: Any) -> bool:
     if kind in _PLAIN:
         return all(map(_is_plain, nest.values() if kind is dict else nest))
     return not is_container(nest)
-
-
-def _taker(nest: Any) -> Callable[[Any], list[Any]]:
-    """Return what lists the leaves of nests like `nest`, of dict, list and tuple."""
-    keys = sorted_keys(nest) if type(nest) is dict else range(len(nest))
-    inner = [(key, _taker(nest[key]) if type(nest[key]) in _PLAIN else None) for key in keys]
-
-    def take(like: Any) -> list[Any]:
-        leaves = []
-        for key, below in inner:
-            if below is None:
-                leaves.append(like[key])
-            else:
-                leaves += below(like[key])
-        return leaves
-
-    return take
 
 
 def only_text_keys(value: Any) -> bool:

@@ -1,4 +1,4 @@
-"""Distributed values: PerReplica, Mirrored, IndexedSlices.
+"""Values that act as arrays, and distributed values: PerReplica, Mirrored, IndexedSlices.
 
 A rank has only its own component.  Most values are plain arrays; a container is used where it adds information, and
 acts as an array.
@@ -7,15 +7,14 @@ acts as an array.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn, TypeAlias
 
 import numpy as np
 from numpy.lib.mixins import NDArrayOperatorsMixin
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.array_methods import ArrayMethods
 from mpistrategy.arrays.convert import (
     any_array,
     array_where_it_is,
@@ -30,11 +29,71 @@ from mpistrategy.arrays.foreign import in_jax, is_in_gpu_memory, library_of
 from mpistrategy.arrays.gpu import cupy_for, is_cupy, on_device
 from mpistrategy.errors import OptionTypeError, PlacementError, ShapeError, UnsupportedError
 
+Method: TypeAlias = Callable[..., Any]
+#: What NumPy's methods return, as far as it is one type.
+ArrayMethod: TypeAlias = Callable[..., Array]
+Refused: TypeAlias = Callable[..., NoReturn]
 
-class ArrayLike(NDArrayOperatorsMixin, ArrayMethods):
-    """Arithmetic, comparison, indexing, conversion and NumPy's methods for anything with a `_read` method."""
+#: Arguments of NumPy's methods that may be None, which says nothing.
+_NONE_BY_DEFAULT = {"dtype", "out", "kind", "order", "mode", "side", "sorter", "min", "max", "stable"}
+
+
+def _reads(name: str, gives: str, out: int | None = None) -> Callable[..., Any]:
+    """Return a method that this rank's array does, and which takes what NumPy's takes.
+
+    Args:
+        name: its name.
+        gives: what it returns, for help().
+        out: which of its arguments `out` is, where it has one.
+    """
+
+    def method(self: ArrayLike, *args: Any, **named: Any) -> Any:
+        result = args[out] if out is not None and len(args) > out else named.get("out")
+        if isinstance(result, ArrayLike):
+            result._refuse(f" as {name}(out=...)", f"a.{name}(...)")
+        plain = [each._read() if isinstance(each, ArrayLike) else each for each in args]
+        # None is the default of these arguments, and CuPy's methods lack some of them.
+        given = {key: value for key, value in named.items() if value is not None or key not in _NONE_BY_DEFAULT}
+        return getattr(self._array(name), name)(*plain, **given)
+
+    method.__name__, method.__qualname__ = name, f"ArrayLike.{name}"
+    method.__doc__ = f"Return {gives}.  Takes what `numpy.ndarray.{name}` takes."
+    return method
+
+
+def _refused(name: str, new: str = "", change: str = "") -> Callable[..., NoReturn]:
+    """Return a method that is refused, since it would write.
+
+    Args:
+        name: its name.
+        new: the text that makes the new value.
+        change: the text that changes a copy ``x``, for a method that changes parts of the array.
+    """
+
+    def method(self: ArrayLike, *args: Any, **named: Any) -> NoReturn:
+        self._refuse(f".{name}", new, change=change)
+
+    method.__name__, method.__qualname__ = name, f"ArrayLike.{name}"
+    method.__doc__ = f"Refused: it would write.  Takes what `numpy.ndarray.{name}` takes."
+    return method
+
+
+class ArrayLike(NDArrayOperatorsMixin):
+    """Arithmetic, comparison, indexing, conversion and NumPy's methods for anything with a `_read` method.
+
+    The methods and attributes of `numpy.ndarray` that only read are each done by this rank's array.  They take what
+    NumPy's take and return what NumPy's return: an array, often a view, or a scalar.  For a value in GPU memory they
+    are CuPy's.  A view of a variable on the host is read-only, and shows later writes.  The methods that write are
+    refused, and say what to write instead; so is a result in this object's memory (``out=``).  The guide's page on
+    variables has the same table, and a test compares both with `numpy.ndarray`.
+    """
+
+    def _read(self) -> Any:
+        """Return the value, which may be a collective."""
+        raise NotImplementedError
 
     def _array(self, asked: str) -> Any:
+        """Return this rank's value as a NumPy or CuPy array, for the method or attribute that is asked for."""
         return array_where_it_is(self._read(), f"{type(self).__name__}.{asked}")
 
     def _contribution(self) -> Any:
@@ -89,9 +148,9 @@ class ArrayLike(NDArrayOperatorsMixin, ArrayMethods):
         for target in written:
             if isinstance(target, ArrayLike):
                 if method == "at":
-                    target._refuse_part(f" in np.{ufunc.__name__}.at", f"np.{ufunc.__name__}.at(x, ...)")
+                    target._refuse(f" in np.{ufunc.__name__}.at", change=f"np.{ufunc.__name__}.at(x, ...)")
                 operator = ufunc.__name__ if inputs[0] is target else ""
-                target._refuse(f" as the result of np.{ufunc.__name__}", f"np.{ufunc.__name__}(...)", operator)
+                target._refuse(f" as the result of np.{ufunc.__name__}", f"np.{ufunc.__name__}(...)", operator=operator)
         plain = [value._read() if isinstance(value, ArrayLike) else value for value in inputs]
         # CuPy leaves a ufunc to the other operand's __array_ufunc__, unless that has __cuda_array_interface__ or
         # __cupy_get_ndarray__: then CuPy computes itself, and fails for matrix products.
@@ -159,6 +218,154 @@ class ArrayLike(NDArrayOperatorsMixin, ArrayMethods):
     def numpy(self) -> Array:
         """Return the value as an ndarray; a value in GPU memory is copied to the host."""
         return host_array(self._read())
+
+    def _assigned(self, new: str, operator: str = "") -> str:
+        """Return what a program writes to give this object, its `v`, a new value; for ``v += x``, operator is "add"."""
+        return f"v = {new}"
+
+    def _refuse(self, what: str, new: str = "", *, change: str = "", operator: str = "") -> NoReturn:
+        """Raise UnsupportedError: `what` would write into this object.
+
+        Args:
+            what: what was called.
+            new: the text that makes the new value.
+            change: instead of it, the text that changes parts of a copy ``x``.
+            operator: as for `_assigned`.
+        """
+        copied = f"x = v.copy(); {change}; {self._assigned('x')}"
+        raise UnsupportedError.at(
+            f"{type(self).__name__}{what}",
+            found="a write into the memory of the array",
+            expected="a new value",
+            fix=f"Write {copied if change else self._assigned(new, operator)}.",
+        )
+
+    # ------------------------------------------------------------------------------------------ attributes
+
+    @property
+    def T(self) -> Array:  # noqa: N802  # NumPy's name
+        """The array with its axes reversed."""
+        return self._array("T").T  # type: ignore[no-any-return]
+
+    @property
+    def real(self) -> Array:
+        """The real parts."""
+        return self._array("real").real  # type: ignore[no-any-return]
+
+    @property
+    def imag(self) -> Array:
+        """The imaginary parts."""
+        return self._array("imag").imag  # type: ignore[no-any-return]
+
+    @property
+    def flat(self) -> Any:
+        """An iterator over the elements; it cannot write on the host."""
+        array = self._array("flat")
+        if isinstance(array, np.ndarray):
+            array = array.view()
+            array.flags.writeable = False
+        return array.flat
+
+    @property
+    def flags(self) -> Any:
+        """How the array lies in memory."""
+        return self._array("flags").flags
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The bytes from one element to the next, for each axis."""
+        return self._array("strides").strides  # type: ignore[no-any-return]
+
+    # ------------------------------------------------------------------------------- the methods that read
+
+    transpose: ArrayMethod = _reads("transpose", "the array with its axes permuted")
+    reshape: ArrayMethod = _reads("reshape", "the array in another shape")
+    ravel: ArrayMethod = _reads("ravel", "the elements in one axis, a view where that is possible")
+    flatten: ArrayMethod = _reads("flatten", "a copy of the elements in one axis")
+    squeeze: ArrayMethod = _reads("squeeze", "the array without axes of length 1")
+    swapaxes: ArrayMethod = _reads("swapaxes", "the array with two axes exchanged")
+    diagonal: ArrayMethod = _reads("diagonal", "a diagonal")
+    view: Method = _reads("view", "a view, of another dtype or type where one is given")
+    copy: ArrayMethod = _reads("copy", "a copy, which may be written to")
+    astype: ArrayMethod = _reads("astype", "the array in another dtype; a copy unless ``copy=False``")
+    item: Method = _reads("item", "one element as a Python number")
+    tolist: Method = _reads("tolist", "the elements as nested lists of Python numbers")
+    tobytes: Callable[..., bytes] = _reads("tobytes", "the bytes of the elements")
+    sum: Method = _reads("sum", "the sum of this rank's elements, over all axes or those given", out=2)
+    prod: Method = _reads("prod", "the product, over all axes or those given", out=2)
+    mean: Method = _reads("mean", "the mean of this rank's elements, over all axes or those given", out=2)
+    std: Method = _reads("std", "the standard deviation, over all axes or those given", out=2)
+    var: Method = _reads("var", "the variance, over all axes or those given", out=2)
+    max: Method = _reads("max", "the greatest element, over all axes or those given", out=1)
+    min: Method = _reads("min", "the least element, over all axes or those given", out=1)
+    all: Method = _reads("all", "whether all elements are true, over all axes or those given", out=1)
+    any: Method = _reads("any", "whether an element is true, over all axes or those given", out=1)
+    argmax: Method = _reads("argmax", "where the greatest element is", out=1)
+    argmin: Method = _reads("argmin", "where the least element is", out=1)
+    cumsum: ArrayMethod = _reads("cumsum", "the sums of the elements up to each", out=2)
+    cumprod: ArrayMethod = _reads("cumprod", "the products of the elements up to each", out=2)
+    trace: Method = _reads("trace", "the sum of a diagonal", out=4)
+    dot: Method = _reads("dot", "the matrix product with `b`, as ``numpy.dot``", out=1)
+    clip: Method = _reads("clip", "the elements, those outside the limits replaced by the limits", out=2)
+    round: Method = _reads("round", "the elements rounded", out=1)
+    conj: Method = _reads("conj", "the complex conjugates")
+    conjugate: Method = _reads("conjugate", "the complex conjugates")
+    take: Method = _reads("take", "the elements at `indices`", out=2)
+    choose: Method = _reads(
+        "choose", "elements of `choices`, each from the array that this array's element names", out=1
+    )
+    compress: ArrayMethod = _reads("compress", "the parts along an axis where `condition` is true", out=2)
+    repeat: ArrayMethod = _reads("repeat", "the elements, each repeated")
+    nonzero: Callable[..., tuple[Array, ...]] = _reads(
+        "nonzero", "where the elements are not zero, an array for each axis"
+    )
+    searchsorted: Method = _reads("searchsorted", "where `v` would be inserted into this sorted array")
+    argsort: ArrayMethod = _reads("argsort", "the indices that would sort the array")
+    argpartition: ArrayMethod = _reads("argpartition", "the indices that would partition the array")
+
+    def byteswap(self, inplace: bool = False) -> Array:
+        """Return a copy with the bytes of each element in the other order; ``inplace=True`` is refused.
+
+        Takes what `numpy.ndarray.byteswap` takes.
+        """
+        if inplace:
+            self._refuse(".byteswap(inplace=True)", "v.byteswap()")
+        return self._array("byteswap").byteswap()  # type: ignore[no-any-return]
+
+    def tofile(self, fid: Any, sep: str = "", format: str = "%s") -> None:  # NumPy's name
+        """Write the elements into a file.  Every rank that calls it writes: give each its own.
+
+        Takes what `numpy.ndarray.tofile` takes.
+        """
+        self._array("tofile").tofile(fid, sep, format)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._read())
+
+    def __contains__(self, element: object) -> bool:
+        return element in self._read()
+
+    # -------------------------------------------------------------------------------------- what would write
+
+    def __setitem__(self, key: Any, value: Any) -> NoReturn:
+        self._refuse("[...] = value", change="x[...] = value")
+
+    fill: Refused = _refused("fill", "np.full_like(v, value)")
+    sort: Refused = _refused("sort", "np.sort(v)")
+    partition: Refused = _refused("partition", "np.partition(v, kth)")
+    put: Refused = _refused("put", change="x.put(indices, values)")
+    itemset: Refused = _refused("itemset", change="x[...] = value")
+    setfield: Refused = _refused("setfield", change="x.setfield(value, dtype)")
+    setflags: Refused = _refused("setflags", change="x[...] = value")
+
+    def resize(self, *args: Any, **named: Any) -> NoReturn:
+        """Refused: it would change the shape.  Takes what `numpy.ndarray.resize` takes."""
+        raise UnsupportedError.at(
+            f"{type(self).__name__}.resize",
+            found="a change of the array's own shape",
+            expected="a new array",
+            fix="Write x = np.resize(v, shape).",
+        )
 
 
 class DistributedValues(ArrayLike):

@@ -159,10 +159,8 @@ class Collected:
         """Return the arrays, and parts of them, in the shard that this rank writes."""
         found = {}
         for path, array in once.items():
-            item = self.items[path]
-            for shard, name, start, count in item.parts(path):
+            parts = self.items[path].parts
+            for shard, start, stop in parts:
                 if shard == self.shard:
-                    found[name] = host_array(
-                        array if len(item.shards) == 1 else array.reshape(-1)[start : start + count]
-                    )
+                    found[path] = host_array(array if len(parts) == 1 else array.reshape(-1)[start:stop])
         return found

@@ -183,7 +183,7 @@ def _pieces_of(source: Reading, path: str) -> list[_Piece]:
     item = source.manifest.items[path]
     if item.is_of_each_rank:
         return [_Piece(int(source.reader_of[0]), -1, path, 0, item.elements)]
-    return [_Piece(source.readers[part[0]], *part) for part in item.parts(path)]
+    return [_Piece(source.readers[shard], shard, path, start, stop - start) for shard, start, stop in item.parts]
 
 
 def _nbytes(source: Reading, path: str) -> int:

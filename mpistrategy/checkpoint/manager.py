@@ -11,19 +11,11 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from mpistrategy import context
+from mpistrategy import context, own_files
 from mpistrategy.checkpoint.checkpoint import Checkpoint, Restored, Saving, checked_path
-from mpistrategy.checkpoint.saving import REPLACED, SAVING
-from mpistrategy.checkpoint.storage.files import (
-    TOKEN,
-    Folder,
-    check_is_trusted,
-    make_folders,
-    reading,
-    unique_name,
-    writing,
-)
-from mpistrategy.checkpoint.storage.lock import locked_file
+from mpistrategy.checkpoint.saving import SAVING
+from mpistrategy.checkpoint.storage import files
+from mpistrategy.checkpoint.storage.lock import OneWriter
 from mpistrategy.checkpoint.storage.manifest import is_checkpoint
 from mpistrategy.errors import (
     CheckpointDamagedError,
@@ -37,8 +29,10 @@ from mpistrategy.objects.nearest import NamesOurs, refuses
 from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_count, or_none
 
 _STEP = re.compile(r"step-([0-9]{12})")
-_UNFINISHED = re.compile(rf"\.step-[0-9]{{12}}\.saving-{TOKEN}")
-_LOCK = ".lock"
+_UNFINISHED = re.compile(rf"\.step-[0-9]{{12}}\.saving-{files.TOKEN}")
+#: How the names of folders begin that a job has left when it ended while it wrote.
+_LEFT = SAVING.format("step-")[:6]
+_INCOMPLETE, _NO_NAME = "incomplete: the job ended while it was written", "not the name of a checkpoint"
 
 
 class CheckpointManager(NamesOurs, Settable):
@@ -92,23 +86,21 @@ class CheckpointManager(NamesOurs, Settable):
         self.directory = checked_path(directory, where)
         self.keep = keep
         self.skipped, self.restored = {}, None
-        self._lock: Folder | None = None
-        self._unlock: Any = None
-        self._is_ready = False
+        #: The lock of the folder, on rank 0 from the first save on.
+        self._lock: OneWriter | None = None
+        #: The steps that the last restore found damaged; and the last one that was saved.
         self._damaged: set[int] = set()
         self._saved: int | None = None
-        #: The step that was saved or restored last, as all ranks know; and a save with wait=False that came after it.
+        #: The step that was saved or restored last, as all ranks know; and the save with wait=False after it.
         self._latest: int | None = None
-        self._begun: tuple[int, Saving] | None = None
+        self._begun: Saving | None = None
 
     @property
     def latest(self) -> int | None:
         """The step that was saved or restored last, or None.  Rank-local.
 
-        A save with ``wait=False`` counts once its checkpoint is in the folder, as this rank sees it.
+        A save with ``wait=False`` counts once a call has waited for it.
         """
-        if self._begun is not None and os.path.lexists(self.path_of(self._begun[0])):
-            return self._begun[0]
         return self._latest
 
     def path_of(self, step: int) -> str:
@@ -120,12 +112,8 @@ class CheckpointManager(NamesOurs, Settable):
 
         Whether a checkpoint is damaged is not checked.  Folders with anything else in them do not count.
         """
-        with reading("CheckpointManager.steps", self.directory):
-            try:
-                with Folder.at(self.directory) as folder:
-                    return _checkpoints_in(folder)
-            except FileNotFoundError:
-                return []
+        with files.reading("CheckpointManager.steps", self.directory):
+            return [step for step in _steps_in(self._names()) if is_checkpoint(self.path_of(step))]
 
     @refuses(checkpoint_number="Write step.", options="Leave it out.", check_interval="Leave it out.")
     def save(self, step: int, *, wait: bool = True, name: str | None = None) -> Saving:
@@ -147,24 +135,20 @@ class CheckpointManager(NamesOurs, Settable):
         """
         strategy = self.checkpoint.strategy
         context.require_cross_replica(strategy, "CheckpointManager.save")
-        communicator = strategy.extended.communicator
-        with Call(communicator.guard, "CheckpointManager.save", called=name) as call:
+        with Call(strategy.extended.communicator.guard, "CheckpointManager.save", called=name) as call:
             path = self.path_of(step)
             self._wait(call.where)
             call.expect_more()
             call.agree("begin", destination=path)
-
-            def prepare() -> None:
-                with writing(call.where, self.directory):
-                    self._make_ready()
-                    self._remove_damaged(_checked(step))
-
-            saving = self.checkpoint._save_after(prepare, path, wait=wait)
             self._saved = _checked(step)
+            saving = self.checkpoint._save_after(
+                self._make_ready, path, wait=wait, overwrite=self._saved in self._damaged
+            )
+            self._damaged.discard(self._saved)
             if wait:
-                self._latest, self._begun = self._saved, None
+                self._latest = self._saved
             else:
-                self._begun = self._saved, saving
+                self._begun = saving
             self._remove_old(call)
         return saving
 
@@ -188,11 +172,16 @@ class CheckpointManager(NamesOurs, Settable):
         with Call(communicator.guard, "CheckpointManager.restore", called=name) as call:
             self.checkpoint._settle(call.where)  # what has failed is raised by the next save, wait or close
             call.expect_more()
-            found = self._there() if communicator.rank == 0 else ""
+            names = []
+            if communicator.rank == 0:
+                with files.reading(call.where, self.directory):
+                    names = [name for name in self._names() if name.startswith(("step-", _LEFT))]
             call.agree("look for checkpoints", destination=self.directory, options=f"{partial=}")
-            steps, skipped = json.loads(communicator.allgather_text(found)[0])
-            self.skipped, self.restored, self._damaged = dict(skipped), None, set()
-            for step in reversed(steps):
+            names = json.loads(communicator.allgather_text(json.dumps(names))[0])
+            others = [name for name in names if not _STEP.fullmatch(name)]
+            self.skipped = {name: _INCOMPLETE if name.startswith(_LEFT) else _NO_NAME for name in others}
+            self.restored, self._damaged = None, set()
+            for step in reversed(_steps_in(names)):
                 path = self.path_of(step)
                 try:
                     self.restored = self.checkpoint.restore(path, partial=partial)
@@ -200,8 +189,8 @@ class CheckpointManager(NamesOurs, Settable):
                     self.skipped[os.path.basename(path)] = str(error)
                     self._damaged |= {step} if isinstance(error, CheckpointDamagedError) else set()
                     continue
-                self._latest, self._begun = int(step), None
-                return self._latest
+                self._latest, self._begun = step, None
+                return step
         return None
 
     def wait(self, *, name: str | None = None) -> None:
@@ -232,10 +221,10 @@ class CheckpointManager(NamesOurs, Settable):
 
     def _wait(self, where: str, name: str | None = None) -> None:
         """Wait for a save with ``wait=False``, for the public call `where`; raise what has failed."""
+        begun, self._begun = self._begun, None
         self.checkpoint._wait(where, name)
-        if self._begun is not None and self._begun[1].is_committed:
-            self._latest = self._begun[0]
-        self._begun = None
+        if begun is not None and begun.is_committed:
+            self._latest = self._saved
 
     def __enter__(self) -> Self:
         return self
@@ -248,48 +237,30 @@ class CheckpointManager(NamesOurs, Settable):
             self.close()
         self._release()
 
-    def _there(self) -> str:
-        """Return the steps in the folder, and the names that only look like checkpoints, as JSON."""
-        skipped = []
-        with reading("CheckpointManager.restore", self.directory):
-            try:
-                folder = Folder.at(self.directory)
-            except FileNotFoundError:
-                return json.dumps([[], []])
-            with folder:
-                check_is_trusted(folder.state, os.stat(os.path.dirname(self.directory)), self.directory)
-                for name in folder.names():
-                    if name.startswith((SAVING.format("step-")[:-8], REPLACED.format("step-")[:-10])):
-                        skipped.append((name, "incomplete: the job ended while it was written"))
-                    elif name.startswith("step-") and not _STEP.fullmatch(name):
-                        skipped.append((name, "not the name of a checkpoint"))
-                return json.dumps([_steps_in(folder), skipped])
+    # ------------------------------------------------------------------------------------------- the folder
+
+    def _names(self) -> list[str]:
+        """Return the names in the folder; none if there is no folder.  Raise if it is not to be trusted."""
+        if not os.path.lexists(self.directory):
+            return []
+        files.check_is_trusted(self.directory)
+        return sorted(os.listdir(self.directory))
 
     def _make_ready(self) -> None:
-        """Lock the folder once, and remove incomplete checkpoints of ended jobs."""
-        if self._is_ready and (self._lock is None or self._lock.descriptor >= 0):  # a forked child has no lock
+        """Lock the folder once, and remove incomplete checkpoints of ended jobs.  On rank 0, before a save."""
+        if self._lock is not None and self._lock.process == os.getpid():  # a forked child has no lock
             return
-        make_folders(self.directory)
-        with Folder.at(self.directory) as folder:
-            # What `restore` would not take is not saved, either.
-            check_is_trusted(folder.state, os.stat(os.path.dirname(self.directory)), self.directory)
-            self._lock = locked_file(folder, _LOCK)
-            if self._lock is not None:
-                self._unlock = weakref.finalize(self, self._lock.close)
-                folder.sweep(_UNFINISHED)
-        self._is_ready = True
+        own_files.make_folders(self.directory)
+        files.check_is_trusted(self.directory)  # what `restore` would not take is not saved, either
+        self._lock = OneWriter(self.directory)
+        weakref.finalize(self, self._lock.close)
+        if self._lock.is_held:
+            files.sweep(self.directory, _UNFINISHED)
 
     def _release(self) -> None:
-        if self._unlock is not None:
-            self._unlock()
-        self._lock, self._unlock, self._is_ready = None, None, False
-
-    def _remove_damaged(self, step: int) -> None:
-        """Remove the checkpoint of a step that `restore` found damaged; anything else there stays."""
-        if step in self._damaged:
-            with Folder.at(self.directory) as folder:
-                _remove(folder, os.path.basename(self.path_of(step)))
-            self._damaged.remove(step)
+        if self._lock is not None:
+            self._lock.close()
+        self._lock = None
 
     def _remove_old(self, call: Call) -> None:
         """Remove the oldest checkpoints beyond `keep`, on rank 0; on return they are gone for all ranks.  Collective.
@@ -297,47 +268,23 @@ class CheckpointManager(NamesOurs, Settable):
         One that cannot be removed stays: the new one is safe.
         """
         call.expect_more()
-        if self.keep is not None and self._is_ready:  # not another rank than 0, and something has been saved
-            with contextlib.suppress(OSError), Folder.at(self.directory) as folder:
-                steps = [step for step in _checkpoints_in(folder) if step not in self._damaged]
-                others = [step for step in steps if step != self._saved]
-                for step in others[: max(0, len(steps) - self.keep)]:
-                    with contextlib.suppress(OSError):  # another user's, in a group's folder
-                        _remove(folder, os.path.basename(self.path_of(step)))
+        if self.keep is not None and self._lock is not None:  # not another rank than 0, and something has been saved
+            steps = [step for step in self.steps() if step not in self._damaged]
+            others = [step for step in steps if step != self._saved]
+            for step in others[: max(0, len(steps) - self.keep)]:
+                path = self.path_of(step)
+                hidden = os.path.join(self.directory, SAVING.format(os.path.basename(path)) + "0" * files.TOKEN_LETTERS)
+                with contextlib.suppress(OSError):
+                    files.rename(path, hidden)  # if the job ends meanwhile, the next one sweeps the rest
+                    files.remove(hidden)
         call.agree("remove old checkpoints", options=f"keep={self.keep}")
 
     def __repr__(self) -> str:
         return f"<CheckpointManager of {self.directory!r}, keep={self.keep}>"
 
 
-def _steps_in(folder: Folder) -> list[int]:
-    found = (_STEP.fullmatch(name) for name in folder.names())
-    return sorted(int(match[1]) for match in found if match is not None)
-
-
-def _checkpoints_in(folder: Folder) -> list[int]:
-    """Return the steps of `_steps_in` whose folders are checkpoints, and nothing else."""
-    found = []
-    for step in _steps_in(folder):
-        with contextlib.suppress(OSError), folder.folder(f"step-{step:012}") as there:
-            found += [step] if is_checkpoint(there) else []
-    return found
-
-
-def _remove(folder: Folder, name: str) -> None:
-    """Remove a checkpoint.  Under a hidden name: if the job ends meanwhile, the next one sweeps what is left.
-
-    Anything else than a checkpoint stays.
-
-    Raises:
-        OSError: if it cannot be removed.
-    """
-    with folder.folder(name) as there:
-        if not (folder.owns(there) and is_checkpoint(there)):
-            return
-    hidden = unique_name(SAVING.format(name))
-    folder.rename(name, hidden)
-    folder.remove(hidden)
+def _steps_in(names: list[str]) -> list[int]:
+    return sorted(int(match[1]) for match in map(_STEP.fullmatch, names) if match is not None)
 
 
 def _checked(step: Any) -> int:

@@ -23,10 +23,9 @@ from mpistrategy.checkpoint.checkpoint import Checkpoint, checked_path
 from mpistrategy.checkpoint.manager import CheckpointManager
 from mpistrategy.errors import CheckpointError, ContextError, OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.over_threads import Threads
-from mpistrategy.objects.settings import Fixed, Settable
+from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, not_negative
 
 #: The status that asks for another start: EX_TEMPFAIL of sysexits.h.
 START_ME_AGAIN = 75
@@ -61,34 +60,29 @@ class TerminationConfig:
     signals: Sequence[int | str] = ("SIGTERM", "SIGUSR2")
 
     def __post_init__(self) -> None:
+        where = "TerminationConfig"
         for name in ("termination_watcher_fn", "exit_fn"):
-            given = getattr(self, name)
-            if given is not None and not callable(given):
-                raise OptionTypeError.at("TerminationConfig", found=f"{name}={given!r}", expected="a function, or None")
-        grace: Any = self.grace_period
-        if grace is not None and (isinstance(grace, bool) or not isinstance(grace, int | float)):
-            raise OptionTypeError.at("TerminationConfig", found=f"grace_period={grace!r}", expected="seconds, or None")
-        if grace is not None and not grace >= 0:
-            raise OptionError.at("TerminationConfig", found=f"grace_period={grace!r}", expected="0 or more seconds")
-        given = self.signals
-        if isinstance(given, str | int) or not isinstance(given, Sequence):
-            raise OptionTypeError.at(
-                "TerminationConfig", found=f"signals={given!r}", expected='a list, such as ["SIGTERM", "SIGUSR2"]'
-            )
-        object.__setattr__(self, "signals", tuple(dict.fromkeys(map(_signal, given))))
+            function = getattr(self, name)
+            if function is not None and not callable(function):
+                raise OptionTypeError.at(where, found=f"{name}={function!r}", expected="a function, or None")
+        if self.grace_period is not None:
+            checked_number(where, "grace_period", self.grace_period, "0 or more seconds, or None", not_negative)
+        if isinstance(self.signals, str | int) or not isinstance(self.signals, Sequence):
+            expected = 'a list, such as ["SIGTERM", "SIGUSR2"]'
+            raise OptionTypeError.at(where, found=f"signals={self.signals!r}", expected=expected)
+        object.__setattr__(self, "signals", tuple(dict.fromkeys(map(_signal, self.signals))))
 
 
 def _signal(given: Any) -> signal.Signals:
+    where, expected = "TerminationConfig, signals", 'the name of a signal that can be caught, such as "SIGUSR2"'
     if isinstance(given, bool) or not isinstance(given, str | int):
-        raise OptionTypeError.at("TerminationConfig, signals", found=repr(given), expected='"SIGUSR2", or its number')
+        raise OptionTypeError.at(where, found=repr(given), expected=expected)
     try:
         found = signal.Signals[given.upper()] if isinstance(given, str) else signal.Signals(given)
     except (KeyError, ValueError) as error:
-        raise OptionError.at(
-            "TerminationConfig, signals", found=repr(given), expected='the name of a signal, such as "SIGUSR2"'
-        ) from error
+        raise OptionError.at(where, found=repr(given), expected=expected) from error
     if found in (signal.SIGKILL, signal.SIGSTOP):
-        raise OptionError.at("TerminationConfig, signals", found=found.name, expected="one that can be caught")
+        raise OptionError.at(where, found=found.name, expected=expected)
     return found
 
 
@@ -140,26 +134,38 @@ class PreemptionCheckpointHandler(Settable):
         steps_between_votes: int = 1,
         name: str | None = None,
     ) -> None:
+        config = TerminationConfig() if termination_config is None else termination_config
+        if not isinstance(config, TerminationConfig):
+            raise OptionTypeError.at(_WHERE, found=f"termination_config={config!r}", expected="a TerminationConfig")
         self.checkpoint_manager = _manager(checkpoint_or_checkpoint_manager, checkpoint_dir)
-        self._config = _config(termination_config)
-        if type(steps_between_votes) is not int or steps_between_votes < 1:
-            raise OptionError.at(
-                _WHERE, found=f"steps_between_votes={steps_between_votes!r}", expected="an int from 1 on"
-            )
-        self._steps_between_votes = steps_between_votes
+        self._config = config
+        self._steps_between_votes = checked_count(_WHERE, "steps_between_votes", steps_between_votes)
         self._unchecked = 0
         self._strategy = self.checkpoint_manager.checkpoint.strategy
         self._communicator: Ranks = self._strategy.extended.communicator
         self._guard = self._communicator.guard
         self._raise_flag = self._guard.raise_flag  # at hand for the signal handler
+        #: What has told this rank to stop, and when; the handlers of signals before; the process that catches them.
         self._told: tuple[str, float] | None = None
         self._previous: dict[signal.Signals, Any] = {}
+        self._process = os.getpid()
         self._name = name
+        is_simulated = isinstance(self._communicator, Threads)
         with Call(self._guard, _WHERE, called=name) as call:
             context.require_cross_replica(self._strategy, _WHERE)
-            _check_thread(self._communicator)
+            if threading.current_thread() is not threading.main_thread() and not is_simulated:
+                raise ContextError.at(
+                    _WHERE,
+                    found=f"a call in thread {threading.current_thread().name!r}",
+                    expected="one in the main thread, the only one that can catch signals",
+                    fix="Make it in the main thread, or start the training there.",
+                )
             call.agree("begin", options=f"{steps_between_votes=}")
-        self._catch()
+        if not is_simulated:  # simulated ranks share a process: its signals are not theirs
+            self._guard.at_close.append(self.close)
+            for number in config.signals:
+                assert isinstance(number, signal.Signals)
+                self._previous[number] = signal.signal(number, self._note)
         try:
             self._runs = self.checkpoint_manager.restore(name=name) or 0
         except BaseException:
@@ -222,12 +228,12 @@ class PreemptionCheckpointHandler(Settable):
         Only the main thread can restore them.  After a call in another thread, the next of these signals restores them
         and is then handled by them.
         """
+        self._process = 0
         if threading.current_thread() is threading.main_thread():
             self._give_back()
         with suppress(ValueError):
             self._guard.at_close.remove(self.close)
-        if _catching.pop(self, None) is not None and self._guard not in _catching.values():
-            self._guard.lower_flags()
+        self._guard.lower_flags()
 
     def __enter__(self) -> Self:
         return self
@@ -243,16 +249,6 @@ class PreemptionCheckpointHandler(Settable):
 
     # ------------------------------------------------------------------------------------------------- the signal
 
-    def _catch(self) -> None:
-        if isinstance(self._communicator, Threads):
-            return  # simulated ranks share a process: its signals are not theirs
-        _watch_forks()
-        _catching[self] = self._guard
-        self._guard.at_close.append(self.close)
-        for number in self._config.signals:
-            assert isinstance(number, signal.Signals)
-            self._previous[number] = signal.signal(number, self._note)
-
     def _give_back(self) -> None:
         for number, previous in self._previous.items():
             if signal.getsignal(number) in (self._note, signal.SIG_IGN):  # else another handler was set later
@@ -260,7 +256,7 @@ class PreemptionCheckpointHandler(Settable):
         self._previous.clear()
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if self not in _catching:  # it was closed in another thread
+        if self._process != os.getpid():  # closed in another thread; or a forked worker, which must end as it is told
             self._give_back()
             signal.raise_signal(number)
             return
@@ -290,28 +286,29 @@ class PreemptionCheckpointHandler(Settable):
             self._stop(where, name)
 
     def _stop(self, where: str, name: str | None) -> None:
-        manager, step = self.checkpoint_manager, self._runs
+        manager, step, communicator = self.checkpoint_manager, self._runs, self._communicator
         with Call(self._guard, where, called=name) as call:
             call.agree("stop", options=f"after step {step}")
             now = time.monotonic()
-            mine = f"{self._told[0]} {now - self._told[1]}" if self._told else ""
-            told = self._communicator.allgather_text(mine)
+            told = communicator.allgather_text(f"{self._told[0]} {now - self._told[1]}" if self._told else "")
         try:
             manager.wait(name=name)
         except CheckpointError as error:  # this state is saved all the same
-            if self._communicator.rank == 0:
+            if communicator.rank == 0:
                 sys.stderr.write(f"{error}\n")
         if manager.latest != step:
             manager.save(step, name=name)
-        if self._communicator.rank == 0:
-            path, took = manager.path_of(step), time.monotonic() - now
+        if communicator.rank == 0:
+            text = _in_words(told, time.monotonic() - now, self._config.grace_period)
             sys.stdout.flush()
-            sys.stderr.write(f"{_in_words(told, step, path, took, self._config.grace_period)}\n")
+            sys.stderr.write(f"{text.format(step)}: {manager.path_of(step)}\n")
             sys.stderr.flush()
         self._told = None
         self._guard.lower_flags()
         try:
-            (self._config.exit_fn or _exit)()
+            if self._config.exit_fn is None:
+                sys.exit(START_ME_AGAIN)
+            self._config.exit_fn()
         except SystemExit:
             self._guard.all_leave = True
             # Some launchers signal the other ranks once one has ended; each must end with its own status.
@@ -320,20 +317,14 @@ class PreemptionCheckpointHandler(Settable):
             raise
 
 
-def _exit() -> None:
-    sys.exit(START_ME_AGAIN)
-
-
-def _in_words(told: Sequence[str], step: int, path: str, took: float, grace: float | None) -> str:
-    ranks: dict[str, list[str]] = {}
-    for rank, text in enumerate(told):
-        if text:
-            ranks.setdefault(text.split()[0], []).append(str(rank))
-    who = "; ".join(f"{what} on rank {', '.join(them)}" for what, them in ranks.items())
-    seconds = max((float(text.split()[1]) for text in told if text), default=0.0) + took
+def _in_words(told: Sequence[str], took: float, grace: float | None) -> str:
+    """Return who was told to stop, and how long it took, with {} for the step."""
+    signals = {rank: text.split() for rank, text in enumerate(told) if text}
+    who = f"{' and '.join(sorted({what for what, _ in signals.values()}))} on rank {', '.join(map(str, signals))}"
+    seconds = max((float(ago) for _, ago in signals.values()), default=0.0) + took
     within = f" of {grace:g} s" if grace is not None else ""
     late = "; ask for an earlier signal" if grace is not None and seconds > grace / 2 else ""
-    return f"told to stop ({who}): saved step {step}, {seconds:.1f} s{within} after the signal{late}: {path}"
+    return f"told to stop ({who}): saved step {{}}, {seconds:.1f} s{within} after the signal{late}"
 
 
 def _manager(given: Any, folder: Any) -> CheckpointManager:
@@ -346,40 +337,3 @@ def _manager(given: Any, folder: Any) -> CheckpointManager:
         found=f"checkpoint_or_checkpoint_manager={given!r}, checkpoint_dir={folder!r}",
         expected="a CheckpointManager, or a Checkpoint and a checkpoint_dir",
     )
-
-
-def _config(given: Any) -> TerminationConfig:
-    if given is None:
-        return TerminationConfig()
-    if not isinstance(given, TerminationConfig):
-        raise OptionTypeError.at(_WHERE, found=f"termination_config={given!r}", expected="a TerminationConfig, or None")
-    return given
-
-
-def _check_thread(communicator: Any) -> None:
-    is_main = threading.current_thread() is threading.main_thread()
-    if not is_main and not isinstance(communicator, Threads):
-        raise ContextError.at(
-            _WHERE,
-            found=f"a call in thread {threading.current_thread().name!r}",
-            expected="one in the main thread, the only one that can catch signals",
-            fix="Make it in the main thread, or start the training there.",
-        )
-
-
-#: The handlers that catch signals in this process, and the guards whose flags they raise; the last one gets them.
-_catching: dict[PreemptionCheckpointHandler, Guard] = {}
-_watches_forks = False
-
-
-def _watch_forks() -> None:
-    """Restore the signal handlers in forked children: a worker that loads data must end when it is told to."""
-    global _watches_forks
-    if not _watches_forks:
-        _watches_forks = True
-        os.register_at_fork(after_in_child=_in_child)
-
-
-def _in_child() -> None:
-    for handler in reversed(list(_catching)):
-        handler.close()

@@ -15,14 +15,12 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.saving import replaced_names
-from mpistrategy.checkpoint.storage.files import Folder
-from mpistrategy.checkpoint.storage.manifest import NAME, ROWS, Manifest, bad, parse, read_text
-from mpistrategy.checkpoint.storage.shards import MOST_BYTES, Own, open_shard, values_in
-from mpistrategy.errors import CheckpointMissingError
+from mpistrategy.checkpoint.saving import REPLACED
+from mpistrategy.checkpoint.storage.files import check_is_trusted, damaged
+from mpistrategy.checkpoint.storage.manifest import ROWS, Manifest, is_checkpoint, parse, read_text
+from mpistrategy.checkpoint.storage.shards import MOST_BYTES, Own, read_shard, shard_name, values_in
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.own_files import is_trusted
 
 _NOTHING = np.empty(0, np.uint8)
 
@@ -79,12 +77,15 @@ class Reading:
 
     def read_manifest(self) -> None:
         """Read the manifest, on rank 0."""
-        with Folder.parent_of(self.path) as parent:
-            name = _name_of(parent, os.path.basename(self.path))
-            with parent.trusted_folder(name) as folder:
-                self._text = read_text(folder)
+        folder = self.path
+        if not os.path.lexists(folder):  # a job has ended between the two renames
+            parent, name = os.path.split(folder)
+            replaced = os.path.join(parent, REPLACED.format(name))
+            folder = replaced if is_checkpoint(replaced) else folder
+        check_is_trusted(folder)
+        self._text = read_text(folder)
         parse(self._text, self.path)
-        self._folder = os.fsencode(name)
+        self._folder = os.fsencode(folder)
 
     def tell_manifest(self) -> Manifest:
         """Return the manifest on every rank.  Collective."""
@@ -107,10 +108,8 @@ class Reading:
         rows = [path for path, item in of_each.items() if item.copies == ROWS]
         self._told = np.zeros((4 + len(rows), manifest.ranks if of_each else 0), np.int64)
         mine = [number for number, reader in enumerate(self.readers) if reader == self.communicator.rank]
-        if mine:
-            with Folder.parent_of(self.path) as parent, parent.trusted_folder(os.fsdecode(self._folder)) as folder:
-                for number in mine:
-                    self._read_shard(folder, number, names)
+        for number in mine:
+            self._read_shard(number, names)
         for rank in self.owns:
             own = self.own_of(rank)
             check_own(own, manifest)
@@ -118,14 +117,12 @@ class Reading:
             counts = [own.values[path][0] for path in rows]
             self._told[:, rank] = 1, self.communicator.rank, self.owns[rank].size, own.line.size, *counts
 
-    def _read_shard(self, folder: Folder, number: int, names: Collection[str]) -> None:
-        entries, each = self.manifest.entries_of(number), self.manifest.shards[number]
-        wanted = [name for name, entry in entries.items() if entry.path.partition("/")[0] in names]
-        with open_shard(folder, number, each.nbytes, each.checksum, entries) as shard:
-            ranks = {rank: name for rank, name in shard.ranks.items() if rank < self._told.shape[1]}
-            found = shard.read([*wanted, *ranks.values()])
-        self.owns |= {rank: found.pop(name) for rank, name in ranks.items()}
-        self.arrays[number] = found
+    def _read_shard(self, number: int, names: Collection[str]) -> None:
+        shard, path = self.manifest.shards[number], os.path.join(os.fsdecode(self._folder), shard_name(number))
+        entries = self.manifest.entries_of(number)
+        wanted = {path: entry for path, entry in entries.items() if path.partition("/")[0] in names}
+        self.arrays[number], owns = read_shard(path, shard.nbytes, shard.checksum, wanted)
+        self.owns |= {rank: data for rank, data in owns.items() if rank < self._told.shape[1]}
 
     def tell_owns(self, call: Call) -> None:
         """Send each rank what it had for itself, or the values of another rank: see `parse_owns`.  Collective.
@@ -142,7 +139,7 @@ class Reading:
         self.reader_of, self.rows = told[1], dict(zip(rows, told[4:], strict=True))
         call.expect_more()
         if not (told[0] == 1).all() or any(sum(counts.tolist()) > MOST_BYTES for counts in told[4:]):
-            raise bad(self.path, "more or less of a rank than it had for itself")
+            raise damaged(self.path, "more or less of a rank than it had for itself")
         call.agree("find what each rank had")
         self._first = self._from(int(self.reader_of[0]), self._lines.get(0, _NOTHING).tobytes())
         nearest = np.arange(size) % ranks
@@ -183,29 +180,15 @@ def check_own(own: Own, manifest: Manifest) -> None:
     """Raise CheckpointDamagedError unless a rank has for itself what the manifest says."""
     expected = {path for path, item in manifest.of_each_rank.items() if item.has_lines}
     if own.values.keys() != expected:
-        raise bad(own.where, "other plain values of a rank than the manifest names")
+        raise damaged(own.where, "other plain values of a rank than the manifest names")
     for path, item in manifest.of_each_rank.items():
         if item.is_array:
             array = array_of(own, path, manifest)
             if item.copies == ROWS and (not array.ndim or array.shape[1:] != item.shape[1:]):
-                raise bad(own.where, f"rows of another shape than the others of {path[:80]!r}")
+                raise damaged(own.where, f"rows of another shape than the others of {path[:80]!r}")
 
 
 def array_of(own: Own, path: str, manifest: Manifest) -> Array:
     """Return an array of a rank; CheckpointDamagedError for another size than the manifest says."""
     item = manifest.items[path]
     return own.array(path, item.dtype, None if item.has_lines else item.shape)
-
-
-def _name_of(parent: Folder, name: str) -> str:
-    """Return the name of the checkpoint's folder: a replaced one if a job ended between the two renames."""
-    if parent.kind_of(name):
-        return name
-    for other in parent.names():
-        if replaced_names(name).fullmatch(other) and parent.kind_of(other) == "folder":
-            with parent.folder(other) as folder:
-                if folder.kind_of(NAME) == "file" and is_trusted(folder.state, parent.state):
-                    return other
-    raise CheckpointMissingError.at(
-        "a checkpoint", found=f"nothing at {os.path.join(parent.path, name)!r}", expected="a checkpoint"
-    )

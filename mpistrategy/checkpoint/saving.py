@@ -30,10 +30,13 @@ from typing import Any
 
 import numpy as np
 
+from mpistrategy import own_files
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.collecting import Collected
 from mpistrategy.checkpoint.state import State
-from mpistrategy.checkpoint.storage.files import CHECKSUM_BYTES, TOKEN, TOKEN_LETTERS, Folder, make_folders, writing
+from mpistrategy.checkpoint.storage import files
+from mpistrategy.checkpoint.storage.files import CHECKSUM_BYTES, TOKEN, TOKEN_LETTERS, writing
+from mpistrategy.checkpoint.storage.lock import Lock
 from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Manifest, Shard, is_checkpoint
 from mpistrategy.checkpoint.storage.shards import check_can_be_read, shard_name
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
@@ -45,7 +48,7 @@ from mpistrategy.mpi.job.introductions import version
 from mpistrategy.objects.copies import NotPickled
 
 #: Names of the folder of checkpoint {}, while it is written and while it is replaced.
-SAVING, REPLACED = ".{}.saving-", ".{}.replaced-"
+SAVING, REPLACED = ".{}.saving-", ".{}.replaced"
 #: What a writer tells rank 0: a size and a checksum.
 REPORT = np.dtype([("nbytes", np.int64), ("checksum", np.uint8, CHECKSUM_BYTES)])
 #: The empty files of threads that have written their shard, with its number, size and checksum; or have failed.
@@ -81,9 +84,10 @@ class Saving(NotPickled):
         self.has_failed: bool = False
         self._communicator = communicator
         self._overwrite = overwrite
-        self._parent: Folder | None = None
-        self._folder: Folder | None = None
+        self._parent, self._name = os.path.split(path)
+        #: The name of the folder that is written, and on rank 0 its lock.
         self._temporary = ""
+        self._lock: Lock | None = None
         self._values: dict[str, Any] = {}
         self._collected: Collected | None = None
         self._layout = layout
@@ -112,13 +116,12 @@ class Saving(NotPickled):
         call.agree("make a folder")
         token = np.frombuffer(bytearray(self._temporary[-TOKEN_LETTERS:].encode() or TOKEN_LETTERS), np.uint8)
         self._communicator.bcast(token, 0)
-        self._temporary = SAVING.format(os.path.basename(self.path)) + token.tobytes().decode()
+        self._temporary = SAVING.format(self._name) + token.tobytes().decode()
         state.decide(digests, self._communicator)
         collected, self._values = Collected(state, self._communicator, call), state.values
         self._collected = collected
         if collected.shard is not None:
-            with writing(call.where, self.path):
-                self._open(call.where)
+            self._check_is_shared(call.where)
         if wait:
             report = self._write(collected) if collected.shard is not None else np.zeros(0, REPORT)
             call.agree("write a checkpoint", destination=self.path, patiently=True)
@@ -147,15 +150,14 @@ class Saving(NotPickled):
             self._thread = thread
 
     def _make_folder(self, where: str) -> None:
-        parent, name = os.path.split(self.path)
-        make_folders(parent)
-        self._parent = Folder.parent_of(self.path)
-        self._check_place(where, self._parent, name)
-        held = self._parent.sweep(saving_names(name))  # left by jobs that have ended: nobody holds their locks
+        own_files.make_folders(self._parent)
+        self._check_place(where)
+        held = files.sweep(self._parent, saving_names(self._name))  # left by jobs that have ended: no locks
         if not held:
-            self._temporary = self._parent.new_folder(SAVING.format(name))
-            self._folder = self._parent.folder(self._temporary)
-        if held or (self._folder is not None and self._folder.lock() is False):
+            self._temporary = os.path.basename(files.new_folder(os.path.join(self._parent, SAVING.format(self._name))))
+            with contextlib.suppress(BlockingIOError):
+                self._lock = files.hold(self._temporary_path)
+        if self._lock is None:
             raise CheckpointExistsError.at(
                 where,
                 found=f"{held or self._temporary!r}: another save to {self.path!r} has begun and not ended",
@@ -163,47 +165,35 @@ class Saving(NotPickled):
                 fix="Give each job a folder of its own; and wait() for what save(..., wait=False) returned.",
             )
 
-    def _check_place(self, where: str, parent: Folder, name: str) -> bool:
+    def _check_place(self, where: str) -> bool:
         """Return whether there is a checkpoint to replace; raise if the name is taken."""
-        kind = parent.kind_of(name)
-        if kind == "folder":
-            with parent.folder(name) as there:
-                if not there.names():
-                    return False
-                is_one = is_checkpoint(there)
-            if is_one and self._overwrite:
-                return True
-            kind = "a checkpoint" if is_one else "a folder with other things in it"
-        if kind:
-            raise CheckpointExistsError.at(
-                where,
-                found=f"{kind} at {self.path!r}",
-                expected="nothing there",
-                fix="Give each checkpoint a name of its own (CheckpointManager does), or pass overwrite=True, which "
-                "replaces a checkpoint and nothing else.",
-            )
-        return False
+        if not os.path.lexists(self.path) or (files.is_folder(self.path) and not os.listdir(self.path)):
+            return False
+        is_one = is_checkpoint(self.path)
+        if is_one and self._overwrite:
+            return True
+        raise CheckpointExistsError.at(
+            where,
+            found=f"{'a checkpoint' if is_one else 'something else than a checkpoint'} at {self.path!r}",
+            expected="nothing there",
+            fix="Give each checkpoint a name of its own (CheckpointManager does), or pass overwrite=True, which "
+            "replaces a checkpoint and nothing else.",
+        )
 
-    def _open(self, where: str) -> None:
-        if self._folder is not None:
-            return
-        self._parent = Folder.parent_of(self.path)
-        try:
-            self._folder = self._parent.folder(self._temporary)
-        except FileNotFoundError as error:
+    def _check_is_shared(self, where: str) -> None:
+        if not os.path.lexists(self._temporary_path):
             raise CheckpointWriteError.at(
                 where,
-                found=f"no {self._temporary!r} in {self._parent.path!r}, where rank 0 has made it",
+                found=f"no {self._temporary!r} in {self._parent!r}, where rank 0 has made it",
                 expected="a file system that the nodes of all ranks share",
-            ) from error
+            )
 
     def _write(self, collected: Collected) -> Array:
         """Write this rank's shard; return the report."""
-        assert self._folder is not None
         assert collected.shard is not None
-        name = shard_name(collected.shard)
-        with interval("span", "write a checkpoint"), writing("Checkpoint.save", os.path.join(self._folder.path, name)):
-            nbytes, checksum = self._folder.write(name, collected.pieces)
+        path = os.path.join(self._temporary_path, shard_name(collected.shard))
+        with interval("span", "write a checkpoint"), writing("Checkpoint.save", path):
+            nbytes, checksum = files.write(path, collected.pieces)
         collected.pieces = []
         report = np.zeros(1, REPORT)
         report[0] = nbytes, np.frombuffer(bytes.fromhex(checksum), np.uint8)
@@ -213,15 +203,14 @@ class Saving(NotPickled):
 
     def _work(self) -> None:
         """Write this rank's shard; on rank 0, complete the checkpoint when all are written.  Keep errors for `wait`."""
-        collected, folder = self._collected, self._folder
+        collected = self._collected
         assert collected is not None
-        assert folder is not None
         try:
             report = self._write(collected)
             if self._communicator.rank:
                 with writing("Checkpoint.save", self.path):
                     ((nbytes, checksum),) = report
-                    folder.mark(_DONE.format(collected.shard, nbytes, checksum.tobytes().hex()))
+                    self._mark(_DONE.format(collected.shard, nbytes, checksum.tobytes().hex()))
                 return
             self._written.set()
             with writing("Checkpoint.save", self.path):
@@ -238,21 +227,21 @@ class Saving(NotPickled):
             elif os.path.lexists(self._temporary_path):  # else rank 0 has removed it, because another rank has failed
                 self._error = error
                 with contextlib.suppress(OSError):
-                    folder.mark(_FAILED.format(collected.shard))
+                    self._mark(_FAILED.format(collected.shard))
         finally:
             collected.pieces = []
             self._written.set()
             self._close()
 
+    def _mark(self, name: str) -> None:
+        files.write(os.path.join(self._temporary_path, name), [])
+
     def _marked_reports(self, mine: Array) -> Array | None:
         """Wait until all writers have made their marks, and remove them; return the reports, None after a failure.
-
-        The folder is opened anew for each look: network file systems then ask the server what is in it.
 
         Raises:
             CheckpointWriteError: when nothing has moved in the folder for as long as a collective may wait.
         """
-        assert self._parent is not None
         assert self._collected is not None
         reports = np.zeros(len(self._collected.writers), REPORT)
         reports[0] = mine[0]
@@ -261,29 +250,28 @@ class Saving(NotPickled):
         is_alive = _Progress(self._communicator.guard.timeout)
         marks: list[re.Match[str]] = []
         for pause in _pauses():
-            with self._parent.folder(self._temporary) as folder:
-                marks = [mark for mark in map(_MARK.fullmatch, folder.names()) if mark is not None]
-                if self._cancelled.is_set() or any(mark[1] is None for mark in marks):
-                    return None
-                if len(marks) == len(reports) - 1:
-                    break
-                if not is_alive.look(folder):
-                    raise CheckpointWriteError.at(
-                        "Checkpoint.save",
-                        found=f"{len(marks) + 1} of {len(reports)} shards, and nothing that moves in {folder.path!r}",
-                        expected="ranks that write their shards",
-                    )
+            folder = self._temporary_path
+            marks = [mark for mark in map(_MARK.fullmatch, os.listdir(folder)) if mark is not None]
+            if self._cancelled.is_set() or any(mark[1] is None for mark in marks):
+                return None
+            if len(marks) == len(reports) - 1:
+                break
+            if not is_alive.look(folder):
+                raise CheckpointWriteError.at(
+                    "Checkpoint.save",
+                    found=f"{len(marks) + 1} of {len(reports)} shards, and nothing that moves in {folder!r}",
+                    expected="ranks that write their shards",
+                )
             self._cancelled.wait(pause)
-        assert self._folder is not None
         for mark in marks:
             number, nbytes, checksum = int(mark[1]), int(mark[2]), bytes.fromhex(mark[3])
             reports[number] = nbytes, np.frombuffer(checksum, np.uint8)
-            self._folder.unlink(mark[0])
+            files.unlink(os.path.join(self._temporary_path, mark[0]))
         return reports
 
     @property
     def _temporary_path(self) -> str:
-        return os.path.join(os.path.dirname(self.path), self._temporary)
+        return os.path.join(self._parent, self._temporary)
 
     def _is_over(self) -> bool:
         """Return whether the threads of all ranks have ended: then the folder has its final name, or is gone."""
@@ -299,9 +287,8 @@ class Saving(NotPickled):
         for pause in _pauses():
             if self._is_over():
                 return
-            with contextlib.suppress(OSError), Folder.at(self._temporary_path) as folder:
-                if not is_alive.look(folder):
-                    return
+            if not is_alive.look(self._temporary_path):
+                return
             time.sleep(pause)
 
     def _is_left(self) -> bool:
@@ -415,44 +402,25 @@ class Saving(NotPickled):
         return text
 
     def _finish(self, where: str, reports: Array) -> None:
-        assert self._parent is not None
-        assert self._folder is not None
-        self._folder.write(NAME, [self._text(where, reports)])
-        self._folder.let_group_in(NAME)
-        self._folder.sync()
-        self._put_in_place(where, self._parent, os.path.basename(self.path))
-
-    def _put_in_place(self, where: str, parent: Folder, name: str) -> None:
-        old = ""
-        if self._check_place(where, parent, name):
-            # If the job is killed between the renames, there must be one replaced checkpoint, not an older one, too.
-            if _remove_replaced(parent, name):
-                parent.sync()
-            old = f"{REPLACED.format(name)}{self._temporary.rpartition('-')[2]}"
-            parent.rename(name, old)
+        files.write(os.path.join(self._temporary_path, NAME), [self._text(where, reports)])
+        files.sync(self._temporary_path)
+        old = os.path.join(self._parent, REPLACED.format(self._name))
+        is_there = self._check_place(where)
+        if is_there:
+            _remove_replaced(old)
+            files.rename(self.path, old)
         try:
-            parent.rename(self._temporary, name)
-            self._check_is_ours(where, parent, name)
+            files.rename(self._temporary_path, self.path)
         except OSError as error:
-            if old:
-                parent.rename(old, name)
+            if is_there:
+                files.rename(old, self.path)
             if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
                 self._overwrite = False
-                self._check_place(where, parent, name)  # another job was faster
+                self._check_place(where)  # another job was faster
             raise
-        parent.sync()
-        _remove_replaced(parent, name)
-
-    def _check_is_ours(self, where: str, parent: Folder, name: str) -> None:
-        """Raise, and undo the rename, if somebody has put something else under the temporary name."""
-        assert self._folder is not None
-        if not parent.holds(name, self._folder):
-            parent.rename(name, self._temporary)
-            raise CheckpointWriteError.at(
-                where,
-                found=f"something else at {self._temporary!r} than the folder that was written there",
-                expected=f"nobody else who renames things in {parent.path!r}",
-            )
+        files.sync(self._parent)
+        with contextlib.suppress(OSError):
+            _remove_replaced(old)
 
     # ------------------------------------------------------------------------------------------- its end
 
@@ -480,8 +448,7 @@ class Saving(NotPickled):
         """Remove the folder on the rank that made it; return what is left, in words.  Never raises."""
         if self._communicator.rank == 0 and self._temporary:
             try:
-                with Folder.parent_of(self.path) as parent:
-                    parent.remove(self._temporary)
+                files.remove(self._temporary_path)
             except FileNotFoundError:  # removed before
                 return ""
             except OSError as error:
@@ -497,35 +464,23 @@ class Saving(NotPickled):
         self._close()
 
     def _close(self) -> None:
-        for folder in (self._folder, self._parent):
-            if folder is not None:
-                folder.close()
+        if self._lock is not None:
+            self._lock.close()
 
     def __repr__(self) -> str:
         how = "committed" if self.is_committed else "failed" if self.has_failed else "not committed yet"
         return f"<Saving {self.path!r}, {how}>"
 
 
-def _remove_replaced(parent: Folder, name: str) -> int:
-    """Remove replaced checkpoints of `name`, which is there again; return how many were found.
-
-    Those of other users stay, and those with foreign files.
-    """
-    found = [other for other in parent.names() if replaced_names(name).fullmatch(other)]
-    for other in found:
-        with contextlib.suppress(OSError):
-            parent.remove(other)
-    return len(found)
+def _remove_replaced(path: str) -> None:
+    """Remove a checkpoint that was replaced, or what is left of it.  Anything else that is there stays."""
+    if files.is_folder(path) and not files.foreign(path):
+        files.remove(path)
 
 
 def saving_names(name: str) -> re.Pattern[str]:
     """Return the pattern of folder names while the checkpoint `name` is written."""
     return re.compile(re.escape(SAVING.format(name)) + TOKEN)
-
-
-def replaced_names(name: str) -> re.Pattern[str]:
-    """Return the pattern of names of the checkpoint `name` once it was replaced."""
-    return re.compile(re.escape(REPLACED.format(name)) + TOKEN)
 
 
 def _pauses() -> Iterator[float]:
@@ -553,11 +508,13 @@ class _Progress:
         self._next = time.monotonic() + seconds
         self._seen: dict[str, int] = {}
 
-    def look(self, folder: Folder) -> bool:
+    def look(self, folder: str) -> bool:
         """Return False if nothing has moved for so long."""
         if time.monotonic() < self._next:
             return True
-        before, self._seen = self._seen, folder.sizes()
+        before, self._seen = self._seen, {}
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            self._seen = {entry.name: entry.stat().st_size for entry in entries}
         self._next = time.monotonic() + self._seconds
         return self._seen != before
 

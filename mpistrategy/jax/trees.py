@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mpistrategy.arrays.foreign import is_without_data, without_data
+from mpistrategy.arrays.foreign import without_data
 from mpistrategy.errors import LeafError, OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import Op
@@ -170,10 +170,11 @@ def _paths(tree: Any) -> list[str]:
 def _check(flat: _Flat, tree: Any, of: Strategy, where: str, name: str | None) -> None:
     """Raise, on every rank, for leaves that are functions, and for values of JAX's without data."""
     for number, leaf in enumerate(flat.leaves):
-        if callable(leaf) or is_without_data(leaf):
+        if callable(leaf) or without_data(leaf, where):
             path = _paths(tree)[number]
             with Call(of.extended.communicator.guard, where, name, structure=flat.text):
-                raise _no_function(where, path) if callable(leaf) else without_data(leaf, where, path)
+                failure = None if callable(leaf) else without_data(leaf, where, path)
+                raise failure or _no_function(where, path)
 
 
 def _no_function(where: str, path: str) -> LeafError:

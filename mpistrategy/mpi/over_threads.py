@@ -6,6 +6,7 @@ same.  When no replica can go on (one has left, or two wait in different collect
 
 from __future__ import annotations
 
+import copy
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -123,7 +124,7 @@ class Threads(Ranks, ControlChannel):
         super().__init__(rank, node_of, Guard(self if meeting.size > 1 else None, rank, meeting.size))
 
     def _gathered(self, purpose: str, value: Any) -> list[Any]:
-        return self._meeting.allgather(self.rank, purpose, _copied(value))
+        return self._meeting.allgather(self.rank, purpose, copy.deepcopy(value))
 
     def duplicate(self) -> Threads:
         """Return a communicator of the same ranks whose calls are separate from this one's.  Collective."""
@@ -150,13 +151,6 @@ class Threads(Ranks, ControlChannel):
     def finished(self) -> bool | None:
         """Return True: a thread may end at any time."""
         return True
-
-
-def _copied(value: Any) -> Any:
-    """Return a copy of an array, or of the arrays in a list."""
-    if isinstance(value, list):
-        return [each.copy() for each in value]
-    return value.copy() if isinstance(value, np.ndarray) else value
 
 
 class _World(threading.local):

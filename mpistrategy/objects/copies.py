@@ -7,17 +7,6 @@ from typing import ClassVar, NoReturn, Self, SupportsIndex
 from mpistrategy.errors import CopyError
 
 
-def not_pickled(value: object, instead: str) -> CopyError:
-    """Return what pickling a value raises that is useless in another process; `instead` says what to do."""
-    kind = type(value).__name__
-    return CopyError.at(
-        f"copying or pickling {kind}",
-        found="an object that belongs to this process and its ranks",
-        expected=f"another {kind}, made where it is used",
-        fix=instead,
-    )
-
-
 class NotPickled:
     """Base of objects that are useless in another process, such as a child that multiprocessing has spawned.
 
@@ -28,7 +17,13 @@ class NotPickled:
     _instead_of_pickling: ClassVar[str] = ""
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise not_pickled(self, self._instead_of_pickling)
+        kind = type(self).__name__
+        raise CopyError.at(
+            f"copying or pickling {kind}",
+            found="an object that belongs to this process and its ranks",
+            expected=f"another {kind}, made where it is used",
+            fix=self._instead_of_pickling,
+        )
 
     def __copy__(self) -> Self:
         result = type(self).__new__(type(self))

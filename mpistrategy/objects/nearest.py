@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable, Iterable, Mapping
-from types import ModuleType
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from mpistrategy.errors import OptionTypeError
@@ -37,24 +35,6 @@ def attribute_error(owner: str, name: str, words: Mapping[str, str], of: object)
     if hint is None:
         return AttributeError(f"{owner} has no attribute {name!r}", name=name, obj=of)  # Python looks for a near name
     return AttributeError(f"{owner} has no attribute {name!r}. {hint}.")
-
-
-class _PublicModule(ModuleType):
-    """A module that shows the names in its `__all__`, and says what to write for one of TensorFlow's."""
-
-    def __dir__(self) -> list[str]:
-        return list(vars(self)["__all__"])
-
-    def __getattr__(self, name: str) -> Any:
-        from mpistrategy.objects.other_names import OF_MODULE  # here, for the quick import
-
-        words = OF_MODULE.get(self.__name__.rpartition(".")[2], {})
-        raise attribute_error(f"module {self.__name__!r}", name, words, self)
-
-
-def make_public(module: str) -> None:
-    """Make a module, which has `__all__`, one of those that programs use."""
-    sys.modules[module].__class__ = _PublicModule
 
 
 class NamesOurs:

@@ -36,40 +36,6 @@ MODULE: Mapping[str, str] = {
     "io": "Write mpistrategy.Checkpoint",
     "summary": "Write mpistrategy.telemetry.setup_logging, and log on rank 0",
 }
-_NO_CLASS = "Write a function of the step"
-#: Names of the modules of Keras, by the module here.
-OF_MODULE: Mapping[str, Mapping[str, str]] = {
-    "optimizers": {
-        "schedules": "Write mpistrategy.schedules",
-        "RMSprop": "Use Adam, or derive a class from Optimizer",
-        "Adagrad": "Use Adam, or derive a class from Optimizer",
-        "Adadelta": "Use Adam, or derive a class from Optimizer",
-        "legacy": "Write mpistrategy.optimizers.SGD, Adam or AdamW",
-        "experimental": "Write mpistrategy.optimizers.SGD, Adam or AdamW",
-    },
-    "schedules": {
-        "ExponentialDecay": f"{_NO_CLASS}: lambda step: rate * decay_rate ** (step / decay_steps)",
-        "InverseTimeDecay": f"{_NO_CLASS}: lambda step: rate / (1 + decay_rate * step / decay_steps)",
-        "PolynomialDecay": f"{_NO_CLASS}: lambda step: end + (rate - end) * (1 - min(step / decay_steps, 1)) ** power",
-        "CosineDecayRestarts": f"{_NO_CLASS}: lambda step: CosineDecay(rate, steps)(step % steps)",
-        "LearningRateSchedule": "Write any function of the number of steps made so far",
-    },
-    "metrics": {
-        "SparseCategoricalAccuracy": "Write Accuracy",
-        "CategoricalAccuracy": "Write Accuracy, with class numbers as labels",
-        "BinaryAccuracy": "Write Accuracy, with p > 0.5 as predictions",
-        "MeanSquaredError": "Write Mean, and update_state((labels - predictions) ** 2)",
-        "MeanAbsoluteError": "Write Mean, and update_state(abs(labels - predictions))",
-        "Metric": "Write a class with ON_READ variables in an attribute `variables`",
-    },
-    "losses": {
-        "SparseCategoricalCrossentropy": _OURS,
-        "CategoricalCrossentropy": _OURS,
-        "BinaryCrossentropy": _OURS,
-        "MeanSquaredError": _OURS,
-        "Reduction": "Leave it out: return a loss for each row, and use compute_average_loss",
-    },
-}
 #: Attributes of classes, by the class that has not got them.
 OF_CLASS: Mapping[str, Mapping[str, str]] = {
     "Strategy": {

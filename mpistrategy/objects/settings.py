@@ -79,33 +79,33 @@ class Settable:
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in self.__dict__ and not name.startswith("_") and not hasattr(type(self), name):
-            self._refuse_misspelt(name)
+            declared = {known for base in type(self).__mro__ for known in _settable(base)}
+            fix = "" if name in declared else did_you_mean(name, declared, least=0.8)
+            if fix:
+                raise OptionError.at(
+                    f"{type(self).__name__}.{name}",
+                    found="an attribute that does not exist",
+                    expected="an existing one",
+                    fix=f"{fix}  Declare an attribute of your own in your class.",
+                )
         object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         return in_words(self)
 
-    def _refuse_misspelt(self, name: str) -> None:
-        bases = type(self).__mro__
-        declared = {
-            known
-            for base in bases
-            for known in vars(base).get("__annotations__", ())
-            if not callable(vars(base).get(known))  # a method in one line
-        }
-        if name in declared:
-            return
-        settable = (item for base in bases for item in vars(base).items() if isinstance(item[1], property))
-        declared |= {known for known, kept in settable if kept.fset is not None}
-        fix = did_you_mean(name, (known for known in declared if not known.startswith("_")), least=0.8)
-        if fix:
-            kind = type(self).__name__
-            raise OptionError.at(
-                f"{kind}.{name}",
-                found="an attribute that does not exist",
-                expected="an existing one",
-                fix=f"{fix}  Declare an attribute of your own in your class.",
-            )
+
+def _settable(kind: type) -> list[str]:
+    """Return the attributes that a class itself declares and lets be set: annotations and properties, no methods."""
+    own, annotated = vars(kind), vars(kind).get("__annotations__", {})
+    fields = [name for name in annotated if not callable(own.get(name)) and not name.startswith("_")]
+    return fields + [name for name, kept in own.items() if isinstance(kept, property) and kept.fset is not None]
+
+
+def checked_type(where: str, name: str, value: Any, kind: type[T], expected: str, fix: str = "") -> T:
+    """Return `value`; raise OptionTypeError if it is not of a type."""
+    if not isinstance(value, kind):
+        raise OptionTypeError.at(where, found=f"{name}={value!r}", expected=expected, fix=fix)
+    return value
 
 
 def checked_number(where: str, name: str, value: Any, expected: str, fits: Callable[[float], bool]) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -19,7 +20,7 @@ from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.over_mpi.engine import AtOnce, Engine, Job, engine_of
+from mpistrategy.mpi.over_mpi.background import Background, background_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.options import CommunicationOptions, ReduceOp
@@ -50,7 +51,7 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
         The answer differs from rank to rank: do not let it decide about a collective call.
         """
-        is_over = self._under_way is None or self._under_way.job.is_over()
+        is_over = self._under_way is None or self._under_way.job.done()
         return is_over and (self._begun is None or self._begun.is_over)
 
     @collective("wait")
@@ -77,34 +78,32 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
 
 class _UnderWay:
-    """A job of an engine, as a handle sees it.
+    """A job in the background, as a handle sees it.
 
     Args:
-        work: the function to be called in the background.
-        engine: runs it.
+        work: the function to be called there.
+        background: calls it.
         guard: of the program's ranks.
 
     Attributes:
-        job: the job.
+        job: its result to be.
     """
 
-    def __init__(self, work: Callable[[], Any], engine: Engine, guard: Guard) -> None:
-        self.job: Job = Job(work)
-        engine.submit(self.job)
-        self._engine, self._guard, self._number = engine, guard, engine.submitted
+    def __init__(self, work: Callable[[], Any], background: Background, guard: Guard) -> None:
+        self.job: Future[Any] = background.submit(work, _WHERE)
+        self._background, self._guard, self._number = background, guard, background.submitted
 
     def result(self) -> Any:
         """Wait for the job, together with the other ranks; return its result or raise its error."""
-        engine, guard = self._engine, self._guard
+        background, guard = self._background, self._guard
         # A peer in another collective may never start its part; this comparison finds that out.  Once all ranks have
         # started equally many, each of these ends.
-        if (self._number > engine.known_to_all or in_jax_trace()) and not guard.closed:
-            started = engine.submitted
+        if (self._number > background.known_to_all or in_jax_trace()) and not guard.closed:
+            started = background.submitted
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
-            engine.known_to_all = started
-        engine.finish(self.job)
-        return self.job.result()
+            background.known_to_all = started
+        return background.result(self.job)
 
 
 def start_all_reduce(
@@ -112,7 +111,7 @@ def start_all_reduce(
 ) -> AllReduceHandle[Any]:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
     communicator = reducer.communicator
-    engine: AtOnce | None = None
+    background: Background | None = None
     is_placed = type(value) is not np.ndarray and _is_on_device(value)
     if (is_placed or communicator.nodes > 1) and in_jax_trace():
         _first_call(communicator.guard, name, lambda: None)  # the call refuses it, and tells the other ranks
@@ -122,25 +121,25 @@ def start_all_reduce(
             return begun
         # Of arrays on a host and a GPU together all is done now: another thread has another stream.
     elif communicator.nodes > 1:
-        engine = engine_of(communicator, partial(_first_call, communicator.guard, name))
-    if not isinstance(engine, Engine):
+        background = background_of(communicator, partial(_first_call, communicator.guard, name))
+    if background is None:
         if isinstance(value, Arena):
             with Call(communicator.guard, _CALL, name):  # the other ranks hear of an error
                 _check_arena(reducer, value, out)
         return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
     try:
         _check_arena(reducer, value, out)
-        work = _work(_on(reducer, engine), reduce_op, value, options, name, out)
+        work = _work(_on(reducer, background), reduce_op, value, options, name, out)
     except Exception as error:  # the peers start theirs: they must hear of it there
-        work = partial(_fail, engine.communicator.guard, name, error)
-    # The engine's thread has entered nothing; an algorithm of the program's own may ask for its strategy.
+        work = partial(_fail, background.communicator.guard, name, error)
+    # The thread has entered nothing; an algorithm of the program's own may ask for its strategy.
     in_step = current_frame() or nullcontext()
-    work = partial(_in_background, engine.communicator, call_site(), in_step, work)
-    return AllReduceHandle(None, _UnderWay(work, engine, communicator.guard))
+    work = partial(_in_background, background.communicator, call_site(), in_step, work)
+    return AllReduceHandle(None, _UnderWay(work, background, communicator.guard))
 
 
 def _in_background(ranks: Ranks, site: Site, in_step: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:
-    """Return what `work` does, in the engine's thread, as if it was called where the program started it."""
+    """Return what `work` does, in the thread in the background, as if it was called where the program started it."""
     ranks.guard.site = site
     try:
         with in_step, working_on(ranks):
@@ -178,8 +177,11 @@ def _started_on_device(
     out: Any,
 ) -> AllReduceHandle[Any] | None:
     """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
-    from mpistrategy.reduction.asynchronous_gpu import Begun, known_path  # here: on CPUs nothing reads it
-    from mpistrategy.reduction.asynchronous_gpu import engine as engine_for_gpus
+    from mpistrategy.reduction.asynchronous_gpu import (  # here: on CPUs nothing reads it
+        Begun,
+        background_for,
+        known_path,
+    )
 
     communicator, site = reducer.communicator, call_site()
     agree = partial(_first_call, communicator.guard, name)
@@ -189,17 +191,19 @@ def _started_on_device(
         begun = Begun(reducer, ReduceOp._parse(reduce_op, _WHERE), value, options, out, _WHERE)
         seconds = reducer.options.merge(options).timeout_seconds
     except Exception as error:  # the peers start theirs: they must hear of it there
-        engine = engine_for_gpus(communicator, known_path(reducer, options), agree)
-        work = partial(_fail, engine.communicator.guard, name, error)
+        background = background_for(communicator, known_path(reducer, options), agree)
+        ranks = communicator if background is None else background.communicator
+        work = partial(_fail, ranks.guard, name, error)
     else:
         if begun.path is None:
             return None
-        engine = engine_for_gpus(communicator, begun.path, agree)
-        work = partial(_combined, engine.communicator, begun, name, seconds)
-    work = partial(_in_background, engine.communicator, site, nullcontext(), work)
-    if isinstance(engine, Engine):
-        return AllReduceHandle(None, _UnderWay(work, engine, communicator.guard), begun)
-    return AllReduceHandle(work(), begun=begun)
+        background = background_for(communicator, begun.path, agree)
+        ranks = communicator if background is None else background.communicator
+        work = partial(_combined, ranks, begun, name, seconds)
+    work = partial(_in_background, ranks, site, nullcontext(), work)
+    if background is None:
+        return AllReduceHandle(work(), begun=begun)
+    return AllReduceHandle(None, _UnderWay(work, background, communicator.guard), begun)
 
 
 def _combined(ranks: Ranks, begun: Begun, name: str | None, seconds: float | None) -> None:
@@ -244,8 +248,8 @@ def _fail(guard: Guard, name: str | None, error: Exception) -> Any:
         raise error
 
 
-def _on(reducer: Reducer, engine: Engine) -> Reducer:
-    """Return a reducer that does as `reducer`, on the engine's communicator; what has been started goes on with it."""
-    make = partial(Reducer, engine.communicator, reducer.algorithm, reducer.options)
-    found: Reducer = reducer.kept(engine, make)
+def _on(reducer: Reducer, background: Background) -> Reducer:
+    """Return a reducer that does as `reducer`, in the background; what has been started goes on with it."""
+    make = partial(Reducer, background.communicator, reducer.algorithm, reducer.options)
+    found: Reducer = reducer.kept(background, make)
     return found

@@ -24,7 +24,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.mpi.over_mpi.engine import AtOnce, engine_of
+from mpistrategy.mpi.over_mpi.background import Background, background_of
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.inputs import in_kind, leaves_like
@@ -119,9 +119,9 @@ class Begun:
         self._sent: Any = None
 
     def work(self, communicator: Ranks, call: Call) -> None:
-        """Agree, and combine what has been packed; inside `call`, with the communicator of the engine."""
+        """Agree, and combine what has been packed; inside `call`, with the communicator of the thread."""
         route, _, memory, words = self._begun
-        path: Any = self.path  # an engine's ranks have a path of their own, of the same kind
+        path: Any = self.path  # the ranks of the thread have a path of their own, of the same kind
         with self._device:
             device_paths(communicator).check()
             call.agree("reduce", **words)
@@ -150,11 +150,13 @@ class Begun:
         return self.structure.pack(results) if self._arena is None else self._arena.values
 
 
-def engine(communicator: Ranks, path: DevicePath | None, agree: Callable[[Callable[[], Any]], Any]) -> AtOnce:
-    """Return what runs the work of these all-reduces on a path: the caller's thread, where that waits for nothing."""
+def background_for(
+    communicator: Ranks, path: DevicePath | None, agree: Callable[[Callable[[], Any]], Any]
+) -> Background | None:
+    """Return what runs the work of these all-reduces on a path; None for the caller's thread, where nothing waits."""
     if path is None or path.name in ON_THE_STREAM:
-        return AtOnce(communicator)
-    return engine_of(communicator, agree, waits_for_gpu=True)
+        return None
+    return background_of(communicator, agree, waits_for_gpu=True)
 
 
 def known_path(reducer: Reducer, options: CommunicationOptions | None) -> DevicePath | None:

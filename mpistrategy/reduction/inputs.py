@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible, to_reducible
+from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible
 from mpistrategy.arrays.dtypes import (
     Array,
     dtype_name,
@@ -103,7 +103,7 @@ def _on_host(leaf: Any) -> Array:
         return np.asarray(leaf, NUMBERS[kind])
     if not is_foreign(leaf) or is_on_device(leaf):
         raise TypeError
-    return to_reducible(leaf, "")
+    return reducible(leaf, "")  # type: ignore[no-any-return]
 
 
 def as_leaf(result: Any, leaf: Any) -> Any:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mpistrategy.context import Mode, check_strategy, current_frame, current_strategy, set_strategy
+from mpistrategy.context import Mode, check_strategy, current_frame, current_strategy, set_strategy, warn_if_alone
 from mpistrategy.strategy import replica_context
-from mpistrategy.strategy.outside_steps import warn_if_alone
 
 if TYPE_CHECKING:
     from mpistrategy.strategy.strategy import Strategy

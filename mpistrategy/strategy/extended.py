@@ -26,14 +26,13 @@ from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Settable
+from mpistrategy.objects.settings import Settable, checked_type
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.inputs import unpacked, unwrapped
 from mpistrategy.reduction.layout.destinations import Destination, for_value, resolve
 from mpistrategy.reduction.plans import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
-from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.policies import table_of
 from mpistrategy.variables.variable import Registry, Variable
@@ -105,14 +104,14 @@ class StrategyExtended(NotPickled, Settable):
 
     @cross_device_ops.setter
     def cross_device_ops(self, algorithm: CrossDeviceOps) -> None:
-        if not isinstance(algorithm, CrossDeviceOps):
-            raise OptionTypeError.at(
-                "StrategyExtended.cross_device_ops",
-                found=f"{algorithm!r}",
-                expected="a CrossDeviceOps",
-                fix="Assign an instance, such as MpiAllReduce().",
-            )
-        self._reducer.algorithm = algorithm
+        self._reducer.algorithm = checked_type(
+            "StrategyExtended.cross_device_ops",
+            "cross_device_ops",
+            algorithm,
+            CrossDeviceOps,
+            "a CrossDeviceOps",
+            fix="Assign an instance, such as MpiAllReduce().",
+        )
 
     @property
     def options(self) -> CommunicationOptions:
@@ -127,14 +126,14 @@ class StrategyExtended(NotPickled, Settable):
 
     @options.setter
     def options(self, options: CommunicationOptions) -> None:
-        if not isinstance(options, CommunicationOptions):
-            raise OptionTypeError.at(
-                "StrategyExtended.options",
-                found=f"{options!r}",
-                expected="a CommunicationOptions",
-                fix="Assign an instance; CommunicationOptions() has the defaults.",
-            )
-        self._reducer.options = options
+        self._reducer.options = checked_type(
+            "StrategyExtended.options",
+            "options",
+            options,
+            CommunicationOptions,
+            "a CommunicationOptions",
+            fix="Assign an instance; CommunicationOptions() has the defaults.",
+        )
 
     # ------------------------------------------------------------------------------------------- reductions
 
@@ -217,7 +216,7 @@ class StrategyExtended(NotPickled, Settable):
         Raises:
             CollectiveMismatchError: on every rank, when another rank makes another call.
         """
-        warn_if_alone(self._container_strategy, "barrier")
+        context.warn_if_alone(self._container_strategy, "barrier")
         with Call(self.communicator.guard, "barrier", called=name) as call:
             call.agree("barrier")
 
@@ -407,13 +406,11 @@ class StrategyExtended(NotPickled, Settable):
         Raises:
             OptionTypeError: when `v` is not a variable.
         """
-        if not isinstance(v, Variable):
-            raise OptionTypeError.at("StrategyExtended.read_var", found=f"v={v!r}", expected="a Variable")
-        return v.read_value(name=name)
+        return checked_type("StrategyExtended.read_var", "v", v, Variable, "a Variable").read_value(name=name)
 
     def _require_collective(self, where: str) -> None:
         context.require_cross_replica(self._container_strategy, where)
-        warn_if_alone(self._container_strategy, where)
+        context.warn_if_alone(self._container_strategy, where)
 
     def _entered(self) -> Frame:
         return context.cross_replica(self._container_strategy)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrategy.arrays.devices import Device
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
-from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError, OptionTypeError
+from mpistrategy.errors import DeviceError, MpiStrategyError, OptionError
 from mpistrategy.mpi import over_threads
 from mpistrategy.mpi.contract import check_level, timeouts
 from mpistrategy.mpi.contract.call import Call
@@ -19,7 +19,7 @@ from mpistrategy.mpi.job.environment import warn_of_unknown
 from mpistrategy.mpi.job.start import start
 from mpistrategy.mpi.over_threads import Threads
 from mpistrategy.objects.nearest import refuses
-from mpistrategy.objects.settings import one_of
+from mpistrategy.objects.settings import checked_type, one_of
 from mpistrategy.options import CheckLevel, CommunicationOptions, OnError
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
@@ -103,8 +103,11 @@ class MirroredStrategy(Strategy):
             with Call(ranks.guard, where, called=name) as call:
                 if not isinstance(ranks, Threads):
                     injection.arm(*ranks.place_in_job)
-                _check_kind("cross_device_ops", cross_device_ops, CrossDeviceOps)
-                _check_kind("communication_options", communication_options, CommunicationOptions)
+                if cross_device_ops is not None:
+                    checked_type(where, "cross_device_ops", cross_device_ops, CrossDeviceOps, "a CrossDeviceOps")
+                if communication_options is not None:
+                    option = "communication_options"
+                    checked_type(where, option, communication_options, CommunicationOptions, "a CommunicationOptions")
                 reaction = one_of(where, "on_error", on_error, ("abort", "raise"))
                 level = check_level.ALWAYS if contains_errors and check is None else check_level.chosen(check)
                 if contains_errors and level != check_level.ALWAYS:
@@ -137,11 +140,6 @@ class MirroredStrategy(Strategy):
         super().__init__(StrategyExtended(self, ranks, cross_device_ops, communication_options))
         if ranks.rank == 0 and any(name.startswith("MPISTRATEGY_") for name in os.environ):
             warn_of_unknown()
-
-
-def _check_kind(name: str, given: Any, kind: type) -> None:
-    if given is not None and not isinstance(given, kind):
-        raise OptionTypeError.at("MirroredStrategy", found=f"{name}={given!r}", expected=f"a {kind.__name__}")
 
 
 def _connect(comm: Any, contains_errors: bool) -> MpiRanks | Threads:

@@ -6,7 +6,7 @@ ranks exchange the digests of the variables, and every rank raises the same tabl
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -59,26 +59,23 @@ def is_mirrored(var: Variable) -> bool:
 
 
 def _named(extended: StrategyExtended, variables: Any, where: str) -> list[Variable]:
-    """Return the mirrored variables of a nest, each once."""
-    found = {id(var): var for leaf in nest.flatten(variables)[0] for var in _variables_of(leaf, where)}
-    for var in found.values():
-        if not extended.variable_created_in_scope(var):
-            raise OptionError.at(where, found=f"{var!r}", expected="a variable created in the scope of this strategy")
-    mirrored = [var for var in found.values() if is_mirrored(var)]
-    if not mirrored:
+    """Return the mirrored variables of a nest of variables, and of objects with an attribute `variables`, each once."""
+    found: dict[int, Variable] = {}
+    for leaf in nest.flatten(variables)[0]:
+        if isinstance(leaf, Variable) and not is_mirrored(leaf):
+            expected = "variables whose copies should be equal"
+            raise OptionError.at(where, found=f"{leaf.name!r}, which is ON_READ", expected=expected)
+        members = [leaf] if isinstance(leaf, Variable) else getattr(leaf, "variables", None)
+        if not isinstance(members, (list, tuple)):
+            raise OptionTypeError.at(where, found=f"{leaf!r}", expected="variables and optimizers")
+        for var in members:
+            if not extended.variable_created_in_scope(var):
+                expected = "a variable created in the scope of this strategy"
+                raise OptionError.at(where, found=f"{var!r}", expected=expected)
+        found |= {id(var): var for var in members if is_mirrored(var)}
+    if not found:
         raise EmptyBatchError.at(where, found="no mirrored variables", expected="at least one, or None for all")
-    return mirrored
-
-
-def _variables_of(leaf: Any, where: str) -> Iterator[Any]:
-    """Yield a variable, or those of an object with an attribute `variables`."""
-    if isinstance(leaf, Variable) and not is_mirrored(leaf):
-        expected = "variables whose copies should be equal"
-        raise OptionError.at(where, found=f"{leaf.name!r}, which is ON_READ", expected=expected)
-    members = [leaf] if isinstance(leaf, Variable) else getattr(leaf, "variables", None)
-    if not isinstance(members, (list, tuple)):
-        raise OptionTypeError.at(where, found=f"{leaf!r}", expected="variables and optimizers")
-    yield from members
+    return list(found.values())
 
 
 def _diverged(where: str, differing: Sequence[tuple[Variable, list[int], str]], count: int) -> ReplicasDivergedError:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from mpistrategy.arrays import devices
-from mpistrategy.errors import OptionTypeError
 from mpistrategy.mpi.gpu.device_selection import activate, check_exists
 from mpistrategy.mpi.interface.ranks import Alone
+from mpistrategy.objects.settings import checked_type
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy
 
@@ -22,8 +22,7 @@ class OneDeviceStrategy(Strategy):
     """
 
     def __init__(self, device: str = "CPU:0") -> None:
-        if not isinstance(device, str):
-            raise OptionTypeError.at("OneDeviceStrategy", found=f"device={device!r}", expected="a device string")
+        checked_type("OneDeviceStrategy", "device", device, str, "a device string")
         wanted = devices.parse(device, "OneDeviceStrategy", "device")
         complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
         check_exists(complete, "OneDeviceStrategy")

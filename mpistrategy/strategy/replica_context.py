@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
@@ -20,6 +21,7 @@ from mpistrategy.context import (
     current_strategy,
     in_words,
     require_same_strategy,
+    warn_outside_steps,
 )
 from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.public_calls import collective
@@ -30,10 +32,10 @@ from mpistrategy.reduction.asynchronous import AllReduceHandle, start_all_reduce
 from mpistrategy.reduction.collectives import Gather, Scan, Scattered
 from mpistrategy.reduction.inputs import unpacked
 from mpistrategy.reduction.reducer import AllReduce, General
-from mpistrategy.strategy.outside_steps import warn_outside_steps
 from mpistrategy.variables.variable import Variable
 
 T = TypeVar("T")
+_NOTHING: AbstractContextManager[Any] = nullcontext()
 
 
 class ReplicaContext(NotPickled):
@@ -245,11 +247,8 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(step)
         array([1., 1.])
         """
-        frame, reducer = self._frame("ReplicaContext.all_reduce_async"), self._strategy.extended._reducer
-        if frame is None:
-            return start_all_reduce(reducer, reduce_op, value, options, name, out)
-        with frame:
-            return start_all_reduce(reducer, reduce_op, value, options, name, out)
+        with self._frame("ReplicaContext.all_reduce_async") or _NOTHING:
+            return start_all_reduce(self._strategy.extended._reducer, reduce_op, value, options, name, out)
 
     @collective("gather", outside="strategy.gather")
     def all_gather(

@@ -9,12 +9,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from types import TracebackType
 from typing import (
-    TYPE_CHECKING,
     Any,
     Literal,
     NoReturn,
     Self,
-    SupportsIndex,
     TypeAlias,
     TypeVar,
     TypeVarTuple,
@@ -28,7 +26,7 @@ from mpistrategy import context
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
 from mpistrategy.context import Scope
-from mpistrategy.errors import CopyError, OptionError, OptionTypeError, RemoteError
+from mpistrategy.errors import CopyError, OptionError, RemoteError
 from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
 from mpistrategy.input.first_batches import LEVELS, FirstBatches
 from mpistrategy.input.iterators import DatasetIterator, DistributedIterator, InputFunctionIterator
@@ -36,9 +34,9 @@ from mpistrategy.input.options import InputContext, InputOptions, check_options
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.objects.copies import not_pickled
+from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.nearest import NamesOurs
-from mpistrategy.objects.settings import Fixed, cannot_be_set, one_of
+from mpistrategy.objects.settings import Fixed, cannot_be_set, checked_type, one_of
 from mpistrategy.options import (
     CommunicationOptions,
     InputReplicationMode,
@@ -54,7 +52,6 @@ from mpistrategy.reduction.reducer import Reduce
 from mpistrategy.strategy.along_axis import ReduceAlong
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.mirrored_check import check_mirrored
-from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.random_streams import Streams
 from mpistrategy.variables.variable import Variable
 
@@ -66,7 +63,7 @@ Ts = TypeVarTuple("Ts")
 CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"]
 
 
-class Strategy:
+class Strategy(NotPickled, NamesOurs):
     """Runs one program on all replicas and keeps their variables together.
 
     Args:
@@ -81,12 +78,13 @@ class Strategy:
 
     extended: Fixed[StrategyExtended] = Fixed(cannot_be_set)
     _words_of = "Strategy"
+    _instead_of_pickling = (
+        "Send arrays, such as np.asarray(variable), or the name of a Checkpoint, and make what is needed there."
+    )
     _is_default = False
 
     def __init__(self, extended: StrategyExtended) -> None:
-        if not isinstance(extended, StrategyExtended):
-            raise OptionTypeError.at("Strategy", found=f"extended={extended!r}", expected="a StrategyExtended")
-        self.extended = extended
+        self.extended = checked_type("Strategy", "extended", extended, StrategyExtended, "a StrategyExtended")
         self._scope = Scope(self)  # of the strategy as a context manager
 
     @property
@@ -256,7 +254,7 @@ class Strategy:
         >>> strategy.broadcast({"seed": 7, "w": np.ones(2)})
         {'seed': np.int64(7), 'w': array([1., 1.])}
         """
-        warn_if_alone(self, "Strategy.broadcast")
+        context.warn_if_alone(self, "Strategy.broadcast")
         return self.extended._reducer.run("Strategy.broadcast", Broadcast, root, value, name=name)  # type: ignore[no-any-return]
 
     def experimental_local_results(self, value: Any) -> tuple[Any, ...]:
@@ -278,7 +276,7 @@ class Strategy:
 
     def rng(self, seed: int) -> Streams:
         """Return this replica's random streams for `seed`: a shared one, its own, and numbered ones; see `Streams`."""
-        warn_if_alone(self, "Strategy.rng")
+        context.warn_if_alone(self, "Strategy.rng")
         return Streams(seed, self.extended.communicator.rank)
 
     @collective("barrier")
@@ -496,7 +494,7 @@ class Strategy:
             call.structure = describe(dataset)
             call.agree("distribute a dataset", op=f"{drop_remainder=}, {pad=}, check_batches={level!r}")
             extended._datasets_made = number  # after the agreement: the ranks' counts must not differ
-        warn_if_alone(self, where)
+        context.warn_if_alone(self, where)
         return cast("DistributedDataset[E]", dataset) if self._is_default else distributed
 
     #: The name that TensorFlow has for it.
@@ -534,7 +532,7 @@ class Strategy:
                 dataset = dataset_fn(InputContext(communicator.size, communicator.rank, communicator.size))
             check_iterable(dataset, where)
             call.agree("make input")
-        warn_if_alone(self, where)
+        context.warn_if_alone(self, where)
         if self._is_default:
             return cast("DistributedDatasetsFromFunction[E]", dataset)  # it acts as one
         return DistributedDatasetsFromFunction(dataset, communicator, drop_remainder=drop_remainder, name=name)
@@ -580,7 +578,7 @@ class Strategy:
             OptionTypeError: as `distribute_datasets_from_function`.
         """
         where = "Strategy.make_input_fn_iterator"
-        warn_if_alone(self, where)
+        context.warn_if_alone(self, where)
         with Call(self.extended.communicator.guard, where, called=name):
             mode = checked_member(InputReplicationMode, replication_mode, where, "replication_mode")
             if mode is not InputReplicationMode.PER_WORKER:
@@ -607,16 +605,14 @@ class Strategy:
             OutOfRangeError: after the iterator's last element.
             ContextError, OptionTypeError: as `run`.
         """
-        if input_iterator is not None and not isinstance(input_iterator, DistributedIterator):
-            raise OptionTypeError.at(
-                "Strategy.experimental_run",
-                found=f"input_iterator={input_iterator!r}",
-                expected="an iterator with get_next()",
-                fix="Pass what make_dataset_iterator(dataset) returns.",
-            )
+        if input_iterator is None:
+            return self.run(fn, kwargs={})
+        where, fix = "Strategy.experimental_run", "Pass what make_dataset_iterator(dataset) returns."
+        expected = "an iterator with get_next()"
+        checked_type(where, "input_iterator", input_iterator, DistributedIterator, expected, fix)
         with self.scope():
-            elements = () if input_iterator is None else (input_iterator.get_next(),)
-        return self.run(fn, elements, kwargs={})
+            element = input_iterator.get_next()
+        return self.run(fn, (element,), kwargs={})
 
     def experimental_initialize(self) -> list[Any]:
         """Return an empty list: nothing must run before the first step, nor after the last one."""
@@ -630,15 +626,6 @@ class Strategy:
         TensorFlow fits the configuration of its sessions to the strategy here; there is no session to configure.
         """
         return copy.copy(config_proto)
-
-    if not TYPE_CHECKING:
-        __getattr__ = NamesOurs.__getattr__
-
-    def __reduce_ex__(self, protocol: SupportsIndex) -> NoReturn:
-        raise not_pickled(
-            self,
-            "Send arrays, such as np.asarray(variable), or the name of a Checkpoint, and make what is needed there.",
-        )
 
     def __copy__(self) -> NoReturn:
         raise CopyError.at(

@@ -3,7 +3,6 @@
 Nothing here sends anything.  Nothing runs until the program asks for it.
 """
 
-from mpistrategy.objects.nearest import make_public
 from mpistrategy.telemetry import nvtx_ranges
 from mpistrategy.telemetry.logs import ALL_RANKS, RankFilter, RankFormatter, RankHandler, setup_logging
 from mpistrategy.telemetry.nvtx_ranges import Nvtx, nvtx
@@ -28,7 +27,9 @@ __all__ = [
     "trace",
 ]
 
-make_public(__name__)
+
+def __dir__() -> list[str]:
+    return list(__all__)
 
 
 def _start_from_environment() -> None:

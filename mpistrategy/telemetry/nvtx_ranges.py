@@ -68,7 +68,7 @@ class Nvtx(spans.Switched):
                 warn("no NVTX ranges: there is no package nvtx (pip install nvtx)", FallbackWarning)
                 return
             self._ranges = _Ranges(nvtx)
-            observers.watch(self._ranges)
+            observers.observers.append(self._ranges)
 
     def stop(self) -> None:
         """Make no further ranges."""

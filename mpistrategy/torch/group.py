@@ -6,9 +6,11 @@ line of the program is reported and not compared, since ranks of torch programs 
 
 from __future__ import annotations
 
+import atexit
 import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -22,7 +24,7 @@ from mpistrategy.cross_device_ops.built_in import MpiAllReduce
 from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
-from mpistrategy.mpi.over_mpi.engine import Background, Submitted
+from mpistrategy.mpi.over_mpi.background import Background
 from mpistrategy.mpi.over_mpi.exchange import exchange
 from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
@@ -52,7 +54,7 @@ def chosen_seconds(timeout: timedelta) -> float | None:
 
 
 class Transfer(dist.Work):  # type: ignore[misc]
-    """The work of a message between two ranks, or of a reduction in the background.
+    """The work of a message between two ranks.
 
     Args:
         group: whose timeout holds.
@@ -62,16 +64,10 @@ class Transfer(dist.Work):  # type: ignore[misc]
     """
 
     def __init__(
-        self, group: Group, message: Message | Submitted, results: Sequence[Any] = (), targets: Sequence[Any] = ()
+        self, group: Group, message: Message, results: Sequence[Any] = (), targets: Sequence[Any] = ()
     ) -> None:
         super().__init__()
         self._group, self._message, self._results, self._targets = group, message, results, targets
-        #: Of a reduction.  It has the tensors after an error, too: torch would end the process over an exception in it.
-        self.future: Any = torch.futures.Future()
-
-    def get_future(self) -> Any:
-        """Return the future of the results."""
-        return self.future
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
         """Wait until the tensor may be used again, or has what was sent; 0 stands for the group's timeout."""
@@ -89,6 +85,40 @@ class Transfer(dist.Work):  # type: ignore[misc]
         return self._message.source
 
 
+class Reduction(dist.Work):  # type: ignore[misc]
+    """The work of a reduction in the background.
+
+    Args:
+        background: where it is a job.
+        job: its result to be.
+        tensors: the results.
+    """
+
+    def __init__(self, background: Background, job: Future[Any], tensors: Sequence[Any]) -> None:
+        super().__init__()
+        self._background, self._job = background, job
+        #: It has the tensors after an error, too: torch would end the process over an exception in it.
+        self._future: Any = torch.futures.Future()
+        job.add_done_callback(lambda _: self._future.set_result(tensors))
+
+    def get_future(self) -> Any:
+        """Return the future of the results."""
+        return self._future
+
+    def wait(self, timeout: timedelta = timedelta()) -> bool:
+        """Wait until all that was submitted is done; raise its first error.  The calls have their own timeouts."""
+        self._background.wait()
+        self._background.result(self._job)
+        return True
+
+    def is_completed(self) -> bool:
+        """Return whether this reduction is done."""
+        return self._job.done()
+
+    def _source_rank(self) -> int | None:
+        return None
+
+
 class Group:
     """The ranks of a process group of torch, and its collectives: one method each, with the arguments of c10d.
 
@@ -103,6 +133,7 @@ class Group:
         self._ranks, self._rank = communicator.size, communicator.rank
         self._turn = threading.RLock()
         self._background = Background(communicator)
+        atexit.register(self._background.end)  # the program may end without a wait, before the ranks say goodbye
         #: The backward pass that has reduced last, and how often.
         self._backward, self._reductions = -1, 0
 
@@ -128,12 +159,11 @@ class Group:
         if not goes_on:
             all_reduce()
             return done(list(tensors))
-        future: Any = torch.futures.Future()
-        work = Transfer(self, self._background.call(all_reduce, functools.partial(future.set_result, list(tensors))))
-        work.future = future
+        work = functools.partial(self._background.unless_failed, all_reduce)
+        job = self._background.submit(work, "torch.distributed.all_reduce")
         if torch._C._current_graph_task_id() >= 0:
             torch.autograd.Variable._execution_engine.queue_callback(self._background.wait)
-        return work
+        return Reduction(self._background, job, list(tensors))
 
     def _all_reduce(self, tensors: list[Any], opts: Any, site: Site | None, *, is_large: bool) -> None:
         with self._call("all_reduce", site) as call:
@@ -180,7 +210,7 @@ class Group:
                 )
         else:
             arrays = [*map(t.in_numpy, elements)]
-            ranks = self._background.ranks(call) if is_large else self.communicator
+            ranks = self._background.connected(call) if is_large else self.communicator
             agree = functools.partial(call.agree, call.where, patiently=self._background.is_here, **alike)
             totals = run_plan(usual_plan(ranks, layouts_of(arrays), by), arrays, agree, in_place=in_place)
             results = elements if in_place else [torch.from_numpy(each) for each in totals]

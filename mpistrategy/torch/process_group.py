@@ -6,6 +6,7 @@ call does is in `mpistrategy.torch.group`.
 
 from __future__ import annotations
 
+import atexit
 import os
 import socket
 from collections.abc import Iterator
@@ -77,6 +78,7 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
 
     def shutdown(self) -> None:
         """Free the group's communicators."""
+        atexit.unregister(self._background.end)
         try:
             self._background.free()
         finally:

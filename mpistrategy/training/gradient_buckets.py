@@ -9,14 +9,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Fixed
+from mpistrategy.objects.settings import Fixed, whole_number
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 from mpistrategy.strategy.current import get_replica_context
@@ -178,12 +176,8 @@ class GradientBuckets:
         self._missing = [len(bucket.members) for bucket in self._buckets]
 
     def _number(self, which: Any, where: str) -> int:
-        if isinstance(which, Variable):
-            number = self._index.get(id(which), -1)
-        elif isinstance(which, (int, np.integer)) and not isinstance(which, bool):
-            number = int(which)
-        else:
-            raise OptionTypeError.at(where, found=f"{which!r}", expected="a variable or its number")
+        is_variable = isinstance(which, Variable)
+        number = self._index.get(id(which), -1) if is_variable else whole_number(where, "which", which)
         if not 0 <= number < len(self.variables):
             raise OptionError.at(
                 where, found=f"{which!r}", expected=f"one of the {len(self.variables)} variables of these buckets"

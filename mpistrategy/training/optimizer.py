@@ -18,7 +18,7 @@ import numpy as np
 from mpistrategy.arrays.convert import any_array, host_array, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
-from mpistrategy.context import Mode, cross_replica, current_frame
+from mpistrategy.context import Mode, cross_replica, current_frame, warn_if_alone
 from mpistrategy.errors import ContextError, OptionError, UnsupportedError
 from mpistrategy.gradients import as_dense
 from mpistrategy.mpi.contract.call import Call
@@ -31,7 +31,6 @@ from mpistrategy.reduction.arena import Arena
 from mpistrategy.schedules import Schedule
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.mirrored_check import is_mirrored
-from mpistrategy.strategy.outside_steps import warn_if_alone
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.training import hyperparameters as setting
 from mpistrategy.training.checks import check_variable, required_context
@@ -354,8 +353,8 @@ class Optimizer(NamesOurs, NotPickled, Settable):
         if kernel is not None and may_slice and can_be_sliced(plan.strategy, variables, slots):
             call.agree("prepare an update")
             with cross_replica(plan.strategy):
-                gradients = self._arenas.shared_for(plan.strategy, variables)
-            if gradients is not None:
+                gradients = self._arenas.covering(plan.strategy, variables)
+            if gradients.arena.is_shared:
                 plan.sliced = SlicedStep(plan.strategy, gradients, variables, slots, kernel, self._scratch)
             call.expect_more()
         plan.reduces_nothing = extended.communicator.size == 1 and reducer.algorithm._in_rank_order

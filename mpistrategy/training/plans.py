@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.convert import is_on_device, to_reducible
+from mpistrategy.arrays.convert import is_on_device, reducible
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, local_component
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError
@@ -160,7 +160,7 @@ class StepPlan:
             component = contribution(gradient)
             if isinstance(gradient, Mirrored) or isinstance(component, IndexedSlices) or is_on_device(component):
                 return None
-            array = to_reducible(component, where)
+            array = reducible(component, where)
             if array.dtype != dtype:
                 return None
             arrays.append(array)

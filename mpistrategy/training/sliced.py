@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by
+from mpistrategy.arrays.dtypes import Array, divide_by, span
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned
 from mpistrategy.options import ReduceOp, VariableSynchronization
@@ -30,8 +30,6 @@ from mpistrategy.variables.variable import Variable
 
 #: Dtypes that are added without conversion, and whose sums do not depend on the alignment of the arrays.
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
-#: How many arenas an optimizer makes by itself: the second is for variables that had no gradients at first.
-_MOST_ARENAS = 2
 
 
 class Place(NamedTuple):
@@ -89,7 +87,6 @@ class GradientArenas:
     def __init__(self) -> None:
         self.made: int = 0
         self._known: list[GradientArena] = []
-        self._unasked = 0
 
     def of(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
         """Return the arena of exactly these variables.  Collective when there is none yet."""
@@ -100,15 +97,10 @@ class GradientArenas:
         self.made += 1
         return self._known[-1]
 
-    def shared_for(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena | None:
-        """Return an arena with these variables in memory that all ranks of the node see; None without.  Collective."""
+    def covering(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
+        """Return an arena that has these variables among others.  Collective when there is none yet."""
         found = next((known for known in reversed(self._known) if known.covers(variables)), None)
-        if found is None and self._unasked < _MOST_ARENAS:
-            self._unasked += 1
-            found = self.of(strategy, variables)
-            if not found.arena.is_shared:
-                self._known.remove(found)  # of no use here: its memory is freed
-        return found if found is not None and found.arena.is_shared else None
+        return found or self.of(strategy, variables)
 
 
 def can_be_sliced(strategy: Strategy, variables: Sequence[Variable], slots: Sequence[Mapping[str, Variable]]) -> bool:
@@ -312,11 +304,8 @@ class SlicedStep:
 
 def _is_same(gradient: Array, value: Array) -> bool:
     """Return whether two arrays of one shape and dtype are the same memory, the second one contiguous."""
-    if gradient is value:
-        return True
-    if gradient.base is None or not gradient.flags.c_contiguous:
-        return False
-    return bool(gradient.__array_interface__["data"] == value.__array_interface__["data"])
+    is_view = gradient.base is not None and gradient.flags.c_contiguous
+    return gradient is value or (is_view and span(gradient) == span(value))
 
 
 def _shares(runs: Sequence[_Run], local_rank: int, size: int) -> Iterator[tuple[_Run, slice]]:

@@ -14,7 +14,7 @@ import numpy as np
 
 from mpistrategy import context
 from mpistrategy.arrays.convert import host_array, placed_as
-from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
+from mpistrategy.arrays.dtypes import Array, dtype_name, quietly, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices, PerReplica, local_component
 from mpistrategy.context import Mode
 from mpistrategy.errors import AggregationError, ContextError, MpiStrategyError, OptionTypeError, UnsupportedError
@@ -94,36 +94,34 @@ def mirrored(write: Write) -> None:
     write.apply(write.checked())
 
 
-def combined(write: Write) -> None:
+def _together(combine: Callable[[Write, Call, Any], Any]) -> Callable[[Write], None]:
+    """Return a collective write: in one call, each replica applies what `combine` makes of its own checked value."""
+
+    def write_together(write: Write) -> None:
+        variable = write.variable
+        with Call(variable._registry.communicator.guard, write.where, write.called, variable._key) as call:
+            write.apply(combine(write, call, write.checked()))
+
+    return write_together
+
+
+@_together
+def combined(write: Write, call: Call, mine: Any) -> Any:
     """All replicas write the sum or the mean of their values.  Collective."""
-    variable = write.variable
-    reducer = variable._registry.reducer
-    op = _REDUCE_OPS[variable.aggregation]
-    with Call(reducer.communicator.guard, write.where, write.called, variable._key) as call:
-        mine = write.checked()
-        if not isinstance(mine, IndexedSlices):
-            write.apply(reducer.all_reduce_arrays(call, op, [mine])[0])
-            return
-        value = PerReplica((mine,))
-        with context.cross_replica(variable.strategy):
-            write.apply(local_component(variable.strategy.extended.reduce_to(op, value, value)))
+    variable, op = write.variable, _REDUCE_OPS[write.variable.aggregation]
+    if not isinstance(mine, IndexedSlices):
+        return variable._registry.reducer.all_reduce_arrays(call, op, [mine])[0]
+    value = PerReplica((mine,))
+    with context.cross_replica(variable.strategy):
+        return local_component(variable.strategy.extended.reduce_to(op, value, value))
 
 
-def replica_0s(write: Write) -> None:
+@_together
+def replica_0s(write: Write, call: Call, mine: Any) -> Any:
     """All replicas write replica 0's value.  Collective."""
-    variable = write.variable
-    communicator = variable._registry.communicator
-    with Call(communicator.guard, write.where, name=variable._key, called=write.called) as call:
-        mine = write.checked()
-        if isinstance(mine, IndexedSlices):
-            write.apply(_rows_of_replica_0(write, mine, call))
-            return
-        write.apply(_of_replica_0(variable, mine, call))
-
-
-def _rows_of_replica_0(write: Write, mine: IndexedSlices, call: Call) -> IndexedSlices:
-    """Return a copy of replica 0's rows, where the variable is, and of its indices, on the host."""
     variable, communicator = write.variable, write.variable._registry.communicator
+    if not isinstance(mine, IndexedSlices):
+        return _of_replica_0(variable, mine, call)
     call.expect_more()
     count = int(broadcast(communicator, [np.array(mine.indices.size)], 0, call)[0])
     call.expect_more()
@@ -139,38 +137,33 @@ def _of_replica_0(variable: Variable, mine: Array, call: Call) -> Array:
     return copy
 
 
-def alike(write: Write) -> None:
-    """All replicas write the same value, which every rank has.  Collective: errors raise everywhere.  Sends no data."""
-    _write_alike(write, lambda value: value)
+def _agreed(write: Write, call: Call, mine: Any) -> Any:
+    """Return `mine`, once all ranks write; raise OptionTypeError for a value of which each replica has its own."""
+    if isinstance(write.value, PerReplica):
+        raise OptionTypeError.at(
+            write.full_name,
+            found="a PerReplica for an ON_READ variable in cross-replica context",
+            expected="one value, the same on every rank",
+            fix="To give each replica its own: strategy.run(lambda x: v.assign(x), args=(value,)).",
+        )
+    layout = ((dtype_name(write.variable.dtype), write.variable.shape),)
+    call.agree("write", op=write.where, values=layout, sparingly=True)
+    return mine
 
 
-def shared(write: Write) -> None:
+#: All replicas write the same value, which every rank has.  Collective: errors raise everywhere.  Sends no data.
+alike: Callable[[Write], None] = _together(_agreed)
+
+
+@_together
+def shared(write: Write, call: Call, mine: Any) -> Any:
     """Each replica writes its share of one value: the sum of the copies is the value.  Otherwise as `alike`."""
     communicator = write.variable._registry.communicator
-
-    def share(value: Array) -> Array:
-        return placed_as(share_of(host_array(value), communicator.rank, communicator.size), value)
-
-    _write_alike(write, share)
+    part = share_of(host_array(mine), communicator.rank, communicator.size)
+    return _agreed(write, call, placed_as(part, mine))
 
 
-def _write_alike(write: Write, part: Callable[[Any], Array | IndexedSlices]) -> None:
-    variable = write.variable
-    communicator = variable._registry.communicator
-    with Call(communicator.guard, write.where, name=variable._key, called=write.called) as call:
-        if isinstance(write.value, PerReplica):
-            raise OptionTypeError.at(
-                write.full_name,
-                found="a PerReplica for an ON_READ variable in cross-replica context",
-                expected="one value, the same on every rank",
-                fix="To give each replica its own: strategy.run(lambda x: v.assign(x), args=(value,)).",
-            )
-        mine = part(write.checked())
-        layout = ((dtype_name(variable.dtype), variable.shape),)
-        call.agree("write", op=write.where, values=layout, sparingly=True)
-        write.apply(mine)
-
-
+@quietly
 def share_of(value: Array, rank: int, size: int) -> Array:
     """Return this rank's share of `value`; the shares add up to it.
 
@@ -185,11 +178,8 @@ def share_of(value: Array, rank: int, size: int) -> Array:
         return np.asarray(whole + (rest > rank)).astype(dtype)
     total = value.astype(wire_dtype(dtype))
     part = np.asarray((total / size).astype(dtype))
-    if rank != 0:
-        return part
-    finite = np.isfinite(part)
-    rest = total - np.where(finite, part, 0).astype(total.dtype) * (size - 1)
-    return np.asarray(np.where(finite, rest, total)).astype(dtype)
+    rest = np.where(np.isfinite(part), total - part.astype(total.dtype) * (size - 1), total)
+    return part if rank != 0 else rest.astype(dtype)
 
 
 # -------------------------------------------------------------------------------------------------- refusals

@@ -12,9 +12,20 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays.convert import array_where_it_is, copy_of, host_array, is_on_device
+from mpistrategy.arrays.convert import (
+    array_where_it_is,
+    as_device_array,
+    copy_of,
+    host_array,
+    is_on_device,
+    may_share_memory,
+    on_device_of,
+    placed_as,
+    to_array,
+)
 from mpistrategy.arrays.devices import gpu_of
 from mpistrategy.arrays.dtypes import Array, dtype_name, is_bfloat16
+from mpistrategy.arrays.foreign import is_foreign
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
 from mpistrategy.arrays.values import ArrayLike, IndexedSlices, event_of_reads, local_component, may_differ
 from mpistrategy.context import Mode
@@ -22,9 +33,11 @@ from mpistrategy.errors import (
     ContextError,
     CopyError,
     DTypeError,
+    DTypeMismatchError,
     OptionError,
     OptionTypeError,
     OutsideStepWarning,
+    ShapeError,
     UnsupportedError,
 )
 from mpistrategy.mpi.contract.call import Call
@@ -43,9 +56,34 @@ from mpistrategy.options import (
 )
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.variables.storage import VariableSlot, VariableStorage
-from mpistrategy.variables.writes import DENSE, apply, checked, converted, differing, plain
 
 _USE_LOCKING = "Leave it out: one thread updates a variable."
+
+
+#: What the methods with whole values do with the storage and an array of its shape.
+DENSE: dict[str, Callable[[Array, Array], Any]] = {
+    "assign": lambda storage, value: storage.__setitem__(..., value),
+    "assign_add": lambda storage, value: np.add(storage, value, out=storage),
+    "assign_sub": lambda storage, value: np.subtract(storage, value, out=storage),
+}
+
+#: What the methods with IndexedSlices do with the storage, row numbers and rows.  Additions of repeated rows add up; of
+#: several updates of one row the last one counts.
+SPARSE: dict[str, Callable[[Array, Array, Array], Any]] = {
+    "scatter_add": np.add.at,
+    "scatter_sub": np.subtract.at,
+    "scatter_max": np.maximum.at,
+    "scatter_update": lambda storage, indices, values: storage.__setitem__(indices, values),
+}
+
+#: The dtype kinds that a method does not support.
+_NOT_FOR_KINDS = {
+    "assign_add": "b",
+    "assign_sub": "b",
+    "scatter_add": "b",
+    "scatter_sub": "b",
+    "scatter_max": "bc",
+}
 
 
 @dataclass(slots=True)
@@ -86,15 +124,40 @@ class Write:
         is_usual = type(value) is type(storage) is np.ndarray and value.dtype.kind in "iuf" and self.method in DENSE
         if is_usual and value.dtype == storage.dtype and value.shape == storage.shape:
             return value  # type: ignore[no-any-return]
-        return checked(self.method, storage, value, self.full_name)
+        where = self.full_name
+        if storage.dtype.kind in _NOT_FOR_KINDS.get(self.method, ""):
+            expected = "a dtype that can be compared" if self.method == "scatter_max" else "a numeric dtype"
+            raise DTypeError.at(where, found=f"a variable of dtype {dtype_name(storage.dtype)}", expected=expected)
+        if self.method in SPARSE:
+            return _checked_slices(storage, local_component(value), where)
+        value = plain(value)
+        if isinstance(value, IndexedSlices):
+            raise UnsupportedError.at(where, found="IndexedSlices", expected="an array", fix="Pass slices.to_dense().")
+        array = _of_dtype(storage, value, where)
+        if array.shape != storage.shape:
+            raise ShapeError.at(where, found=f"shape {array.shape}", expected=f"shape {storage.shape}")
+        return placed_as(array, storage)
 
     def apply(self, change: Array | IndexedSlices) -> None:
-        """Change the variable, with the result of `checked` or the combination of several replicas' results."""
+        """Change the variable, with the result of `checked` or the combination of several replicas' results.
+
+        Rows of a variable in GPU memory are written on the host, so that repeated ones have NumPy's bits.
+        """
         storage = self.variable._storage
         if type(storage) is type(change) is np.ndarray:
             DENSE[self.method](storage, change)
             return
-        apply(self.method, storage, change)
+        with on_device_of(storage):
+            if not isinstance(change, IndexedSlices):
+                DENSE[self.method](storage, placed_as(change, storage))
+            elif is_on_device(storage):
+                touched, numbers = np.unique(host_array(change.indices), return_inverse=True)
+                there = placed_as(touched, storage)
+                rows = host_array(storage[there])
+                SPARSE[self.method](rows, numbers, host_array(change.values))
+                storage[there] = placed_as(rows, storage)
+            else:
+                SPARSE[self.method](storage, host_array(change.indices), host_array(change.values))
         guard = self.variable._registry.communicator.guard
         guard.wait_for_gpu(event_of_reads([local_component(self.value)]))
 
@@ -293,9 +356,8 @@ class Variable(ArrayLike, Settable):
             if not registry.is_local and may_differ(value):
                 raise differing(call.where, "all copies start with it")
             array = array_where_it_is(plain(value), call.where, name="initial_value")
-            wanted = _checked_dtype(array.dtype if dtype is None else dtype)
-            if self.aggregation is VariableAggregation.MEAN and not registry.is_local:
-                _check_floating(wanted)
+            combined_by = VariableAggregation.NONE if registry.is_local else self.aggregation
+            wanted = _checked_dtype(array.dtype if dtype is None else dtype, combined_by)
             if array.dtype != wanted:
                 array = converted(host_array(array), wanted, f"Variable {own_name!r} with dtype={dtype_name(wanted)}")
             on_device = registry.device_memory(wanted, array.shape)
@@ -533,6 +595,82 @@ _COLUMNS = {
 }
 
 
+# ----------------------------------------------------------------------------------------------- values of writes
+
+
+def _checked_slices(storage: Array, slices: Any, where: str) -> IndexedSlices:
+    shape = storage.shape
+    if not isinstance(slices, IndexedSlices):
+        raise OptionTypeError.at(where, found=type(slices).__name__, expected="IndexedSlices(values, indices)")
+    indices = to_array(plain(slices.indices), f"{where}: indices")
+    if indices.dtype.kind not in "iu":
+        raise DTypeError.at(where, found=f"indices of dtype {dtype_name(indices.dtype)}", expected="integer indices")
+    values = _of_dtype(storage, plain(slices.values), where)
+    if not shape or indices.ndim != 1 or values.shape != (*indices.shape, *shape[1:]):
+        raise ShapeError.at(
+            where,
+            found=f"values of shape {values.shape} for indices of shape {indices.shape}",
+            expected=f"one row of the variable, whose shape is {shape}, for each index",
+        )
+    outside = indices[(indices < 0) | (indices >= shape[0])]
+    if outside.size:
+        raise ShapeError.at(where, found=f"index {outside[0]}", expected=f"indices from 0 to {shape[0] - 1}")
+    return IndexedSlices(values.copy() if may_share_memory(values, storage) else values, indices.astype(np.int64))
+
+
+def _of_dtype(storage: Array, value: Any, where: str) -> Array:
+    on_device = is_on_device(value) and is_on_device(storage)
+    array = as_device_array(value, where) if on_device else to_array(value, where)
+    if array.dtype == storage.dtype:
+        return array
+    if isinstance(value, np.ndarray) or is_on_device(value) or is_foreign(value):
+        raise misfit(array, storage.dtype, where)
+    return converted(array, storage.dtype, where)
+
+
+def differing(where: str, why: str) -> OptionTypeError:
+    """Return the error for a PerReplica where all replicas must write the same."""
+    return OptionTypeError.at(
+        where,
+        found="a PerReplica or another value of which each replica has its own",
+        expected=f"one value, the same on every rank: {why}",
+        fix="Reduce it first: strategy.reduce('MEAN', value).  Or make a variable with synchronization='ON_READ', "
+        "whose copies may differ, and write it in strategy.run.",
+    )
+
+
+def plain(value: Any) -> Any:
+    """Return this rank's component of a container, or the value of a variable; anything else unchanged."""
+    value = local_component(value)
+    return value._read() if isinstance(value, ArrayLike) else value
+
+
+def converted(array: Array, dtype: np.dtype[Any], where: str) -> Array:
+    """Convert a number or a list to `dtype`; raise where `dtype` has another kind or too small a range."""
+    integers = array.dtype.kind in "iu"
+    if not np.can_cast(array.dtype, dtype, "same_kind") and not (integers and dtype.kind in "iufc"):
+        raise misfit(array, dtype, where)
+    with np.errstate(over="ignore", invalid="ignore"):
+        result = array.astype(dtype)
+    if integers and dtype.kind in "iu":
+        fits = np.array_equal(result.astype(object), array.astype(object))
+    else:
+        fits = np.array_equal(np.isfinite(array), np.isfinite(result))
+    if not fits:
+        raise DTypeError.at(where, found=f"{array}", expected=f"numbers that {dtype_name(dtype)} can hold")
+    return result
+
+
+def misfit(array: Array, dtype: np.dtype[Any], where: str) -> DTypeMismatchError:
+    """Return the error for an array of another dtype."""
+    return DTypeMismatchError.at(
+        where,
+        found=f"dtype {dtype_name(array.dtype)}",
+        expected=f"dtype {dtype_name(dtype)}",
+        fix=f"Convert it first: x.astype({dtype_name(dtype)!r}).",
+    )
+
+
 # ------------------------------------------------------------------------------------- arguments of the constructor
 
 
@@ -564,19 +702,20 @@ def _kept_as(given: VariableSynchronization) -> VariableSynchronization:
     return VariableSynchronization.ON_WRITE if given is VariableSynchronization.AUTO else given
 
 
-def _checked_dtype(dtype: Any) -> np.dtype[Any]:
-    """Return a dtype; raise DTypeError for what is none, and for what variables cannot have."""
+def _checked_dtype(dtype: Any, aggregation: VariableAggregation) -> np.dtype[Any]:
+    """Return a dtype.
+
+    Raises:
+        DTypeError: for what is none, and for what variables cannot have.
+        OptionError: for a mean of a dtype of which there is none.
+    """
     try:
         parsed: np.dtype[Any] = np.dtype(dtype)
     except TypeError as error:
         raise DTypeError.at("Variable", found=f"dtype={dtype!r}", expected="a NumPy dtype") from error
     if parsed.hasobject or parsed.kind in "SU":
         raise DTypeError.at("Variable", found=f"dtype {parsed}", expected="a numeric or bool dtype")
-    return parsed
-
-
-def _check_floating(dtype: np.dtype[Any]) -> None:
-    """Raise OptionError for a dtype of which there is no mean."""
-    if dtype.kind != "f" and not is_bfloat16(dtype):
-        found = f"aggregation=MEAN of dtype {dtype_name(dtype)}"
+    if aggregation is VariableAggregation.MEAN and parsed.kind != "f" and not is_bfloat16(parsed):
+        found = f"aggregation=MEAN of dtype {dtype_name(parsed)}"
         raise OptionError.at("Variable", found=found, expected="a floating dtype", fix="Use SUM.")
+    return parsed

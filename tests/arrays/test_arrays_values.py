@@ -25,7 +25,7 @@ FLOATS = ["float16", "float32", "float64", "longdouble", "complex64", "complex12
 @pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
 def test_every_numeric_dtype_can_be_reduced_without_a_copy(dtype: Any) -> None:
     array = np.ones((2, 3), dtype)
-    assert convert.to_reducible(array, "here") is array
+    assert convert.reducible(array, "here") is array
 
 
 @pytest.mark.parametrize(
@@ -56,7 +56,7 @@ def test_the_dtype_on_the_wire_and_of_a_mean(dtype: Any, wire: Any, mean: Any) -
 )  # fmt: skip
 def test_what_cannot_be_summed_is_named_with_its_leaf(value: Any) -> None:
     with pytest.raises(errors.DTypeError) as refusal:
-        convert.to_reducible(value, "ReplicaContext.all_reduce", "['w'][0]")
+        convert.reducible(value, "ReplicaContext.all_reduce", "['w'][0]")
     text = str(refusal.value)
     assert text.startswith("ReplicaContext.all_reduce: found dtype ")
     assert "leaf ['w'][0]" in text
@@ -69,7 +69,7 @@ def test_what_cannot_be_summed_is_named_with_its_leaf(value: Any) -> None:
      np.ma.masked, 2**70, lambda: 1, range],
 )  # fmt: skip
 def test_what_is_no_array_is_named_with_its_leaf(value: Any) -> None:
-    for function in (convert.to_array, convert.to_reducible):
+    for function in (convert.to_array, convert.reducible):
         with pytest.raises(errors.LeafError) as refusal:
             function(value, "Strategy.reduce", "[3]")
         text = str(refusal.value)

@@ -35,14 +35,11 @@ class Tensor:
     def detach(self) -> Tensor:
         return Tensor(self.array, conj=self._conj)
 
-    def is_conj(self) -> bool:
-        return self._conj
-
-    def is_neg(self) -> bool:
-        return False
-
     def resolve_conj(self) -> Tensor:
-        return Tensor(self.array.conj())
+        return Tensor(self.array.conj()) if self._conj else self
+
+    def resolve_neg(self) -> Tensor:
+        return self
 
     def view(self, dtype: str) -> Tensor:
         return Tensor(self.array.view(ml_dtypes.bfloat16 if dtype == "torch.bfloat16" else dtype))

@@ -7,10 +7,12 @@ import json
 import os
 import pickle
 import shutil
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import hostile
 import numpy as np
 import pytest
 from checkpoints import many_writers, shared_folder
@@ -20,10 +22,11 @@ from replicas import RANK, SIZE, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.checkpoint.storage.files import Folder, checksum_of
-from mpistrategy.checkpoint.storage.manifest import NAME, VERSION, parse
+from mpistrategy.checkpoint.storage import shards
+from mpistrategy.checkpoint.storage.files import checksum_of
+from mpistrategy.checkpoint.storage.manifest import NAME, VERSION, Item, Manifest, Shard, parse, with_head
 from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, from_json, to_json
-from mpistrategy.checkpoint.storage.shards import Stored, parsed, pieces_of, shard_name
+from mpistrategy.checkpoint.storage.shards import Stored, loads, own_pieces, parsed, pieces_of, shard_name
 
 
 class Saved:
@@ -113,13 +116,9 @@ def test_files_that_are_cut_grow_are_gone_or_are_links(saved: Saved, file: str) 
 
 def rewritten(path: Path, change: Callable[[Any], Any]) -> None:
     """Change a manifest, and make its checksum right again: what somebody with a purpose would do."""
-    head, _, body = (path / NAME).read_bytes().partition(b"\n")
-    content = json.loads(body[len(b'"body":') : -len(b"}\n")])
+    content = hostile.body_of(path)
     change(content)
-    inner = b'"body":' + json.dumps(content).encode() + b"}\n"
-    fields = json.loads(head[:-1] + b"}")
-    fields["checksum"] = checksum_of(inner).hexdigest()
-    (path / NAME).write_bytes(json.dumps(fields, separators=(",", ":")).encode()[:-1] + b",\n" + inner)
+    hostile.write_body(path, content)
 
 
 def item(content: Any, path: str, place: int, value: Any) -> None:
@@ -152,6 +151,10 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "shards without end": lambda c: item(c, "x", 4, [0] * 10**6),
     "no shard": lambda c: item(c, "x", 4, []),
     "a negative shard": lambda c: item(c, "x", 4, [-1]),
+    "a name that stands twice": lambda c: c.update(names=c["names"] * 2),
+    "a name of nothing": lambda c: c["names"].append("forged"),
+    "words that are to be added": lambda c: c["items"]["x"].__setitem__(slice(1, 5), ["SUM", "<U6", [1], []]),
+    "a version that is long": lambda c: c.update(written_by="x" * 1000),
     "deep JSON": lambda c: None,
 }
 
@@ -160,10 +163,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
 def test_manifests_that_lie(saved: Saved, lie: str) -> None:
     def damage(path: Path) -> None:
         if lie == "deep JSON":
-            inner = b'"body":' + b"[" * 10**6 + b"]" * 10**6 + b"}\n"
-            checksum = checksum_of(inner).hexdigest().encode()
-            head = b'{"format":"mpistrategy checkpoint","version":%d,"checksum":"' % VERSION + checksum + b'",\n'
-            (path / NAME).write_bytes(head + inner)
+            (path / NAME).write_bytes(with_head(b"[" * 10**6 + b"]" * 10**6))
         else:
             rewritten(path, LIES[lie])
 
@@ -272,10 +272,10 @@ def test_headers_of_shards(header: Any) -> None:
         stored_in(len(text).to_bytes(8, "little") + text + bytes(8))
 
 
-def test_a_key_that_stands_twice_and_a_header_that_is_too_long() -> None:
-    one = '"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}'
-    text = f"{{{one},{one}}}".encode()
-    for length in (len(text), 2**63, 10**8 + 1, len(text) + 2):
+def test_a_header_that_is_too_long() -> None:
+    text = b'{"a":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}'
+    stored_in(len(text).to_bytes(8, "little") + text + b"\0")
+    for length in (2**63, 10**8 + 1, len(text) + 2, len(text) - 1):
         with pytest.raises(errors.CheckpointDamagedError):
             stored_in(length.to_bytes(8, "little") + text + b"\0")
 
@@ -283,7 +283,7 @@ def test_a_key_that_stands_twice_and_a_header_that_is_too_long() -> None:
 @given(st.dictionaries(st.text(max_size=8), st.lists(st.floats(width=32), max_size=5), max_size=4))
 def test_shards_come_back(lists: dict[str, list[float]]) -> None:
     arrays = {name: np.array(numbers, np.float32) for name, numbers in lists.items() if name != "__metadata__"}
-    data = b"".join(pieces_of(arrays))
+    data = b"".join(map(bytes, pieces_of(arrays)))
     stored = stored_in(data)
     assert stored.keys() == arrays.keys()
     for name, array in arrays.items():
@@ -309,27 +309,115 @@ def test_what_is_not_plain() -> None:
     class Number(int):
         pass
 
-    for value in (Number(1), np.float64(1), {1.5: 2}, [object()], {"a": {(): 1}}):
+    endless: list[Any] = []
+    endless += [endless, endless]
+    for value in (Number(1), np.float64(1), {1.5: 2}, [object()], {"a": {(): 1}}, endless):
         assert to_json(value) is NOT_PLAIN
 
 
-# ------------------------------------------------------------------------------------------------ the folder
+# ------------------------------------------------------------------------------------------------ much in little
 
 
-def test_nothing_is_followed(tmp_path: Path) -> None:
-    (tmp_path / "precious").mkdir()
-    (tmp_path / "precious" / "file").write_text("kept")
-    (tmp_path / "f").mkdir()
-    (tmp_path / "f" / "manifest.json").symlink_to(tmp_path / "precious")
-    (tmp_path / "f" / "shard-00000.safetensors").symlink_to(tmp_path / "precious" / "file")
-    (tmp_path / "g").symlink_to(tmp_path / "precious")
-    with Folder.at(str(tmp_path)) as folder:
-        with folder.folder("f") as inner, pytest.raises(FileExistsError):
-            inner.write("shard-00000.safetensors", [b"x"])
-        folder.remove("f")
-        with pytest.raises(OSError, match="g"):
-            folder.remove("g")
-        with pytest.raises(OSError, match="g"):
-            folder.folder("g")
-    assert (tmp_path / "precious" / "file").read_text() == "kept"
-    assert sorted(os.listdir(tmp_path)) == ["g", "precious"]
+@pytest.mark.slow
+@pytest.mark.one_rank
+@pytest.mark.parametrize("unit", ["[]", '{"":0}', "1000", '{"float":"0x0.0p+0"}'])
+def test_what_a_short_text_takes_in_memory(unit: str) -> None:
+    """As many of these as are read at all."""
+    count = 2**22
+    while not shards._can_be_read(text := f"[{','.join([unit] * count)}]".encode()):
+        count = count * 3 // 4
+    tracemalloc.start()
+    loads(text, "x")
+    assert tracemalloc.get_traced_memory()[1] < 2**26 + 10 * len(text)
+    tracemalloc.stop()
+    with pytest.raises(errors.CheckpointDamagedError, match="too much"):
+        loads(f"[{','.join([unit] * (count * 4 // 3 + 2))}]".encode(), "x")
+
+
+def test_a_header_of_very_many_arrays_is_read() -> None:
+    entry = {"dtype": "F32", "shape": [128, 64, 3], "data_offsets": [10**9, 10**9 + 98304]}
+    header = {f"layers.{number}.weight": entry for number in range(100_000)}
+    assert len(loads(json.dumps(header, separators=(",", ":")).encode(), "x")) == 100_000
+
+
+def forged(folder: Path, item: Item, array: Any, ranks: int = 1) -> Path:
+    """Write a checkpoint with one item, `a`, and the same array in each shard, which has what one rank has."""
+    folder.mkdir()
+    once, own = ({"a": array}, {}) if item.copies == "one" else ({}, {"a": array})
+    files = []
+    for rank in range(ranks):
+        blocks = {rank: own_pieces(own, {"a": array.shape} if item.copies == "own" else {}, "x")} if own else {}
+        data = b"".join(bytes(piece) for piece in pieces_of(once, blocks))
+        (folder / shard_name(rank)).write_bytes(data)
+        files.append(Shard(len(data), checksum_of(data).hexdigest(), rank))
+    (folder / NAME).write_bytes(Manifest(ranks, tuple(files), {"a": item}, ("a",), {}, "x").text())
+    return folder
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("copies", ["one", "own", "SUM", "MEAN", "ONLY_FIRST_REPLICA"])
+def test_arrays_of_many_ranks(tmp_path: Path, copies: str) -> None:
+    item = Item("array", copies, "<f8", (3,), shards=(39,) if copies == "one" else ())
+    arrays = ms.Checkpoint.arrays(forged(tmp_path / "c", item, np.arange(3.0), ranks=40))
+    total = 40 if copies == "SUM" else 1
+    assert list(arrays) == ([f"a@{rank}" for rank in range(40)] if copies == "own" else ["a"])
+    assert [array.tolist() for array in arrays.values()] == [[0.0, total, 2.0 * total]] * len(arrays)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("shape", [(0, 2**46, 2**46), (2**20, 0, 2**45), (0,) + (2,) * 63])
+def test_a_shape_that_no_array_can_have(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    path = forged(tmp_path / "c", Item("array", "one", "<f8", shape, (0,)), np.zeros((0, 1)))
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        restore = ms.Checkpoint(a=np.zeros(3)).restore
+    for read in (ms.Checkpoint.arrays, restore):
+        with pytest.raises(errors.CheckpointDamagedError):
+            read(path)
+
+
+# ------------------------------------------------------------------------------------------------ links
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("ending", ["npy", "npz", "safetensors"])
+def test_a_file_of_arrays_may_be_named_by_a_link(tmp_path: Path, ending: str) -> None:
+    (tmp_path / "real").mkdir()
+    file = tmp_path / "real" / f"x.{ending}"
+    if ending == "safetensors":
+        file.write_bytes(b"".join(bytes(piece) for piece in pieces_of({"a": np.ones(3)})))
+    elif ending == "npz":
+        np.savez(file, a=np.ones(3))
+    else:
+        np.save(file, np.ones(3))
+    (tmp_path / f"first.{ending}").symlink_to(f"second.{ending}")
+    (tmp_path / f"second.{ending}").symlink_to(os.path.join("real", f"x.{ending}"))
+    (array,) = ms.Checkpoint.arrays(tmp_path / f"first.{ending}").values()
+    assert array.tolist() == [1, 1, 1]
+    (tmp_path / f"circle.{ending}").symlink_to(f"circle.{ending}")
+    with pytest.raises(errors.CheckpointDamagedError, match=r"a symbolic link"):
+        ms.Checkpoint.arrays(tmp_path / f"circle.{ending}")
+    (tmp_path / f"nowhere.{ending}").symlink_to("none")
+    with pytest.raises(errors.CheckpointMissingError):
+        ms.Checkpoint.arrays(tmp_path / f"nowhere.{ending}")
+
+
+@pytest.mark.one_rank
+def test_links_in_the_place_of_checkpoints_lead_nowhere(tmp_path: Path) -> None:
+    """What a link leads to is not written to, restored or removed."""
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        checkpoint = ms.Checkpoint(x=ms.Variable(1.0))
+    manager = ms.CheckpointManager(checkpoint, tmp_path / "m", keep=1)
+    manager.save(5)
+    os.rename(manager.path_of(5), tmp_path / "theirs")
+    links = ["c", ".c.replaced", "m/step-000000000001", "m/.step-000000000002.saving-00ff00ff00ff00ff"]
+    for name in links:
+        (tmp_path / name).symlink_to(tmp_path / "theirs")
+    before = {path: path.read_bytes() for path in (tmp_path / "theirs").iterdir()}
+    with pytest.raises(errors.CheckpointExistsError):
+        checkpoint.save(tmp_path / "c", overwrite=True)
+    manager.close()
+    for step in (8, 9):
+        manager.save(step)
+    assert manager.steps() == [9]
+    manager.close()
+    assert {path: path.read_bytes() for path in (tmp_path / "theirs").iterdir()} == before

@@ -462,7 +462,7 @@ BAD: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"signals": [1.5]}, errors.OptionTypeError, "1.5"),
     ({"signals": [True]}, errors.OptionTypeError, "True"),
     ({"signals": [9999]}, errors.OptionError, "9999"),
-    ({"signals": ["SIGKILL"]}, errors.OptionError, "SIGKILL; expected one that can be caught"),
+    ({"signals": ["SIGKILL"]}, errors.OptionError, "SIGKILL; expected the name of a signal that can be caught"),
     ({"exit_fn": 75}, errors.OptionTypeError, "exit_fn=75; expected a function"),
     ({"termination_watcher_fn": True}, errors.OptionTypeError, "termination_watcher_fn"),
     ({"grace_period": "60"}, errors.OptionTypeError, "grace_period='60'"),
@@ -487,7 +487,7 @@ def test_bad_arguments(strategy: ms.MirroredStrategy, folder: Path) -> None:
         ((None, folder), {}, errors.OptionTypeError),
         ((manager, None, {"grace_period": 1}), {}, errors.OptionTypeError),
         ((manager,), {"steps_between_votes": 0}, errors.OptionError),
-        ((manager,), {"steps_between_votes": 1.0}, errors.OptionError),
+        ((manager,), {"steps_between_votes": 1.0}, errors.OptionTypeError),
     ]
     for arguments, named, error in bad:
         with pytest.raises(error):

@@ -19,14 +19,13 @@ from replicas import long_lane
 from mpistrategy.cli.bench import report
 from mpistrategy.cli.bench.case import Case, Variant, is_right
 from mpistrategy.cli.bench.shapes import LISTS, elements
-from mpistrategy.cli.bench.timing import Effort, measure, summary
+from mpistrategy.cli.bench.timing import measure, summary
 
 pytestmark = pytest.mark.one_rank  # or starts jobs
 
 Launch = Callable[..., launching.Finished]
 BENCH = ["-m", "mpistrategy", "bench"]
-PROGRAM = [str(Path(__file__).parents[2] / "scripts" / "bench")]
-TINY = Effort(seconds=0.01, least=3, most=3)
+TINY = 0.01
 
 
 class Alone:
@@ -40,15 +39,10 @@ class Alone:
     def greatest(self, values: Any) -> Any:
         return np.array(values)
 
-    def all_equal(self, digest: bytes) -> bool:
-        return True
 
-
-def figures(
-    launch: Launch, folder: Path, *arguments: str, ranks: int = 2, program: list[str] = BENCH, **how: Any
-) -> dict[str, Any]:
+def figures(launch: Launch, folder: Path, *arguments: str, ranks: int = 2, **how: Any) -> dict[str, Any]:
     file = folder / "figures.json"
-    launch(ranks, [*program, "--quick", "--seconds", "0.02", "--json", file, *arguments], cwd=folder, **how).check()
+    launch(ranks, [*BENCH, "--quick", "--seconds", "0.02", "--json", file, *arguments], cwd=folder, **how).check()
     return json.loads(file.read_text())
 
 
@@ -72,23 +66,12 @@ def test_one_array(launch: Launch, tmp_path: Path) -> None:
     ]
     for case in found["cases"][:2]:
         check(case, "mpi4py", "mpi4py in place", "mpistrategy", "mpistrategy out=", "mpistrategy arena")
-    check(found["cases"][2], "mpi4py", "mpi4py in place", "mpi4py in place, 1 MiB pieces", "mpistrategy")
+    check(found["cases"][2], "mpi4py", "mpi4py in place", "mpistrategy", "mpistrategy out=")
     environment = found["environment"]
     assert environment["ranks"] == environment["ranks_on_node"] == 3
     assert environment["nodes"] == 1
     assert environment["mpi"].split()[0] in ("MPICH", "Open", "Intel")
     assert environment["blas_threads"] == "1"
-
-
-@pytest.mark.slow
-def test_the_program_of_the_scripts_measures_small_values_and_draws(launch: Launch, tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    arguments = ["--only", "small,all_reduce", "--sizes", "4,1KiB", "--plot", "p.png"]
-    found = figures(launch, tmp_path, *arguments, program=PROGRAM)
-    check(found["cases"][0], "mpi4py", "mpistrategy")
-    check(found["cases"][1], "mpi4py, 10 elements", "mpistrategy")
-    check(found["cases"][2], "mpi4py", "mpi4py in place", "mpistrategy")
-    assert (tmp_path / "p.png").read_bytes().startswith(b"\x89PNG")
 
 
 @long_lane
@@ -98,55 +81,8 @@ def test_lists(launch: Launch, tmp_path: Path) -> None:
     check(case, "mpi4py loop", "mpi4py loop in place", "mpistrategy", "mpistrategy out=", "mpistrategy arena")
 
 
-@pytest.mark.slow
-def test_steps(launch: Launch, tmp_path: Path) -> None:
-    [case] = figures(launch, tmp_path, "--only", "steps", "--networks", "64-128-10", program=PROGRAM)["cases"]
-    check(case, "NumPy, no communication", "NumPy, mpi4py in place", "NumPy, mpistrategy arena")
-    assert {"NumPy, mpi4py in place", "mpistrategy SGD", "mpistrategy SGD, sliced update"} <= set(
-        case["communication_us"]
-    )
-
-
-PEER = """
-    import numpy as np
-    from mpistrategy.cli.bench.case import Variant
-
-    PACKAGE = {package!r}
-
-    class PEER:
-        def __init__(self, ranks, nodes):
-            self.ranks = ranks
-
-        def one_array(self, array):
-            yield Variant("a peer", lambda: self.ranks.allreduce(self.ranks.in_place, array), [array])
-
-        def close(self):
-            print("closed")
-    """
-
-
-@pytest.mark.slow
-def test_files_add_other_libraries(launch: Launch, tmp_path: Path) -> None:
-    files = [launching.program(PEER.format(package=name), tmp_path) for name in ("numpy", "lost")]
-    arguments = ["--only", "all_reduce", "--sizes", "4", "--peers", *map(str, files)]
-    [case] = figures(launch, tmp_path, *arguments, program=PROGRAM)["cases"]
-    check(case, "mpi4py")
-    assert case["variants"][-1]["name"] == "a peer"
-
-
 TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 pretends = pytest.mark.skipif(launching.IS_OPEN_MPI, reason="MPICH alone can pretend to be several nodes")
-
-
-@pretends
-@pytest.mark.slow
-def test_nodes(launch: Launch, tmp_path: Path) -> None:
-    pytest.importorskip("ml_dtypes")
-    found = figures(launch, tmp_path, "--only", "nodes", "--line-rate", "1", program=PROGRAM, env=TWO_NODES)
-    assert found["environment"]["nodes"] == 2
-    check(found["cases"][0], "mpi4py", "mpi4py in place", "mpistrategy", "mpistrategy out=")
-    assert found["cases"][0]["line_us"] == pytest.approx(64 * 1024 * 8 / 1000)
-    assert np.isfinite(found["cases"][-1]["hidden"])  # noise may make it anything in so short a run
 
 
 @pytest.mark.slow
@@ -232,7 +168,7 @@ def test_operands_are_rewritten_and_results_read_outside_the_time() -> None:
     mine = np.zeros(4)
     variant = Variant("v", lambda: written.append(mine[0]), [mine], load=lambda: None)
     rounds = measure(Case("suite", "case", 32, [variant], batch=1), Alone(), TINY)["rounds"]
-    assert rounds >= TINY.least  # and more, as many as it likes, where other programs take the core
+    assert rounds >= 5  # and more, as many as it likes, where other programs take the core
     assert len(set(written)) > 2
 
 
@@ -263,4 +199,4 @@ def test_rows_are_printed_when_they_are_there_and_stay_after_a_kill(tmp_path: Pa
             assert job.poll() is None, "the row comes before the end"
         finally:
             launching._kill(job, mark)
-    assert seen.endswith("| 1 |\n")
+    assert "| 1 |" in seen

@@ -11,13 +11,13 @@ import pytest
 from replicas import RANK, SIZE
 
 from mpistrategy.cli import main
-from mpistrategy.cli.bench import gpus
 
 HAS_CUPY = importlib.util.find_spec("cupy") is not None
 ARGUMENTS = ["--sizes", "4KiB,64KiB", "--lists", "tiny1000", "--seconds", "0.01"]
 
 
-def test_every_rank_takes_part_and_the_table_has_nccl_tests_bandwidths(
+@pytest.mark.mpi(min_size=2)
+def test_every_rank_takes_part_and_the_table_has_nccl_tests_bandwidth(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "figures.json"
@@ -28,19 +28,17 @@ def test_every_rank_takes_part_and_the_table_has_nccl_tests_bandwidths(
         assert not said
         return
     found = json.loads(file.read_text())
-    rows = {(row["name"], row["bytes"]): row for row in found["rows"]}
-    assert found["gpus"] == SIZE
-    assert all(row["right"] and row["us"] > 0 and row["host_us"] > 0 for row in rows.values())
-    for name, factor in (("all_reduce", 2 * (SIZE - 1) / SIZE), ("broadcast", 1)):
-        row = rows[name, 65536]
-        assert row["algbw_gb_s"] == pytest.approx(65536 / row["us"] / 1e3, rel=0.1, abs=2e-3)
-        assert row["busbw_gb_s"] == pytest.approx(factor * 65536 / row["us"] / 1e3, rel=0.1, abs=2e-3)
-    assert all(f"| {row['name']} |" in said for row in found["rows"])
-
-
-def test_bus_bandwidth_is_that_of_nccl_tests() -> None:
-    factors = {kind: factor(8) for kind, factor in gpus._BUS.items()}
-    assert factors == {"all_reduce": 14 / 8, "all_gather": 7 / 8, "broadcast": 1.0}
+    assert [case["case"] for case in found["cases"]] == ["4 KiB", "64 KiB", "tiny1000"]
+    for case in found["cases"]:
+        assert [row["name"] for row in case["variants"]] == [
+            "mpi4py, through the host", "mpistrategy", "mpistrategy out=", "mpistrategy arena",
+            "mpistrategy arena, shared result",
+        ]  # fmt: skip
+        for row in case["variants"]:
+            assert row["right"], row
+            bandwidth = 2 * (SIZE - 1) / SIZE * case["bytes"] / row["median_us"] / 1e3
+            assert row["bus_gb_s"] == pytest.approx(bandwidth, rel=0.1, abs=2e-3)
+            assert f"| {row['name']} |" in said
 
 
 @pytest.mark.skipif(HAS_CUPY, reason="there may be a GPU")

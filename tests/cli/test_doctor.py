@@ -5,22 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-from secrets_planted import PLANTED
 
+from mpistrategy.cli.doctor import facts, network
 from mpistrategy.cli.doctor.checks import catalog
-from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, VERDICTS, Finding, worst
-from mpistrategy.cli.doctor.facts import c_libraries, gather, network
-from mpistrategy.cli.doctor.facts.facts import Facts, Job
-from mpistrategy.cli.doctor.report import report
-from mpistrategy.cli.doctor.report.privacy import HIDDEN, covered, veil
+from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, VERDICTS, Facts, Finding, Job, as_json, as_text, worst
 from mpistrategy.mpi.gpu.cuda_aware import Outcome
 from mpistrategy.mpi.gpu.inventory import Gpu, Sight
 
@@ -33,42 +26,38 @@ SRUN = {"launcher": "srun", "tasks": 4, "said": "SLURM_STEP_NUM_TASKS=4, SLURM_P
 def rank(number: int, **others: Any) -> Facts:
     """One of four well ranks, two on each of two nodes."""
     node = number // 2
-    return replace(
-        Facts(
-            rank=number,
-            size=4,
-            host=f"node{node + 1}",
-            python="3.11.7",
-            mpistrategy="0.1.0",
-            numpy="2.4.6",
-            mpi4py="4.1.2",
-            library="MPICH 5.0.2",
-            built_for="MPICH",
-            libraries=("/opt/mpich/lib/libmpi.so.12",),
-            launcher="srun",
-            tasks=4,
-            place=number,
-            said=f"SLURM_STEP_NUM_TASKS=4, SLURM_PROCID={number}",
-            pmi=("PMI",),
-            leader=2 * node,
-            local_rank=number % 2,
-            local_size=2,
-            local_hints={"SLURM_LOCALID": number % 2},
-            cores=(2 * (number % 2), 2 * (number % 2) + 1),
-            machine_cores=4,
-            threads=2,
-            threads_source="OMP_NUM_THREADS=2",
-            room_free=4000 * MIB,
-            room_of="the node's memory, 4096.0 MiB",
-            room_needed=4 * MIB,
-            start_seconds=0.6,
-            home="/opt/venv",
-            sight=Sight(host=f"node{node + 1}", reason="CuPy is not installed", fix="pip install it").text(),
-            network="verbs",
-            carrier="UCX",
-        ),
-        **others,
-    )
+    well = {
+        "rank": number,
+        "size": 4,
+        "host": f"node{node + 1}",
+        "python": "3.11.7",
+        "mpistrategy": "0.1.0",
+        "numpy": "2.4.6",
+        "mpi4py": "4.1.2",
+        "library": "MPICH 5.0.2",
+        "built_for": "MPICH",
+        "libraries": ("/opt/mpich/lib/libmpi.so.12",),
+        "launcher": "srun",
+        "tasks": 4,
+        "place": number,
+        "said": f"SLURM_STEP_NUM_TASKS=4, SLURM_PROCID={number}",
+        "pmi": ("PMI",),
+        "leader": 2 * node,
+        "local_rank": number % 2,
+        "local_size": 2,
+        "local_hints": {"SLURM_LOCALID": number % 2},
+        "cores": (2 * (number % 2), 2 * (number % 2) + 1),
+        "machine_cores": 4,
+        "threads": 2,
+        "threads_source": "OMP_NUM_THREADS=2",
+        "room_free": 4000 * MIB,
+        "room_of": "the node's memory, 4096.0 MiB",
+        "start_seconds": 0.6,
+        "home": "/opt/venv",
+        "sight": Sight(host=f"node{node + 1}", reason="CuPy is not installed", fix="pip install it").text(),
+        "network": "verbs",
+    }
+    return facts.UNKNOWN | well | others
 
 
 def job(change: Callable[[Facts], Facts] = lambda each: each, ranks: int = 4, **others: Any) -> Job:
@@ -79,27 +68,14 @@ def job(change: Callable[[Facts], Facts] = lambda each: each, ranks: int = 4, **
 
 def on(numbers: set[int], **others: Any) -> Callable[[Facts], Facts]:
     """Plant a fault on some ranks."""
-    return lambda each: replace(each, **others) if each.rank in numbers else each
-
-
-def on_nodes(first: int, second: int, **others: Any) -> Callable[[Facts], Facts]:
-    """Put so many ranks on the first of two nodes, and so many on the other."""
-
-    def change(each: Facts) -> Facts:
-        node, size = int(each.rank >= first), first + second
-        place = each.rank - node * first
-        told = {"size": size, "local_size": second if node else first, "local_rank": place, "threads": 1}
-        told |= {"leader": node * first, "local_hints": {}, "host": f"node{node + 1}", "cores": (0, 1, 2, 3)}
-        return replace(each, **told, **others)
-
-    return change
+    return lambda each: each | others if each["rank"] in numbers else each
 
 
 def seeing(*gpus_of_rank: tuple[Gpu, ...], **others: Any) -> Callable[[Facts], Facts]:
     """Let the ranks see GPUs."""
 
     def change(each: Facts) -> Facts:
-        return replace(each, sight=Sight(gpus_of_rank[each.rank], host=each.host).text(), **others)
+        return each | {"sight": Sight(gpus_of_rank[each["rank"]], host=each["host"]).text()} | others
 
     return change
 
@@ -176,27 +152,10 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     "unequal thread levels": (
         job(on({2}, thread_level="funneled")), "thread level", BAD, ["funneled on rank 2"], "for all ranks alike", {2},
     ),
-    "a rank on a node of its own": (
-        job(on({3}, leader=3, host="node3", local_rank=0, local_size=1)), "nodes", NOTE,
-        ["1 rank on node2 (rank 2), 2 on others"], "srun --ntasks-per-node=2", {2, 3},
-    ),
-    "three ranks and one": (
-        job(on_nodes(3, 1)), "nodes", NOTE, ["1 rank on node2 (rank 3), 3 on the other"],
-        "srun --ntasks-per-node=2", {3},
-    ),
-    "three ranks of Flux and one": (
-        job(on_nodes(3, 1, launcher="flux run")), "nodes", NOTE, ["3 on the other"],
-        "flux run --tasks-per-node=2", {3},
-    ),
     "TCP beside InfiniBand": (
-        job(on(ALL, network="TCP", carrier="libfabric", fabric="InfiniBand")),
-        "network", BAD, ["MPICH 5.0.2 talks by TCP (by libfabric), beside InfiniBand"],
+        job(on(ALL, network="TCP", fabric="InfiniBand")),
+        "network", BAD, ["MPICH 5.0.2 talks by TCP, beside InfiniBand"],
         "OMPI_MCA_btl, ...). The cluster's own MPI", set(),
-    ),
-    "an MPI of pip's on several nodes": (
-        job(on(ALL, network="TCP", carrier="UCX", from_pip="mpich")), "network", NOTE,
-        ["talks by TCP (by UCX); it is pip's mpich", "Expect of TCP 0.1 GB/s"],
-        "MPI4PY_LIBMPI=", set(),
     ),
     "an Open MPI without room in /dev/shm": (
         job(on(ALL, library="Open MPI v5.0.11", built_for="Open MPI", network="verbs", shm_free=8 * MIB)),
@@ -208,37 +167,27 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     ),
     "LOCALID 0 everywhere": (
         job(on(ALL, local_hints={"SLURM_LOCALID": 0})), "local rank", NOTE,
-        ["SLURM_LOCALID is 0 in all ranks, of which a node has up to 2"], "Split_type(COMM_TYPE_SHARED)", {1, 3},
-    ),
-    "LOCALID 0 where another variable is right": (
-        job(lambda each: replace(each, local_hints={"MPI_LOCALRANKID": each.local_rank, "SLURM_LOCALID": 0})),
-        "local rank", NOTE, ["SLURM_LOCALID is 0"], "take MPI_LOCALRANKID in its place", {1, 3},
+        ["SLURM_LOCALID is 0 on rank 1, of which the place on its node is 1"], "Split_type(COMM_TYPE_SHARED)", {1, 3},
     ),
     "too many threads": (
         job(on(ALL, threads=64, threads_source="no OMP_NUM_THREADS is set")), "cores", BAD,
         ["128 threads", "4 cores on node1", "no OMP_NUM_THREADS is set"], "export OMP_NUM_THREADS=2", {0, 1},
     ),
     "all ranks on one core": (
-        job(on(ALL, cores=(0,), threads=1)), "cores", BAD, ["2 ranks on node1 share 1 core of 4"], "--cpu-bind=cores",
-        {0, 1},
+        job(on(ALL, cores=(0,), threads=1)), "cores", BAD, ["2 ranks share 1 core on node1, which has 4"],
+        "--cpu-bind=cores", {0, 1},
     ),
     "more ranks than cores": (
         job(on(ALL, cores=(0,), threads=1, machine_cores=1)), "cores", NOTE, ["take turns"], "at most 1 ranks", {0, 1},
     ),
     "too little memory": (
         job(on({2, 3}, room_free=60 * 2**10)), "shared memory", BAD,
-        ["0.1 MiB are free (the node's memory, 4096.0 MiB); 2 ranks share 4.0 MiB", "on node2", "no room"], "--mem",
+        ["0.1 MiB are free (the node's memory, 4096.0 MiB) on node2; 2 ranks share ", "no room"], "--mem",
         {2, 3},
     ),
     "little memory": (
-        job(on(ALL, room_free=7 * MIB)), "shared memory", NOTE, ["less than half"], "--memory",
+        job(on(ALL, room_free=17 * MIB)), "shared memory", NOTE, ["or too little for large sums"], "--memory",
         {0, 1},
-    ),
-    "no memory for large sums": (
-        job(on({2, 3}, room_free=17 * MIB)), "shared memory", NOTE,
-        ["2 ranks share 4.0 MiB for each strategy, and 32.0 MiB more from the first large sum between nodes on",
-         "all_reduce_async takes up to 128.0 MiB", "no room", "slower"],
-        "--mem", {2, 3},
     ),
     "hidden GPUs": (
         job(on(ALL, gpu_devices=4, gpus_promised=4, visible="")), "gpus", BAD,
@@ -253,7 +202,7 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
         ["ranks 0, 1 on node1 with 1 GPU between them: GPU-10"], "srun --gpus-per-task=1", set(),
     ),
     "each rank sees its own GPU only": (
-        job(seeing(*OWN)), "gpus", NOTE, ["see only their own"], "--gpus-per-node=N", ALL,
+        job(seeing(*OWN)), "gpus", NOTE, ["see only their own"], "--gpus-per-node=N", {0, 1},
     ),
     "CUDA-aware, but the numbers are wrong": (
         job(seeing(*BOTH), trial=Outcome("wrong", "other numbers than were sent")), "cuda-aware", BAD,
@@ -272,12 +221,12 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     ),
     "a slow file system": (
         job(on(ALL, start_seconds=48.0, home="/home/me/venv")), "start", NOTE,
-        ["imports took 48.0 s", "from /home/me/venv"], "mpistrategy slurm staged_env", {0},
+        ["imports took 48.0 s on rank 0 (node1)", "from /home/me/venv"], "mpistrategy slurm staged_env", {0},
     ),
     "wrong sums": (job(sums_right=False), "sums", BAD, ["came out wrong"], "another MPI", set()),
-    "leftovers of Open MPI": (
-        job(on({0}, leftovers="2 files of Open MPI (0.1 MiB)")), "leftovers", NOTE,
-        ["2 files of Open MPI (0.1 MiB) on node1", "does not start"], "mpistrategy doctor --remove-leftovers", {0, 1},
+    "leftovers": (
+        job(on({0}, leftovers="2 files of MPI")), "leftovers", NOTE,
+        ["2 files of MPI on node1", "does not start"], "mpistrategy doctor --remove-leftovers", {0, 1},
     ),
 }  # fmt: skip
 
@@ -305,11 +254,10 @@ def test_nothing_else_is_bad(fault: str) -> None:
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 def test_a_job_that_is_well(ranks: int) -> None:
     def alone(each: Facts) -> Facts:
-        return replace(each, size=ranks, local_size=min(2, ranks - each.leader), tasks=ranks)
+        return each | {"size": ranks, "local_size": min(2, ranks - each["leader"]), "tasks": ranks}
 
     findings = catalog.examine(job(alone, ranks))
-    odd = {each.check for each in findings if each.verdict != OK}
-    assert odd <= ({"nodes"} if ranks == 3 else set()), findings
+    assert worst(findings) == OK, findings
     assert len({each.check for each in findings}) >= 12
 
 
@@ -330,12 +278,12 @@ def test_gpus_of_amd_are_no_fault() -> None:
 
 
 def test_many_ranks_are_judged_quickly_and_told_shortly() -> None:
-    facts = [
-        replace(rank(n % 4), rank=n, size=4096, host=f"node{n // 4}", leader=n // 4 * 4, local_rank=n % 4, local_size=4,
-                cores=(n % 4,), threads=1, local_hints={}, numpy="1.26.4" if n == 4000 else "2.4.6")
+    many = [
+        rank(n % 4, rank=n, size=4096, host=f"node{n // 4}", leader=n // 4 * 4, local_rank=n % 4, local_size=4,
+             cores=(n % 4,), threads=1, local_hints={}, numpy="1.26.4" if n == 4000 else "2.4.6")
         for n in range(4096)
     ]  # fmt: skip
-    found = next(each for each in catalog.examine(Job(facts, sums_right=True)) if each.check == "versions")
+    found = next(each for each in catalog.examine(Job(many, sums_right=True)) if each.check == "versions")
     assert "2.4.6 on ranks 0-3999, 4001-4095; 1.26.4 on rank 4000 (node1000)" in found.found
     assert found.ranks == (4000,)
 
@@ -345,7 +293,7 @@ def test_many_ranks_are_judged_quickly_and_told_shortly() -> None:
 
 def test_the_report_has_a_line_for_each_finding_and_the_cure_below() -> None:
     planted = job(on({2}, mpistrategy="0.0.9"))
-    text = report.as_text(planted, catalog.examine(planted))
+    text = as_text(planted, catalog.examine(planted))
     lines = text.splitlines()
     assert lines[0] == "mpistrategy doctor: 4 ranks on 2 nodes"
     at = next(number for number, line in enumerate(lines) if line.startswith("BAD "))
@@ -353,66 +301,23 @@ def test_the_report_has_a_line_for_each_finding_and_the_cure_below() -> None:
     assert lines[at + 1].strip().startswith("-> Give all nodes one environment")
     assert lines[-1] == "1 BAD. Fix what is BAD first."
     well = job()
-    assert report.as_text(well, catalog.examine(well)).splitlines()[-1] == "Nothing is bad."
+    assert as_text(well, catalog.examine(well)).splitlines()[-1] == "Nothing is bad."
 
 
 def test_json_has_the_keys_that_are_documented() -> None:
     planted = job(on({2}, mpistrategy="0.0.9"))
-    told = json.loads(report.as_json(planted, catalog.examine(planted), veil({})))
+    told = json.loads(as_json(planted, catalog.examine(planted)))
     for key in told:
-        assert f"``{key}``" in (report.as_json.__doc__ or ""), key
+        assert f"``{key}``" in (as_json.__doc__ or ""), key
     assert (told["format"], told["verdict"], told["ranks"], told["nodes"]) == (1, "bad", 4, 2)
     assert [each["verdict"] in VERDICTS for each in told["findings"]].count(False) == 0
     assert len(told["facts"]) == 4
     assert told["facts"][2]["mpistrategy"] == "0.0.9"
 
 
-def test_facts_of_other_versions_are_understood() -> None:
-    told = json.loads(rank(1).text())
-    told["new_in_0_9"] = 1
-    del told["home"], told["sight"]
-    assert Facts.read(json.dumps(told)).rank == 1
-
-
 def test_worst() -> None:
     assert worst([]) == OK
     assert worst([Finding("a", NOTE, ""), Finding("b", BAD, ""), Finding("c", OK, "")]) == BAD
-
-
-# ------------------------------------------------------------------------------------------------ secrets
-
-
-def test_values_of_secret_variables_are_never_shown() -> None:
-    cover = veil(PLANTED)
-    for value in PLANTED.values():
-        text = cover(f"in /home/me/{value}/lib: {value}")
-        assert value not in text
-        assert HIDDEN in text
-    nested = covered({"a": ["hunter2hunter2", 3, {"b": "x hunter2hunter2"}]}, cover)
-    assert nested == {"a": [HIDDEN, 3, {"b": f"x {HIDDEN}"}]}
-
-
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("at /home/me/token-4f1c99/venv/lib", f"at /home/me/{HIDDEN}/venv/lib"),
-        ("https://me:pa55@host/x", f"https://{HIDDEN}@host/x"),
-        ("API_KEY=abc123 rest", f"API_KEY={HIDDEN} rest"),
-        ("password: abc123", f"password: {HIDDEN}"),
-        ("see ghp_0123456789abcdef0123", f"see {HIDDEN}"),
-        ("at /home/me/tokenize.py:12 in tokenize", "at /home/me/tokenize.py:12 in tokenize"),
-        ("at token_ids_v2.py:3", "at token_ids_v2.py:3"),
-        ("4 ranks, SLURM_PROCID=0", "4 ranks, SLURM_PROCID=0"),
-    ],
-)
-def test_texts_that_look_like_secrets(text: str, shown: str) -> None:
-    assert veil({})(text) == shown
-
-
-@given(st.text(st.characters(codec="ascii", exclude_characters="\0"), min_size=6), st.text())
-def test_no_secret_survives(secret: str, around: str) -> None:
-    text = veil({"A_TOKEN": secret})(f"{around}{secret}{around}")
-    assert secret not in text.replace(HIDDEN, "\0") or secret in HIDDEN
 
 
 def test_facts_show_no_variable_that_no_check_speaks_of() -> None:
@@ -422,8 +327,8 @@ def test_facts_show_no_variable_that_no_check_speaks_of() -> None:
         "SLURM_STEP_NUM_TASKS": "SECRET-4", "MPI4PY_LIBMPI": "SECRET $(5)", "SLURM_GPUS_ON_NODE": "SECRET-6",
         "PMI_SIZE": "SECRET-7", "PMI_RANK": "SECRET-8", "SLURM_JOB_NAME": "SECRET-9", "PYTHONPATH": "SECRET-10",
     }  # fmt: skip
-    assert "0,1" in gather.of_this_process(harmless, 0.1).text()
-    assert "SECRET" not in gather.of_this_process(odd, 0.1).text()
+    assert facts.of_this_process(harmless, 0.1)["visible"] == "0,1"
+    assert "SECRET" not in json.dumps(facts.of_this_process(odd, 0.1))
 
 
 # ------------------------------------------------------------------------------------------------ what is gathered
@@ -439,7 +344,7 @@ def test_facts_show_no_variable_that_no_check_speaks_of() -> None:
     ],
 )
 def test_what_a_launcher_offers(environment: dict[str, str], offered: tuple[str, ...]) -> None:
-    assert gather.offered(environment) == offered
+    assert facts.offered(environment) == offered
 
 
 @pytest.mark.parametrize(
@@ -459,26 +364,6 @@ def test_the_network_is_what_the_process_has_open(opened: list[str], kind: str, 
 
 
 @pytest.mark.parametrize(
-    ("version", "files", "by"),
-    [
-        ("MPICH Version: 5.0.2\nMPICH Device:       ch4:ucx ofi\n", [], "UCX"),
-        ("MPICH Version: 4.0\nMPICH Device:\tch4:ofi\n", [], "libfabric"),
-        ("Open MPI v5.0.11, package", ["/x/libucp.so.0", "/x/ucx/libuct_ib.so.0"], "UCX"),
-        ("Open MPI v5.0.11, package", ["/x/libucp.so.0", "/x/libfabric.so.1"], "Open MPI's own"),
-        ("Intel(R) MPI Library 2021", ["/x/libfabric.so.1"], "libfabric"),
-    ],
-)
-def test_what_carries_the_messages(version: str, files: list[str], by: str) -> None:
-    assert network.carrier(version, files) == by
-
-
-def test_the_package_of_pip(tmp_path: Path) -> None:
-    (tmp_path / "lib/python3.11/site-packages/impi_rt-2021.18.dist-info").mkdir(parents=True)
-    assert network.from_pip([str(tmp_path / "lib/libmpi.so.12")], str(tmp_path)) == "impi-rt"
-    assert network.from_pip(["/opt/cray/lib/libmpi.so.12"], str(tmp_path)) == ""
-
-
-@pytest.mark.parametrize(
     ("environment", "blas", "found"),
     [
         ({}, None, (6, "no OMP_NUM_THREADS is set")),
@@ -494,4 +379,24 @@ def test_threads_of_linear_algebra(
     asked = [{"user_api": "blas", "num_threads": blas}, {"user_api": "openmp", "num_threads": 64}]
     installed = None if blas is None else SimpleNamespace(threadpool_info=lambda: asked)
     monkeypatch.setitem(sys.modules, "threadpoolctl", installed)
-    assert c_libraries.blas_threads(environment, 6) == found
+    assert facts.blas_threads(environment, 6) == found
+
+
+def test_fabrics_are_seen_and_so_is_a_plugin(tmp_path: Path) -> None:
+    assert network.fabric(str(tmp_path)) == ""
+    port = tmp_path / "infiniband" / "mlx5_0" / "ports" / "1"
+    port.mkdir(parents=True)
+    (port / "link_layer").write_text("Ethernet\n")
+    assert network.fabric(str(tmp_path)) == "RoCE"
+    (port / "link_layer").write_text("InfiniBand\n")
+    assert network.fabric(str(tmp_path)) == "InfiniBand"
+    (tmp_path / "drivers" / "efa").mkdir(parents=True)
+    (tmp_path / "infiniband" / "rdmap0" / "device").mkdir(parents=True)
+    (tmp_path / "infiniband" / "rdmap0" / "device" / "driver").symlink_to(tmp_path / "drivers" / "efa")
+    assert network.fabric(str(tmp_path)) == "EFA"
+    (tmp_path / "cxi" / "cxi0").mkdir(parents=True)
+    assert network.fabric(str(tmp_path)) == "Slingshot"
+    assert not network.has_plugin({"LD_LIBRARY_PATH": str(tmp_path)}, ())
+    (tmp_path / "libnccl-net.so").touch()
+    assert network.has_plugin({"LD_LIBRARY_PATH": f"/none:{tmp_path}"}, ())
+    assert not network.has_plugin({"LD_LIBRARY_PATH": str(tmp_path), "NCCL_NET_PLUGIN": "ofi"}, ())

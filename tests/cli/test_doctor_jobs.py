@@ -23,10 +23,10 @@ from secrets_planted import PLANTED
 
 import mpistrategy
 from mpistrategy.cli import main
-from mpistrategy.cli.doctor.running_job import node_view, slurm_job
-from mpistrategy.cli.doctor.running_job.hung_job import hangs, lines
-from mpistrategy.cli.doctor.running_job.last_calls import NodeCalls
-from mpistrategy.cli.doctor.running_job.node_view import View
+from mpistrategy.cli.doctor import node_view
+from mpistrategy.cli.doctor.last_calls import NodeCalls
+from mpistrategy.cli.doctor.node_view import View
+from mpistrategy.cli.doctor.running_job import hangs, lines
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.watchdog.status_board import BYTES, ROW, RankStatus, StatusBoard
 
@@ -62,12 +62,11 @@ def test_a_job_that_is_well(launch: Launch) -> None:
 def test_several_faults_at_once_and_no_secret(launch: Launch, tmp_path: Path) -> None:
     (tmp_path / "ompi.4194305").mkdir()
     threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), "16")
-    (tmp_path / "token-4f1c99d2").symlink_to(PACKAGE.parent)
     faults = {
         "MPI4PY_RC_THREAD_LEVEL": "single",
         "TMPDIR": str(tmp_path),
         "SLURM_LOCALID": "0",
-        "PYTHONPATH": str(tmp_path / "token-4f1c99d2"),
+        "PYTHONPATH": str(PACKAGE.parent),
     }
     job = launch(2, [*DOCTOR, "--json", "--ranks", "3"], env={**PLANTED, **threads, **faults}, cwd=tmp_path)
     told = findings(job)
@@ -76,11 +75,9 @@ def test_several_faults_at_once_and_no_secret(launch: Launch, tmp_path: Path) ->
     assert told["thread level"][0]["verdict"] == "bad"
     assert "OMP_NUM_THREADS=16" in told["cores"][0]["found"]
     assert told["cores"][0]["fix"].startswith("export OMP_NUM_THREADS=")
-    assert "SLURM_LOCALID is 0 in all ranks" in told["local rank"][0]["found"]
+    assert "SLURM_LOCALID is 0 on rank 1" in told["local rank"][0]["found"]
     output = job.stdout + job.stderr
     assert [name for name, value in PLANTED.items() if value in output] == [], job
-    assert "4f1c99d2" not in output, job
-    assert "[hidden]/mpistrategy" in output, job
 
 
 @pytest.mark.slow
@@ -120,7 +117,7 @@ class ndarray(np.ndarray):
 
 
 asarray = lambda a: np.array(a).view(ndarray)
-zeros = lambda n, dtype: np.zeros(n, dtype).view(ndarray)
+zeros_like = np.zeros_like
 asnumpy = lambda a: np.asarray(a) + (a.size > 2**20)
 stream = SimpleNamespace(synchronize=lambda: None)
 cuda = SimpleNamespace(
@@ -217,7 +214,9 @@ def test_a_tiny_shm() -> None:
         assert re.search(r"BAD +shared memory +3\.0 MiB are free in /dev/shm .* wants 16 MiB", done.stdout), done
     else:
         assert done.returncode == 0, done
-        assert re.search(r"ok +shared memory +[\d.]+ [GM]iB are free \(.+ [GM]iB\); 2 ranks share", done.stdout), done
+        assert re.search(
+            r"ok +shared memory +[\d.]+ [GM]iB are free \(.+ [GM]iB\) on \S+; 2 ranks share", done.stdout
+        ), done
 
 
 @one_rank
@@ -368,35 +367,15 @@ def test_the_report_of_a_hung_job() -> None:
 
 
 def test_what_one_node_shows_is_not_said_of_the_job() -> None:
-    shown = lines("the job", View([seen(0), seen(2)], [NodeCalls(7, 3, 2, 7)]))
+    shown = lines("the job", View([seen(0), seen(2)], [NodeCalls(7, 3, 2, {})]))
     assert shown[5] == "Of these ranks alone: 1 rank of the job are on nodes that were not looked at."
-
-
-SHOWN = """JobId=19 ArrayJobId=17 ArrayTaskId=2 JobName=train
-   UserId=me(1000) GroupId=me(1000)
-   JobState=RUNNING Reason=None Dependency=(null)
-   ReqNodeList=(null) ExcNodeList=(null)
-   NodeList=node[1-2]
-   NumNodes=2 NumCPUs=8
-   WorkDir=/home/me/my runs
-   Power=
-"""
-
-
-def test_what_slurm_says() -> None:
-    job = slurm_job.read(SHOWN, "17_2")
-    assert (job.number, job.state, job.folder, job.nodes) == ("19", "RUNNING", "/home/me/my runs", 2)
-    assert "name one" in slurm_job.read(SHOWN * 2, "17").trouble
-    for text in ("", "a", "17;rm", "17 18", "-1"):
-        assert "is not the number of a job" in slurm_job.ask(text).trouble
 
 
 @one_rank
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [
-        (["--job", "17; rm -r /"], "is not the number of a job"),
-        (["--job", "999999"], "job 999999: not seen: scontrol"),
+        (["--job", "999999"], "job 999999: not seen: squeue"),
         (["--pid", "1"], "the job of process 1: not seen: its processes here have no strategy"),
     ],
 )

@@ -35,7 +35,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
 
 
 def names_found() -> list[str]:
-    return [os.path.basename(each.path) for each in leftovers.found(*leftovers.folders())]
+    return [os.path.basename(path) for path in leftovers.found()]
 
 
 @pytest.mark.one_rank
@@ -59,9 +59,7 @@ def test_what_is_in_use_is_not_left(places: tuple[Path, Path]) -> None:
         closed.close()
         expected = sorted([*names[1:3], *names[4:], f"ompi.{GONE}", f"prte.{GONE}"])
         assert sorted(names_found()) == expected
-        words = leftovers.in_words(leftovers.found(*leftovers.folders()))
-        assert "2 files of Open MPI" not in words, "two folders and a segment"
-        assert "3 files of Open MPI (0.0 MiB)" in words
+        assert leftovers.in_words() == f"{len(expected)} files of MPI"
         mapped.close()
 
 
@@ -77,8 +75,8 @@ def test_the_command(places: tuple[Path, Path], capfd: pytest.CaptureFixture[str
     assert os.listdir(temporary) == []
     assert os.listdir(memory) == ["mpich_shm_2"]
     told = capfd.readouterr()
-    assert "removed 1 file of MPICH (0.0 MiB), 1 file of Open MPI" in told.out
-    assert str(memory / "mpich_shm_1") in told.out
+    assert f"removed {memory / 'mpich_shm_1'}\n" in told.out
+    assert f"removed {temporary / f'ompi.{GONE}'}\n" in told.out
     (memory / "mpich_shm_2").unlink()
     assert main.main(["doctor", "--remove-leftovers"]) == 0
     assert "nothing of a killed job of yours is left" in capfd.readouterr().out
@@ -96,11 +94,11 @@ def test_nothing_is_removed_where_processes_are_hidden(
         assert "sees only those of its container" in capfd.readouterr().err
 
     def look_into(*arguments: object) -> None:
-        raise PermissionError(13, "process 17 (vasp) does not show which files it uses")
+        raise PermissionError(13, "/proc/17 (vasp) does not show which files it uses")
 
     monkeypatch.setattr(leftovers, "used_by", look_into)
     assert main.main(["doctor", "--remove-leftovers"]) == 2
-    assert "process 17 (vasp) does not show which files it uses; nothing was removed" in capfd.readouterr().err
+    assert "/proc/17 (vasp) does not show which files it uses; nothing was removed" in capfd.readouterr().err
     assert os.listdir(memory) == ["mpich_shm_1"]
 
 
@@ -137,10 +135,11 @@ def tree(process: int) -> Iterator[int]:
 def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A job that is killed as a whole, launcher and ranks, leaves something with MPICH and Open MPI."""
     monkeypatch.setattr(leftovers, "_YOUNG_SECONDS", -1.0)
+    monkeypatch.setattr(leftovers, "folders", lambda: ("/dev/shm", str(temporary)))
     program, temporary = launching.program(WORKS, tmp_path), tmp_path / "temporary"
     temporary.mkdir()
     environment = launching.environment() | {"TMPDIR": str(temporary)}
-    before = set(os.listdir(leftovers.FOLDER))
+    before = set(os.listdir("/dev/shm"))
     jobs = []
     for name in ("killed", "runs"):
         (tmp_path / name).mkdir()
@@ -154,36 +153,33 @@ def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monke
             assert runs.poll() is None
             time.sleep(0.05)
 
-        def new() -> list[leftovers.Leftover]:
-            found = leftovers.found(leftovers.FOLDER, str(temporary), all_processes=True)
-            return [each for each in found if os.path.basename(each.path) not in before]
-
-        def new_here() -> list[leftovers.Leftover]:
-            """Leave what other tests of this machine have killed meanwhile."""
-            return [each for each in new() if each.path in mine]
-
-        used = set[tuple[int, int]]()
-        for process in (*tree(killed.pid), *tree(runs.pid)):
-            used |= leftovers.used_by(str(process))
+        used = "\n".join(
+            path for process in (*tree(killed.pid), *tree(runs.pid)) for path in leftovers.used_by(f"/proc/{process}")
+        )
         mine = [
             str(path)
-            for path in (*Path(leftovers.FOLDER).iterdir(), *temporary.iterdir())
-            if path.name not in before
-            and any((each.lstat().st_dev, each.lstat().st_ino) in used for each in (path, *path.rglob("*")))
+            for path in (*Path("/dev/shm").iterdir(), *temporary.iterdir())
+            if path.name not in before and str(path) in used
         ]
+
+        def left() -> list[str]:
+            """Leave what other tests of this machine have killed meanwhile."""
+            return [path for path in leftovers.found() if path in mine]
+
         if not mine:
             pytest.skip("this MPI has nothing that could be left")
-        assert new_here() == [], "both jobs run"
+        assert left() == [], "both jobs run"
         for process in list(tree(killed.pid)):
             os.kill(process, signal.SIGKILL)
         killed.wait(20)
-        while not (left := new_here()):
+        while not (gone := left()):
             assert time.monotonic() < end, mine
             time.sleep(0.05)
-        gone, troubles = leftovers.remove(left, again=new)
-        assert (gone, troubles) == (left, [])
-        assert all(each.owner in ("MPICH", "Open MPI") for each in gone), gone
-        assert not any(os.path.exists(each.path) for each in gone)
+        with monkeypatch.context() as patched:
+            patched.setattr(leftovers, "sees_all_processes", lambda: True)
+            patched.setattr(leftovers, "found", lambda: gone)
+            assert leftovers.run() == 0
+        assert not any(os.path.exists(path) for path in gone)
         (tmp_path / "runs" / "end").touch()
         assert runs.wait(30) == 0, "it has lost nothing that it needs"
     finally:

@@ -1,6 +1,6 @@
 """Checkpoints and files of arrays that were made up to harm, and what reading them comes to.
 
-The tests read a few hundred of them, scripts/soak_hostile.py many thousands.
+The tests read a few hundred of them, scripts/soak hostile_files many thousands.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import numpy as np
 
 import mpistrategy as ms
 from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.manifest import NAME, VERSION
+from mpistrategy.checkpoint.storage.manifest import NAME, with_head
 from mpistrategy.checkpoint.storage.plain_values import ABSENT, NOT_PLAIN
 from mpistrategy.checkpoint.storage.shards import shard_name
 
@@ -273,9 +273,7 @@ def body_of(path: Path) -> Any:
 
 def write_body(path: Path, content: Any) -> None:
     """Write a manifest whose checksum is right: what somebody with a purpose would do."""
-    inner = b'"body":' + text_of(content) + b"}\n"
-    head = {"format": "mpistrategy checkpoint", "version": VERSION, "checksum": checksum_of(inner).hexdigest()}
-    (path / NAME).write_bytes(json.dumps(head, separators=(",", ":")).encode()[:-1] + b",\n" + inner)
+    (path / NAME).write_bytes(with_head(text_of(content)))
 
 
 def sign(path: Path, content: Any) -> None:

@@ -25,7 +25,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import local_component
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.input.distributed import part_of_batch
-from mpistrategy.mpi.over_mpi.engine import AtOnce, Engine
+from mpistrategy.mpi.over_mpi.background import Background
 
 FILE = "made_up_program.py"
 DTYPES = ("float64", "float32", "int64", "int32", "uint32")
@@ -309,11 +309,11 @@ class Stage:
 
     def settle(self) -> None:
         """Start what some ranks have started in the background and others have not, so that no job is left over."""
-        engine = self._communicator().once.made.get(AtOnce)
-        if not isinstance(engine, Engine):
+        background = self._communicator().once.made.get(Background)
+        if background is None:
             return  # each was done, or refused, when it was started
-        started = [int(text) for text in gather_texts(str(engine.submitted))]
-        for _ in range(max(started) - engine.submitted):
+        started = [int(text) for text in gather_texts(str(background.submitted))]
+        for _ in range(max(started) - background.submitted):
             self.strategy.run(lambda: context().all_reduce_async("SUM", 1.0))
         self.strategy.barrier()
 

@@ -22,9 +22,9 @@ from mpistrategy.arrays.devices import Device
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 
-#: Whether to run all cases and examples (scripts/soak does), not the short lane's part of them.
+#: Whether to run all cases and examples (MPISTRATEGY_TEST_ALL=1), not the short lane's part of them.
 ALL = bool(os.environ.get("MPISTRATEGY_TEST_ALL"))
-long_lane = pytest.mark.skipif(not ALL, reason="not run: MPISTRATEGY_TEST_ALL=1 runs it, as scripts/soak does")
+long_lane = pytest.mark.skipif(not ALL, reason="not run: MPISTRATEGY_TEST_ALL=1 runs it")
 #: For what is promised of the ranks of one node: MPICH can pretend that they are on several.
 one_node = pytest.mark.skipif("MPIR_CVAR_NUM_CLIQUES" in os.environ, reason="of one node, and this pretends several")
 RANK, SIZE = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
@@ -37,12 +37,12 @@ SIXTEEN_BITS = [np.dtype(np.float16), BFLOAT16]
 
 
 def part_of(count: int) -> int:
-    """Return how many of `count` examples to run: all in scripts/soak; in the short lane a third, or a sixth."""
+    """Return how many of `count` examples to run: all with MPISTRATEGY_TEST_ALL=1, else a third or a sixth."""
     return count if ALL else count // (3 if SIZE <= 2 else 6)
 
 
 def rows(every: int, *columns: Iterable[Any]) -> list[tuple[Any, ...]]:
-    """Return the rows of a table of cases: all in scripts/soak; in the short lane each `every`-th of each direction.
+    """Return the rows of a table of cases: all with MPISTRATEGY_TEST_ALL=1, else each `every`-th of each direction.
 
     Of three columns or more, any two values of two of them meet in a row as long as another has `every` values.
     """

@@ -24,7 +24,7 @@ from mpistrategy.errors import (
     ReduceOpError,
     UnsupportedError,
 )
-from mpistrategy.mpi.over_mpi.engine import AtOnce, Engine
+from mpistrategy.mpi.over_mpi.background import Background
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.reduction.asynchronous import AllReduceHandle
 
@@ -159,7 +159,7 @@ def test_it_is_done_some_time(placed: ms.Strategy) -> None:
 
 def ends_of(strategy: ms.Strategy, calls: Sequence[dict[str, Any]]) -> list[Callable[[], Any]]:
     """Return for each call what raises its error: in the background `wait`, else the call itself."""
-    if type(strategy.extended.communicator.once.made.get(AtOnce)) is Engine:  # type: ignore[attr-defined]
+    if type(strategy.extended.communicator.once.made.get(Background)) is Background:  # type: ignore[attr-defined]
         return [handle.wait for handle in [started(strategy, **call) for call in calls]]
     return [partial(started, strategy, **call) for call in calls]
 
@@ -308,7 +308,7 @@ def test_which_engine_it_is(apart: ms.Strategy, strategy: ms.MirroredStrategy) -
     for made in (apart, strategy):
         started(made, "SUM", 1.0).wait()
         ranks: Any = made.extended.communicator
-        assert type(ranks.once.made.get(AtOnce)) is (Engine if ranks.nodes > 1 else type(None))
+        assert type(ranks.once.made.get(Background)) is (Background if ranks.nodes > 1 else type(None))
 
 
 def test_without_threads_in_the_mpi_it_is_done_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,7 +319,7 @@ def test_without_threads_in_the_mpi_it_is_done_at_once(monkeypatch: pytest.Monke
     assert handle.done()
     assert (handle.wait() == SIZE).all()
     ranks: Any = strategy.extended.communicator
-    assert type(ranks.once.made.get(AtOnce)) is not Engine
+    assert ranks.once.made.get(Background) is None
     strategy.close()
 
 

@@ -290,7 +290,7 @@ def test_in_the_hosts_memory(strategies: Callable[[str], ms.Strategy], name: str
         wanted = wanted_of(op, everyones)
         for column, ask in enumerate(WAYS):
             if not ALL and column and (place + row + column) % 3:
-                continue  # each way with some operations of each value; scripts/soak tries them all
+                continue  # each way with some operations of each value; MPISTRATEGY_TEST_ALL=1 tries them all
             found = ask(strategy, op, mine)
             assert nest.flatten(found)[1].text == nest.flatten(mine)[1].text
             results += check(wanted, found, mine)

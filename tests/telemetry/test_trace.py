@@ -39,7 +39,7 @@ def folder(tmp_path: Path) -> Path:
 @pytest.fixture(autouse=True)
 def _all_off_afterwards() -> Iterator[None]:
     yield
-    assert observers.observers == ()
+    assert observers.observers == []
 
 
 def train(strategy: ms.Strategy, steps: int = STEPS) -> None:

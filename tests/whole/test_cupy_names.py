@@ -53,12 +53,11 @@ def asked_for() -> Iterator[tuple[str, str]]:
         text = path.read_text(encoding="utf-8")
         if "cupy" not in text:
             continue
-        numba = "from numba import cuda" in text
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] in ("cupy", "cupyx"):
                 yield from ((path.name, f"{node.module}.{alias.name}") for alias in node.names)
             name = dotted(node)
-            if name.startswith("cupy.") and not (numba and name.startswith("cupy.cuda.as_cuda_array")):
+            if name.startswith("cupy."):
                 yield path.name, name
 
 

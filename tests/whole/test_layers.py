@@ -59,8 +59,8 @@ MAY_IMPORT_MPI = (
     "mpistrategy.mpi.job.start",
     "mpistrategy.mpi.gpu.loaded_mpi",
     "mpistrategy.cli.bench.raw",
-    "mpistrategy.cli.doctor.facts.mpi_child",
-    "mpistrategy.cli.doctor.facts.ranks",
+    "mpistrategy.cli.doctor.mpich",
+    "mpistrategy.cli.doctor.ranks",
 )
 #: What is made of public names alone.
 SERVICES = {name for name, floor in FLOORS.items() if FLOORS["training"] <= floor <= FLOORS["testing"]} | {"input"}

@@ -25,7 +25,7 @@ from replicas import RANKS, SIZE, OnNodes, still_works
 import mpistrategy as ms
 
 several = pytest.mark.mpi(min_size=2)
-#: scripts/soak asks for all.
+#: MPISTRATEGY_TEST_ALL=1 asks for all.
 ALL = bool(os.environ.get("MPISTRATEGY_TEST_ALL"))
 RANDOM = 500 if ALL else 40
 

@@ -37,16 +37,6 @@ def test_other_unknown_names_are_ordinary_errors() -> None:
     assert "CollectiveHints" not in dir(ms)
 
 
-@pytest.mark.parametrize(
-    ("module", "name"), [(module, name) for module, names in other_names.OF_MODULE.items() for name in names]
-)
-def test_a_name_of_keras_says_what_to_write(module: str, name: str) -> None:
-    with pytest.raises(AttributeError, match=rf"module 'mpistrategy\.{module}' has no attribute '{name}'\. "):
-        getattr(getattr(ms, module), name)
-    with pytest.raises(AttributeError, match=r"has no attribute 'other'$"):
-        _ = getattr(ms, module).other
-
-
 OWNERS: dict[str, Any] = {
     "Strategy": ms.Strategy,
     "Optimizer": ms.optimizers.SGD,

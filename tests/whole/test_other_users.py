@@ -121,37 +121,8 @@ def test_another_user_cannot_hold_the_lock(open_folder: Path) -> None:
 
 
 @as_root
-def test_a_lock_that_another_user_holds_from_before_is_explained(open_folder: Path) -> None:
-    """Older versions left it for others to read; so do copies."""
-    _, checkpoint = made()
-    (open_folder / "run").mkdir(mode=0o755)
-    (open_folder / "run" / ".lock").touch(0o644)
-    manager = ms.CheckpointManager(checkpoint, open_folder / "run")
-    with held_by_another_user(open_folder / "run" / ".lock") as said:
-        assert said == "locked"
-        with pytest.raises(errors.CheckpointExistsError, match=r"Others can open it \(mode 644\).*remove it"):
-            manager.save(1)
-    manager.save(1)
-    assert stat.S_IMODE((open_folder / "run" / ".lock").stat().st_mode) == 0o600
-    manager.close()
-
-
-@as_root
-@pytest.mark.parametrize("mode", [0o600, 0o666])
-def test_another_users_lock_is_not_taken(open_folder: Path, mode: int) -> None:
-    _, checkpoint = made()
-    by_another_user(lambda: os.close(os.open(open_folder / ".lock", os.O_CREAT | os.O_WRONLY, mode)))
-    manager = ms.CheckpointManager(checkpoint, open_folder)
-    with pytest.raises(errors.CheckpointExistsError, match=r"a lock, of .*uid 65534.*\.lock.*remove the lock"):
-        manager.save(1)
-    assert os.listdir(open_folder) == [".lock"]
-
-
-@as_root
-def test_a_lock_of_the_folders_owner_that_everybody_can_open(open_folder: Path) -> None:
-    """It is trusted, but another user cannot take the others' permissions away."""
-    (open_folder / ".lock").touch()
-    (open_folder / ".lock").chmod(0o666)
+def test_another_users_lock_is_not_taken(open_folder: Path) -> None:
+    (open_folder / ".lock").touch(0o600)
 
     def save() -> str:
         try:
@@ -161,30 +132,17 @@ def test_a_lock_of_the_folders_owner_that_everybody_can_open(open_folder: Path) 
         return "saved"
 
     said = by_another_user(save)
-    assert said.startswith("CheckpointExistsError")
-    assert "a lock, of user root (uid 0), at " in said
-    assert "Use a folder for each user" in said
+    assert said.startswith("CheckpointWriteError")
+    assert f"Permission denied (EACCES) at {str(open_folder / '.lock')!r}" in said
+    assert os.listdir(open_folder) == [".lock"]
 
 
-@pytest.mark.parametrize("what", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
-def test_what_is_no_lock_is_not_waited_for(tmp_path: Path, what: Callable[[Path], object]) -> None:
+@pytest.mark.parametrize("what", [Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+def test_what_is_no_lock_is_refused(tmp_path: Path, what: Callable[[Path], object]) -> None:
     _, checkpoint = made()
     what(tmp_path / ".lock")
-    began = time.monotonic()
-    with pytest.raises(errors.CheckpointExistsError, match="something that is not a file"):
+    with pytest.raises(errors.CheckpointWriteError, match=r"\.lock"):
         ms.CheckpointManager(checkpoint, tmp_path).save(1)
-    assert time.monotonic() - began < 1
-
-
-@as_root
-def test_a_folder_that_another_user_holds_is_no_save_under_way(open_folder: Path) -> None:
-    _, checkpoint = made()
-    planted = open_folder / ".c.saving-00ff00ff00ff00ff"
-    by_another_user(planted.mkdir)
-    with held_by_another_user(planted) as said:
-        assert said == "locked"
-        checkpoint.save(open_folder / "c")
-    assert planted.is_dir()
 
 
 @as_root
@@ -209,8 +167,8 @@ def test_another_users_checkpoint(open_folder: Path, mode: int) -> None:
     for read in (checkpoint.restore, ms.Checkpoint.arrays):
         with pytest.raises(errors.CheckpointReadError, match="in a folder that everybody can write to"):
             read(manager.path_of(9))
-    os.rename(manager.path_of(9), open_folder / ".step-000000000008.replaced-00ff00ff00ff00ff")
-    with pytest.raises(errors.CheckpointMissingError):
+    os.rename(manager.path_of(9), open_folder / ".step-000000000008.replaced")
+    with pytest.raises(errors.CheckpointReadError):
         checkpoint.restore(manager.path_of(8))
 
 

@@ -30,7 +30,7 @@ def numbers(
 ) -> tuple[dict[str, Any], launching.Finished]:
     """Run a script; return what it wrote to its JSON file, and the job."""
     report = folder / f"{ranks}.json"
-    job = launch(ranks, [SCRIPTS / script, "--json", report, *arguments], cwd=folder)
+    job = launch(ranks, [SCRIPTS / "examples" / script, "--json", report, *arguments], cwd=folder)
     assert job.returncode == status, job
     return json.loads(report.read_text()), job
 
@@ -94,7 +94,7 @@ def test_heat_conduction_agrees_with_the_exact_solution_on_any_number_of_ranks(l
 
 
 def test_heat_conduction_on_a_grid_too_coarse_is_a_failure(launch: Launch, tmp_path: Path) -> None:
-    assert launch(2, [SCRIPTS / "heat_equation.py", "--cells", "4"], cwd=tmp_path).returncode == 1
+    assert launch(2, [SCRIPTS / "examples" / "heat_equation.py", "--cells", "4"], cwd=tmp_path).returncode == 1
 
 
 SLOW_PYTHON = """#!/bin/bash
@@ -124,16 +124,53 @@ def test_the_demo_says_what_it_installs_when_that_takes_long(tmp_path: Path, bro
     assert ("trained" in done.stdout) is not broken, done
 
 
-def test_import_cost_is_printed_in_one_line(launch: Launch) -> None:
-    command = [sys.executable, str(SCRIPTS / "bench_import"), "--runs", "3"]
-    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
-    assert "import mpistrategy: " in printed
-    assert " ms beyond numpy" in printed
-    assert len(printed.splitlines()) == 1
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "printed"),
+    [
+        (1, ("imports", "--runs", "3"), "wall clock: import mpistrategy "),
+        (1, ("calls", "--rounds", "3"), "HierarchicalCopyAllReduce"),
+        (1, ("forecast", "2", "128"), "     128   1710.164   1700.937"),
+        (
+            2,
+            ("training_steps", "--widths", "64", "128", "10", "--rounds", "2"),
+            "mpistrategy SGD, gradients in an arena",
+        ),
+        (2, ("between_nodes", "8", "--pairs", "2"), "is hidden behind computation"),
+    ],
+)
+def test_measurements_run(launch: Launch, tmp_path: Path, ranks: int, arguments: tuple[str, ...], printed: str) -> None:
+    job = launch(ranks, [SCRIPTS / "bench", *arguments], cwd=tmp_path).check()
+    assert printed in job.stdout, job
+
+
+@pytest.mark.parametrize(
+    ("ranks", "arguments", "printed"),
+    [
+        (2, ("steps", "--steps", "100", "--strategies", "5"), ": fine"),
+        (2, ("late_ranks", "--seconds", "2"), "no alarm in "),
+        (2, ("interruptions", "--calls", "100"), "100 calls on 2 ranks:"),
+        (2, ("large_counts", "--elements", "100000", "wire"), "elements on 2 ranks are right"),
+        (1, ("checkpoints", "--kills", "10"), "0 unrecoverable, 0 torn"),
+        (1, ("hostile_files", "--files", "20", "--no-jobs"), "0 errors that are not ours, 0 hangs"),
+    ],
+)
+def test_soaks_run(launch: Launch, tmp_path: Path, ranks: int, arguments: tuple[str, ...], printed: str) -> None:
+    job = launch(ranks, [SCRIPTS / "soak", *arguments], cwd=tmp_path).check()
+    assert printed in job.stdout, job
 
 
 def test_growth_prints_its_tables(launch: Launch) -> None:
-    command = [sys.executable, str(SCRIPTS / "growth"), "mismatch", "watchdog", "--real", "--pretended", "16", "64"]
+    command = [
+        sys.executable,
+        str(SCRIPTS / "bench"),
+        "growth",
+        "mismatch",
+        "watchdog",
+        "--real",
+        "--pretended",
+        "16",
+        "64",
+    ]
     environment = launching.environment()
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60, env=environment)
     printed = done.stdout

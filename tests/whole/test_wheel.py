@@ -114,7 +114,7 @@ def test_all_files_of_the_package_travel_along_and_no_others(installed: Installe
 
 @long_lane
 def test_the_program_of_the_demo(installed: Installed) -> None:
-    shutil.copy(ROOT / "scripts" / "train_digits.py", installed.folder)
+    shutil.copy(ROOT / "scripts" / "examples" / "train_digits.py", installed.folder)
     printed = installed.on_two_ranks("mpistrategy", "run", "train_digits.py", "--json", "report.json")
     assert "weights: identical on all replicas, bit for bit" in printed
     assert json.loads((installed.folder / "report.json").read_text())["accuracy"] >= 0.97

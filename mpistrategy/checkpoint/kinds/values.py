@@ -20,7 +20,7 @@ from mpistrategy.arrays.convert import (
     placed_as,
 )
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.foreign import as_tensor, is_foreign, is_without_data, library_of
+from mpistrategy.arrays.foreign import as_tensor, is_foreign, library_of
 from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.state import UNDECIDED, Fit, Kind, Restore, State
 from mpistrategy.checkpoint.storage.manifest import ROWS, Item
@@ -64,7 +64,7 @@ class AnyArray(Kind):
     is_replaceable = True
 
     def owns(self, value: Any) -> bool:
-        return super().owns(value) or is_on_device(value) or is_foreign(value) or is_without_data(value)
+        return super().owns(value) or is_on_device(value) or is_foreign(value)
 
     def add(self, entries: State, path: str, value: Any) -> None:
         entries.add_array(path, self.name, UNDECIDED, host_array(value, "Checkpoint.save", path))

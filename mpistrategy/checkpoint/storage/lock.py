@@ -1,108 +1,95 @@
-"""The lock of a folder of checkpoints: one file that only its user can open.
+"""Locks: of a folder that is being written, and of a folder of checkpoints, into which one job at a time saves.
 
-Who can open a file, even for reading, can lock it.  So the group of a setgid folder cannot open it, and a lock file of
-another user is refused.  A forked child does not share its parent's lock.
+The lock of a folder of checkpoints is a POSIX lock on a file that only its user can open.  A forked child does not
+share it.  Within one process such a lock is always granted, so this module remembers which ones the process holds.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import os
-import stat
-from weakref import WeakSet
+from collections.abc import Callable
 
-from mpistrategy import own_files
-from mpistrategy.checkpoint.storage.files import Folder, lock
 from mpistrategy.errors import CheckpointExistsError
 
-_FLAGS = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_MODE = 0o600
-#: Errors of open() for another user's file, a link, a folder or a socket.
-_SOMETHING_ELSE = (errno.EACCES, errno.EPERM, errno.ELOOP, errno.EISDIR, errno.ENXIO)
+#: What file systems without locks say.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+_FLAGS = os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+#: The processes and the files that they have locked by `OneWriter`.
+_locked: set[tuple[int, str]] = set()
 
 
-class _Lock(Folder):
-    """A locked file.  The lock ends with its last descriptor: a forked child closes its own, and does not unlock."""
+class Lock:
+    """An open file or folder that is locked until it is closed or the process ends.
 
-    def close(self) -> None:
-        """Unlock and close it: a child that is being forked may hold a descriptor, too."""
-        if self.descriptor >= 0:
-            with contextlib.suppress(OSError):  # closing unlocks it, too
-                fcntl.flock(self.descriptor, fcntl.LOCK_UN)
-        super().close()
+    Args:
+        path: the file or folder.
+        flags: of os.open.
+        take: `fcntl.flock` or `fcntl.lockf`.
 
-
-_locks: WeakSet[_Lock] = WeakSet()
-_watches_forks = False
-
-
-def _close_in_child() -> None:
-    for each in list(_locks):
-        Folder.close(each)
-
-
-def _watch_forks(file: _Lock) -> None:
-    global _watches_forks
-    _locks.add(file)
-    if not _watches_forks:
-        _watches_forks = True
-        os.register_at_fork(after_in_child=_close_in_child)
-
-
-def locked_file(folder: Folder, name: str) -> Folder | None:
-    """Return a locked file in a folder, made if missing; None if the file system has no locks.  The caller closes it.
+    Attributes:
+        is_held: whether it is locked; False where the file system has no locks.
 
     Raises:
-        CheckpointExistsError: if another process holds it, or it is not a file of this user.
-        OSError: if it cannot be made.
+        BlockingIOError: if another one holds the lock.
+        OSError: if it cannot be opened.
     """
-    path = os.path.join(folder.path, name)
-    try:
-        file = _Lock(os.open(name, _FLAGS, _MODE, dir_fd=folder.descriptor), path)
-    except OSError as error:
-        if error.errno not in _SOMETHING_ELSE or not folder.kind_of(name):
-            raise
-        raise _not_ours(path, os.stat(name, dir_fd=folder.descriptor, follow_symlinks=False)) from error
-    _watch_forks(file)
-    try:
-        state = file.state
-        if not stat.S_ISREG(state.st_mode) or not folder.owns(file):
-            raise _not_ours(path, state)
-        is_locked = lock(file.descriptor)
-        if is_locked is False:
-            raise _held(path, stat.S_IMODE(state.st_mode))
-        if stat.S_IMODE(state.st_mode) != _MODE:  # of an older version, or a copy
-            try:
-                os.fchmod(file.descriptor, _MODE)
-            except PermissionError as error:
-                if state.st_uid == os.geteuid():
-                    raise
-                raise _not_ours(path, state) from error
-    except BaseException:
-        file.close()
-        raise
-    if not is_locked:
-        file.close()
-    return file if is_locked else None
+
+    def __init__(self, path: str, flags: int, take: Callable[[int, int], object]) -> None:
+        self._descriptor: int = os.open(path, flags | _FLAGS, 0o600)
+        self.is_held: bool = True
+        try:
+            take(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.is_held = False
+            if error.errno not in _NO_LOCKS:
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Give the lock up, if it was not before."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
-def _not_ours(path: str, state: os.stat_result) -> CheckpointExistsError:
-    what = "a lock" if stat.S_ISREG(state.st_mode) else "something that is not a file"
-    return CheckpointExistsError.at(
-        "CheckpointManager",
-        found=f"{what}, of {own_files.user_in_words(state.st_uid)}, at {path!r}",
-        expected="a folder that only you save into",
-        fix="Use a folder for each user. If nobody else saves here, remove the lock.",
-    )
+class OneWriter(Lock):
+    """The lock of a folder of checkpoints: its file ``.lock``.
+
+    Args:
+        folder: the folder.
+
+    Attributes:
+        process: the process that has locked it.
+
+    Raises:
+        CheckpointExistsError: if another job or another manager of this process holds it.
+        OSError: if it cannot be opened: it is another user's, say.
+    """
+
+    def __init__(self, folder: str) -> None:
+        path = os.path.join(os.path.realpath(folder), ".lock")
+        self.process: int = os.getpid()
+        self._key = self.process, path
+        if self._key in _locked:  # opening and closing the file would give up the lock that is there
+            raise _held(path)
+        try:
+            super().__init__(path, os.O_RDWR | os.O_CREAT, fcntl.lockf)
+        except BlockingIOError as error:
+            raise _held(path) from error
+        _locked.add(self._key)
+
+    def close(self) -> None:
+        """Give the lock up, if it was not before."""
+        super().close()
+        _locked.discard(self._key)
 
 
-def _held(path: str, mode: int) -> CheckpointExistsError:
-    more = f" Others can open it (mode {mode:o}): if no job of yours saves here, remove it." if mode & 0o066 else ""
+def _held(path: str) -> CheckpointExistsError:
     return CheckpointExistsError.at(
         "CheckpointManager",
         found=f"another job, or another manager of this one, that has locked {path!r}",
         expected="one writer for a folder",
-        fix=f"Use a folder for each job, or close() the other manager first.{more}",
+        fix="Use a folder for each job, or close() the other manager first.",
     )

@@ -12,26 +12,18 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpistrategy.checkpoint.storage.files import Folder, checksum_of
-from mpistrategy.checkpoint.storage.shards import (
-    LONGEST_TEXT,
-    MOST_BYTES,
-    Entry,
-    dtype_of,
-    is_numeric,
-    is_shape,
-    loads,
-    part_name,
-)
+from mpistrategy.checkpoint.storage.files import checksum_of, damaged, foreign, is_folder, opened
+from mpistrategy.checkpoint.storage.shards import LONGEST_TEXT, MOST_BYTES, dtype_of, is_numeric, is_shape, loads
 from mpistrategy.errors import CheckpointDamagedError, CheckpointError
 from mpistrategy.objects.text import printable
 
 NAME = "manifest.json"
-FORMAT, VERSION = "mpistrategy checkpoint", 1
+VERSION = 1
 #: How copies are saved: one for all ranks; one for each rank; rows of a global array, some on each rank; one for each
 #: rank, combined on another number of ranks.
 ONE, OWN, ROWS = "one", "own", "rows"
@@ -103,15 +95,13 @@ class Item:
         """How many elements an array of `shape` has."""
         return math.prod(self.shape)
 
-    def parts(self, path: str) -> list[tuple[int, str, int, int]]:
-        """Return the parts of the only copy: the shard, the name there, the first element, and how many."""
-        if len(self.shards) == 1:
-            return [(self.shards[0], path, 0, self.elements)]
-        each = -(-self.elements // len(self.shards))
-        starts = [min(number * each, self.elements) for number in range(len(self.shards) + 1)]
+    @property
+    def parts(self) -> list[tuple[int, int, int]]:
+        """The shards that have the only copy, each with the first element there and the one after the last."""
+        each, all_of_it = -(-self.elements // max(1, len(self.shards))), self.elements
         return [
-            (shard, part_name(path, start), start, stop - start)
-            for shard, start, stop in zip(self.shards, starts[:-1], starts[1:], strict=True)
+            (shard, min(number * each, all_of_it), min((number + 1) * each, all_of_it))
+            for number, shard in enumerate(self.shards)
         ]
 
     def packed(self) -> list[Any]:
@@ -144,14 +134,14 @@ class Manifest:
         """The arrays and values of which each rank has its own."""
         return {path: item for path, item in self.items.items() if item.is_of_each_rank}
 
-    def entries_of(self, number: int) -> dict[str, Entry]:
-        """Return the arrays that were saved once, and parts of them, in a shard, by the name that they have there."""
-        found = {}
-        for path, item in self.items.items():
-            for shard, name, _, count in item.parts(path) if item.shards else ():
-                if shard == number:
-                    found[name] = Entry(path, item.shape if len(item.shards) == 1 else (count,), item.dtype)
-        return found
+    def entries_of(self, number: int) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Return the shapes and dtypes of the arrays in a shard that were saved once, by path; parts are flat."""
+        return {
+            path: (item.shape if len(item.shards) == 1 else (stop - start,), item.dtype)
+            for path, item in self.items.items()
+            for shard, start, stop in item.parts
+            if shard == number
+        }
 
     def text(self) -> bytes:
         """Return the bytes of the file."""
@@ -163,32 +153,31 @@ class Manifest:
             "layout": self.layout,
             "written_by": self.written_by,
         }
-        inner = _BODY + json.dumps(body, separators=(",", ":")).encode() + _END
-        head = {"format": FORMAT, "version": VERSION, "checksum": checksum_of(inner).hexdigest()}
-        return json.dumps(head, separators=(",", ":")).encode()[:-1] + b",\n" + inner
+        return with_head(json.dumps(body, separators=(",", ":")).encode())
 
 
-def is_checkpoint(folder: Folder) -> bool:
+def with_head(body: bytes) -> bytes:
+    """Return the bytes of a manifest with this JSON."""
+    inner = _BODY + body + _END
+    checksum = checksum_of(inner).hexdigest()
+    return f'{{"format":"mpistrategy checkpoint","version":{VERSION},"checksum":"{checksum}",\n'.encode() + inner
+
+
+def is_checkpoint(folder: str) -> bool:
     """Return whether a folder has a manifest of this package's, of any version, and no files but a checkpoint's."""
-    if folder.foreign() or folder.kind_of(NAME) != "file":
-        return False
     try:
-        with folder.file(NAME, None, LONGEST_TEXT) as file:
-            return _HEAD.match(file.read(0, min(file.size, _LONGEST_HEAD))) is not None
+        if not is_folder(folder) or foreign(folder):
+            return False
+        with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
+            return _HEAD.match(file.read(_LONGEST_HEAD)) is not None
     except (CheckpointError, OSError):
         return False
 
 
-def read_text(folder: Folder) -> bytes:
-    """Return the bytes of the manifest in a folder.
-
-    Raises:
-        CheckpointDamagedError: if there is no such file.
-    """
-    try:
-        return folder.read(NAME, LONGEST_TEXT)
-    except FileNotFoundError as error:
-        raise bad(folder.path, f"no {NAME}: it was not finished, or is not a checkpoint") from error
+def read_text(folder: str) -> bytes:
+    """Return the bytes of the manifest in a folder; CheckpointDamagedError if there is none."""
+    with opened(os.path.join(folder, NAME), LONGEST_TEXT) as file:
+        return file.read()
 
 
 def parse(data: bytes, where: str) -> Manifest:
@@ -199,43 +188,38 @@ def parse(data: bytes, where: str) -> Manifest:
     """
     head = _HEAD.match(data)
     if head is None:
-        raise bad(where, "a manifest of another format, or a damaged one")
+        raise damaged(where, "a manifest of another format, or a damaged one")
     version = int(head[1])
     if version != VERSION:
-        raise CheckpointDamagedError.at(
-            "a checkpoint",
-            found=f"format version {version} in {where!r}",
-            expected=f"version {VERSION}",
-            fix="Read it with the version of mpistrategy that wrote it.",
-        )
+        raise damaged(where, f"format version {version} (this is {VERSION}; another mpistrategy wrote it)")
     inner = data[head.end() :]
     if checksum_of(inner).hexdigest().encode() != head[2] or not (inner.startswith(_BODY) and inner.endswith(_END)):
-        raise bad(where, "a manifest with another checksum than it was written with")
+        raise damaged(where, "a manifest with another checksum than it was written with")
     body = loads(inner[len(_BODY) : -len(_END)], where)
     try:
-        return _checked(body)
+        return _manifest(**body)
+    except CheckpointDamagedError:
+        raise
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-        if isinstance(error, CheckpointDamagedError):
-            raise
-        raise bad(where, f"a manifest that contradicts itself ({type(error).__name__}: {str(error)[:80]})") from error
+        found = f"a manifest that contradicts itself ({type(error).__name__}: {str(error)[:80]})"
+        raise damaged(where, found) from error
 
 
-def _checked(body: Any) -> Manifest:
-    ranks, layout, names, written_by = body["ranks"], body["layout"], body["names"], body["written_by"]
-    _require(_is_count(ranks) and 1 <= ranks <= MOST_RANKS, "ranks")
-    shards = tuple(Shard(*packed) for packed in body["shards"])
-    _require(len(shards) >= 1 and all(_is_count(each.nbytes) and each.nbytes <= MOST_BYTES for each in shards), "sizes")
-    _require(all(re.fullmatch(r"[0-9a-f]{32}", each.checksum) for each in shards), "checksums")
-    _require(all(_is_count(each.writer) and each.writer < ranks for each in shards), "writers")
-    _require(isinstance(layout, dict) and all(isinstance(name, str) for name in names), "names")
-    items = {path: _item(len(shards), *packed) for path, packed in body["items"].items()}
-    of_each = any(item.is_of_each_rank for item in items.values())
+def _manifest(*, ranks: Any, shards: Any, names: Any, items: Any, layout: Any, written_by: Any) -> Manifest:
+    _require(_is_count(ranks, MOST_RANKS) and ranks >= 1 and len(shards) >= 1, "ranks")
+    for nbytes, checksum, writer in shards:
+        _require(_is_count(nbytes, MOST_BYTES) and _is_count(writer, ranks - 1), "shards")
+        _require(re.fullmatch(r"[0-9a-f]{32}", checksum) is not None, "checksums")
+    found = {path: _item(len(shards), *packed) for path, packed in items.items()}
     # A small file cannot speak of many ranks: what each has for itself takes memory.
-    _require(not of_each or ranks * _LEAST_OF_A_RANK <= sum(each.nbytes for each in shards), "ranks")
-    _require(all(name in items for name in names) and len(set(names)) == len(names), "names")
-    _require(not any(path.startswith("_") for path, item in items.items() if item.is_array), "paths")
+    least = ranks * _LEAST_OF_A_RANK if any(item.is_of_each_rank for item in found.values()) else 0
+    _require(least <= sum(nbytes for nbytes, _, _ in shards), "ranks")
+    _require(all(isinstance(name, str) and name in found for name in names), "names")
+    _require(len(set(names)) == len(names) and isinstance(layout, dict), "names")
+    _require(not any(path.startswith("_") for path, item in found.items() if item.is_array), "paths")
     _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION, "written_by")
-    return Manifest(ranks, shards, items, tuple(names), layout, printable(written_by, ""))
+    files = tuple(Shard(*packed) for packed in shards)
+    return Manifest(ranks, files, found, tuple(names), layout, printable(written_by, ""))
 
 
 def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: Any, more: Any, values: Any) -> Item:
@@ -245,26 +229,20 @@ def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: An
     _require((kind == ROWS) == (copies == ROWS), "rows")
     if dtype:
         elements = dtype_of(dtype)
-        _require(is_shape(shape, elements) and copies != "" and not values, "sizes")
+        _require(is_shape(shape, elements.itemsize) and copies != "" and not values, "sizes")
         _require(copies not in COMBINED or is_numeric(elements), "copies")
-        _require(all(_is_count(number) and number < count for number in shards), "shards")
-        _require(len(set(shards)) == len(shards), "shards")
-        _require(bool(shards) == (copies == ONE) and len(shards) <= max(1, math.prod(shape)), "shards")
-        _require(copies != ROWS or bool(shape), "rows")
+        _require(all(_is_count(number, count - 1) for number in shards), "shards")
+        _require(len(set(shards)) == len(shards) <= max(1, math.prod(shape)), "shards")
+        _require(bool(shards) == (copies == ONE) and (copies != ROWS or bool(shape)), "shards")
     else:
         _require(copies in ("", ONE, OWN) and len(values) == int(copies == ONE) and not shards, "values")
     return Item(kind, copies, dtype, tuple(shape), tuple(shards), more, tuple(values))
 
 
-def _is_count(number: Any) -> bool:
-    return type(number) is int and number >= 0
+def _is_count(number: Any, most: int) -> bool:
+    return type(number) is int and 0 <= number <= most
 
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
         raise ValueError(what)
-
-
-def bad(where: str, found: str) -> CheckpointDamagedError:
-    """Return the error for a damaged checkpoint."""
-    return CheckpointDamagedError.at("a checkpoint", found=f"{found}, at {where!r}", expected="a whole checkpoint")

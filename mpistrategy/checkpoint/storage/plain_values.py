@@ -6,6 +6,7 @@ keys cannot be mistaken for such a name.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 #: Returned for a value that is not plain; None is plain.
@@ -16,32 +17,48 @@ ABSENT = object()
 _DEEPEST = 100
 
 
-def to_json(value: Any, inside: tuple[int, ...] = ()) -> Any:
+def to_json(value: Any) -> Any:
     """Return a nest of Python's own numbers, strings, None, lists, tuples and dicts as JSON; else `NOT_PLAIN`.
 
     Keys of dicts are strings or ints.  Subclasses (named tuples, enums) are not plain: they would lose their class.
-    `inside` has the ids of the containers around the value.
+    Nor is what holds itself.
     """
-    if value is None or type(value) in (bool, int, str):
-        return value
-    if type(value) is float:
-        return {"float": value.hex()}
-    if type(value) is complex:
-        return {"complex": [value.real.hex(), value.imag.hex()]}
-    if type(value) is bytes:
-        return {"bytes": value.hex()}
-    if len(inside) > _DEEPEST or id(value) in inside:
+    try:
+        return _packed(value, 0)
+    except _NotPlainError:
         return NOT_PLAIN
-    inside = (*inside, id(value))
-    if type(value) in (list, tuple):
-        items = [to_json(item, inside) for item in value]
-        if any(item is NOT_PLAIN for item in items):
-            return NOT_PLAIN
-        return items if type(value) is list else {"tuple": items}
-    if type(value) is dict and all(type(key) in (str, int) for key in value):
-        pairs = [[key, to_json(item, inside)] for key, item in value.items()]
-        return NOT_PLAIN if any(item is NOT_PLAIN for _, item in pairs) else {"dict": pairs}
-    return NOT_PLAIN
+
+
+class _NotPlainError(Exception):
+    """A value has no JSON."""
+
+
+def _packed(value: Any, depth: int) -> Any:
+    kind = type(value)
+    if value is None or kind in (bool, int, str):
+        return value
+    if kind is float:
+        return {"float": value.hex()}
+    if kind is complex:
+        return {"complex": [value.real.hex(), value.imag.hex()]}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    if depth <= _DEEPEST and kind in (list, tuple):
+        items = [_packed(item, depth + 1) for item in value]
+        return items if kind is list else {"tuple": items}
+    if depth <= _DEEPEST and kind is dict and all(type(key) in (str, int) for key in value):
+        return {"dict": [[key, _packed(item, depth + 1)] for key, item in value.items()]}
+    raise _NotPlainError
+
+
+#: What returns the value, by the type that is named.
+_READERS: dict[str, Callable[[Any], Any]] = {
+    "float": float.fromhex,
+    "complex": lambda parts: complex(*map(float.fromhex, parts)),
+    "bytes": bytes.fromhex,
+    "tuple": lambda items: tuple(map(from_json, items)),
+    "dict": lambda pairs: {key: from_json(item) for key, item in pairs},
+}
 
 
 def from_json(value: Any) -> Any:
@@ -55,18 +72,7 @@ def from_json(value: Any) -> Any:
     if isinstance(value, list):
         return [from_json(item) for item in value]
     ((kind, inner),) = value.items()
-    if kind == "float":
-        return float.fromhex(inner)
-    if kind == "complex":
-        real, imaginary = inner
-        return complex(float.fromhex(real), float.fromhex(imaginary))
-    if kind == "bytes":
-        return bytes.fromhex(inner)
-    if kind == "tuple":
-        return tuple(from_json(item) for item in inner)
-    if kind == "dict":
-        return {key: from_json(item) for key, item in inner}
-    raise ValueError(f"a value of kind {kind!r}")
+    return _READERS[kind](inner)
 
 
 def below(path: str, key: Any) -> str:

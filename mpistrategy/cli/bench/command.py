@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
@@ -15,9 +16,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from mpistrategy import own_files
-from mpistrategy.cli.bench.report import Report, environment, environment_in_words, write_json
+from mpistrategy.cli.arguments import positive
+from mpistrategy.cli.bench.report import Report, environment, write_json
 from mpistrategy.cli.bench.shapes import LISTS
-from mpistrategy.cli.bench.timing import FULL, QUICK
+from mpistrategy.cli.bench.timing import FULL_SECONDS, QUICK_SECONDS
 from mpistrategy.errors import DeviceError, UnsupportedError
 from mpistrategy.mpi.job.launcher import claim_in
 from mpistrategy.mpi.tuning.files import VARIABLE, file_for, save, trying
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
     from mpistrategy.cli.bench.raw import RawRanks
     from mpistrategy.strategy.strategy import Strategy
 
+_COULD_NOT = 2
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
 
 
@@ -51,13 +54,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Measure on all ranks of the job; return the exit status."""
-    if options.devices != "cpu":
-        return _on_gpus(options)
+    if options.save and options.devices != "cpu":
+        return _fail(f"mpistrategy bench: found --devices {options.devices} with --save; expected one of the two")
     # Saved thresholds must not influence their own measurement.
     with trying(DEFAULT) if options.save else nullcontext():
-        started = start("mpistrategy bench")
+        started = start("mpistrategy bench", options.devices)
     if started is None:
-        return 2
+        return _COULD_NOT
     ranks, strategy = started
     status = _save(options, ranks) if options.save else _measure(options, ranks, strategy)
     ranks.close()
@@ -65,11 +68,17 @@ def run(options: argparse.Namespace) -> int:
     return status
 
 
-def start(program: str) -> tuple[RawRanks, Strategy] | None:
-    """Start MPI; return the ranks and a strategy of theirs; None, after a word about it, where there is one rank."""
-    strategy = MirroredStrategy()
+def start(program: str, devices: str = "cpu") -> tuple[RawRanks, Strategy] | None:
+    """Start MPI; return the ranks and a strategy of theirs; None, after a word about it, where that cannot be done."""
+    try:
+        strategy = MirroredStrategy(devices)
+    except (DeviceError, UnsupportedError) as error:  # on all ranks
+        claim = claim_in(os.environ)
+        if claim is None or claim.rank == 0:
+            _fail(f"{program} --devices {devices}: {error}")
+        return None
     if strategy.num_replicas_in_sync == 1:
-        _tell(
+        _fail(
             f"{program}: found one rank; expected several to measure between. "
             f"Start it with your launcher: mpiexec -n 2 {program}"
         )
@@ -82,85 +91,56 @@ def start(program: str) -> tuple[RawRanks, Strategy] | None:
 def _measure(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy) -> int:
     from mpistrategy.cli.bench import sums
 
-    every = not (options.sizes or options.lists)
-    sizes = options.sizes or ((sums.QUICK_SIZES if options.quick else sums.SIZES) if every else ())
-    lists = options.lists or ((sums.QUICK_LISTS if options.quick else tuple(LISTS)) if every else ())
-    effort = QUICK if options.quick else FULL
-    if options.seconds:
-        effort = replace(effort, seconds=options.seconds)
-    report = Report(ranks, effort, len(sizes) + len(lists))
-    for case in chain(sums.one_array(ranks, strategy, sizes), sums.gradient_lists(ranks, strategy, lists)):
+    sizes, lists, place = options.sizes or (), options.lists or (), sums.Place()
+    if not (sizes or lists):
+        sizes, lists = (sums.QUICK_SIZES, sums.QUICK_LISTS) if options.quick else (sums.SIZES, tuple(LISTS))
+    if options.devices != "cpu":
+        place = sums.gpus()
+    seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
+    report = Report(ranks, seconds, len(sizes) + len(lists))
+    arrays = sums.one_array(ranks, strategy, sizes, place)
+    for case in chain(arrays, sums.gradient_lists(ranks, strategy, lists, place)):
         report.add(case)
     return 0 if report.end(options.json) else 1
-
-
-def _on_gpus(options: argparse.Namespace) -> int:
-    """Measure with arrays in GPU memory, on one rank or more; return the exit status."""
-    if options.save:
-        _tell(f"mpistrategy bench: found --devices {options.devices} with --save; expected one of the two")
-        return 2
-    try:
-        strategy = MirroredStrategy(options.devices)  # starts MPI
-    except (DeviceError, UnsupportedError) as error:  # on all ranks
-        claim = claim_in(os.environ)
-        if claim is None or claim.rank == 0:
-            _tell(f"mpistrategy bench --devices {options.devices}: {error}")
-        return 2
-    from mpistrategy.cli.bench import gpus
-    from mpistrategy.cli.bench.raw import RawRanks
-
-    ranks = RawRanks()
-    about = environment(ranks)
-    if ranks.rank == 0:
-        print(environment_in_words(about))
-    found = gpus.measure(strategy, ranks, options)
-    if ranks.rank == 0 and options.json:
-        write_json(options.json, {"environment": about, **found})
-    ranks.close()
-    strategy.close()
-    return 0 if all(row["right"] for row in found["rows"]) else 1
 
 
 def _save(options: argparse.Namespace, ranks: RawRanks) -> int:
     """Measure the thresholds and save them."""
     from mpistrategy.cli.bench import thresholds
 
-    about = environment(ranks)
+    def tell(line: str) -> None:
+        if ranks.rank == 0:
+            print(line, file=sys.stderr, flush=True)
 
-    def place() -> Path:
-        return file_for(ranks.library, ranks.ranks_on_node, ranks.nodes)
-
-    def failed(action: Callable[[], object]) -> bool:
+    def failed(action: Callable[[Path], object]) -> bool:
         """Say on all ranks whether rank 0 could not do it."""
-        trouble = False
+        trouble = 0.0
         try:
             if ranks.rank == 0:
-                action()
+                action(file_for(ranks.library, ranks.ranks_on_node, ranks.nodes))
         except OSError as error:
-            trouble = True
-            _tell(f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
-        return bool(ranks.greatest(np.array([float(trouble)]))[0])
+            trouble = 1.0
+            tell(f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
+        return bool(ranks.greatest(np.array([trouble]))[0])
 
-    if failed(lambda: own_files.make_folders(str(place().parent))):
+    if failed(lambda file: own_files.make_folders(str(file.parent))):
         return 1
-    tell = _tell if ranks.rank == 0 else lambda line: None
-    effort, trials = (thresholds.QUICK, 1) if options.quick else (thresholds.EFFORT, 3)
-    default = default_for(ranks.library)
-    search = thresholds.Search(ranks, ranks.ranks_on_node > 1, ranks.nodes, tell, default, effort, trials)
+    about, default = environment(ranks), default_for(ranks.library)
+    seconds, trials = (thresholds.QUICK_SECONDS, 1) if options.quick else (thresholds.SECONDS, 3)
+    search = thresholds.Search(ranks, tell, default, seconds, trials)
     found = replace(search.run(), source=f"measured {about['date']} on {about['cpu']}")
-    if failed(lambda: save(found, place())):
+    if failed(lambda file: save(found, file)):
         return 1
-    tell(
-        f"saved {place()}. Every new strategy of {ranks.ranks_on_node} ranks on each of {ranks.nodes} node(s) "
-        f"under {ranks.library} uses it."
-    )
+    where = file_for(ranks.library, ranks.ranks_on_node, ranks.nodes)
+    tell(f"saved {where}. Every new strategy of {ranks.ranks_on_node} ranks on each of {ranks.nodes} node(s) uses it.")
     if options.json and ranks.rank == 0:
         write_json(options.json, {"environment": about, "cases": search.cases, "thresholds": asdict(found)})
     return 0 if all(row["right"] for case in search.cases for row in case["variants"]) else 1
 
 
-def _tell(line: str) -> None:
+def _fail(line: str) -> int:
     print(line, file=sys.stderr, flush=True)
+    return _COULD_NOT
 
 
 def names_of(eligible: Iterable[str]) -> Callable[[str], list[str]]:
@@ -186,24 +166,13 @@ def writable(text: str) -> str:
     return text
 
 
-def positive(text: str) -> float:
-    """Read a positive number."""
-    with suppress(ValueError):
-        if 0 < (number := float(text)) < float("inf"):
-            return number
-    raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
-
-
 def sizes(text: str) -> list[int]:
     """Read sizes in bytes, each with its unit."""
     found = []
     for word in text.split(","):
-        number = word.strip().lower().rstrip("bkmgi")
-        unit = word.strip().lower()[len(number) :].strip()
-        with suppress(ValueError):
-            size = float(number) * UNITS.get(unit, 0)
-            if 4 <= size < float("inf") and size % 4 == 0:
-                found.append(int(size))
-                continue
-        raise argparse.ArgumentTypeError(f"{word!r} is not a size; write multiples of 4 bytes as 4, 64KiB or 1MiB")
+        parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b?)\s*", word.lower())
+        size = float(parts[1]) * UNITS.get(parts[2], 0) if parts else 0.0
+        if size < 4 or size % 4:
+            raise argparse.ArgumentTypeError(f"{word!r} is not a size; write multiples of 4 bytes as 4, 64KiB or 1MiB")
+        found.append(int(size))
     return found

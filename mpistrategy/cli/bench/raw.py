@@ -15,8 +15,6 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.tuning.files import library_name
 from mpistrategy.objects.text import decoded, encoded
 
-PIECE = 2**20
-
 
 class RawRanks:
     """All ranks of the job, on a separate communicator.  Collective, as all its methods are.
@@ -57,13 +55,6 @@ class RawRanks:
         everyone = np.empty((self.size, mine.size), np.uint8)
         self.comm.Allgather(mine, everyone)
         return bool((everyone == everyone[0]).all())
-
-    def sum_in_pieces(self, buffer: Array) -> None:
-        """Sum in place, a megabyte at a time: what a careful user does."""
-        flat = buffer.reshape(-1)
-        step = max(PIECE // buffer.itemsize, 1)
-        for start in range(0, flat.size, step):
-            self.comm.Allreduce(MPI.IN_PLACE, flat[start : start + step])
 
     def sum_each_into(self, sources: Sequence[Array], targets: Sequence[Array]) -> None:
         """The usual loop over a list of gradients."""

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.cli.bench.case import Case
-from mpistrategy.cli.bench.timing import Effort, measure
+from mpistrategy.cli.bench.timing import measure
 from mpistrategy.mpi.shared_memory.spin_wait import cores
 from mpistrategy.objects.text import encoded
 
@@ -25,42 +25,28 @@ if TYPE_CHECKING:
 METHOD = (
     "Median of all rounds; the variants of a case take turns within each round. Ratio: median over the median of the "
     "case's first row; in brackets the quartiles of the ratios round by round. Every rank rewrites its operand before "
-    "each call and reads its result after it (not counted). A call's time is that of its slowest rank."
+    "each call and reads its result after it (not counted). A call's time is that of its slowest rank. Bus bandwidth, "
+    "as in nccl-tests: bytes / time * 2 (n - 1) / n."
 )
-#: Variables that set the number of BLAS threads.
-_THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 
 
 def environment(ranks: RawRanks) -> dict[str, Any]:
     """Return what readers need to judge the figures of a run."""
+    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
         "mpi": ranks.library,
         "ranks": ranks.size,
         "ranks_on_node": ranks.ranks_on_node,
         "nodes": ranks.nodes,
         "cores": len(cores()),
-        "cpu": _cpu(),
-        "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
+        "cpu": next(names, platform.machine()),
         "system": f"{platform.system()} {platform.release()}",
         "python": platform.python_version(),
         "numpy": np.__version__,
-        "blas_threads": next((os.environ[name] for name in _THREADS if name in os.environ), "not set"),
+        "blas_threads": os.environ.get("OMP_NUM_THREADS", "not set"),
         "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
     }
-
-
-def _cpu() -> str:
-    lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
-    names = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
-    return next(names, platform.machine())
-
-
-def environment_in_words(found: dict[str, Any]) -> str:
-    """Return the environment as one line."""
-    return (
-        "{date}, {mpi}, {ranks} ranks on {nodes} node(s), {cores} cores of {cpu}, {memory_gib} GiB, {system}, "
-        "Python {python}, NumPy {numpy}, BLAS threads {blas_threads}"
-    ).format_map(found)
 
 
 def time_in_words(microseconds: float) -> str:
@@ -76,20 +62,24 @@ class Report:
 
     Args:
         ranks: who measures.
-        effort: for each case.
+        seconds: for each case.
         expected: how many cases there will be.
 
     Attributes:
         cases: the figures so far, the same on every rank.
     """
 
-    def __init__(self, ranks: RawRanks, effort: Effort, expected: int) -> None:
-        self._ranks, self._effort, self._expected = ranks, effort, expected
+    def __init__(self, ranks: RawRanks, seconds: float, expected: int) -> None:
+        self._ranks, self._seconds, self._expected = ranks, seconds, expected
         self._started = time.monotonic()
         self.environment: dict[str, Any] = environment(ranks)
         self.cases: list[dict[str, Any]] = []
-        self.tell(f"{expected} cases, each measured for up to about {effort.seconds:g} s, and checked before that")
-        self.print([environment_in_words(self.environment), "", METHOD])
+        self.tell(f"{expected} cases, each measured for up to about {seconds:g} s, and checked before that")
+        about = (
+            "{date}, {mpi}, {ranks} ranks on {nodes} node(s), {cores} cores of {cpu}, {system}, Python {python}, "
+            "NumPy {numpy}, BLAS threads {blas_threads}"
+        )
+        self.print([about.format_map(self.environment), "", METHOD])
 
     def tell(self, line: str) -> None:
         """Say something about the run that is not one of its figures."""
@@ -103,16 +93,17 @@ class Report:
 
     def add(self, case: Case) -> dict[str, Any]:
         """Measure a case, print its rows and free its memory; return its figures.  Collective."""
-        done, passed = len(self.cases), time.monotonic() - self._started
-        left = f"about {max(self._expected - done, 0) * passed / done:.0f} s to go" if done else "the first one"
-        self.tell(f"{case.suite}: {case.name} ... (case {done + 1} of {self._expected}, {left})")
-        figures = measure(case, self._ranks, self._effort)
+        passed = time.monotonic() - self._started
+        which = f"case {len(self.cases) + 1} of {self._expected}"
+        self.tell(f"{case.suite}: {case.name} ... ({which}, {passed:.0f} s so far)")
+        figures = measure(case, self._ranks, self._seconds)
         for variant in case.variants:
             if variant.close is not None:
                 variant.close()
         case.variants.clear()
         if not self.cases or self.cases[-1]["suite"] != case.suite:
-            self.print(suite_head(case.suite))
+            head = "| case | variant | time | ratio (quartiles) | bus bandwidth |"
+            self.print(["", f"**{case.suite}**", "", head, "|---|---|---|---|---|"])
         self.cases.append(figures)
         self.print(rows(figures))
         return figures
@@ -128,20 +119,15 @@ class Report:
         return right
 
 
-def suite_head(suite: str) -> list[str]:
-    """Return the beginning of a table."""
-    return ["", f"**{suite}**", "", "| case | variant | time | ratio (quartiles) |", "|---|---|---|---|"]
-
-
 def rows(case: dict[str, Any]) -> list[str]:
     """Return the rows of one case."""
-    lines, first = [], case["variants"][0]
+    lines, name, ratio = [], case["case"], "1"
     for row in case["variants"]:
-        ratio = f"{row['ratio']:.2f} ({row['ratio_quartile_1']:.2f}-{row['ratio_quartile_3']:.2f})"
-        took = time_in_words(row["median_us"])
         wrong = "" if row["right"] else " **WRONG RESULT**"
-        shown = (case["case"], "1") if row is first else ("", ratio)
-        lines.append(f"| {shown[0]} | {row['name']} | {took} | {shown[1]}{wrong} |")
+        took = time_in_words(row["median_us"])
+        speed = f"{row['bus_gb_s']:.3g} GB/s{wrong}"
+        lines.append(f"| {name} | {row['name']} | {took} | {ratio.format_map(row)} | {speed} |")
+        name, ratio = "", "{ratio:.2f} ({ratio_quartile_1:.2f}-{ratio_quartile_3:.2f})"
     return lines
 
 

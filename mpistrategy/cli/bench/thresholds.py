@@ -9,22 +9,25 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import asdict, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cli.bench.case import Case, Ranks, Variant
-from mpistrategy.cli.bench.timing import Effort, measure
+from mpistrategy.cli.bench.case import Case, Variant
+from mpistrategy.cli.bench.timing import measure
 from mpistrategy.mpi.tuning.files import trying
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
+from mpistrategy.mpi.tuning.thresholds import Thresholds
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
 
-EFFORT = Effort(seconds=0.3, least=7, most=31)
-QUICK = Effort(seconds=0.05, least=3, most=9)
+if TYPE_CHECKING:
+    from mpistrategy.cli.bench.raw import RawRanks
+
+#: For each case.
+SECONDS, QUICK_SECONDS = 0.3, 0.05
 #: A value replaces the default only if its time is below this fraction of the default's.
 CLEARLY = 0.95
 NEVER = 2**40
@@ -47,38 +50,24 @@ class Search:
 
     Args:
         ranks: who measures.
-        share_memory: whether ranks of a node reduce through shared memory at all.
-        nodes: how many nodes there are.
         tell: called with a line about each measurement.
         default: kept where nothing else is clearly faster.
-        effort: for each case.
+        seconds: for each case.
         trials: how often each comparison is made, with new strategies.
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        share_memory: bool,
-        nodes: int,
-        tell: Callable[[str], None],
-        default: Thresholds = DEFAULT,
-        effort: Effort = EFFORT,
-        trials: int = 3,
+        self, ranks: RawRanks, tell: Callable[[str], None], default: Thresholds, seconds: float, trials: int
     ) -> None:
-        self.ranks = ranks
-        self.share_memory = share_memory
-        self.nodes = nodes
-        self.tell = tell
-        self.effort = effort
-        self.trials = trials
+        self._ranks, self._tell, self._seconds, self._trials = ranks, tell, seconds, trials
         self.found: Thresholds = default
         self.cases: list[dict[str, Any]] = []
 
     def run(self) -> Thresholds:
         """Measure all thresholds; return them.  Collective."""
-        if self.nodes > 1 and self.share_memory:  # what is for a node alone is not used then
+        if self._ranks.ranks_on_node > 1 and self._ranks.nodes > 1:  # what is for a node alone is not used then
             self._settle("lanes_bytes", (64, *_SIZES["lanes_bytes"], NEVER))
-        elif self.share_memory:
+        elif self._ranks.ranks_on_node > 1:
             self._settle("chunk_bytes", _SIZES["chunk_bytes"], _LARGE, cell_bytes=64, window_bytes=64)
             self._settle("window_bytes", (64, *_SIZES["window_bytes"], NEVER), cell_bytes=64)
             self._settle("cell_bytes", (64, *_SIZES["cell_bytes"]))
@@ -99,12 +88,12 @@ class Search:
         """
         present: int = asdict(self.found)[name]
         tried = list(dict.fromkeys((present, *values)))
-        trials = [self._logs(name, tried, sizes or _SIZES[name], arrays, others) for _ in range(self.trials)]
+        trials = [self._logs(name, tried, sizes or _SIZES[name], arrays, others) for _ in range(self._trials)]
         costs = dict(zip(tried, np.median(trials, axis=0).tolist(), strict=True))
         best = min(costs, key=lambda value: costs[value])
         value = best if costs[best] < costs[present] + np.log(CLEARLY) else present
         words = ["never" if size == NEVER else size_in_words(size) for size in (value, present)]
-        self.tell(f"{name}: {words[0]} (default {words[1]})")
+        self._tell(f"{name}: {words[0]} (default {words[1]})")
         self.found = _with(self.found, {name: value})
 
     def _logs(
@@ -124,7 +113,7 @@ class Search:
                     Variant(size_in_words(value), _sum(strategy, operands), operands)
                     for value, strategy in zip(tried, strategies, strict=True)
                 ]
-                self.cases.append(measure(Case(name, size_in_words(size), size, variants), self.ranks, self.effort))
+                self.cases.append(measure(Case(name, size_in_words(size), size, variants), self._ranks, self._seconds))
                 logs.append(np.log([row["median_us"] for row in self.cases[-1]["variants"]]))
         return np.asarray(np.mean(logs, axis=0))
 

@@ -1,17 +1,15 @@
 """How a case is timed: its variants in turn, round by round, on buffers that are in use.
 
 Before each call every rank rewrites its whole operand, and after it reads its whole result: calls on idle buffers
-would favour shared memory.  Long calls are timed one by one behind a barrier; short ones in batches together with
-the rewriting and reading, whose own time is then measured and taken off.  A call's time is that of its slowest rank.
+would favour shared memory.  Neither is timed.  Short calls are timed in batches.  A call's time is that of its slowest
+rank.
 """
 
 from __future__ import annotations
 
-import gc
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -19,67 +17,43 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.case import Case, Ranks, Variant, is_right
 
-#: Calls from this many seconds on are timed one by one.
-ONE_BY_ONE = 40e-6
-#: What a batch of short calls should take, in seconds.
-BATCH_SECONDS = 0.5e-3
+#: For each case, about.
+QUICK_SECONDS, FULL_SECONDS = 1.0, 8.0
+_LEAST_ROUNDS, _MOST_ROUNDS = 5, 101
+#: Calls from this many seconds on are timed one by one; what a batch of shorter ones should take.
+ONE_BY_ONE, BATCH_SECONDS = 40e-6, 0.5e-3
 
 
-@dataclass(frozen=True)
-class Effort:
-    """How long to measure.
+def measure(case: Case, ranks: Ranks, seconds: float) -> dict[str, Any]:
+    """Check that all variants are right, time them, check again.  Collective.
 
-    Attributes:
-        seconds: for each case, about.
-        least: rounds, at least.
-        most: rounds, at most.
-    """
-
-    seconds: float
-    least: int
-    most: int
-
-
-QUICK = Effort(seconds=1.0, least=5, most=15)
-FULL = Effort(seconds=8.0, least=11, most=101)
-
-
-def measure(case: Case, ranks: Ranks, effort: Effort) -> dict[str, Any]:
-    """Check that all variants are right and equal on all ranks, time them, check again.  Collective.
+    Args:
+        case: what is measured.
+        ranks: who measures.
+        seconds: how long that may take, about.
 
     Returns:
         The case as it goes into the JSON report; the same on every rank.
     """
     with case.within:
         before = [is_right(variant, ranks) for variant in case.variants]
-        gc_was_on = gc.isenabled()
-        gc.collect()
-        gc.disable()
-        try:
-            seconds = _time(case.variants, ranks, effort, case.batch)
-        finally:
-            if gc_was_on:
-                gc.enable()
-        right = [is_right(variant, ranks) and was for was, variant in zip(before, case.variants, strict=True)]
-    rows = [
-        {
-            "name": variant.name,
-            **summary(seconds[row], seconds[0]),
-            "right": right[row],
-        }
-        for row, variant in enumerate(case.variants)
-    ]
+        times = _time(case, ranks, seconds)
+        right = [is_right(variant, ranks) and was for variant, was in zip(case.variants, before, strict=True)]
+    rows = []
+    for row, variant in enumerate(case.variants):
+        rows.append({"name": variant.name, **summary(times[row], times[0]), "right": right[row]})
+        rows[-1]["bus_gb_s"] = round(case.nbytes * 2 * (1 - 1 / ranks.size) / np.median(times[row]) / 1e9, 4)
     return {
         "suite": case.suite,
         "case": case.name,
         "bytes": case.nbytes,
         "reference": case.variants[0].name,
-        "rounds": seconds.shape[1],
+        "rounds": times.shape[1],
         "variants": rows,
     }
 
 
-def summary(own: Array, reference: Array) -> dict[str, float]:
+def summary(own: Array, reference: Array) -> dict[str, Any]:
     """Return the figures of one variant: the quartiles of its time and of its ratio to the reference.
 
     Args:
@@ -100,69 +74,38 @@ def summary(own: Array, reference: Array) -> dict[str, float]:
     return {name: round(float(figure), 4) for name, figure in figures.items()}
 
 
-def _time(variants: Sequence[Variant], ranks: Ranks, effort: Effort, batch: int | None) -> Array:
+def _time(case: Case, ranks: Ranks, seconds: float) -> Array:
     """Return the seconds of one call, by variant and round."""
-    for variant in variants:
-        with variant.within:
-            _alone(variant, ranks, 1)  # first touch of buffers, plans that are cached
-    once = ranks.greatest(np.array([_probe(variant, ranks) for variant in variants]))
-    # From here on the same numbers everywhere: the ranks decide alike.
-    batches = [batch or 1] * len(variants)
-    if batch is None and once[0, 0] < ONE_BY_ONE:
-        batches = [max(int(BATCH_SECONDS / seconds), 1) for seconds in once.sum(axis=1)]
-    short = max(batches) > 1
-    one_round = float(((once[:, 0] + (1 + short) * once[:, 1]) * batches).sum())
-    wanted = int(min(max(effort.seconds / one_round, effort.least), effort.most))
-    order = random.Random(wanted)  # so that no variant always follows the same one
-    seconds = np.zeros((len(variants), wanted))
-    for number in range(wanted):
-        for index in order.sample(range(len(variants)), len(variants)):
-            variant = variants[index]
-            with variant.within:
-                one = _in_batch(variant, ranks, batches[index], number) if short else _alone(variant, ranks, number)
-                seconds[index, number] = one
-    return np.maximum(ranks.greatest(seconds), 1e-9)
+    once = [min(_round(variant, ranks, 1, 0, case.finish) for _ in range(3)) for variant in case.variants]
+    once = ranks.greatest(np.array(once)).tolist()  # the same everywhere: the ranks decide alike
+    is_short = case.batch is None and once[0] < ONE_BY_ONE
+    calls = [max(int(BATCH_SECONDS / each), 1) if is_short else case.batch or 1 for each in once]
+    began = time.perf_counter()
+    for variant, count in zip(case.variants, calls, strict=True):
+        _round(variant, ranks, count, 0, case.finish)
+    one_round = float(ranks.greatest(np.array([time.perf_counter() - began]))[0])
+    rounds = int(min(max(seconds / one_round, _LEAST_ROUNDS), _MOST_ROUNDS))
+    order, times = random.Random(rounds), np.zeros((len(calls), rounds))  # so that no variant always follows the same
+    for number in range(rounds):
+        for index in order.sample(range(len(calls)), len(calls)):
+            times[index, number] = _round(case.variants[index], ranks, calls[index], number, case.finish)
+    return np.maximum(ranks.greatest(times), 1e-9)
 
 
-def _probe(variant: Variant, ranks: Ranks) -> tuple[float, float]:
-    """Return the seconds of a call, and those of rewriting and reading."""
+def _round(variant: Variant, ranks: Ranks, calls: int, first: int, finish: Callable[[], object]) -> float:
+    """Return the seconds of one of so many calls on this rank; operands are `first`, then more.  Collective."""
+    total = 0.0
     with variant.within:
-        seconds = [_alone(variant, ranks, number) for number in range(3)]
-        result = variant.call()
-    write, read = variant.writer(), variant.reader(result)
-    return min(seconds), max(min(_touches(write, read, result, 1, 0) for _ in range(3)), 1e-7)
-
-
-def _alone(variant: Variant, ranks: Ranks, value: float) -> float:
-    variant.writer()(value)
-    ranks.barrier()
-    start = time.perf_counter()
-    result = variant.call()
-    end = time.perf_counter()
-    variant.reader(result)(result)
-    return end - start
-
-
-def _in_batch(variant: Variant, ranks: Ranks, calls: int, first: int) -> float:
-    call = variant.call
-    result = call()  # also wakes threads that slept while other variants ran
-    write, read = variant.writer(), variant.reader(result)
-    ranks.barrier()
-    start = time.perf_counter()
-    for number in range(first, first + calls):
-        write(number)
-        result = call()
-        read(result)
-    end = time.perf_counter()
-    return (end - start - _touches(write, read, result, calls, first)) / calls
-
-
-def _touches(
-    write: Callable[[float], object], read: Callable[[Any], object], result: Any, calls: int, first: int
-) -> float:
-    """Return the seconds of `calls` times rewriting and reading, without the calls between them."""
-    start = time.perf_counter()
-    for number in range(first, first + calls):
-        write(number)
-        read(result)
-    return time.perf_counter() - start
+        if calls > 1:
+            variant.call()  # wakes threads that slept while other variants ran
+        for number in range(calls):
+            variant.write(first + number)
+            finish()
+            if number == 0:
+                ranks.barrier()
+            start = time.perf_counter()
+            result = variant.call()
+            finish()
+            total += time.perf_counter() - start
+            variant.read(result)
+    return total / calls

@@ -42,14 +42,6 @@ class Call(CurrentCall):
         CollectiveMismatchError: when calls that differed were found after their data had moved.
     """
 
-    where: str
-    structure: str
-    name: str
-    place: str
-    step: int
-    number: int
-    entered: float
-    left: float
     _outer: CurrentCall | None = None
     _is_in_own_work: bool = False
     _on_gpu: AbstractContextManager[Any] | None = None
@@ -88,8 +80,8 @@ class Call(CurrentCall):
                 if guard.size > 1:
                     self._write_down(guard.record)
             guard.current = self
-            if outer is None and observers.observers:
-                observers.tell("entered", guard, self)
+            for observer in observers.observers if outer is None else ():
+                observer.entered(guard, self)
             if self._called is not None and not isinstance(self._called, str):
                 raise self._refused(
                     errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")
@@ -219,8 +211,8 @@ class Call(CurrentCall):
                 guard.since = math.inf  # it goes on
             return
         self.left = monotonic()
-        if observers.observers:
-            observers.tell("left", guard, self)
+        for observer in observers.observers:
+            observer.left(guard, self)
         if self._on_gpu is not None:
             on_gpu, self._on_gpu = self._on_gpu, None
             with suppress(Exception):  # the next call finds out that the GPU has failed

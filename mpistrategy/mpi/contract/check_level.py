@@ -17,25 +17,16 @@ VARIABLE = "MPISTRATEGY_CHECK"
 ALWAYS, OFF = LEVELS = ("always", "off")
 
 
-def parse(value: Any, where: str, name: str = "") -> str:
-    """Return the level that `value` names.
+def chosen(given: Any) -> str:
+    """Return the level of a strategy: the argument `check`, else the variable, else "always".
 
     Raises:
         OptionError: for anything else.
     """
+    where, name, value = "MirroredStrategy", "check=", given
+    if given is None:
+        where, name, value = VARIABLE, "", os.environ.get(VARIABLE) or ALWAYS
     if isinstance(value, str) and value.lower() in LEVELS:
         return value.lower()
-    raise OptionError.at(
-        where,
-        found=f"{name}{value!r}",
-        expected=" or ".join(f'"{level}"' for level in LEVELS),
-        fix=did_you_mean(value, LEVELS),
-    )
-
-
-def chosen(given: Any, where: str = "MirroredStrategy") -> str:
-    """Return the level of a strategy: the argument `check`, else the variable, else "always"."""
-    if given is not None:
-        return parse(given, where, "check=")
-    text = os.environ.get(VARIABLE, "")
-    return parse(text, VARIABLE) if text else ALWAYS
+    expected = " or ".join(f'"{level}"' for level in LEVELS)
+    raise OptionError.at(where, found=f"{name}{value!r}", expected=expected, fix=did_you_mean(value, LEVELS))

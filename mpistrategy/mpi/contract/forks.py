@@ -21,7 +21,6 @@ _guards: list[ref[Any]] = []
 def remember(guard: Any) -> None:
     """Close `guard` by `close_all` from now on, and in every forked child where it has several ranks."""
     _guards[:] = [known for known in _guards if known() not in (None, guard)] + [ref(guard)]
-    _look_for_forks()
 
 
 def close_all(why: Callable[[str], MpiStrategyError], least_size: int = 1) -> None:
@@ -29,11 +28,6 @@ def close_all(why: Callable[[str], MpiStrategyError], least_size: int = 1) -> No
     for known in _guards:
         if (guard := known()) is not None and guard.size >= least_size:
             guard.close(why)
-
-
-@functools.cache
-def _look_for_forks() -> None:
-    os.register_at_fork(after_in_child=functools.partial(close_all, refusal, least_size=2))
 
 
 def after_finalize(where: str) -> ContextError:
@@ -55,3 +49,6 @@ def refusal(where: str) -> ForkedProcessError:
         fix="Give the child plain arrays to work on, and let it return plain arrays; or start it with "
         "multiprocessing's 'spawn' method. OneDeviceStrategy works in a child.",
     )
+
+
+os.register_at_fork(after_in_child=functools.partial(close_all, refusal, least_size=2))

@@ -30,7 +30,7 @@ from mpistrategy import errors
 from mpistrategy.errors import DeviceError, MpiStrategyError, RemoteError
 from mpistrategy.mpi.contract import failures, forks, mismatch_report
 from mpistrategy.mpi.contract.call_sites import Signature, Site, call_site, digest_of
-from mpistrategy.mpi.contract.channel import ControlChannel, growing_pauses, wait_patiently
+from mpistrategy.mpi.contract.channel import ControlChannel, wait_patiently
 from mpistrategy.mpi.contract.check_level import ALWAYS, OFF
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS, Failure, Failures, in_words
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, FlightRecord
@@ -79,6 +79,8 @@ class Guard:
         self._noticed = (-1, 0.0)
         #: Until when this rank waits for the others to hear of its failure.
         self._patience_ends = math.inf
+        #: An error of which this rank waits to tell the others, and when it says so.
+        self._unsaid: tuple[Exception, float] | None = None
         #: Whether the other ranks may have taken this rank's word for its call: its data move, or have moved.
         self.agreed: bool = False
         #: The error of the present call that the other ranks know.
@@ -197,7 +199,7 @@ class Guard:
         except Exception as error:
             self._send(self.current.where if self.current is not None else "", error)
             raise self.mark_told(error) from None
-        if not self._agrees(digest_of(_READY), due=True):
+        if not self._agrees(digest_of(_READY)):
             self._resolve(_READY)
         return made
 
@@ -221,16 +223,17 @@ class Guard:
         if self.current is not None:
             self.record.entries[-1].signature = signature
         self.since = time.monotonic()
-        equal = self._agrees(digest_of(signature) if digest is None else digest, due=not sparingly, patiently=patiently)
+        if sparingly and self.skips:
+            self.agreed = True
+            return False
+        equal = self._agrees(digest_of(signature) if digest is None else digest, patiently=patiently)
         asked = not equal and self._resolve(signature)
         self.since = time.monotonic()
         return asked
 
-    def _agrees(self, digest: int, *, due: bool, patiently: bool = False) -> bool:
-        """Return whether all ranks make an equal call, or this call is not compared."""
+    def _agrees(self, digest: int, *, patiently: bool = False) -> bool:
+        """Return whether all ranks make an equal call."""
         self.agreed = True
-        if self.skips and not due:
-            return True
         self.comparisons += 1
         flag, channel = self._flag, self._channel
         assert channel is not None
@@ -329,36 +332,21 @@ class Guard:
         """Take part in a comparison with an error in place of a call: the other ranks raise it, too."""
         if self._channel is None:
             return
-        self.agreed = True
+        self.since = time.monotonic()
+        self._unsaid = error, self.since + PATIENCE_SECONDS
         try:
-            self._meet_with(self._channel, where, error)
+            with suppress(RemoteError):  # a rank that has failed takes no part
+                self._agrees(-1 - self._rank, patiently=True)  # no signature has a negative digest, and no other rank
+                self._report(where, error)
         except BaseException as interruption:
             self._end(where, interruption)
             raise
-        self.agreed = False
+        self._unsaid, self.agreed = None, False
 
-    def _meet_with(self, channel: ControlChannel, where: str, error: Exception) -> None:
-        # No signature has a negative digest: only if all ranks fail alike does this look like an agreement.
-        self.since = time.monotonic()
-        self.comparisons += 1
-        channel.start(-1 - self._rank)
-        speaks_at, pauses = time.monotonic() + PATIENCE_SECONDS, growing_pauses()
-        while (answer := channel.finished()) is None and not self.is_broken:  # a rank that has failed takes no part
-            if time.monotonic() > speaks_at:
-                speaks_at = math.inf
-                if self.skips and self.give_up is not None:
-                    # The other ranks may wait for data that this rank does not send.
-                    self.give_up(error)
-                sys.stderr.write(
-                    f"[rank {self._rank}] waits to tell the other ranks: {type(error).__name__}: {error}\n"
-                )
-            time.sleep(next(pauses))
-        if answer or self.is_broken:
-            return
-        mine = mismatch_report.Report(
-            {"call": where}, (self.site or call_site()).text, type(error).__name__, str(error)
-        )
-        reports = self._gather_reports(mine)
+    def _report(self, where: str, error: Exception) -> None:
+        """Tell the other ranks of an error; all of them wait for it."""
+        site = (self.site or call_site()).text
+        reports = self._gather_reports(mismatch_report.Report({"call": where}, site, type(error).__name__, str(error)))
         if isinstance(error, MpiStrategyError):
             told = [(report.error, report.text, report.site) for report in reports]
             error._is_printed_elsewhere = told.index(told[self._rank]) < self._rank
@@ -410,6 +398,11 @@ class Guard:
             raise self.mark_told(error)
         if time.monotonic() > self._patience_ends:
             raise RemoteError(str(self.broken))
+        if self._unsaid is not None and time.monotonic() > self._unsaid[1]:
+            unsaid, self._unsaid = self._unsaid[0], None
+            if self.skips and self.give_up is not None:
+                self.give_up(unsaid)  # the other ranks may wait for data that this rank does not send
+            sys.stderr.write(f"[rank {self._rank}] waits to tell the other ranks: {in_words(unsaid)}\n")
         if self.failures is None or self.failures.left_by() is None:
             return
         number, since = self._noticed

@@ -12,6 +12,7 @@ anything, sizes included, meet in it, and all of them find out.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any
@@ -50,9 +51,7 @@ def header_of(digest: int, size: int) -> tuple[bytes, bytes]:
 
 def digest_of(sums: Iterable[Array]) -> int:
     """Return a digest of arrays."""
-    import hashlib  # here, since it loads OpenSSL
-
-    return int.from_bytes(hashlib.blake2b(b"".join(each.data for each in sums), digest_size=7).digest(), "little")
+    return zlib.crc32(b"".join(each.data for each in sums))
 
 
 class MpiControlChannel(ControlChannel):
@@ -147,18 +146,15 @@ class MpiControlChannel(ControlChannel):
         """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
         mine, counts = np.frombuffer(encoded(text), np.uint8), np.zeros(self._comm.size, np.int64)
         self._texts = self._comm.Iallgather(np.array([mine.size]), counts)
-        self._wait_for_texts(look)
+        wait_patiently(self._has_texts, look)
         together = np.empty(int(counts.sum()), np.uint8)
         self._texts = self._comm.Iallgatherv(mine, [together, counts])
-        self._wait_for_texts(look)
+        wait_patiently(self._has_texts, look)
         texts, ends = together.tobytes(), np.cumsum(counts).tolist()
         return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
-    def _wait_for_texts(self, look: Callable[[], object] | None) -> None:
-        if look is None:
-            self._texts.Wait()
-        else:
-            wait_patiently(lambda: self._texts.Test() or None, look)
+    def _has_texts(self) -> bool | None:
+        return self._texts.Test() or None
 
     def close(self) -> None:
         """Free the requests and the communicator."""

@@ -6,7 +6,6 @@ Whoever enters a collective, a step or a span looks whether there is an observer
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -31,28 +30,15 @@ class Observer(Protocol):
         """The step or the span has ended."""
 
 
-#: Empty while nobody observes.
-observers: tuple[Observer, ...] = ()
-
-
-def watch(observer: Observer) -> None:
-    """Tell `observer` of everything from now on."""
-    global observers
-    observers = (*observers, observer)
+#: Empty while nobody observes.  What a child of a rank does is not the rank's.
+observers: list[Observer] = []
+os.register_at_fork(after_in_child=observers.clear)
 
 
 def unwatch(observer: Observer) -> None:
     """Tell `observer` no more."""
-    global observers
-    observers = tuple(each for each in observers if each is not observer)
-
-
-def _forget() -> None:
-    global observers
-    observers = ()
-
-
-os.register_at_fork(after_in_child=_forget)  # what a child of a rank does is not the rank's
+    if observer in observers:
+        observers.remove(observer)
 
 
 @contextmanager
@@ -70,13 +56,3 @@ def interval(kind: str, name: str) -> Iterator[None]:
     finally:
         for observer, token in reversed(told):  # the last one first, for observers that keep a stack
             observer.end(token)
-
-
-def tell(what: str, guard: Guard, call: CurrentCall) -> None:
-    """Tell all observers that a collective has been "entered" or "left"."""
-    for observer in observers:
-        try:
-            (observer.entered if what == "entered" else observer.left)(guard, call)
-        except Exception as error:  # a mistake in an observer must not end the job
-            unwatch(observer)
-            sys.stderr.write(f"mpistrategy's {type(observer).__name__} has failed, and is off now: {error!r}\n")

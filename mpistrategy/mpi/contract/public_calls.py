@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -42,24 +43,14 @@ HAS_PLAN = bool(os.environ.get(PLAN))
 hooks: list[Callable[[PublicCall, tuple[Any, ...], dict[str, Any]], Any]] = []
 #: The declared methods of the modules that have been imported, by their names.
 declared: dict[str, PublicCall] = {}
-_import_all: list[Callable[[], None]] = []
-
-
-def set_importer(import_all: Callable[[], None]) -> None:
-    """Set the function that imports every module which declares a method."""
-    _import_all[:] = [import_all]
 
 
 def all_declared() -> dict[str, PublicCall]:
     """Return all declared methods, by their names."""
-    for import_all in _import_all:
-        import_all()
+    package = sys.modules["mpistrategy"]
+    for name in package.__all__:  # its public names are imported when they are first used
+        getattr(package, name)
     return declared
-
-
-def may_skip_check(name: str) -> bool:
-    """Return whether calls of a declared method need not be compared at the check level "off"."""
-    return name in declared and declared[name].may_skip_check
 
 
 def collective(kind: str, *, outside: str = "", may_skip_check: bool = False) -> Callable[[F], F]:

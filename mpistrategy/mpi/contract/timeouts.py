@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from typing import Any
 
 from mpistrategy.errors import OptionError
@@ -11,27 +12,11 @@ from mpistrategy.errors import OptionError
 #: The environment variable that sets the limit, in seconds; 0 means no limit.
 VARIABLE = "MPISTRATEGY_TIMEOUT_SECONDS"
 DEFAULT_SECONDS = 600.0
-_EXPECTED = "seconds >= 0 (0: no limit)"
 
 
 def limit(seconds: float) -> float:
     """Return the limit that `seconds` means: 0 is no limit."""
     return float(seconds) or math.inf
-
-
-def parse(text: str, where: str = VARIABLE) -> float:
-    """Return the seconds that `text` names.
-
-    Raises:
-        OptionError: for text that is not a number, or a negative one.
-    """
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not seconds >= 0:
-        raise OptionError.at(where, found=f"{text!r}", expected=_EXPECTED)
-    return limit(seconds)
 
 
 def expected() -> float:
@@ -43,8 +28,16 @@ def expected() -> float:
 
 
 def chosen(given: Any = None) -> float:
-    """Return the limit of a strategy: its argument, else the variable, else `DEFAULT_SECONDS`."""
+    """Return the limit of a strategy: its argument, else the variable, else `DEFAULT_SECONDS`.
+
+    Raises:
+        OptionError: for a variable that is not a number, or a negative one.
+    """
     if given is not None:
         return limit(given)
-    text = os.environ.get(VARIABLE, "")
-    return parse(text) if text else DEFAULT_SECONDS
+    text, seconds = os.environ.get(VARIABLE) or str(DEFAULT_SECONDS), math.nan
+    with suppress(ValueError):
+        seconds = float(text)
+    if not seconds >= 0:
+        raise OptionError.at(VARIABLE, found=repr(text), expected="seconds >= 0 (0: no limit)")
+    return limit(seconds)

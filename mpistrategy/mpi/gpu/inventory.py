@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import sys
@@ -10,7 +9,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.shared_memory.spin_wait import cores
@@ -23,7 +22,7 @@ class Gpu(NamedTuple):
     """A GPU as a process sees it, whose number there is its place among all of them.
 
     Attributes:
-        name: unique in the cluster: the UUID that ``nvidia-smi -L`` shows, else the address on the PCI bus of a node.
+        name: unique in the cluster: the UUID that ``nvidia-smi -L`` shows, and the address on the PCI bus of its node.
         distance: from the cores of the process, as the system counts it between NUMA nodes: 10 is beside them, more is
             further away; 0 where it does not tell.
     """
@@ -106,29 +105,15 @@ def visible_gpus() -> tuple[Gpu, ...]:
             expected="a GPU",
             fix="Ask for one (srun --gpus-per-task=1); see CUDA_VISIBLE_DEVICES",
         )
-    mine = cores()
-    places = [str(runtime.deviceGetPCIBusId(index)).lower() for index in range(count)]
-    return tuple(
-        Gpu(uuid(index) or f"{place} on {os.uname().nodename}", distance(place, mine))
-        for index, place in enumerate(places)
-    )
+    return tuple(_gpu(runtime, index) for index in range(count))
 
 
-def uuid(index: int) -> str:
-    """Return the unique name of a GPU, or of a part of one (MIG); "" where the driver does not tell.
-
-    CuPy's own may be cut off at a byte of 0.
-    """
-    from uuid import UUID  # here, for the quick import
-
-    device, text = ctypes.c_int(), (ctypes.c_ubyte * 16)()
-    with suppress(OSError, AttributeError):
-        cuda = ctypes.CDLL("libcuda.so.1")
-        if not (
-            cuda.cuInit(0) or cuda.cuDeviceGet(ctypes.byref(device), index) or cuda.cuDeviceGetUuid_v2(text, device)
-        ):
-            return f"GPU-{UUID(bytes=bytes(text))}"
-    return ""
+def _gpu(runtime: Any, index: int) -> Gpu:
+    place = str(runtime.deviceGetPCIBusId(index)).lower()
+    # Parts of one GPU (MIG) have one place.  CuPy cuts a UUID off at a byte of 0; it may even begin with one.
+    uuid: bytes = runtime.getDeviceProperties(index).get("uuid", b"")
+    name = f"GPU-{uuid.hex()} at {place}" if uuid else f"{place} on {os.uname().nodename}"
+    return Gpu(name, distance(place, cores()))
 
 
 def distance(pci_bus_id: str, mine: Iterable[int], system: str = "/sys") -> int:

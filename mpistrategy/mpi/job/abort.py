@@ -137,7 +137,7 @@ class _Job:
         status = self._status() if self._ends_the_job() else 0
         is_due = status and not self._all_leave and not any(guard.all_leave for guard in self._open)
         end, pauses = time.monotonic() + (PATIENCE_SECONDS if is_due else math.inf), growing_pauses()
-        # The engine of a strategy says its own goodbye when that is freed, and none after a failure.
+        # What runs in the background says its own goodbye when that is freed, and none after a failure.
         waiting = [guard for guard in self._open if not guard.is_in_background and not guard.is_broken]
         for guard in waiting:
             guard.start_leaving()

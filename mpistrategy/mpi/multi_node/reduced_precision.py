@@ -63,8 +63,12 @@ def check(wire: str | None) -> None:
 
 
 def between_nodes(ranks: Ranks, wire: str | None, dtype: np.dtype[Any], op: str) -> Wire:
-    """Return the dtype in which a buffer travels between the nodes where the host sends it; None for its own."""
-    return bfloat16() if wire == "bfloat16" and ranks.nodes > 1 and travels(dtype, op) else None
+    """Return the dtype in which a buffer travels between the nodes where the host sends it; None for its own.
+
+    Between simulated nodes nothing travels.
+    """
+    is_sent = wire == "bfloat16" and ranks.nodes > 1 and not ranks.is_simulated and travels(dtype, op)
+    return bfloat16() if is_sent else None
 
 
 def by_nccl(ranks: Ranks, wire: str | None, dtype: np.dtype[Any], op: str) -> Wire:

@@ -16,15 +16,15 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, divide_by
+from mpistrategy.arrays.dtypes import Array, divide_by, quietly
 from mpistrategy.mpi.interface.buffers import Freed
-from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import Rounded, Wire
 from mpistrategy.mpi.shared_memory.node_sum import Exchange, NodeSum, in_rank_order, segment_bytes, share
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
@@ -62,6 +62,7 @@ def give_away(most: int, looks: int) -> None:
         time.sleep(5e-5)
 
 
+@quietly
 def allreduce_across(
     communicator: Any, buffer: Array, op: str = "SUM", *, source: Array | None = None, wire: Wire = None
 ) -> None:
@@ -76,13 +77,10 @@ def allreduce_across(
     """
     flat = buffer.reshape(-1)
     mine = flat if source is None else source.reshape(-1)
-    with np.errstate(all="ignore"):
-        if communicator.has_links:
-            across_nodes(communicator).allreduce(mine, flat, op, wire)
-        elif wire is None:
-            communicator.allreduce(flat, op, mine)
-        else:
-            _rounded_in_one_process(communicator, mine, flat, wire)
+    if communicator.has_links:
+        across_nodes(communicator).allreduce(mine, flat, op, wire)
+    else:
+        communicator.allreduce(flat, op, mine)
 
 
 def across_nodes(communicator: Any) -> Lanes:
@@ -162,18 +160,37 @@ class Lanes(Freed, Waiting):
             parts, totals = ([array[start + begin : start + end] for array in those] for those in (arrays, targets))
             if end > begin:
                 in_rank_order(parts, totals[:1], op, 1)
-            begun = exchange.begin(totals[0])
+            wait = exchange(totals[0])
             write()
-            write = partial(_write, exchange, begun, totals, divisor)
+            write = partial(_write, wait, totals, divisor)
         write()
 
-    def _exchange(self, target: Array, op: str, wire: Wire) -> _Pieces:
+    def _exchange(self, target: Array, op: str, wire: Wire) -> Exchange:
+        """Return the exchange of the pieces of one buffer, in their order."""
         if wire is not None and self.link is not None and not self._rounded:
             step = ALIGNMENT // np.dtype(np.float32).itemsize
             most = -(-self.piece_bytes // ALIGNMENT // self._parts) * step  # the longest part of a piece
             self._rounded = self.ranks.guard.on_all(lambda: [Rounded(self.link, most, wire) for _ in range(_UNDER_WAY)])
+        if wire is not None:
+            return partial(self._begin_rounded, cycle(self._rounded))
+        # A single piece takes a call that blocks: nothing can fail on one rank between the agreement and it.
         blocks = self.ranks.pause is None and target.nbytes <= self.piece_bytes
-        return _Pieces(self, op, None if wire is None else self._rounded, blocks=blocks)
+        return partial(self._begin, op, blocks)
+
+    def _begin(self, op: str, blocks: bool, total: Array) -> Callable[[], object]:
+        """Begin to combine this rank's part of a piece with those of its counterparts; return what waits for it."""
+        request = None
+        if self.link is not None and total.size:
+            request = self.ranks.begin_allreduce_over(self.link, total, op, blocks=blocks)
+        return _nothing if request is None else partial(self.wait, request.Test)
+
+    def _begin_rounded(self, exchanges: Iterator[Rounded], total: Array) -> Callable[[], object]:
+        """Do so with what is rounded; each piece under way has an exchange of its own."""
+        if self.link is None or not total.size:
+            return _nothing
+        mine = next(exchanges)
+        mine.begin(total)
+        return partial(mine.end, self.wait)
 
     def free(self) -> None:
         """Free the communicator of the counterparts, where all ranks are known to do so."""
@@ -193,60 +210,13 @@ class Lanes(Freed, Waiting):
             self.ranks.progress()
 
 
-class _Pieces(Exchange):
-    """The exchange of the pieces of one buffer, in their order.
-
-    Args:
-        lanes: with whom.
-        op: that of `allreduce_across`.
-        rounded: exchanges rounded parts, in turn; None where they are not rounded.
-        blocks: whether there is a single piece, which takes a blocking call of MPI.
-    """
-
-    def __init__(self, lanes: Lanes, op: str, rounded: Sequence[Rounded] | None, *, blocks: bool) -> None:
-        self._lanes, self._op, self._rounded, self._blocks = lanes, op, rounded, blocks
-        self._count = 0
-
-    def begin(self, total: Array) -> Any:
-        """Begin to combine this rank's part of a piece with those of its counterparts."""
-        link, ranks = self._lanes.link, self._lanes.ranks
-        if link is None or total.size == 0:
-            return None
-        if self._rounded is not None:
-            self._count += 1
-            rounded = self._rounded[self._count % _UNDER_WAY]
-            rounded.begin(total)
-            return rounded
-        if self._blocks:  # nothing can fail on one rank between the agreement and this
-            ranks.allreduce_over(link, total, self._op)
-            return None
-        return ranks.begin_allreduce_over(link, total, self._op)
-
-    def end(self, begun: Any) -> None:
-        """Wait until it has been combined."""
-        if begun is not None and self._rounded is not None:
-            begun.end(self._lanes.wait)
-        elif begun is not None:
-            self._lanes.wait(begun.Test)
-
-
-def _write(exchange: _Pieces, begun: Any, totals: Sequence[Array], divisor: int) -> None:
+def _write(wait: Callable[[], object], totals: Sequence[Array], divisor: int) -> None:
     """Write this rank's part of a piece into all targets when it has been combined: it is in the first one."""
-    exchange.end(begun)
+    wait()
     divide_by(divisor, totals[0])
     for target in totals[1:]:
         target[...] = totals[0]
 
 
 def _nothing() -> None:
-    """Write nothing: no piece has begun."""
-
-
-def _rounded_in_one_process(communicator: Ranks, source: Array, target: Array, wire: np.dtype[Any]) -> None:
-    """Do `allreduce_across` with ranks that are threads: round what each node has, and the sum."""
-    together = np.empty((communicator.size, source.size), source.dtype)
-    communicator.allgatherv(source, [source.size] * communicator.size, together)
-    node_of = communicator.node_of if communicator.has_lanes else range(communicator.size)
-    sums = [together[np.equal(node_of, node)].sum(axis=0) for node in sorted(set(node_of))]
-    rounded = np.add.reduce([each.astype(wire).astype(source.dtype) for each in sums])
-    target[...] = rounded.astype(wire)
+    """Do nothing: nothing has begun."""

@@ -57,8 +57,8 @@ _UNEQUAL = (
 _KEPT = "the ranks of a node cannot share more memory, and each keeps new arrays to itself"
 _NOTHING_SHARED = "the ranks of a node share no memory, and everything goes through MPI"
 _MORE_MEMORY = (
-    "Results are the same, slower. Give the job more memory (srun --mem, docker run --memory); give containers on one "
-    "node one network (docker run --net=host)."
+    "Results are the same, slower. Give the job more memory (srun --mem, docker run --memory); let the containers on a "
+    "node see each other's processes (docker run --pid=host)."
 )
 
 
@@ -155,8 +155,8 @@ class MpiRanks(Ranks):
         """
         assert self._control is not None
         if not self.shares_memory:
-            alone = self._shared_if_there_is_room(status_board.BYTES)  # `doctor` looks at it from outside
-            return alone or private_memory(status_board.BYTES), self._control
+            alone = share(status_board.BYTES, self, _memory_fence(), sparing=True)  # `doctor` looks at it from outside
+            return alone if isinstance(alone, SharedMemory) else private_memory(status_board.BYTES), self._control
         before, cell_bytes = status_board.BYTES + failures.BYTES, self.thresholds.cell_bytes
         shared = self.shared(before + setup.bytes_for(self.local_size, self.thresholds))
         board, memory = part(shared, 0, status_board.BYTES), part(shared, before)
@@ -166,7 +166,7 @@ class MpiRanks(Ranks):
         look = self._look if self.nodes == 1 else lambda: None
         wait = partial(SpinWait, self.local_size, self._control.progress, self._cores, look)
         chunk_bytes = chunk_bytes_for(self.local_size, self.thresholds.chunk_bytes)
-        more = self._shared_if_there_is_room if self.nodes == 1 else None
+        more = partial(self.shared, sparing=True) if self.nodes == 1 else None
         self.node_sum: NodeSum | None = NodeSum(part(memory, segment_bytes(cell_bytes)), chunk_bytes, wait(), more)
         if self.nodes > 1:
             return board, self._control
@@ -178,27 +178,22 @@ class MpiRanks(Ranks):
     def _look(self) -> None:
         self.guard.look()
 
-    def shared(self, nbytes: int) -> SharedMemory:
+    def shared(self, nbytes: int, *, sparing: bool = False) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's.  Collective.
 
-        If one node has no room for them, all ranks get private memory, and rank 0 warns.
+        If one node has no room for them, all ranks get private memory, and rank 0 warns.  What also works without them
+        is `sparing`: it gets shared memory only where there is plenty, and no warning.
         """
         if not self.shares_memory:
             return private_memory(nbytes)
         self._meet()
-        memory = share(nbytes, self, _memory_fence())
-        if isinstance(memory, str):
-            if self.rank == 0 and not self._has_warned:
-                warn(f"{_KEPT if self.node_sum else _NOTHING_SHARED}: {memory}. {_MORE_MEMORY}", FallbackWarning)
-            self._has_warned = True
-            return private_memory(nbytes)
-        return memory
-
-    def _shared_if_there_is_room(self, nbytes: int) -> SharedMemory | None:
-        """Return shared memory for what also works without it; None, without a warning, unless there is plenty."""
-        self._meet()
-        memory = share(nbytes, self, _memory_fence(), sparing=True)
-        return None if isinstance(memory, str) else memory
+        memory = share(nbytes, self, _memory_fence(), sparing=sparing)
+        if isinstance(memory, SharedMemory):
+            return memory
+        if not (self.rank or sparing or self._has_warned):
+            warn(f"{_KEPT if self.node_sum else _NOTHING_SHARED}: {memory}. {_MORE_MEMORY}", FallbackWarning)
+        self._has_warned |= not sparing
+        return private_memory(nbytes)
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order."""
@@ -290,34 +285,28 @@ class MpiRanks(Ranks):
             self.reduce(buffer, 0, op)
             self.bcast(buffer, 0)
         else:
-            self._allreduce_by_mpi(buffer, op, source)
+            if source is not None:
+                buffers.put(buffer, source)
+            self.reduce(buffer, None, op)
 
-    def _allreduce_by_mpi(self, buffer: Array, op: str, source: Array | None) -> None:
-        if source is not None:
-            buffers.put(buffer, source)
-        pieces, by_mpi = [*buffers.pieces(buffer, self._count(buffer))], operation(op, buffer.dtype)
+    def reduce(self, buffer: Any, root: int | None, op: str = "SUM") -> None:
+        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere.
+
+        With None as the root it is replaced on every rank.  A CUDA-aware MPI also takes an array in GPU memory that no
+        stream uses.
+        """
+        most = self.max_count
+        if isinstance(buffer, np.ndarray):  # MPI may allocate as much memory again, on the host
+            most = min(most, max(1, self.piece_bytes // buffer.itemsize))
+        pieces, by_mpi = [*buffers.pieces(buffer, most)], operation(op, buffer.dtype)
         self._meet()
         for piece in pieces:
-            self._comm.Allreduce(MPI.IN_PLACE, piece, by_mpi)
-
-    def allreduce_device_memory(self, buffer: Any, op: str) -> None:
-        """Do `allreduce` with a contiguous array in GPU memory that no stream uses; for CUDA-aware MPIs only."""
-        for piece in buffers.pieces(buffer, self.max_count):
-            self._comm.Allreduce(MPI.IN_PLACE, piece, operation(op, buffer.dtype))
-
-    def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
-        """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
-        pieces, by_mpi = [*buffers.pieces(buffer, self._count(buffer))], operation(op, buffer.dtype)
-        self._meet()
-        for piece in pieces:
-            brought, target = (MPI.IN_PLACE, piece) if self.rank == root else (piece, None)
-            self._comm.Reduce(brought, target, by_mpi, root)
-
-    def _count(self, buffer: Any) -> int:
-        """Return how many elements one MPI call combines: MPI may allocate as much memory again, on the host."""
-        if not isinstance(buffer, np.ndarray):
-            return self.max_count
-        return min(self.max_count, max(1, self.piece_bytes // buffer.itemsize))
+            if root is None:
+                self._comm.Allreduce(MPI.IN_PLACE, piece, by_mpi)
+            elif self.rank == root:
+                self._comm.Reduce(MPI.IN_PLACE, piece, by_mpi, root)
+            else:
+                self._comm.Reduce(piece, None, by_mpi, root)
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
@@ -398,13 +387,17 @@ class MpiRanks(Ranks):
         everybody.Free()
         return made
 
-    def allreduce_over(self, link: MPI.Intracomm, buffer: Array, op: str) -> None:
-        """Do `allreduce` over the ranks of a `link` by one call of MPI, whatever the size."""
-        link.Allreduce(MPI.IN_PLACE, buffer, operation(op, buffer.dtype))
+    def begin_allreduce_over(
+        self, link: MPI.Intracomm, buffer: Array, op: str, *, blocks: bool = False
+    ) -> MPI.Request | None:
+        """Begin `allreduce` over the ranks of a `link` by one call of MPI, whatever the size.
 
-    def begin_allreduce_over(self, link: MPI.Intracomm, buffer: Array, op: str) -> MPI.Request:
-        """Begin to do so; the buffer must not be touched until the request is done."""
-        return link.Iallreduce(MPI.IN_PLACE, buffer, operation(op, buffer.dtype))
+        The buffer must not be touched until the request is done; None where the call `blocks`, and all is done.
+        """
+        if not blocks:
+            return link.Iallreduce(MPI.IN_PLACE, buffer, operation(op, buffer.dtype))
+        link.Allreduce(MPI.IN_PLACE, buffer, operation(op, buffer.dtype))
+        return None
 
 
 @cache

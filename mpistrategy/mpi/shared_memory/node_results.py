@@ -30,11 +30,11 @@ class NodeResults:
     """The blocks of all ranks of one node.
 
     Args:
-        share: returns so many bytes for each rank, None where they cannot be shared; collective.
+        share: returns so many bytes for each rank, of its own where they cannot be shared; collective.
         local_rank: this rank.
     """
 
-    def __init__(self, share: Callable[[int], SharedMemory | None], local_rank: int) -> None:
+    def __init__(self, share: Callable[[int], SharedMemory], local_rank: int) -> None:
         self._share, self._rank = share, local_rank
         self._bytes = 0
         self._may_grow = True
@@ -83,8 +83,8 @@ class NodeResults:
         if not self._may_grow or len(blocks) == _MOST_BLOCKS or self._bytes + nbytes > _MOST_BYTES:
             return
         memory = self._share(nbytes)
-        self._may_grow = memory is not None
-        if memory is not None:
+        self._may_grow = memory.is_shared
+        if memory.is_shared:
             self._bytes += nbytes
             self._free[nbytes].append(len(self._blocks[nbytes]))
             self._blocks[nbytes].append(memory.segments)

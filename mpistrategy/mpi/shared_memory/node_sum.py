@@ -13,10 +13,10 @@ reads its operands any more; and it writes results there when all ranks have sen
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
 from math import prod
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -37,6 +37,9 @@ _LEAST_PIECE_BYTES = 16 * 2**10
 #: ``combination(parts, targets, op, divisor)`` combines arrays of all ranks, in rank order, and writes the result,
 #: divided, into each target; the first target may be the first part.
 Combination: TypeAlias = Callable[[Sequence[Array], Sequence[Array], str, int], None]
+#: What becomes of this rank's share of each chunk after its sum on the node: begins to combine the share, where it is,
+#: with those of other nodes, and returns what waits for the end of that.
+Exchange: TypeAlias = Callable[[Array], Callable[[], object]]
 
 
 def chunk_bytes_for(ranks: int, chunk_bytes: int) -> int:
@@ -128,36 +131,6 @@ def _rounded_once(parts: Sequence[Array], targets: Sequence[Array], op: str, div
         target[...] = total
 
 
-class Exchange(ABC):
-    """What becomes of this rank's share of each chunk after its sum on the node."""
-
-    @abstractmethod
-    def begin(self, total: Array) -> Any:
-        """Begin to combine the share of a chunk, where it is; return what `end` is given."""
-
-    @abstractmethod
-    def end(self, begun: Any) -> None:
-        """Wait until the share has been combined."""
-
-
-class _Chunk(NamedTuple):
-    """A chunk whose shares have been added up, and whose results are still to be copied out.
-
-    Attributes:
-        number: of the chunk.
-        target: where the results go.
-        borders: where each rank's share is.
-        results: where its result is.
-        begun: of the exchange of this rank's share.
-    """
-
-    number: int
-    target: Array
-    borders: list[tuple[int, int]]
-    results: list[Array]
-    begun: Any
-
-
 class NodeSum:
     """The sums of ordinary arrays among the ranks of one node.
 
@@ -165,8 +138,8 @@ class NodeSum:
         memory: `segment_bytes(chunk_bytes)` for each rank, zeroed.
         chunk_bytes: the size of a chunk, of `chunk_bytes_for`.
         waiting: how to wait for a peer.
-        more: returns so many bytes more for each rank, None where they cannot be shared; collective.  Without it large
-            arrays go in chunks, too.
+        more: returns so many bytes more for each rank, of its own where they cannot be shared; collective.  Without it
+            large arrays go in chunks, too.
     """
 
     def __init__(
@@ -174,7 +147,7 @@ class NodeSum:
         memory: SharedMemory,
         chunk_bytes: int,
         waiting: Waiting,
-        more: Callable[[int], SharedMemory | None] | None = None,
+        more: Callable[[int], SharedMemory] | None = None,
     ) -> None:
         self.local_rank: int = memory.local_rank
         self.size: int = len(memory.segments)
@@ -219,19 +192,19 @@ class NodeSum:
         if typed is None:
             typed = self._typed[dtype] = [[each.view(dtype) for each in part] for part in self._parts]
         elements = self.chunk_bytes // dtype.itemsize
-        before: _Chunk | None = None
+        end: Callable[[], None] = _nothing
         for source, target in pairs:
             if self._results is not None and source.nbytes >= LEAST_BYTES:
-                self._end(before, exchange)
-                before = None
+                end()
+                end = _nothing
                 if self._in_blocks(self._results, source, target, op, divisor, combination):
                     continue
             for start in range(0, source.size, elements):
                 both = source[start : start + elements], target[start : start + elements]
-                chunk = self._begin(typed, *both, op, divisor, combination, exchange)
-                self._end(before, exchange)
-                before = chunk
-        self._end(before, exchange)
+                begun = self._begin(typed, *both, op, divisor, combination, exchange)
+                end()
+                end = begun
+        end()
 
     def _begin(
         self,
@@ -242,8 +215,8 @@ class NodeSum:
         divisor: int,
         combination: Combination,
         exchange: Exchange | None,
-    ) -> _Chunk:
-        """Add up this rank's share of a chunk."""
+    ) -> Callable[[], None]:
+        """Add up this rank's share of a chunk; return what copies out the results."""
         me, count, number = self.local_rank, source.size, self._chunks + 1
         sent, results = typed[number & 1], typed[_BUFFERS + (number & 1)]
         borders = [share(count, rank, self.size, source.itemsize) for rank in range(self.size)]
@@ -257,17 +230,22 @@ class NodeSum:
             parts = [each[begin:end] for each in sent]
             parts[me] = source[begin:end]
             combination(parts, (total,), op, divisor)
-        if exchange is None:
+        wait = None if exchange is None else exchange(total)
+        if wait is None:
             self._added.tell(number)
-        return _Chunk(number, target, borders, results, None if exchange is None else exchange.begin(total))
+        return partial(self._end, number, wait, target, borders, results)
 
-    def _end(self, chunk: _Chunk | None, exchange: Exchange | None) -> None:
-        """Copy out the results of a chunk: the own one, and those of the other ranks when they are there."""
-        if chunk is None:
-            return
-        number, target, borders, results, begun = chunk
-        if exchange is not None:
-            exchange.end(begun)
+    def _end(
+        self,
+        number: int,
+        wait: Callable[[], object] | None,
+        target: Array,
+        borders: list[tuple[int, int]],
+        results: list[Array],
+    ) -> None:
+        """Copy out the results of a chunk: the own one, when it was exchanged, and the others when they are there."""
+        if wait is not None:
+            wait()
             self._added.tell(number)
         begin, end = borders[self.local_rank]
         target[begin:end] = results[self.local_rank][begin:end]
@@ -308,3 +286,7 @@ class NodeSum:
                 self._waiting.until(theirs, number)
         if counter.fence is not None:
             counter.fence()
+
+
+def _nothing() -> None:
+    """Copy nothing: no chunk has begun."""

@@ -1,8 +1,8 @@
 """Shared-memory segments: one for each rank of a node, mapped into every process of the node.
 
 All segments lie in one file without a name (a memfd), so nothing is left behind however the job ends.  The first rank
-of the node makes it and hands its descriptor to the others, over a socket of Unix without a name in the file system:
-this also works where each rank is in a container of its own, unless containers have networks of their own.
+of the node makes it; the others open it by that rank's table of descriptors in /proc, which only this user may.  So the
+ranks of a node must see each other's processes.
 Every rank reserves its own pages, which then lie near its own core.  It compares them with the free memory first: a
 memory limit is an error here, not a killed process later.
 
@@ -14,10 +14,9 @@ its writes are seen by itself and its own children only.  Where the system promi
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
-import socket
-import struct
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -94,7 +93,7 @@ def share(nbytes: int, ranks: Any, fence: Fence | None = None, *, sparing: bool 
             f"{limit.free / 2**20:.0f} MiB are free of {limit.of}"
         )
     try:
-        if not reason:
+        if not reason and handle >= 0:
             os.posix_fallocate(handle, ranks.local_rank * size, size)
             block = _mapped(handle, total)
     except (OSError, MemoryError) as error:
@@ -114,35 +113,32 @@ def share(nbytes: int, ranks: Any, fence: Fence | None = None, *, sparing: bool 
 
 
 def _file_of_node(ranks: Any) -> tuple[int, str]:
-    """Return this rank's descriptor of a new file of the node, or -1, and why it has none; names that begin with NUL
-    are in no file system.
+    """Return this rank's descriptor of a new file of the node, or -1, and why it has none.
 
     An error among the messages is raised: only this rank has left them, and the next ones would be taken for these.
     """
-    handle, name, reason = -1, f"{_NAME}-{os.urandom(8).hex()}", ""
-    with socket.socket(socket.AF_UNIX) as own:
-        try:
-            if ranks.local_rank == 0:
-                handle = _new_file()
-                own.bind(f"\0{name}")
-                own.listen(ranks.local_size)
-        except (OSError, AttributeError) as error:
-            reason = f"no file for shared memory: {_in_words(error)}"
-        name = _text_of_leader(ranks, name)
-        try:
-            if ranks.local_rank and not reason:
-                own.connect(f"\0{name}")
-        except OSError as error:
-            reason = f"no file for shared memory that all ranks of a node can open: {_in_words(error)}"
-        reason = _any_reason(ranks, reason)
-        try:
-            if not reason and ranks.local_rank == 0:
-                _hand_out(handle, own, ranks.local_size - 1)
-            elif not reason:
-                _, (handle,), _, _ = socket.recv_fds(own, 1, 1, socket.MSG_CMSG_CLOEXEC)
-        except (OSError, ValueError) as error:  # of the first rank: it closes the socket, so that nobody waits for it
-            reason = f"no descriptor of shared memory: {_in_words(error)}"
+    handle, mine, reason = -1, "", ""
+    try:
+        if ranks.local_rank == 0:
+            handle = _new_file()
+            mine = f"{_identity(handle)} /proc/{os.getpid()}/fd/{handle}"
+    except (OSError, AttributeError) as error:
+        reason = f"no file for shared memory: {_in_words(error)}"
+    identity, _, path = _text_of_leader(ranks, mine).partition(" ")
+    try:
+        if ranks.local_rank and path:
+            handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+            if identity != _identity(handle):  # in another container the number is that of another process
+                raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
+    except OSError as error:
+        reason = f"no file for shared memory that all ranks of a node can open: {_in_words(error)}"
     return handle, reason
+
+
+def _identity(handle: int) -> str:
+    """Return what tells an open file from all others of the node."""
+    state = os.fstat(handle)
+    return f"{state.st_dev}:{state.st_ino}"
 
 
 def _text_of_leader(ranks: Any, text: str) -> str:
@@ -165,16 +161,6 @@ def _new_file() -> int:
     if handle < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return handle
-
-
-def _hand_out(handle: int, own: socket.socket, peers: int) -> None:
-    """Send a descriptor to so many ranks of this user, all of which have connected."""
-    while peers:
-        with own.accept()[0] as peer:
-            _, user, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if user == os.geteuid():
-                socket.send_fds(peer, [b"."], [handle])
-                peers -= 1
 
 
 def _in_words(error: BaseException) -> str:

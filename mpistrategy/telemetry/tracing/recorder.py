@@ -97,7 +97,7 @@ class Recorder:
     def start(self) -> None:
         """Begin."""
         self._thread.start()
-        observers.watch(self)
+        observers.observers.append(self)
 
     def stop(self) -> None:
         """Write down what is left, and end.  A forked child has no such thread: it leaves the rank's file alone."""

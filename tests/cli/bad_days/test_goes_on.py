@@ -1,7 +1,7 @@
 """What comes from outside ends a job for a while: it goes on, and ends with the bits of a run without interruption.
 
 On a real Slurm with settings of real clusters.  With both MPIs where each ends its ranks in its own way.
-scripts/soak runs all days, the tests of each change the most usual ones.
+MPISTRATEGY_TEST_ALL=1 runs all days, the tests of each change the most usual ones.
 """
 
 from __future__ import annotations

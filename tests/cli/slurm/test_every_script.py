@@ -55,7 +55,7 @@ def at_once(commands: dict[str, list[str]], **options: object) -> dict[str, subp
 
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="not run: no shellcheck on this machine")
 def test_shellcheck_finds_nothing(tmp_path: Path) -> None:
-    """The templates; and in scripts/soak what they are on each cluster."""
+    """The templates; and with MPISTRATEGY_TEST_ALL=1 what they are on each cluster."""
     tried = {name: text for name, text in ALL.items() if replicas.ALL or name.startswith(("none-", "pbs-", "keys-"))}
     # One script of those that differ in comments only.
     different = {"\n".join(line for line in text.splitlines() if line[:1] != "#"): name for name, text in tried.items()}

@@ -128,7 +128,7 @@ def test_while_a_rank_waits_to_tell_its_error(strategy: ms.Strategy) -> None:
     def step() -> None:
         context().all_reduce("SUM", np.array(["a"]) if RANK == LAST else np.ones(COUNT))
 
-    check_all_hear(strategy, step, "call", "growing_pauses")
+    check_all_hear(strategy, step, "call", "wait_patiently")
 
 
 @several

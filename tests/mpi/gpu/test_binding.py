@@ -146,10 +146,6 @@ def test_each_rank_gets_a_gpu_of_its_own(name: str) -> None:
         assert [each.removeprefix("GPU-") for each in names(sights, sharing=sharing)] == expected
 
 
-def test_there_are_20_layouts() -> None:
-    assert len(LAYOUTS) >= 20
-
-
 NONE = Sight(host="n0", reason="CuPy is not installed", fix="Install the CuPy of your driver")
 # name: what each rank sees, what the text says
 TOO_FEW: dict[str, tuple[list[Sight], list[str]]] = {
@@ -244,20 +240,7 @@ def test_each_rank_has_the_nearest_that_was_free(seen: list[list[int]], data: st
             assert (len(seen[held[nearer.name]]), held[nearer.name]) < (len(seen[rank]), rank)
 
 
-def test_many_ranks_take_little_time() -> None:
-    nodes = [node(f"n{number}-", [0, 0, 0, 0, 1, 1, 1, 1]) for number in range(128)]
-    sights = [seeing(nodes[rank // 8], near(rank % 8 // 4, 2)) for rank in range(1024)]
-    began = time.perf_counter()
-    assert bind(sights) == tuple(rank % 8 for rank in range(1024))
-    assert time.perf_counter() - began < 2
-
-
 # ------------------------------------------------------------------------------------- what a process sees
-
-
-def test_a_sight_survives_its_text() -> None:
-    for sight in (seeing(FOUR, near(0, 2)), NONE, Sight((Gpu("MIG-1"),), "ü", named=3, is_strange=True)):
-        assert Sight.read(sight.text()) == sight
 
 
 def test_looking_never_raises() -> None:
@@ -312,6 +295,9 @@ class Runtime:
     def deviceGetPCIBusId(self, index: int) -> str:  # noqa: N802
         return f"0000:{index + 0x3B:02X}:00.0"
 
+    def getDeviceProperties(self, index: int) -> dict[str, bytes]:  # noqa: N802
+        return {"uuid": b"" if index else bytes(range(1, 5))}  # CuPy cuts off at a byte of 0
+
 
 @pytest.mark.parametrize(
     ("runtime", "words", "is_strange"),
@@ -331,12 +317,14 @@ def test_what_cupy_tells(
     if runtime is not None:
         cupy.cuda = SimpleNamespace(runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    monkeypatch.setattr(inventory, "uuid", lambda index: ["GPU-first", ""][index])
     sight = inventory.look()
     assert words in sight.reason
     assert sight.is_strange is is_strange
     if not words:
-        assert [gpu.name for gpu in sight.gpus] == ["GPU-first", f"0000:3c:00.0 on {os.uname().nodename}"]
+        assert [gpu.name for gpu in sight.gpus] == [
+            "GPU-01020304 at 0000:3b:00.0",
+            f"0000:3c:00.0 on {os.uname().nodename}",
+        ]
 
 
 def test_without_cupy_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

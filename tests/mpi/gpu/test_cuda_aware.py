@@ -9,7 +9,7 @@ from pathlib import Path
 import launching
 import pytest
 
-from mpistrategy.cli.doctor.facts import cuda_trial
+from mpistrategy.cli.doctor import cuda_trial
 from mpistrategy.errors import OptionError
 from mpistrategy.mpi.gpu import cuda_aware, loaded_mpi
 from mpistrategy.mpi.gpu.cuda_aware import VARIABLE, Outcome, said
@@ -116,7 +116,7 @@ def test_an_outcome_is_of_its_library_and_settings(cache: Path, monkeypatch: pyt
 def test_what_keeps_the_doctor_from_trying(
     version: str, environment: dict[str, str], says: bool | None, refused: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in (VARIABLE, *cuda_trial._SWITCHES.values()):
+    for name in (VARIABLE, *cuda_trial.SWITCHES.values()):
         monkeypatch.delenv(name, raising=False)
     for name, value in environment.items():
         monkeypatch.setenv(name, value)

@@ -16,7 +16,6 @@ from replicas import RANK, SIZE, in_step, outcomes
 import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.gpu.transports import staged
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.options import GPU_PATH
@@ -70,13 +69,13 @@ def test_pinned_memory_is_kept_until_nothing_is_copied_into_it(cupy: Any) -> Non
     path = StagedPath(16)
     with pytest.raises(RuntimeError, match="a peer"):
         path.reduce(Failing(0), cupy.asarray(np.arange(16.0)) + 1, "SUM")
-    pinned = [slot.memory for slot in path._slots]
+    pinned = path._slots
     assert any(map(cupy_double.pending, pinned))
     path.free()
     assert not any(map(cupy_double.pending, pinned))
 
 
-def test_each_device_has_streams_of_its_own(cupy: Any, strategy: Any) -> None:
+def test_arrays_of_several_devices_are_staged(cupy: Any, strategy: Any) -> None:
     for number in (0, 1, 0):
         with cupy.cuda.Device(number):
             array = cupy.asarray(np.ones(3)) * 2
@@ -109,7 +108,7 @@ def test_a_rank_without_pinned_memory_is_heard_of(monkeypatch: pytest.MonkeyPatc
 
     with monkeypatch.context() as patch:
         if RANK == 0:
-            patch.setattr(staged, "Slot", out_of_memory)
+            patch.setattr(cupy_double.cupyx, "empty_pinned", out_of_memory)
         for one in outcomes(reduce):
             assert "there is none left" in one.text
     assert [one.error for one in outcomes(reduce)] == [None] * SIZE

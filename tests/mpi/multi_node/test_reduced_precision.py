@@ -30,7 +30,6 @@ import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import CollectiveMismatchError, OptionError
 from mpistrategy.mpi.multi_node import reduced_precision as wire
-from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -181,19 +180,6 @@ def test_without_ml_dtypes_every_rank_says_what_to_install(
 def test_other_wires_are_refused(wire: Any) -> None:
     with pytest.raises(OptionError, match="wire="):
         ms.CommunicationOptions(wire=wire)
-
-
-def test_simulated_nodes_round_alike() -> None:
-    values = [np.random.default_rng(rank).integers(-4000, 4000, 50).astype(np.float32) for rank in range(4)]
-
-    def program() -> Array:
-        made = ms.MirroredStrategy(cross_device_ops=ms.HierarchicalCopyAllReduce())
-        result: Array = reduced(made, "SUM", values[made.replica_id_in_sync_group])
-        return result
-
-    wanted = sum((values[a] + values[b]).astype(BFLOAT16).astype(np.float32) for a, b in ((0, 2), (1, 3)))
-    for result in run_replicas(program, 4, nodes=[0, 1, 0, 1]):
-        assert bits(result) == bits(np.asarray(wanted).astype(BFLOAT16).astype(np.float32))
 
 
 EMPTY = """

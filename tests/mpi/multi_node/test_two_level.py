@@ -221,6 +221,6 @@ def test_sums_of_an_mpi_whose_bits_differ_go_by_one_rank(monkeypatch: pytest.Mon
 def test_nor_by_an_algorithm_that_has_lanes_for_all_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
     digest_of = mpi_channel.digest_of
     monkeypatch.setattr(mpi_channel, "digest_of", lambda sums: digest_of(sums) + (RANK == SIZE - 1))
-    monkeypatch.setattr(MpiRanks, "allreduce_over", None)
+    monkeypatch.setattr(MpiRanks, "begin_allreduce_over", None)
     with OnNodes([rank % 2 for rank in RANKS], ms.HierarchicalCopyAllReduce()) as strategy:
         assert strategy.run(lambda: context().all_reduce("SUM", np.ones(9000)))[0] == SIZE

@@ -6,8 +6,6 @@ import errno
 import gc
 import os
 import re
-import socket
-import struct
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -96,13 +94,9 @@ def no_file(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(segments, "_new_file", refuse)
 
 
-def no_way_to_the_first_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a container with a network of its own has; the first rank itself cannot listen."""
-    monkeypatch.setattr(socket.socket, "listen" if RANK == 0 else "connect", refuse)
-
-
-def no_descriptor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket, "send_fds" if RANK == 0 else "recv_fds", refuse)
+def another_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a container that does not see the first rank's process its number is that of another one."""
+    monkeypatch.setattr(segments, "_identity", lambda handle: f"that of {RANK}")
 
 
 def no_room(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,8 +113,7 @@ def a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 
 TROUBLES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "no file": (no_file, "No space left on device"),
-    "no way": (no_way_to_the_first_rank, "no file for shared memory"),
-    "no descriptor": (no_descriptor, "no descriptor of shared memory"),
+    "another file": (another_file, "no file for shared memory that all ranks of a node can open"),
     "no room": (no_room, "No space left on device"),
     "no mapping": (no_mapping, "No space left on device"),
     "a limit": (a_limit, "where 0 MiB are free of what a made-up limit allows"),
@@ -225,26 +218,6 @@ def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
         assert ranks.mailboxes is not None
         assert still_works(strategy)
         assert ranks.shared(10_000).is_shared, "where there is room again"
-
-
-@pytest.mark.mpi(max_size=1)
-def test_nobody_but_this_user_is_handed_the_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The name of the socket is seen by all users of the node."""
-    name = f"\0mpistrategy-test-{os.getpid()}"
-    with (
-        socket.socket(socket.AF_UNIX) as own,
-        socket.socket(socket.AF_UNIX) as other,
-        socket.socket(socket.AF_UNIX) as peer,
-    ):
-        own.bind(name)
-        own.listen(2)
-        other.connect(name)
-        peer.connect(name)
-        users = iter([os.geteuid() + 1, os.geteuid()])
-        monkeypatch.setattr(struct, "unpack", lambda *_: (0, next(users), 0))
-        segments._hand_out(own.fileno(), own, 1)
-        assert other.recv(1) == b""
-        assert len(socket.recv_fds(peer, 1, 1)[1]) == 1
 
 
 # ------------------------------------------------------------------------------------- limits

@@ -176,7 +176,7 @@ from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.arrays.devices import Device
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
-from mpistrategy.mpi.over_mpi.engine import AtOnce
+from mpistrategy.mpi.over_mpi.background import Background
 
 what, rank = sys.argv[1], MPI.COMM_WORLD.rank
 
@@ -204,8 +204,8 @@ class Apart(ms.Strategy):
 
 strategy = Apart()
 strategy.run(lambda: ms.get_replica_context().all_reduce_async("SUM", np.ones(3)).wait())
-engine = ranks.once.made[AtOnce]
-engine.free = stopping(engine.free)
+background = ranks.once.made[Background]
+background.free = stopping(background.free)
 strategy.close()
 """
 

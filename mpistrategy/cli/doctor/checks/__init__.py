@@ -1,1 +1,1 @@
-"""The checks of the doctor: functions from facts to findings."""
+"""The checks of the doctor: functions from what is known of a job to findings."""

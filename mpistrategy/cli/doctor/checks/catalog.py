@@ -1,17 +1,16 @@
 """The table of all checks, in the order of the report.
 
-To add a check, write a function from `Job` to findings in the file of its subject, and name it here.
+To add a check, write a function from `Job` to a list of findings in the file of its subject, and name it here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
-from mpistrategy.cli.doctor.checks import gpu, launch, layout, mpi, network, node
-from mpistrategy.cli.doctor.checks.finding import Finding
-from mpistrategy.cli.doctor.facts.facts import Job
+from mpistrategy.cli.doctor.checks import gpu, launch, mpi, node
+from mpistrategy.cli.doctor.findings import Finding, Job
 
-Check = Callable[[Job], Iterator[Finding]]
+Check = Callable[[Job], list[Finding]]
 
 #: For every job, also where ranks are missing.
 ALWAYS: tuple[Check, ...] = (launch.launch, launch.pmi)
@@ -20,17 +19,17 @@ ALONE: tuple[Check, ...] = (mpi.versions, mpi.library)
 #: For jobs that the library can start on.
 TOGETHER: tuple[Check, ...] = (
     mpi.thread_level,
-    layout.nodes,
+    launch.nodes,
     launch.local_rank,
     node.cores,
     node.shared_memory,
     gpu.gpus,
     gpu.cuda_aware,
-    gpu.network,
-    network.network,
-    mpi.start,
+    gpu.nccl,
+    node.network,
+    node.start,
     mpi.sums,
-    mpi.leftovers,
+    node.leftovers,
 )
 
 
@@ -38,5 +37,5 @@ def examine(job: Job) -> list[Finding]:
     """Return the findings of all checks."""
     checks = ALWAYS
     if not job.missing:
-        checks += ALONE if job.facts[0].refusal else (*ALONE, *TOGETHER)
+        checks += ALONE if job.facts[0]["refusal"] else (*ALONE, *TOGETHER)
     return [finding for check in checks for finding in check(job)]

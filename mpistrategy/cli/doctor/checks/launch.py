@@ -1,117 +1,94 @@
-"""Is this one job of as many ranks as were started, and do launcher and MPI use the same PMI?"""
+"""Is this one job of as many ranks as were started, do launcher and MPI use the same PMI, and who is on which node?"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
-from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count
-from mpistrategy.cli.doctor.checks.launch_lines import line
-from mpistrategy.cli.doctor.facts.facts import Facts, Job
+from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, Finding, Job, by, count, ranks_of
 from mpistrategy.objects.shown import ranks_in_words
 
+#: What to type to a launcher for so many ranks; for others as for srun.
+_LINES = {"": "srun --ntasks={0}, mpiexec -n {0}", "jsrun": "jsrun -n {0} -a 1", "flux run": "flux run -n {0}"}
+#: How a launcher is told to offer a kind of PMI: for an MPI that speaks PMIx, and for others.
+_SPEAK = {
+    "srun": tuple(
+        f"srun --mpi={kind}, or for all steps: export SLURM_MPI_TYPE={kind} (srun --mpi=list shows what there is)"
+        for kind in ("pmix", "pmi2")
+    ),
+    "flux run": ("flux run -o pmi=pmix, which needs flux-pmix", "flux run -o pmi=simple"),
+}
 
-def launch(job: Job) -> Iterator[Finding]:
+
+def launch(job: Job) -> list[Finding]:
     """Find programs of one rank each, ranks that are missing, and another number than was asked for."""
-    first = job.facts[0]
+    first, name = job.facts[0], "launch"
     if job.missing:
-        yield Finding(
-            "launch",
-            BAD,
-            f"no answer from {ranks_in_words(job.missing)} of {first.size} within {job.patience:g} s",
-            "Do they start at all? Look for their errors above, and at their nodes: "
-            + line(first.launcher, "one each"),
-            tuple(job.missing),
-        )
-        return
-    if first.refusal:
-        found, fix = first.refusal
-        yield Finding("launch", BAD, f"{first.tasks} programs of one rank each, not one job: {found}", fix)
-        return
-    if job.wanted_ranks and first.size != job.wanted_ranks:
-        yield Finding(
-            "launch",
-            BAD,
-            f"{count(first.size, 'rank')} where {job.wanted_ranks} were asked for",
-            f"Start {job.wanted_ranks}: {line(first.launcher, 'start', ranks=job.wanted_ranks)}",
-        )
-        return
-    if first.size == 1:
-        alone = f"one rank, started by {first.launcher}" if first.launcher else "one process, started by no launcher"
-        yield Finding("launch", OK, alone)
-        return
-    by = f", started by {first.launcher} ({first.said})" if first.launcher else ""
-    yield Finding("launch", OK, f"{first.size} ranks in one job{by}")
+        found = f"no answer from {ranks_in_words(job.missing)} of {first['size']} within {job.patience:.0f} s"
+        fix = "Do they start at all? Look for their errors above, and at their nodes: srun --ntasks-per-node=1 hostname"
+        return [Finding(name, BAD, found, fix, tuple(job.missing))]
+    if first["refusal"]:
+        found, fix = first["refusal"]
+        return [Finding(name, BAD, f"{first['tasks']} programs of one rank each, not one job: {found}", fix)]
+    ranks = count(first["size"], "rank")
+    if job.wanted_ranks not in (0, first["size"]):
+        start = _LINES.get(first["launcher"], _LINES[""])
+        fix = f"Start {job.wanted_ranks}: {start.format(job.wanted_ranks)}"
+        return [Finding(name, BAD, f"{ranks} where {job.wanted_ranks} were asked for", fix)]
+    started = f"started by {first['launcher']} ({first['said']})" if first["launcher"] else "started by no launcher"
+    return [Finding(name, OK, f"{ranks} in one job, {started}")]
 
 
-def pmi(job: Job) -> Iterator[Finding]:
+def pmi(job: Job) -> list[Finding]:
     """Find a launcher that offers another kind of PMI than the MPI library speaks."""
-    first = job.facts[0]
-    offered, spoken = tuple(first.pmi), speaks(first.library)
-    if first.refusal and not set(offered) & set(spoken):
-        offers = f"offers {' and '.join(offered)} only" if offered else "offers none (--mpi=none?)"
-        kind = "pmix" if "PMIx" in spoken else "pmi2"
-        yield Finding(
-            "pmi",
-            BAD,
-            f"{first.launcher} {offers}; {first.library or 'this MPI'} speaks {' or '.join(spoken)}",
-            _speak(first.launcher, kind) or f"Use the mpiexec that comes with {first.library or 'the library'}",
-        )
-    elif first.size > 1 or offered:
-        yield Finding("pmi", OK, f"the launcher offers {' and '.join(offered) or 'a way of its own'}; the ranks met")
-
-
-def _speak(launcher: str, kind: str) -> str:
-    """Return how a launcher is told to offer this kind of PMI; "" where it cannot be told."""
-    if launcher == "srun":
-        return (
-            f"srun --mpi={kind}, or for all steps: export SLURM_MPI_TYPE={kind} (srun --mpi=list shows what there is)"
-        )
-    if launcher == "flux run":
-        return "flux run -o pmi=pmix, which needs flux-pmix" if kind == "pmix" else "flux run -o pmi=simple"
-    return ""
+    first, spoken = job.facts[0], speaks(job.facts[0]["library"])
+    offered = " and ".join(first["pmi"])
+    if first["refusal"] and not set(first["pmi"]) & set(spoken):
+        library = first["library"] or "this MPI"
+        offers = f"offers {offered} only" if offered else "offers none (--mpi=none?)"
+        of_pmix, of_pmi = _SPEAK.get(first["launcher"], (f"Use the mpiexec that comes with {library}",) * 2)
+        found = f"{first['launcher']} {offers}; {library} speaks {' or '.join(spoken)}"
+        return [Finding("pmi", BAD, found, of_pmix if "PMIx" in spoken else of_pmi)]
+    if first["size"] > 1 or offered:
+        return [Finding("pmi", OK, f"the launcher offers {offered or 'a way of its own'}; the ranks met")]
+    return []
 
 
 def speaks(library: str) -> tuple[str, ...]:
     """Return how an MPI library lets its ranks meet."""
     found = re.match(r"Open MPI v?(\d+)", library)
-    if found:
-        return ("PMIx",) if int(found[1]) >= 5 else ("PMIx", "PMI")
-    return ("PMI",)
+    if found is None:
+        return ("PMI",)
+    return ("PMIx",) if int(found[1]) >= 5 else ("PMIx", "PMI")
 
 
-_KNOWN_WRONG = "Programs that choose a GPU or a file by it all take the same."
+def nodes(job: Job) -> list[Finding]:
+    """Find ranks of one host that share no memory."""
+    hosts, name = by(job.facts, "host"), "nodes"
+    for host, ranks in hosts.items():
+        parts = list(by(ranks, "leader").values())
+        if len(parts) > 1:
+            shown = " and ".join(ranks_in_words(ranks_of(part)) for part in parts[:4])
+            found = f"{shown} are all on {host}, but share no memory: they would talk through the network"
+            fix = (
+                "Start one container for all ranks of a node, or let them share: docker run --ipc=host, apptainer "
+                "without --containall; and a host name of its own for every node"
+            )
+            return [Finding(name, BAD, found, fix, tuple(ranks_of(ranks)))]
+    named = [f"{count(len(ranks), 'rank')} on {host}" for host, ranks in hosts.items()]
+    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
+    return [Finding(name, OK, f"{count(len(hosts), 'node')}: {', '.join(named[:4])}{more}")]
 
 
-def local_rank(job: Job) -> Iterator[Finding]:
+def local_rank(job: Job) -> list[Finding]:
     """Find local ranks that the launcher's variables give wrongly, such as 0 on every rank."""
-    told = sorted({name for each in job.facts for name in each.local_hints})
-    wrong: dict[str, list[Facts]] = {}
-    for name in told:
-        off = [each for each in job.facts if each.local_hints.get(name, each.local_rank) != each.local_rank]
+    findings = []
+    for name in sorted({name for each in job.facts for name in each["local_hints"]}):
+        off = [each for each in job.facts if each["local_hints"].get(name, each["local_rank"]) != each["local_rank"]]
         if off:
-            wrong[name] = off
-    if not wrong:
-        most = max(each.local_size for each in job.facts)
-        shown = f" ({', '.join(told)} say{'s' * (len(told) == 1)} the same)" if told else ""
-        yield Finding("local rank", OK, f"0 to {most - 1} on each node{shown}" if most > 1 else f"0 everywhere{shown}")
-        return
-    right = next((name for name in told if name not in wrong), None)
-    for name, off in wrong.items():
-        values = {each.local_hints[name] for each in job.facts if name in each.local_hints}
-        all_zero = values == {0}
-        found = (
-            f"{name} is 0 in all ranks, of which a node has up to {max(each.local_size for each in job.facts)}"
-            if all_zero
-            else f"{name} is not the place on the node, on {ranks_in_words([each.rank for each in off])}"
-        )
-        others = f"take {right} in its place, or " if right else ""
-        yield Finding(
-            "local rank",
-            NOTE,
-            f"{found}: mpiexec inside of a Slurm job? {_KNOWN_WRONG} This library asks MPI instead"
-            if name == "SLURM_LOCALID"
-            else f"{found}. {_KNOWN_WRONG} This library asks MPI instead",
-            f"In programs and wrappers of yours {others}ask MPI: COMM_WORLD.Split_type(COMM_TYPE_SHARED).rank",
-            tuple(each.rank for each in off),
-        )
+            one = off[0]
+            found = f"{name} is {one['local_hints'][name]} on rank {one['rank']}, of which the place on its node is "
+            found += f"{one['local_rank']}. Programs that choose a GPU by it share one; this library asks MPI instead"
+            fix = "In programs and wrappers of yours ask MPI: COMM_WORLD.Split_type(COMM_TYPE_SHARED).rank"
+            findings.append(Finding("local rank", NOTE, found, fix, tuple(ranks_of(off))))
+    most = max(each["local_size"] for each in job.facts)
+    return findings or [Finding("local rank", OK, f"0 to {most - 1} on each node" if most > 1 else "0 everywhere")]

@@ -1,150 +1,123 @@
-"""With which cores do the ranks of a node work, and with how much memory to share?"""
+"""What a node gives its ranks: cores, memory to share, a network to other nodes, a file system that is quick."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, Facts, Finding, Job, count, mebibytes, ranks_of
 
-from mpistrategy.cli.doctor.checks.finding import BAD, NOTE, OK, Finding, count, mebibytes
-from mpistrategy.cli.doctor.checks.launch_lines import line
-from mpistrategy.cli.doctor.facts.facts import Facts, Job
-
-
-def cores(job: Job) -> Iterator[Finding]:
-    """Find more threads than cores, and ranks that were all put on the same few cores."""
-    worst: Finding | None = None
-    for ranks in job.nodes.values():
-        found = _cores_of(ranks)
-        if found is not None and (worst is None or found.verdict == BAD != worst.verdict):
-            worst = found
-    if worst is not None:
-        yield worst
-        return
-    first = job.nodes[job.facts[0].leader]
-    available = len({core for each in first for core in each.cores})
-    threads = f", {count(first[0].threads, 'thread')} each ({first[0].threads_source})" if first[0].threads else ""
-    yield Finding("cores", OK, f"{count(len(first), 'rank')} on {count(available, 'core')}{threads}")
-
-
-def _cores_of(ranks: list[Facts]) -> Finding | None:
-    available = len({core for each in ranks for core in each.cores}) or 1
-    threads, where = sum(max(each.threads, 1) for each in ranks), f"on {ranks[0].host}"
-    members = tuple(each.rank for each in ranks)
-    if available < len(ranks) and available < ranks[0].machine_cores:
-        return Finding(
-            "cores",
-            BAD,
-            f"{count(len(ranks), 'rank')} {where} share {count(available, 'core')} of {ranks[0].machine_cores}",
-            f"Give each its own: {line(ranks[0].launcher, 'cores')}",
-            members,
-        )
-    if threads > available and max(each.threads for each in ranks) > 1:
-        share = max(1, available // len(ranks))
-        most = max(ranks, key=lambda each: each.threads)
-        return Finding(
-            "cores",
-            BAD,
-            f"{threads} threads of linear algebra on {count(available, 'core')} {where}: "
-            f"{count(len(ranks), 'rank')} with up to {most.threads} each ({most.threads_source})",
-            f"export OMP_NUM_THREADS={share}",
-            members,
-        )
-    if len(ranks) > available:
-        return Finding(
-            "cores",
-            NOTE,
-            f"{len(ranks)} ranks on {count(available, 'core')} {where}: they take turns",
-            f"Start at most {available} ranks on a node, or ask for more cores: "
-            f"{line(ranks[0].launcher, 'more cores')}",
-            members,
-        )
-    return None
-
-
-def shared_memory(job: Job) -> Iterator[Finding]:
-    """Find too little memory for what the ranks of a node share."""
-    needing = [ranks for ranks in job.nodes.values() if len(ranks) > 1]
-    if not needing:
-        yield Finding("shared memory", OK, "one rank on each node: nothing to share")
-        return
-    short = node_without_room_for_mpi(job)
-    if short:
-        first = short[0]
-        yield Finding(
-            "shared memory",
-            BAD,
-            f"{mebibytes(first.shm_free)} are free in /dev/shm on {first.host}, and {first.library} wants 16 MiB for "
-            "each rank: its own calls go by TCP within the node, far slower, or end the job",
-            "Give a container more: docker run --shm-size=1g, or --ipc=host; or another folder: export "
-            "OMPI_MCA_btl_sm_backing_directory=/tmp",
-            tuple(each.rank for each in short),
-        )
-    tight: Finding | None = None
-    later = _later_bytes(job)
-    for ranks in needing:
-        first = ranks[0]
-        members = tuple(each.rank for each in ranks)
-        state = f"{_room_in_words(first, later)} on {first.host}"
-        if first.room_of and first.room_free < first.room_needed:
-            yield Finding(
-                "shared memory",
-                BAD,
-                f"{state}: there is no room, and everything goes through MPI, slower",
-                _MORE_MEMORY,
-                members,
-            )
-            return
-        if tight is None and first.room_of and first.room_free < 2 * first.room_needed:
-            tight = Finding(
-                "shared memory",
-                NOTE,
-                f"{state}; less than half of it would stay free, so that large arrays and arenas are not shared",
-                _MORE_MEMORY,
-                members,
-            )
-        if tight is None and first.room_of and first.room_free < first.room_needed + first.local_size * later:
-            tight = Finding(
-                "shared memory",
-                NOTE,
-                f"{state}, for which there is no room: these sums would go through one rank of each node, slower",
-                _MORE_MEMORY,
-                members,
-            )
-    least = min((ranks[0] for ranks in needing), key=lambda each: each.room_free)
-    if tight or not short:
-        yield tight or Finding("shared memory", OK, _room_in_words(least, later))
-
-
-def node_without_room_for_mpi(job: Job) -> list[Facts]:
-    """Return the ranks of the first node whose /dev/shm is too small for Open MPI; none where there is room."""
-    for ranks in job.nodes.values():
-        first = ranks[0]
-        if len(ranks) > 1 and first.library.startswith("Open MPI") and 0 <= first.shm_free < _OPEN_MPI_BYTES:
-            return ranks
-    return []
-
-
-#: What each rank takes in /dev/shm.
+#: What each rank of Open MPI takes in /dev/shm.
 _OPEN_MPI_BYTES = 16 * 2**20
-_MORE_MEMORY = (
-    "Ask for more: srun --mem=16G; docker run --memory=16g; if the message names /dev/shm: docker run --shm-size=8g"
-)
+#: What the ranks of a node share besides for large sums between nodes: each, and together at most.
+_LARGE_BYTES, _MOST_LARGE_BYTES = 2**24, 2**27
+_SLOW_SECONDS = 5.0
 
 
-def _later_bytes(job: Job) -> int:
-    """Return what each rank of a node shares besides from the first large sum between nodes on; 0 on one node."""
-    from mpistrategy.mpi.multi_node.two_level import shared_bytes  # here, since the doctor starts quickly
-
-    leaders = list(job.nodes)
-    node_of = [leaders.index(each.leader) for each in job.facts]
-    return shared_bytes(node_of) if len(leaders) > 1 else 0
+def cores(job: Job) -> list[Finding]:
+    """Find more threads than cores, and ranks that were all put on the same few cores."""
+    findings = [_cores_of(ranks) for ranks in job.nodes.values()]
+    return [max(findings, key=lambda each: (each.verdict == BAD, each.verdict == NOTE))]
 
 
-def _room_in_words(facts: Facts, later: int) -> str:
-    known = f"{mebibytes(facts.room_free)} are free ({facts.room_of}); " if facts.room_of else ""
-    text = f"{known}{facts.local_size} ranks share {mebibytes(facts.room_needed)} for each strategy"
-    if later:
-        from mpistrategy.mpi.multi_node.two_level import NODE_BYTES  # here, since the doctor starts quickly
+def _cores_of(ranks: list[Facts]) -> Finding:
+    first, members, name = ranks[0], tuple(ranks_of(ranks)), "cores"
+    available = len({core for each in ranks for core in each["cores"]}) or 1
+    threads, many = sum(each["threads"] for each in ranks), count(len(ranks), "rank")
+    there = f"{count(available, 'core')} on {first['host']}"
+    if available < min(len(ranks), first["machine_cores"]):
+        fix = "Give each its own: srun --cpu-bind=cores --cpus-per-task=N; mpiexec --bind-to none (Open MPI), "
+        fix += "-bind-to none (MPICH)"
+        return Finding(name, BAD, f"{many} share {there}, which has {first['machine_cores']}", fix, members)
+    if threads > max(available, len(ranks)):
+        most = max(ranks, key=lambda each: int(each["threads"]))
+        found = f"{threads} threads of linear algebra on {there}: {many} with up to {most['threads']} each "
+        found += f"({most['threads_source']})"
+        return Finding(name, BAD, found, f"export OMP_NUM_THREADS={max(1, available // len(ranks))}", members)
+    if len(ranks) > available:
+        fix = f"Start at most {available} ranks on a node, or ask for more cores: --cpus-per-task"
+        return Finding(name, NOTE, f"{many} on {there}: they take turns", fix, members)
+    return Finding(name, OK, f"{many}, {count(threads, 'thread')} ({first['threads_source']}) on {there}")
 
-        text += f", and {mebibytes(facts.local_size * later)} more from the first large sum between nodes on"
-        text += f"; all_reduce_async takes up to {mebibytes(NODE_BYTES)} for itself"
-    return text
+
+def shared_memory(job: Job) -> list[Finding]:
+    """Find too little memory for what the ranks of a node share."""
+    several = [ranks for ranks in job.nodes.values() if len(ranks) > 1]
+    if not several:
+        return [Finding("shared memory", OK, "one rank on each node: nothing to share")]
+    findings = []
+    for ranks in several:
+        first = ranks[0]
+        if first["library"].startswith("Open MPI") and 0 <= first["shm_free"] < _OPEN_MPI_BYTES:
+            found = f"{mebibytes(first['shm_free'])} are free in /dev/shm on {first['host']}, and {first['library']} "
+            found += "wants 16 MiB for each rank: its own calls go by TCP within the node, far slower, or end the job"
+            fix = "Give a container more: docker run --shm-size=1g, or --ipc=host; or another folder: export "
+            fix += "OMPI_MCA_btl_sm_backing_directory=/tmp"
+            findings.append(Finding("shared memory", BAD, found, fix, tuple(ranks_of(ranks))))
+            break
+    tightest = min(several, key=lambda ranks: int(ranks[0]["room_free"]))
+    return [*findings, *_room(tightest, len(job.nodes) > 1, bool(findings))]
+
+
+def _room(ranks: list[Facts], has_others: bool, is_told: bool) -> list[Finding]:
+    """Return whether there is room for what this library shares on a node; nothing if that is well and `is_told`."""
+    first, size, free = ranks[0], len(ranks), ranks[0]["room_free"]
+    needed = size * _bytes_of_a_rank(size)
+    large = min(size * _LARGE_BYTES, _MOST_LARGE_BYTES) if has_others else 0
+    found = f"{mebibytes(free)} are free ({first['room_of'] or 'unknown'}) on {first['host']}; {size} ranks share "
+    found += f"{mebibytes(needed)} for each strategy"
+    if large:
+        found += f", and {mebibytes(large)} more from the first large sum between nodes on"
+    if not first["room_of"] or free >= max(2 * needed, needed + large):
+        return [] if is_told else [Finding("shared memory", OK, found)]
+    if free < needed:
+        verdict, so = BAD, "there is no room, and everything goes through MPI, slower"
+    else:
+        verdict, so = NOTE, "less than half of it, or too little for large sums, would stay free: they may be slower"
+    fix = "Ask for more: srun --mem=16G; docker run --memory=16g; if it names /dev/shm: docker run --shm-size=8g"
+    return [Finding("shared memory", verdict, f"{found}: {so}", fix, tuple(ranks_of(ranks)))]
+
+
+def _bytes_of_a_rank(ranks: int) -> int:
+    """Return what each of the ranks of a node shares for a strategy."""
+    from mpistrategy.mpi.shared_memory import setup  # here, since the doctor starts quickly
+    from mpistrategy.mpi.tuning.thresholds import DEFAULT
+    from mpistrategy.mpi.watchdog import status_board
+
+    return status_board.BYTES + setup.bytes_for(ranks, DEFAULT)
+
+
+def network(job: Job) -> list[Finding]:
+    """Find TCP where there is a faster network, and an MPI that knows no other."""
+    first = job.facts[0]
+    if len(job.nodes) == 1:
+        return [Finding("network", OK, "none: one node")] if first["size"] > 1 else []
+    said = f"between nodes {first['library']} talks by {first['network'] or 'a network that cannot be seen'}"
+    fabric = next((each["fabric"] for each in job.facts if each["fabric"]), "")
+    if first["network"] == "TCP" and fabric:
+        fix = "Unset variables that choose a network (FI_PROVIDER, UCX_TLS, OMPI_MCA_btl, ...). The cluster's own MPI "
+        fix += "knows its network: load its module and name it, export MPI4PY_LIBMPI=/path/to/its/libmpi.so "
+        return [Finding("network", BAD, f"{said}, beside {fabric}", f"{fix}(mpistrategy guide mpi)")]
+    return [Finding("network", OK, said)]
+
+
+def start(job: Job) -> list[Finding]:
+    """Find imports that take long."""
+    slowest = max(job.facts, key=lambda each: float(each["start_seconds"]))
+    took = "imports took {start_seconds:.1f} s on rank {rank} ({host}), MPI {mpi_seconds:.1f} s; from {home}"
+    if slowest["start_seconds"] < _SLOW_SECONDS:
+        return [Finding("start", OK, took.format_map(slowest))]
+    fix = f"Is that a shared file system (findmnt -T {slowest['home']})? Copy the environment to the nodes' own disks "
+    fix += "first: mpistrategy slurm staged_env; or use a container. On a local disk: is the node busy?"
+    return [Finding("start", NOTE, took.format_map(slowest), fix, (slowest["rank"],))]
+
+
+def leftovers(job: Job) -> list[Finding]:
+    """Find what killed jobs have left on a node: memory that nobody else can have; folders that keep mpiexec off."""
+    findings = []
+    for ranks in job.nodes.values():
+        left = next((each["leftovers"] for each in ranks if each["leftovers"]), "")
+        if left:
+            host = ranks[0]["host"]
+            found = f"{left} on {host}, of jobs of yours that were killed; no running job uses them. Where ompi.* is "
+            found += "among them, an mpiexec that gets the number of such a job does not start"
+            fix = f"On {host}: mpistrategy doctor --remove-leftovers"
+            findings.append(Finding("leftovers", NOTE, found, fix, tuple(ranks_of(ranks))))
+    return findings

@@ -33,10 +33,7 @@ class DirectPath(DevicePath):
         """Replace `buffer` by its combination over the ranks, on `root` or on all."""
         with ordered_keys.in_order(self._cupy, buffer, op) as values:
             self._wait(ranks)
-            if root is None:
-                ranks.allreduce_device_memory(values, op)
-            else:
-                ranks.reduce(values, root, op)
+            ranks.reduce(values, root, op)
 
     def bcast(self, ranks: Any, buffer: DeviceArray, root: int) -> None:
         """Replace `buffer` by that of `root`."""

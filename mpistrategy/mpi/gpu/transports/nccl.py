@@ -135,12 +135,8 @@ class NcclPath(DevicePath):
             everyone = communication_memory(self._cupy, ranks.size * buffer.size, buffer.dtype)
             self.allgather(ranks, buffer, [buffer.size] * ranks.size, everyone)
             buffer[...] = everyone.reshape((ranks.size, buffer.size)).prod(axis=0)
-        else:
-            self._combine(buffer, op, root)
-
-    def _combine(self, buffer: DeviceArray, op: str, root: int | None) -> None:
-        """Put a reduction on the current stream; of keys for MIN and MAX of floats, of which NCCL's may lose a NaN."""
-        with ordered_keys.in_order(self._cupy, buffer, op) as values:
+            return
+        with ordered_keys.in_order(self._cupy, buffer, op) as values:  # NCCL's MIN and MAX of floats may lose a NaN
             parts = 2 if values.dtype.kind == "c" else 1
             name = values.dtype.name if parts == 1 else f"float{values.dtype.itemsize * 4}"
             count, pointer = int(values.size) * parts, values.data.ptr
@@ -200,7 +196,7 @@ class NcclPath(DevicePath):
         """Sum known numbers over the ranks; return why the result is not there or wrong, "" if it is right."""
         buffer = communication_memory(self._cupy, _TRIAL_SIZE, np.dtype("float64"))
         buffer.fill(self._ranks.rank + 1.0)
-        self._combine(buffer, "SUM", None)
+        self.reduce(self._ranks, buffer, "SUM")
         self._wait_for_all(min(_TRIAL_SECONDS, self._ranks.guard.timeout / 2))
         found = np.unique(buffer.get())
         right = self._ranks.size * (self._ranks.size + 1) / 2
@@ -228,9 +224,7 @@ def join(ranks: Ranks) -> NcclPath | str:
     The current device must be the one that this rank drives.
     """
     made: list[NcclPath] = []
-    ids: list[str] = []
-    error = error_of(lambda: ids.append(_unique_id())) if ranks.rank == 0 else ""
-    told = ranks.allgather_text(f"!{error}" if error else "".join(ids))[0]
+    told = ranks.allgather_text("" if ranks.rank else _unique_id())[0]
     if told.startswith("!"):
         return f"it does not start: {told[1:]}"
 
@@ -252,10 +246,16 @@ def join(ranks: Ranks) -> NcclPath | str:
 
 
 def _unique_id() -> str:
-    """Return a new unique id of NCCL as text: in CuPy 14 it is bytes, before it was a tuple of signed numbers."""
+    """Return a new unique id of NCCL as text: in CuPy 14 it is bytes, before it was a tuple of signed numbers.
+
+    Without one the text is "!" and the error.
+    """
     from cupy.cuda import nccl
 
-    return bytes(each & 0xFF for each in nccl.get_unique_id()).hex()
+    try:
+        return bytes(each & 0xFF for each in nccl.get_unique_id()).hex()
+    except Exception as error:  # CuPy's NcclError
+        return f"!{type(error).__name__}: {error}"
 
 
 def _communicator(ranks: Ranks, unique_id: bytes) -> Any:

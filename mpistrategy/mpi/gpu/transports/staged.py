@@ -1,15 +1,15 @@
-"""The staged path: through pinned memory on the host, in chunks of which three are under way.
+"""The staged path: through pinned memory on the host, in chunks of which two are under way.
 
-While the host reduces one chunk with its peers, the next is on its way from the device and the one before on its way
-back.  MPI sees memory of the host only: this path is right with every MPI library.
+While the host reduces one chunk with its peers, the result of the one before goes back to the device, and the next one
+comes.  All copies are on the program's current stream, in this order.  MPI sees memory of the host only: this path is
+right with every MPI library.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import accumulate
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -21,26 +21,14 @@ from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 
 CHUNK_BYTES = 4 * 2**20
-_SLOTS = 3
+_SLOTS = 2
 _TO_DEVICE, _TO_HOST = 1, 2  # cudaMemcpyKind
 #: An address on the device, where in the slot its bytes are, and how many.
 _Span = tuple[int, int, int]
 
 
-class Slot:
-    """Pinned memory for one piece, and what tells when the copy out of it is done."""
-
-    def __init__(self, nbytes: int) -> None:
-        from cupyx import empty_pinned
-
-        self.memory: Array = empty_pinned((nbytes,), np.uint8)
-        self.address: int = self.memory.ctypes.data
-        self.is_free: Any = None
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """What is under way in one slot.
+class _Piece(NamedTuple):
+    """What is under way in one slot, a part of the pinned memory.
 
     Attributes:
         nbytes: how much of the slot it takes.
@@ -65,12 +53,13 @@ class StagedPath(DevicePath):
     name: PathName = "staged"
 
     def __init__(self, chunk_bytes: int = CHUNK_BYTES) -> None:
+        from cupyx import empty_pinned
+
         self._chunk_bytes = chunk_bytes
         self._cuda = cupy_for("an array in GPU memory").cuda
-        self._slots: list[Slot] = [Slot(chunk_bytes) for _ in range(_SLOTS)]
-        #: For each device, the streams of the copies from it and to it: an event belongs to a stream of its device.
-        self._streams: dict[int, tuple[Any, Any]] = {}
-        self._streams_here()
+        self._slots: list[Array] = [empty_pinned((chunk_bytes,), np.uint8) for _ in range(_SLOTS)]
+        #: Tells when the last copies are done: the next call may be on another stream.
+        self._done: Any = None
 
     def reduce(
         self,
@@ -140,48 +129,33 @@ class StagedPath(DevicePath):
             yield _Piece(places[-1], [(block.data.ptr + start, own.start, parts[ranks.rank])], combine, taken)
 
     def _run(self, ranks: Ranks, pieces: Sequence[_Piece]) -> None:
-        """Do all pieces, three of which are under way."""
-        users = self._cuda.get_current_stream()
-        out, back = self._streams_here()
-        out.wait_event(self._noted(users))
+        """Do all pieces, two of which are under way."""
+        stream = self._cuda.get_current_stream()
+        if self._done is not None:
+            stream.wait_event(self._done)
         try:
-            arrived = [self._bring(number, piece, out) for number, piece in enumerate(pieces[:_SLOTS])]
+            arrived = [self._bring(number, piece, stream) for number, piece in enumerate(pieces[:_SLOTS])]
             for number, piece in enumerate(pieces):
                 slot = self._slots[number % _SLOTS]
                 with ranks.guard.own_gpu():
                     arrived[number].synchronize()
-                piece.combine(slot.memory[: piece.nbytes])
+                piece.combine(slot[: piece.nbytes])
                 for address, start, nbytes in piece.taken:
-                    self._copy(address, slot.address + start, nbytes, _TO_DEVICE, back)
-                slot.is_free = self._noted(back)
+                    self._copy(address, slot.ctypes.data + start, nbytes, _TO_DEVICE, stream)
                 if number + _SLOTS < len(pieces):
-                    arrived.append(self._bring(number + _SLOTS, pieces[number + _SLOTS], out))
-        except BaseException:
-            users.wait_event(self._noted(out))
-            raise
+                    arrived.append(self._bring(number + _SLOTS, pieces[number + _SLOTS], stream))
         finally:
-            # The buffer's next user waits for the last copy into it, even if MPI has failed: then its memory is soon
-            # somebody else's.  The slots' next user waits for the copies out of them.
-            users.wait_event(self._noted(back))
-
-    def _streams_here(self) -> tuple[Any, Any]:
-        device, kind = self._cuda.runtime.getDevice(), self._cuda.Stream
-        if device not in self._streams:
-            self._streams[device] = (kind(non_blocking=True), kind(non_blocking=True))
-        return self._streams[device]
+            self._done = self._noted(stream)
 
     def _noted(self, stream: Any) -> Any:
         """Return an event behind what is on a stream so far."""
         return stream.record(self._cuda.Event(disable_timing=True))
 
-    def _bring(self, number: int, piece: _Piece, out: Any) -> Any:
-        """Start to copy a piece into its slot, once that is free; return what tells when it is there."""
-        slot = self._slots[number % _SLOTS]
-        if slot.is_free is not None:
-            out.wait_event(slot.is_free)
+    def _bring(self, number: int, piece: _Piece, stream: Any) -> Any:
+        """Start to copy a piece into its slot; return what tells when it is there."""
         for address, start, nbytes in piece.brought:
-            self._copy(slot.address + start, address, nbytes, _TO_HOST, out)
-        return self._noted(out)
+            self._copy(self._slots[number % _SLOTS].ctypes.data + start, address, nbytes, _TO_HOST, stream)
+        return self._noted(stream)
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
         if nbytes:
@@ -189,7 +163,6 @@ class StagedPath(DevicePath):
 
     def free(self) -> None:
         """Give back the pinned memory, once nothing is copied out of it or, after a failure, into it."""
-        for both in self._streams.values():
-            for stream in both:
-                stream.synchronize()
+        if self._done is not None:
+            self._done.synchronize()
         self._slots = []

@@ -1,0 +1,151 @@
+"""Gives GPU memory to MPI in all ranks, and sees what comes back.
+
+It is the last thing that the doctor does, in its own ranks: an MPI that does not take GPU memory may end them.  It is
+left out where the library says that it does not.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrategy.cli.doctor.findings import Job
+from mpistrategy.errors import MpiStrategyError
+from mpistrategy.mpi.gpu import cuda_aware, loaded_mpi
+from mpistrategy.mpi.gpu.cuda_aware import VARIABLE, Outcome
+from mpistrategy.mpi.gpu.inventory import Sight
+from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.options import is_on
+
+if TYPE_CHECKING:
+    from mpistrategy.cli.doctor.ranks import Ranks
+
+#: MPI libraries send small and large messages by different protocols.
+_SIZES = (8, 4096, 2**20, 2**23)
+_ROUNDS = 3
+_CUDA = 0  # MPIX_GPU_SUPPORT_CUDA
+#: What turns on the GPU support of a library that is off by default, by how its version text begins.
+SWITCHES = {
+    "mpi version    : cray mpich": "MPICH_GPU_SUPPORT_ENABLED",
+    "mvapich2": "MV2_USE_CUDA",
+    "mvapich ": "MVP_USE_CUDA",
+    "intel(r) mpi": "I_MPI_OFFLOAD",
+}
+
+
+def obstacle() -> str:
+    """Return why GPU memory is not given to MPI here: what the user says, else the library; "" where it is tried."""
+    try:
+        word, version = cuda_aware.said(), loaded_mpi.identity()[0]
+        if word is not None:
+            return "" if word else "the user says so"
+        for start, switch in SWITCHES.items():
+            if version.lower().startswith(start) and not is_on(os.environ.get(switch, "")):
+                return f"{library_name(version)} takes GPU memory with {switch}=1 only"
+        if says_yes(loaded_mpi.mapped_files()) is False:
+            return f"{library_name(version)} says that it has no CUDA"
+    except (MpiStrategyError, OSError) as error:
+        return str(error)
+    return ""
+
+
+def says_yes(files: Sequence[str]) -> bool | None:
+    """Return what the MPI library among these files says about CUDA; None where it says nothing.
+
+    Raises:
+        OSError: when a file is gone.
+    """
+    opened = [ctypes.CDLL(path) for path in files if loaded_mpi.is_mpi(path) or "/libopen-pal.so" in path]
+    for library in opened:  # conda-forge's Open MPI is built with CUDA and switched off
+        with suppress(ValueError):
+            if not ctypes.c_bool.in_dll(library, "opal_cuda_support").value:
+                return False
+    # The first of the two where there are both: MPICH 4.0's other one ends the process where asserts are compiled in.
+    for ask in filter(None, (getattr(library, "MPIX_GPU_query_support", None) for library in opened)):
+        flag = ctypes.c_int(0)
+        return ask(_CUDA, ctypes.byref(flag)) == 0 and bool(flag.value)
+    for ask in filter(None, (getattr(library, "MPIX_Query_cuda_support", None) for library in opened)):
+        return bool(ask())
+    return None
+
+
+def try_all(ranks: Ranks, local_rank: int, job: Job) -> Outcome | None:
+    """Return what came of GPU memory, and keep it for strategies; None where it was not tried.  Collective.
+
+    Args:
+        ranks: all of them.
+        local_rank: this rank's index on its node.
+        job: what rank 0 knows of all.
+    """
+    willing = all(each["sight"] and Sight.read(each["sight"]).gpus and not each["cuda_refused"] for each in job.facts)
+    if not ranks.told(int(willing and ranks.size > 1)):
+        return None
+    if ranks.rank == 0:
+        sys.stderr.write(f"mpistrategy doctor: gives GPU memory to MPI. If this ends here: export {VARIABLE}=0\n")
+        sys.stderr.flush()
+    found = _tried(ranks, local_rank)
+    if ranks.rank == 0 and found.outcome != "unverified":
+        with suppress(OSError):  # strategies then go on as if nobody had tried
+            cuda_aware.save("several nodes" if len(job.nodes) > 1 else "one node", found)
+    return found
+
+
+def _tried(ranks: Ranks, local_rank: int) -> Outcome:
+    """Return what came of sums of known numbers.  Collective."""
+    made: list[tuple[Any, Any]] = []
+    try:
+        import cupy
+        import cupyx
+
+        cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
+        for nbytes in _SIZES:
+            mine = cupy.asarray(_pattern(nbytes, ranks.rank))
+            made.append((mine, cupy.zeros_like(mine)))
+        on_host, total = (cupyx.empty_pinned((_SIZES[-1] // 4,), np.float32) for _ in range(2))
+        stream = cupy.cuda.get_current_stream()
+        stream.synchronize()
+    except Exception as error:  # of CuPy's many types
+        sys.stderr.write(f"[rank {ranks.rank}] GPU memory was not tried: {type(error).__name__}: {error}\n")
+        made.clear()
+    if not ranks.all_right(bool(made)):
+        return Outcome("unverified", "some rank could not try it: see its message")
+    is_right = True
+    for mine, result in made:
+        ranks.comm.Allreduce(mine, result)
+        expected = sum(_pattern(4 * len(mine), rank) for rank in range(ranks.size))
+        is_right = is_right and bool((cupy.asnumpy(result) == expected).all())
+    if not ranks.all_right(is_right):
+        return Outcome("wrong", "other numbers than were sent")
+
+    def staged() -> None:
+        mine.get(out=on_host)
+        ranks.comm.Allreduce(on_host, total)
+        result.set(total)
+        stream.synchronize()
+
+    direct = _SIZES[-1] / _seconds(ranks, lambda: ranks.comm.Allreduce(mine, result))
+    by_host = _SIZES[-1] / _seconds(ranks, staged)
+    shown = f"{ranks.size} ranks, {direct / 1e9:.1f} GB/s; {by_host / 1e9:.1f} GB/s staged through the host"
+    return Outcome("right", shown, direct, by_host)
+
+
+def _pattern(nbytes: int, rank: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:
+    return np.resize(np.arange(251, dtype=np.float32), nbytes // 4) + np.float32(rank)
+
+
+def _seconds(ranks: Ranks, work: Callable[[], None]) -> float:
+    """Return how long it takes, of the best of some rounds; the slowest rank counts.  Collective."""
+    found = []
+    for _ in range(_ROUNDS):
+        ranks.comm.Barrier()
+        before = time.perf_counter()
+        work()
+        found.append(ranks.slowest(time.perf_counter() - before))
+    return min(found)

@@ -1,1 +1,0 @@
-"""What the doctor gathers about each rank, in plain values."""

@@ -1,0 +1,154 @@
+"""What the doctor knows of a job, and what it finds: each check is a function from `Job` to a list of findings."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from mpistrategy.errors import MpiStrategyError
+from mpistrategy.mpi.gpu.cuda_aware import Outcome
+from mpistrategy.objects.shown import ranks_in_words
+
+OK, NOTE, BAD = VERDICTS = ("ok", "note", "bad")  # from the best on
+
+#: What one rank knows of itself: the keys of `mpistrategy.cli.doctor.facts.UNKNOWN`.
+Facts = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check.
+
+    Attributes:
+        check: its name.
+        verdict: "ok"; "note": works, but worth knowing; "bad": wrong results, no start, or much slower.
+        found: in words.
+        fix: what to type or to change; "" where there is nothing to do.
+        ranks: the ranks concerned; empty for all.
+    """
+
+    check: str
+    verdict: str
+    found: str
+    fix: str = ""
+    ranks: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that is known of a job.
+
+    Attributes:
+        facts: of each rank that answered, by its number.
+        wanted_ranks: how many ranks there should be; 0 if not given.
+        missing: the ranks that did not answer.
+        patience: how many seconds the others waited for them.
+        sums_right: whether a sum over the ranks was right; None if not tried.
+        untried: why not.
+        trial: what came of GPU memory given to MPI; None if not tried.
+    """
+
+    facts: Sequence[Facts]
+    wanted_ranks: int = 0
+    missing: Sequence[int] = ()
+    patience: float = 0.0
+    sums_right: bool | None = None
+    untried: str = ""
+    trial: Outcome | None = None
+
+    @property
+    def nodes(self) -> dict[int, list[Facts]]:
+        """The ranks of each node, by the node's first rank."""
+        return by(self.facts, "leader")
+
+    def with_several(self, key: str) -> dict[Any, list[int]]:
+        """Return the ranks by a fact of theirs where not all have the same; what most of them have comes first."""
+        found = {value: ranks_of(those) for value, those in by(self.facts, key).items()}
+        ordered = sorted(found.items(), key=lambda pair: (-len(pair[1]), pair[1]))
+        return dict(ordered) if len(found) > 1 else {}
+
+
+def by(facts: Sequence[Facts], key: str) -> dict[Any, list[Facts]]:
+    """Return the ranks by the value of a fact."""
+    found: dict[Any, list[Facts]] = {}
+    for each in facts:
+        found.setdefault(each[key], []).append(each)
+    return found
+
+
+def ranks_of(facts: Iterable[Facts]) -> list[int]:
+    """Return the numbers of ranks."""
+    return [each["rank"] for each in facts]
+
+
+def odd_ones(found: dict[Any, list[int]]) -> tuple[int, ...]:
+    """Return the ranks that do not have what most of them have, of `Job.with_several`; all, without a majority."""
+    groups = list(found.values())
+    if len(groups[0]) > len(groups[1]):
+        groups = groups[1:]
+    return tuple(sorted(rank for ranks in groups for rank in ranks))
+
+
+def in_words(found: dict[Any, list[int]]) -> str:
+    """Return ``2.4.1 on ranks 0, 1, 2; 2.3.0 on rank 3``."""
+    return "; ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in found.items())
+
+
+def count(number: int, noun: str) -> str:
+    """Return ``1 rank`` or ``4 ranks``."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def mebibytes(nbytes: float) -> str:
+    """Return a size in words."""
+    return f"{nbytes / 2**30:.1f} GiB" if nbytes >= 2**30 else f"{nbytes / 2**20:.1f} MiB"
+
+
+def parts_of(error: MpiStrategyError) -> tuple[str, str]:
+    """Return what an error of this library found, and its fix."""
+    return error.found or str(error), error.fix or f"Expected {error.expected}"
+
+
+def worst(findings: Iterable[Finding]) -> str:
+    """Return the worst verdict; "ok" of none."""
+    return max((finding.verdict for finding in findings), key=VERDICTS.index, default=OK)
+
+
+def as_text(job: Job, findings: Sequence[Finding]) -> str:
+    """Return the report for people: one line a finding, and its fix below it."""
+    first, width = job.facts[0], max(len(finding.check) for finding in findings)
+    nodes = "" if job.missing or first["refusal"] else f" on {count(len(job.nodes), 'node')}"
+    lines = [f"mpistrategy doctor: {count(first['size'], 'rank')}{nodes}"]
+    for each in findings:
+        verdict = "BAD" if each.verdict == BAD else each.verdict
+        lines.append(f"{verdict:<4}  {each.check:<{width}}  {each.found}")
+        arrow = "->"
+        for line in each.fix.splitlines():
+            lines.append(f"      {'':<{width}}  {arrow} {line}")
+            arrow = "  "
+    verdicts = [each.verdict for each in findings]
+    notes = verdicts.count(NOTE)
+    told = f"; {count(notes, 'note')}" if notes else ""
+    bad = verdicts.count(BAD)
+    lines.append(f"{bad} BAD{told}. Fix what is BAD first." if bad else f"Nothing is bad{told}.")
+    return "\n".join(lines)
+
+
+def as_json(job: Job, findings: Sequence[Finding]) -> str:
+    """Return the report as one JSON object.
+
+    Its keys: ``format`` (1), ``verdict`` (ok, note, bad: the worst), ``ranks``, ``nodes``, ``findings`` (each with
+    ``check``, ``verdict``, ``found``, ``fix``, ``ranks``) and ``facts``, one object for each rank, with the keys of
+    `mpistrategy.cli.doctor.facts.UNKNOWN`.
+    """
+    told = {
+        "format": 1,
+        "verdict": worst(findings),
+        "ranks": job.facts[0]["size"],
+        "nodes": len(job.nodes),
+        "findings": [asdict(each) for each in findings],
+        "facts": job.facts,
+    }
+    return json.dumps(told, indent=1)

@@ -1,0 +1,117 @@
+"""Reads what the watchdogs of a job on this node have written into the memory that its ranks share.
+
+The ranks need not do anything for it: it works on those that hang or are stopped.  Linux lets users do so with their
+own processes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from mpistrategy.cli.doctor.last_calls import NodeCalls, of_node
+from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.mpi.watchdog.local_process import node_name, why_silent
+from mpistrategy.mpi.watchdog.status_board import MARK, ROW, RankStatus, StatusBoard
+
+_MOST_RANKS = 1024
+_FILE = "/memfd:mpistrategy"
+#: The watchdog writes once a second: nobody writes an older status any more.
+_SILENT_SECONDS = 3.0
+
+
+@dataclass(frozen=True)
+class View:
+    """What is to be seen of a job.
+
+    Attributes:
+        seen: the ranks, in order.
+        calls: when they came to their last collectives, for each node and strategy.
+        troubles: what was not seen, and why.
+    """
+
+    seen: Sequence[RankStatus] = ()
+    calls: Sequence[NodeCalls] = ()
+    troubles: Sequence[str] = ()
+
+
+def of_slurm_job(number: str) -> View:
+    """Return what is to be seen of a Slurm job on this node."""
+    variable, processes = f"SLURM_JOB_ID={number}".encode(), []
+    for name in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+            if variable in file.read().split(b"\0"):
+                processes.append(int(name))
+    return of_processes(processes)
+
+
+def of_processes(processes: Sequence[int]) -> View:
+    """Return what is to be seen of the jobs of these processes on their node."""
+    trouble = "its processes here have no strategy of several ranks (yet)" if processes else "it has no process here"
+    time.sleep(1 - time.time() % 1)  # at the same time on all nodes: who came last is seen in calls that they all show
+    boards: dict[tuple[int, int], StatusBoard | None] = {}
+    for process in processes:
+        try:
+            for identity, path in _shared_files(process).items():
+                if identity not in boards:
+                    boards[identity] = _board_in(path)
+        except OSError as error:
+            trouble = f"the memory of process {process} cannot be read ({error.strerror})"
+    seen, calls = dict[int, RankStatus](), list[NodeCalls]()
+    for (_, inode), board in boards.items():
+        statuses = [] if board is None else board.read()
+        if board is None or not all(each.process and each.text for each in statuses):
+            continue
+        for each in statuses:
+            if each.rank not in seen or each.beat > seen[each.rank].beat:  # an older one is of a closed strategy
+                seen[each.rank] = _from_outside(each)
+        strategy, size = (int(board.all(name)[0]) for name in ("strategy", "size"))
+        calls.append(of_node(statuses, strategy or -inode, size, time.time() - time.monotonic()))
+    return View([seen[rank] for rank in sorted(seen)], calls, [] if seen else [trouble])
+
+
+def _shared_files(process: int) -> dict[tuple[int, int], str]:
+    """Return the files of memory that this library shares and a process has open: a path to each, by its identity."""
+    found: dict[tuple[int, int], str] = {}
+    folder = f"/proc/{process}/fd"
+    for name in os.listdir(folder):
+        with suppress(OSError):  # closed meanwhile
+            state = os.stat(f"{folder}/{name}")
+            if os.readlink(f"{folder}/{name}").startswith(_FILE):
+                found[state.st_dev, state.st_ino] = f"{folder}/{name}"
+    return found
+
+
+def _from_outside(status: RankStatus) -> RankStatus:
+    is_old = time.monotonic() - status.beat > _SILENT_SECONDS and not status.state
+    return replace(status, host=node_name(), silent=why_silent(status.process) if is_old else "")
+
+
+def _board_in(path: str) -> StatusBoard | None:
+    """Return a copy of the status board in a file of shared memory; None for any other memory."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        # A mapping would take pages, and end with a file that shrinks.
+        return board_in(lambda start: os.pread(descriptor, ROW.itemsize, start), os.fstat(descriptor).st_size)
+    finally:
+        os.close(descriptor)
+
+
+def board_in(read: Callable[[int], bytes], nbytes: int) -> StatusBoard | None:
+    """Return a copy of the status board in so many bytes of memory; None where there is none.
+
+    Args:
+        read: returns the bytes of a row that begins at a place.
+        nbytes: the size of the memory.
+    """
+    first = read(0)
+    ranks = int(np.frombuffer(first, ROW)[0]["ranks"]) if len(first) == ROW.itemsize and first[:16] == MARK else 0
+    if not 0 < ranks <= _MOST_RANKS or nbytes % ranks:
+        return None
+    rows = [read(rank * (nbytes // ranks)).ljust(ROW.itemsize, b"\0") for rank in range(ranks)]
+    return StatusBoard(SharedMemory(tuple(np.frombuffer(row, np.uint8) for row in rows)))

@@ -1,0 +1,112 @@
+"""All ranks of the job, by mpi4py alone: the library refuses to start on some jobs that the doctor examines.
+
+Importing it starts MPI.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import mpi4py
+import numpy as np
+from mpi4py import MPI
+
+from mpistrategy.cli.doctor.findings import Facts
+from mpistrategy.mpi.over_mpi.ranks import MpiRanks
+from mpistrategy.objects.text import decoded, encoded
+
+_TEXT = 71
+_NAP_SECONDS = 1e-3
+_LEVELS = {
+    MPI.THREAD_SINGLE: "single",
+    MPI.THREAD_FUNNELED: "funneled",
+    MPI.THREAD_SERIALIZED: "serialized",
+    MPI.THREAD_MULTIPLE: "multiple",
+}
+_COUNT = 2**20
+
+
+class Ranks:
+    """All ranks.  Nothing collective happens before `collect` has seen that all are there.
+
+    Attributes:
+        comm: their communicator.
+        rank, size: of this one, and of all.
+        version: what the MPI library says about itself.
+    """
+
+    def __init__(self) -> None:
+        self.comm = MPI.COMM_WORLD
+        self.rank: int = self.comm.rank
+        self.size: int = self.comm.size
+        self.version = str(MPI.Get_library_version())
+
+    def facts(self) -> Facts:
+        """Return what MPI says of this rank."""
+        return {
+            "rank": self.rank,
+            "size": self.size,
+            "mpi4py": mpi4py.__version__,
+            "built_for": str(MPI.get_vendor()[0]),
+            "thread_level": _LEVELS[MPI.Query_thread()],
+        }
+
+    def collect(self, text: str, seconds: float) -> dict[int, str]:
+        """Return the texts of all ranks that arrived in time on rank 0; elsewhere only the own text."""
+        found = {self.rank: text}
+        if self.rank:
+            self.comm.Send(np.frombuffer(encoded(text), np.uint8), 0, _TEXT)
+            return found
+        end, status = time.monotonic() + seconds, MPI.Status()
+        while len(found) < self.size and time.monotonic() < end:
+            if not self.comm.Iprobe(MPI.ANY_SOURCE, _TEXT, status):
+                time.sleep(_NAP_SECONDS)
+                continue
+            letters = np.empty(status.Get_count(MPI.BYTE), np.uint8)
+            self.comm.Recv(letters, status.Get_source(), _TEXT)
+            found[status.Get_source()] = decoded(letters.data)
+        return found
+
+    def told(self, number: int) -> int:
+        """Return rank 0's number.  Collective."""
+        shared = np.array([number], np.int64)
+        self.comm.Bcast(shared, 0)
+        return int(shared[0])
+
+    def places(self) -> list[Facts]:
+        """Return of each rank the first rank of its node, its place there, and the ranks there.  Collective."""
+        inside = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        mine = np.array([self.rank, inside.rank, inside.size], np.int64)
+        inside.Bcast(mine[:1], 0)
+        inside.Free()
+        everyone = np.empty((self.size, 3), np.int64)
+        self.comm.Allgather(mine, everyone)
+        return [dict(zip(("leader", "local_rank", "local_size"), row, strict=True)) for row in everyone.tolist()]
+
+    def slowest(self, seconds: float) -> float:
+        """Return the greatest number of all ranks.  Collective."""
+        shared = np.array([seconds])
+        self.comm.Allreduce(MPI.IN_PLACE, shared, MPI.MAX)
+        return float(shared[0])
+
+    def all_right(self, is_right: bool) -> bool:
+        """Return whether every rank says so.  Collective."""
+        return not self.slowest(float(not is_right))
+
+    def add_up_right(self) -> bool:
+        """Return whether every rank gets the right sum of known numbers from this library.  Collective."""
+        pattern = np.resize(np.arange(251, dtype=np.float32), _COUNT)
+        total = np.empty_like(pattern)
+        communicator = MpiRanks()
+        try:
+            communicator.allreduce(total, source=pattern + np.float32(self.rank))
+        finally:
+            communicator.free()
+        expected = pattern * self.size + self.size * (self.size - 1) / 2
+        return self.all_right(bool((total == expected).all()))
+
+    def abort(self, status: int) -> None:
+        """End the job."""
+        sys.stdout.flush()
+        self.comm.Abort(status)

@@ -1,0 +1,224 @@
+"""What runs in the background: one thread, its queue of jobs, and the communicator on which their data travel.
+
+The thread sleeps between two looks at its messages, to leave the core to the program.  While the program itself waits
+for a job the naps are short: on two nodes at 1 Gbit/s, long ones would leave the network idle in between.
+
+The communicator is a duplicate of the strategy's, with a guard of its own, on which `all_reduce_async` compares its
+calls.  The reductions of a backward pass of torch are compared on the program's own guard, among the program's other
+calls: each of these waits first until the thread has made what was submitted.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from mpistrategy.errors import ContextError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.channel import wait_patiently
+from mpistrategy.mpi.faults import injection
+from mpistrategy.mpi.interface.buffers import Freed
+from mpistrategy.mpi.interface.ranks import Ranks
+
+_SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
+#: While the program waits: so many looks without a nap, then the shortest naps.
+_LOOKS = 200
+#: Over TCP each call of MPI moves only a part of MPICH's messages: so many calls after a pause.
+_NUDGES = 8
+#: Smaller reductions of torch are quicker in the program's own thread.
+_LEAST_BYTES = 2**18
+
+
+def patiently(looks: int) -> None:
+    """Sleep between two looks at the messages: briefly at first, for small values, then some milliseconds."""
+    time.sleep(min(_SHORTEST_NAP * 2 ** min(looks, 10), _LONGEST_NAP))
+
+
+def promptly(looks: int) -> None:
+    """Look on for a moment, then sleep briefly: also a core that nobody computes on may be wanted for the network.
+
+    A step of torch's DDP, 25 M parameters, two nodes of one core each without a limit of the network: 247 ms, with naps
+    of 0.5 ms 255, over gloo 252.  At 1 Gbit/s both take as long.
+    """
+    if looks <= _LOOKS:
+        os.sched_yield()
+    else:
+        time.sleep(_SHORTEST_NAP)
+
+
+class Background(Freed):
+    """The thread, from the first job on, and its jobs.
+
+    Args:
+        program: the ranks of the program.
+
+    Attributes:
+        communicator: the ranks of the jobs; None before `connect`.
+        submitted: the number of jobs so far.
+        known_to_all: how many of them all ranks are known to have submitted.
+    """
+
+    def __init__(self, program: Any) -> None:
+        self.communicator: Any = None
+        self.submitted: int = 0
+        self.known_to_all: int = 0
+        self._program = program
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._last: Future[Any] | None = None
+        #: The jobs that threads of the program wait for, and those that have failed and that nobody has waited for.
+        self._awaited: list[Future[Any]] = []
+        self._failed: list[Future[Any]] = []
+        self._thread = threading.Thread(target=self._run, name="mpistrategy background", daemon=True)
+
+    def connect(self) -> Background:
+        """Make the communicator of the jobs, whose data travel as this thread can wait for them.  Collective."""
+        self.communicator = made = self._program.duplicate()
+        made.pause = self.pause
+        made.guard.is_in_background = made.guard.is_patient = True
+        return self
+
+    def connected(self, call: Call) -> Any:
+        """Return the communicator, on which the data of a call of the program travel; the first time collective."""
+        if self.communicator is None:
+            call.agree("the first reduction in the background", patiently=True)
+            self.connect()
+            call.expect_more()
+        return self.communicator
+
+    @property
+    def is_here(self) -> bool:
+        """Whether the calling thread is this one."""
+        return threading.get_ident() == self._thread.ident
+
+    def takes(self, nbytes: int) -> bool:
+        """Return whether a reduction of torch belongs here: between nodes, if MPI allows several threads."""
+        return nbytes >= _LEAST_BYTES and self._program.nodes > 1 and self._program.may_use_threads
+
+    def submit(self, work: Callable[[], Any], where: str) -> Future[Any]:
+        """Call `work` in the thread after all earlier jobs; return its result to be.
+
+        A signal's handler may raise between any two lines.  Whether the other ranks have a job more is not known then:
+        the strategy takes no more calls.
+        """
+        if self._program.guard.closed:  # in a forked child, say, which has no such thread
+            raise self._program.guard.refusal(where)
+        try:
+            if self._thread.ident is None:
+                self._thread.start()
+            elif not self._thread.is_alive():
+                raise ContextError.at(where, found="a call at the end of the program", expected="one before it")
+            job: Future[Any] = Future()
+            self._last = job
+            self._jobs.put((job, work))
+            self.submitted += 1
+            return job
+        except BaseException as error:
+            for ranks in filter(None, (self.communicator, self._program)):
+                ranks.guard.break_off(where, error)
+            raise
+
+    def unless_failed(self, work: Callable[[], object]) -> None:
+        """Call `work`, or raise the error of an earlier job of which nobody was told.
+
+        For jobs whose errors the program hears of when all are done: it makes none of the later calls on other ranks.
+        """
+        for job in self._failed[:1]:
+            job.result()
+        work()
+
+    def join(self, job: Future[Any]) -> None:
+        """Wait for a job; meanwhile the thread has the core of this one."""
+        try:
+            self._awaited.append(job)
+            job.exception()
+        finally:
+            if job in self._awaited:
+                self._awaited.remove(job)
+
+    def result(self, job: Future[Any]) -> Any:
+        """Wait for a job; return its result or raise its error."""
+        self.join(job)
+        if job in self._failed:
+            self._failed.remove(job)
+        return job.result()
+
+    def wait(self) -> None:
+        """Wait until all is done; raise the first error that nobody was told.  Does nothing in the thread itself."""
+        if self._last is not None and not self.is_here:
+            self.join(self._last)
+            for job in self._failed[:1]:
+                self._failed.clear()
+                job.result()
+
+    def pause(self, looks: int) -> None:
+        """Give the core away between two looks at the messages, and let them move on."""
+        if self.is_here:
+            (promptly if self._awaited else patiently)(looks)
+        else:
+            os.sched_yield()  # the program's own thread: 4 MiB at 1 Gbit/s took 43 ms with naps, and 37 without
+        for _ in range(_NUDGES):
+            self.communicator.progress()
+
+    def _run(self) -> None:
+        injection.inside.depth = 1  # planned faults count the calls when they are started
+        while (next_one := self._jobs.get()) is not None:
+            job, work = next_one
+            try:
+                job.set_result(work())
+            except BaseException as error:
+                self._failed.append(job)
+                job.set_exception(error)
+            del job, work, next_one  # they refer to the program's arrays
+
+    def end(self) -> None:
+        """Finish all jobs, and end the thread."""
+        self._jobs.put(None)
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    def free(self) -> None:
+        """Finish the jobs that all ranks have started, then free the communicator.  Collective.
+
+        A job that some rank has not started ends with an error on the others.  Failed jobs that nobody has waited for
+        are told in a warning.
+        """
+        self.end()
+        if self.communicator is not None and not self._program.guard.closed:
+            guard = self.communicator.guard
+            guard.start_leaving()
+            while not wait_patiently(guard.peers_have_left):
+                guard.tell_peers("it starts no further all_reduce_async")
+            self.communicator.free()
+        for job in self._failed:
+            warn(f"a reduction in the background failed and nobody waited for it: {job.exception()}", RuntimeWarning)
+
+
+def background_of(
+    ranks: Ranks, agree: Callable[[Callable[[], Any]], Any], *, waits_for_gpu: bool = False
+) -> Background | None:
+    """Return what runs the jobs of the ranks; None where they run at once.  The first call is collective.
+
+    There is a thread where the MPI of all ranks allows several: on several nodes, and on one node for jobs that wait
+    for a GPU.  The ranks of a single node have no core to spare otherwise.
+
+    Args:
+        ranks: of a strategy.
+        agree: compares the first call between the ranks, and returns what its argument makes in that call.
+        waits_for_gpu: whether the jobs do.
+    """
+    if ranks.size == 1 or (ranks.nodes == 1 and not waits_for_gpu):
+        return None
+    found: Background | None = ranks.once(Background, partial(agree, partial(_made, ranks)))
+    return found
+
+
+def _made(ranks: Ranks) -> Background | None:
+    may_use_threads = set(ranks.allgather_text(str(ranks.may_use_threads))) == {"True"}
+    return Background(ranks).connect() if may_use_threads else None

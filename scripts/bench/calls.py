@@ -1,0 +1,243 @@
+"""Measures this rank's own work of one repeated small call, in every spelling, beside a sketch of the least it can be.
+
+    python scripts/bench calls [--rounds N]
+
+One process, no MPI: the other rank's
+mailbox is this rank's own, so there are no waits in the figures. Each is the least of many rounds, in microseconds.
+
+The sketch has one call, one dictionary and one plan for every spelling, and leaves out what a call must have besides:
+flags, hooks, threads, calls inside calls, GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from functools import partial
+from sys import _getframe
+from threading import get_ident
+from time import monotonic
+from types import FrameType, TracebackType
+from typing import Any
+
+import numpy as np
+
+import mpistrategy as ms
+from mpistrategy import context
+from mpistrategy.arrays.devices import Device
+from mpistrategy.arrays.dtypes import dtype_name
+from mpistrategy.arrays.nest import leaves_of
+from mpistrategy.mpi.contract.call_sites import Signature, digest_of
+from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.interface.ranks import Alone
+from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
+from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
+from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
+from mpistrategy.reduction.inputs import arrays_of, as_leaf
+from mpistrategy.reduction.layout.packing import layouts_of
+from mpistrategy.reduction.plan import usual_plan
+from mpistrategy.strategy.extended import StrategyExtended
+
+ROOM = 32768
+SUM = ms.ReduceOp.SUM
+
+
+class SketchedCall:
+    """One public call: enters the record, and leaves it."""
+
+    __slots__ = ("entered", "guard", "left", "name", "place", "signature", "structure", "timeout", "where")
+
+    def __init__(self, guard: Guard, where: str, timeout: float | None) -> None:
+        self.guard, self.where, self.timeout = guard, where, timeout
+        self.signature: Signature | None = None
+        self.structure, self.name, self.place, self.left = "", "", "", 0.0
+
+    def __enter__(self) -> SketchedCall:
+        guard: Any = self.guard
+        if guard.current is not None or guard.closed:
+            raise RuntimeError("nested, or closed")
+        self.entered = monotonic()
+        guard.thread = get_ident()
+        guard.record.number += 1
+        guard.record.entries.append((guard.record.number, self, self.entered, 0.0))
+        guard.current = self
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.guard.current = None
+        self.left = monotonic()
+
+
+def site_of(frame: FrameType | None, step: Any) -> tuple[Any, ...]:
+    """Return code and instruction of the call and of two callers, up to the step function."""
+    found: list[Any] = []
+    for _ in range(3):
+        if frame is None:
+            break
+        code = frame.f_code
+        found += (code, frame.f_lasti)
+        frame = frame.f_back
+        if code is step:
+            break
+    return tuple(found)
+
+
+def kind_of(value: Any) -> Any:
+    """Return structure, types, dtypes and shapes."""
+    kind = type(value)
+    if kind is np.ndarray:
+        return value.dtype, value.shape
+    if kind is dict:
+        return tuple(value), tuple(map(kind_of, value.values()))
+    if kind is list or kind is tuple:
+        return kind, tuple(map(kind_of, value))
+    return kind
+
+
+class SketchedPlan:
+    """Packs, agrees, sums, unpacks."""
+
+    def __init__(self, ranks: Any, value: Any, name: str | None, place: str) -> None:
+        where = leaves_of(value)
+        assert where is not None
+        self.where = where
+        arrays = arrays_of(where.take(value)) or []
+        self.layouts = layouts_of(arrays)
+        self.plan = usual_plan(ranks, self.layouts, SUM)
+        values = tuple((dtype_name(dtype), shape) for dtype, shape in self.layouts)
+        self.signature = Signature(
+            "reduce", "SUM", where.text, values, "every rank", "", name or "", "sketch", "" if name else place
+        )
+        self.guard: Any = ranks.guard
+        self.digest = digest_of(self.signature)
+
+    def run(self, call: SketchedCall, value: Any, out: Any) -> Any:
+        leaves = self.where.take(value)
+        arrays = arrays_of(leaves, self.layouts) or []
+        memory = self.plan.bring(arrays)
+        call.signature = self.signature
+        if not self.guard._channel.all_equal(self.digest | self.guard._flag):
+            raise RuntimeError("the calls differ")
+        results = self.plan.run(arrays, memory)
+        if out is not None:
+            for target, result in zip(self.where.take(out), results, strict=True):
+                target[...] = result
+            return out
+        return self.where.build([*map(as_leaf, results, leaves)])
+
+
+class Sketch:
+    """The sketch of a reducer; `step` is the code of the step function."""
+
+    step: Any = None
+
+    def __init__(self, ranks: Any) -> None:
+        self.ranks, self.plans = ranks, dict[Any, SketchedPlan]()
+
+    def all_reduce(self, value: Any, options: Any = None, *, name: str | None = None, out: Any = None) -> Any:
+        frame, step = _getframe(1), context.current_frame() and self.step
+        with SketchedCall(self.ranks.guard, "sketch", options and options.timeout_seconds) as call:
+            key = (name or site_of(frame, step), SUM, options, kind_of(value))
+            plan = self.plans.get(key)
+            if plan is None:
+                place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+                plan = self.plans[key] = SketchedPlan(self.ranks, value, name, place)
+            return plan.run(call, value, out)
+
+
+def strategy_of(algorithm: Any = None) -> tuple[Any, Any]:
+    """Return a strategy of two ranks, the other of which is this one, and its ranks."""
+    segment = private_memory(segment_bytes(ROOM)).mine
+    boxes = Mailboxes(SharedMemory((segment, segment), 0, True), ROOM, SpinWait(1, lambda: None))
+    ranks = Alone((Device(0, "CPU", 0), Device(1, "CPU", 0)))
+    ranks.size, ranks.node_of, ranks.guard, ranks.mailboxes = 2, (0, 0), Guard(boxes, 0, 2), boxes
+
+    class Pair(ms.Strategy):
+        def __init__(self) -> None:
+            super().__init__(StrategyExtended(self, ranks, algorithm))
+
+    strategy = Pair()
+    strategy.extended._reducer.is_alone = False
+    strategy.extended._is_local = False
+    return strategy, ranks
+
+
+def least(work: Callable[[], Any], rounds: int, times: int = 3) -> float:
+    """Return the least microseconds of one call."""
+    work()
+    best = float("inf")
+    for _ in range(rounds):
+        start = time.perf_counter()
+        for _ in range(times):
+            work()
+        best = min(best, time.perf_counter() - start)
+    return best / times * 1e6
+
+
+def main() -> None:
+    """Print the figures."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
+    )
+    parser.add_argument("--rounds", type=int, default=700, help="of three calls each")
+    rounds = parser.parse_args().rounds
+    strategy, ranks = strategy_of()
+    sketch = Sketch(ranks)
+    x, y, k = np.ones(1, np.float32), np.empty(1, np.float32), np.ones(1024, np.float32)
+    numbers = {str(i): float(i) for i in range(10)}
+    layers = [np.ones((8, i + 1), np.float32) for i in range(20)]
+    limit = ms.CommunicationOptions(timeout_seconds=60)
+    spelt: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+        "4 B": ((x,), {}),
+        "4 KiB": ((k,), {}),
+        "a float": ((1.5,), {}),
+        "out=": ((x,), {"out": y}),
+        "name=": ((x,), {"name": "loss"}),
+        "options=": ((x, limit), {}),
+        "dict of 10 floats": ((numbers,), {}),
+        "dict of 10 floats, name=": ((numbers,), {"name": "metrics"}),
+        "20 arrays": ((layers,), {}),
+        "20 arrays, name=": ((layers,), {"name": "gradients"}),
+    }
+
+    def show(what: str, ours: float, theirs: float) -> None:
+        print(f"{what:42} {ours:8.1f} {theirs:8.1f} {ours / theirs:8.2f}")
+
+    found: dict[str, float] = {}
+
+    def step() -> None:
+        here = ms.get_replica_context()
+        for what, (args, more) in spelt.items():
+            found[what] = least(partial(sketch.all_reduce, *args, **more), rounds)
+            show(what, least(partial(here.all_reduce, SUM, *args, **more), rounds), found[what])
+        one, ten, twenty = found["4 B"], found["dict of 10 floats"], found["20 arrays"]
+        show("weight=", least(lambda: here.all_reduce("MEAN", x, weight=2.0), rounds), one)
+        show("all_reduce_async().wait()", least(lambda: here.all_reduce_async(SUM, x).wait(), rounds), one)
+        extended = strategy.extended
+
+        def cross(work: Callable[[], Any]) -> float:
+            return float(here.merge_call(lambda _: least(work, rounds)))
+
+        show("reduce_to", cross(lambda: extended.reduce_to(SUM, x, x)), one)
+        show("reduce_to of 10 floats", cross(lambda: extended.reduce_to(SUM, numbers, numbers)), ten)
+        pairs = [(layer, layer) for layer in layers]
+        show("batch_reduce_to of 20 arrays", cross(lambda: extended.batch_reduce_to(SUM, pairs)), twenty)
+
+    print(f"{'us':42} {'shipped':>8} {'sketch':>8} {'ratio':>8}")
+    sketch.step = step.__code__
+    strategy.run(step)
+    one, ten = found["4 B"], found["dict of 10 floats"]
+    show("Strategy.reduce", least(lambda: strategy.reduce(SUM, x), rounds), one)
+    show("Strategy.reduce, name=", least(lambda: strategy.reduce(SUM, x, name="loss"), rounds), one)
+    show("Strategy.reduce of 10 floats", least(lambda: strategy.reduce(SUM, numbers), rounds), ten)
+    for algorithm in (ms.NcclAllReduce(), ms.HierarchicalCopyAllReduce()):
+        other, _ = strategy_of(algorithm)
+        ours = other.run(lambda: least(lambda: ms.get_replica_context().all_reduce(SUM, x), rounds))
+        show(type(algorithm).__name__, ours, one)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,110 @@
+"""The thread leaves the core to the program while it computes, and takes it while the program waits for a job."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes
+
+import mpistrategy as ms
+from mpistrategy.errors import ContextError, MpiStrategyError
+from mpistrategy.mpi.over_mpi import background as module
+from mpistrategy.mpi.over_mpi.background import Background
+
+pytestmark = pytest.mark.mpi(min_size=2)
+
+
+def test_it_naps_between_two_looks_only_while_the_program_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
+    strategy.run(lambda: context().all_reduce_async("SUM", 1.0)).wait()
+    ranks: Any = strategy.extended.communicator
+    background, computing, naps = ranks.once.made[Background], threading.Event(), []
+    monkeypatch.setattr(module, "patiently", naps.append)
+
+    def work() -> None:
+        background.communicator.pause(1)
+        computing.set()
+        while not background._awaited:
+            time.sleep(1e-4)
+        background.communicator.pause(2)
+
+    job = background.submit(work, "a test")
+    assert computing.wait(60)
+    background.result(job)
+    assert naps == [1]
+    strategy.close()
+
+
+class Interruption:
+    """A trace that raises KeyboardInterrupt before a line of `Background.submit`."""
+
+    def __init__(self, line: int) -> None:
+        self.lines_left: int = line
+
+    def __call__(self, frame: FrameType, what: str, _: object) -> Any:
+        if frame.f_code is not Background.submit.__code__:
+            return None
+        self.lines_left -= what == "line"
+        if self.lines_left < 0:
+            sys.settrace(None)
+            raise KeyboardInterrupt
+        return self
+
+
+@contextlib.contextmanager
+def interrupted(line: int) -> Iterator[None]:
+    """Interrupt this rank before that line of `Background.submit`."""
+    before = sys.gettrace()
+    sys.settrace(Interruption(line))
+    try:
+        yield
+    finally:
+        sys.settrace(before)
+
+
+def test_starts_that_are_interrupted_everywhere_leave_no_wait_for_ever() -> None:
+    """The strategy takes no more calls, or the start counts as not begun; it ends in both cases."""
+    for line in range(12):
+        strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
+        start = functools.partial(strategy.run, lambda: context().all_reduce_async("SUM", 1.0))
+        start().wait()
+        try:
+            with interrupted(line):
+                start()
+            strategy.close()
+            break
+        except KeyboardInterrupt:
+            with contextlib.suppress(ContextError):
+                assert start().wait() == SIZE
+        with contextlib.suppress(ContextError):
+            strategy.close()
+    assert 3 <= line < 11
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", range(1, 8))
+def test_no_rank_takes_the_sum_of_another_step(line: int) -> None:
+    """The last rank is interrupted in its start, and starts again: all sums are right, or raise."""
+    strategy = OnNodes(list(RANKS), ms.MpiAllReduce(), contains_errors=True)
+
+    def steps() -> None:
+        for step in range(4):
+            handle, here = None, line if RANK == SIZE - 1 and step == 1 else 99
+            while handle is None:
+                with contextlib.suppress(KeyboardInterrupt), interrupted(here):
+                    handle = strategy.run(lambda: context().all_reduce_async("SUM", float(step)))  # noqa: B023
+                here = 99
+            assert handle.wait() == step * SIZE
+
+    ends = outcomes(steps)
+    assert not [end.text for end in ends if end.error is AssertionError]
+    with contextlib.suppress(MpiStrategyError):
+        strategy.close()
