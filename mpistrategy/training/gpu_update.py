@@ -20,8 +20,6 @@ import numpy as np
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, by_value, cupy_for
-from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.training.formulas import SCRATCH_ARRAYS, Kernel
 
 NAME = "mpistrategy_update"
@@ -121,19 +119,8 @@ def table_of(pointers: int) -> np.dtype[Any]:
 
 @cache
 def _compiled(program: str) -> Any:
-    """Return the kernel; None, with a warning, where it cannot be compiled.
-
-    CuPy compiles it with NVRTC the first time, for each device, and keeps the result in its cache on disk.
-    """
-    try:
-        module = cupy_for("variables in GPU memory").RawModule(code=program, options=_OPTIONS)
-        module.compile()
-        return module.get_function(NAME)
-    except Exception as error:  # of many types: no NVRTC, no headers, a disk that is full
-        reason = str(error).strip().partition("\n")[0]
-        instead = "variables in GPU memory are updated one by one"
-        warn(f"{instead}: their kernel cannot be compiled ({reason})", FallbackWarning)
-        return None
+    """Return the kernel, which CuPy compiles the first time, for each device, and keeps in its cache on disk."""
+    return cupy_for("variables in GPU memory").RawModule(code=program, options=_OPTIONS).get_function(NAME)
 
 
 def can_be_fused(parameter: Array) -> bool:
@@ -165,8 +152,8 @@ class FusedUpdate:
             table["first"][0, : len(sizes)] = np.cumsum(blocks) - blocks
             self._tables.append((part, table, int(blocks.sum())))
 
-    def run(self, kernel: Kernel, gradients: Sequence[DeviceArray]) -> bool:
-        """Make one step on the current stream; return False, and do nothing, where no kernel does it.
+    def run(self, kernel: Kernel, gradients: Sequence[DeviceArray]) -> None:
+        """Make one step on the current stream.
 
         Args:
             kernel: the step.
@@ -175,8 +162,6 @@ class FusedUpdate:
         code, numbers = written_down(kernel, self._slots)
         with self._device:
             function = _compiled(source(code, self._dtype, self._pointers))
-            if function is None:
-                return False
             rounded = np.zeros(NUMBERS, np.float64)
             with np.errstate(over="ignore"):
                 rounded[: len(numbers)] = np.array(numbers).astype(self._dtype)  # as NumPy rounds a Python number
@@ -186,7 +171,6 @@ class FusedUpdate:
                 argument, count = table.copy(), part.stop - part.start
                 argument["addresses"][0, 1, :count] = _addresses(gradients[part])
                 function((blocks,), (THREADS,), (by_value(argument), by_value(rounded), np.int32(count)))
-        return True
 
 
 def _addresses(arrays: Sequence[DeviceArray]) -> Array:

@@ -74,12 +74,11 @@ class FlatUpdate:
             for piece in chunks(0, flat.size, chunk_size(flat.dtype))
         ]
 
-    def run(self, kernel: Kernel, gradients: Sequence[Array]) -> bool:
+    def run(self, kernel: Kernel, gradients: Sequence[Array]) -> None:
         """Make one step with a gradient that has the variable's shape and dtype, and shares no memory with it."""
         flat = gradients[0].reshape(-1)
         for piece, parameter, slots, scratch in self._chunks:
             kernel(parameter, flat[piece], slots, scratch)
-        return True
 
 
 class ChangedMemory:

@@ -8,10 +8,9 @@ rank reduces and updates its share of every copy (`training.sliced.update`).  Bo
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import numpy as np
 
@@ -263,15 +262,13 @@ class Optimizer(NamesOurs, NotPickled, Settable):
         if strategy._is_default:
             warn_if_alone(strategy, where, "was called outside every step", _OUTSIDE_STEPS)
         with Call(strategy.extended.communicator.guard, where, name) as call:
-            gradients, plan, ordinary = self._plans.find(grads_and_vars, strategy, where)
+            gradients, plan = self._plans.find(grads_and_vars, strategy, where)
+            arrays = plan.ordinary(gradients, where)
             call.step = self._steps_made(strategy, where)
             call.structure = plan.in_words(self._settings())
             totals = None
             if isinstance(grads_and_vars, GradientBuckets):
                 totals = grads_and_vars._reduced_early(self.aggregation, call)
-            arrays = None
-            if totals is None:
-                arrays = gradients if ordinary else plan.ordinary(gradients, where)
             trouble = self._step(plan, gradients, arrays, totals, call)
             self._calls += 1
             if self.mirrored_check_steps and self._calls % self.mirrored_check_steps == 0:
@@ -317,9 +314,9 @@ class Optimizer(NamesOurs, NotPickled, Settable):
             plan.use(self._slots, self._scratch)
             call.expect_more()
         kernel = self._formula() if plan.is_usual else None
-        if arrays is not None:
+        if totals is None and arrays is not None:
             self._prepare(plan, kernel, call)
-        if arrays is not None and kernel is not None and plan.sliced is not None:
+        if totals is None and arrays is not None and kernel is not None and plan.sliced is not None:
             plan.sliced.run(arrays, kernel, self.aggregation, call)
             self._latest_path, trouble = "sliced", ""
         else:
@@ -385,16 +382,14 @@ class Optimizer(NamesOurs, NotPickled, Settable):
         """Update all of this rank's copies; of some variables only these rows."""
         if plan.sparse != rows.keys():
             plan.use(self._slots, self._scratch, rows.keys())
-        left = list(plan.others)
-        for numbers, update in plan.updates:
-            if kernel is None or not update.run(kernel, [totals[number] for number in numbers]):
-                left += numbers
-        if left:
+        if kernel is not None:
+            for numbers, update in plan.updates:
+                update.run(kernel, [totals[number] for number in numbers])
+        for number in range(len(totals)) if kernel is None else plan.others:
             with cross_replica(plan.strategy):
-                for number in left:
-                    var = plan.variables[number]
-                    given = totals[number], self.slots_of(var), rows.get(number)
-                    plan.strategy.extended.update(var, self.update, args=given)
+                var = plan.variables[number]
+                given = totals[number], self.slots_of(var), rows.get(number)
+                plan.strategy.extended.update(var, self.update, args=given)
 
     def _check_mirrored(self, strategy: Strategy) -> None:
         slotted = [var for var, _ in self._slots.by_id.values()]
@@ -445,20 +440,9 @@ class Optimizer(NamesOurs, NotPickled, Settable):
                 slot.assign(np.where(others, before[name], slot.local_copy()).astype(slot.dtype, copy=False))
         var.assign_sub(change)
 
-    def __copy__(self) -> Self:
-        """Return `copy.deepcopy(self)`: two optimizers share no slots."""
-        return copy.deepcopy(self)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """Return another optimizer with the same settings.
-
-        Raises:
-            CopyError: after the first step, or `build`: variables are created by all ranks together.
-        """
-        result = super().__copy__()
-        memo[id(self)] = result
-        result.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in vars(self).items())
-        return result
+    def __copy__(self) -> NoReturn:
+        """Raise CopyError: two optimizers share no slots."""
+        self.__reduce_ex__(2)
 
     def _step_counter(self) -> Variable:
         if self.iterations is None:

@@ -153,18 +153,23 @@ class StepPlan:
             self._said = settings, f"{settings} for {self._text}"
         return self._said[1]
 
-    def ordinary(self, gradients: Sequence[Any], where: str) -> list[Array] | None:
-        """Return gradients as arrays of their variables' dtypes; None where they need another reduction."""
+    def ordinary(self, gradients: Sequence[Any], where: str) -> Sequence[Array] | None:
+        """Return gradients as arrays of their variables' dtypes; None where they need another reduction.
+
+        Raises:
+            ShapeError, DTypeError, LeafError: for gradients that do not fit.
+        """
+        if {*map(type, gradients)} == _ARRAYS:
+            layouts = zip(map(_dtype_of, gradients), map(_shape_of, gradients), strict=True)
+            if self.layouts == tuple(layouts):
+                return gradients
         arrays = []
-        for gradient, (dtype, _) in zip(gradients, self.layouts, strict=True):
+        for gradient, var in zip(gradients, self.variables, strict=True):
+            check_gradient(local_component(gradient), var, where)
             component = contribution(gradient)
-            if isinstance(gradient, Mirrored) or isinstance(component, IndexedSlices) or is_on_device(component):
-                return None
-            array = reducible(component, where)
-            if array.dtype != dtype:
-                return None
-            arrays.append(array)
-        return arrays
+            if not (isinstance(gradient, Mirrored) or isinstance(component, IndexedSlices) or is_on_device(component)):
+                arrays.append(reducible(component, where))
+        return arrays if [*map(_dtype_of, arrays)] == [*map(_dtype_of, self.variables)] else None
 
 
 class StepPlans:
@@ -175,34 +180,25 @@ class StepPlans:
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], StepPlan] = {}
 
-    def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[Sequence[Any], StepPlan, bool]:
-        """Return the gradients that are not None, and the plan of their variables.  Raise unless they fit.
-
-        The last result says whether all gradients are ordinary arrays of their variables' dtypes.
-        """
+    def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[Sequence[Any], StepPlan]:
+        """Return the gradients that are not None, and the plan of their variables."""
         pairs = _listed(grads_and_vars, where)
         gradients: Sequence[Any] = ()
         try:
             gradients, variables = zip(*pairs, strict=True)
-            kinds, key = {*map(type, gradients)}, tuple(map(id, variables))  # the plan keeps all of them alive
-            if _NONE in kinds:
+            key = tuple(map(id, variables))  # the plan keeps all of them alive
+            if _NONE in map(type, gradients):
                 key = tuple([id(var) if gradient is not None else -id(var) for gradient, var in pairs])
+                gradients = [gradient for gradient in gradients if gradient is not None]
         except (TypeError, ValueError):
-            kinds, key = set(), ()  # what are no pairs has no plan
+            key = ()  # what are no pairs has no plan
         plan = self._known.get(key)
         if plan is None or plan.strategy is not strategy:
             plan = _new_plan(pairs, strategy, where)
             while len(self._known) >= self._MOST:
                 del self._known[next(iter(self._known))]
             self._known[key] = plan
-        if kinds == _ARRAYS:
-            layouts = zip(map(_dtype_of, gradients), map(_shape_of, gradients), strict=True)
-            if plan.layouts == tuple(layouts):
-                return gradients, plan, True
-        gradients = [gradient for gradient in gradients if gradient is not None]
-        for gradient, var in zip(gradients, plan.variables, strict=True):
-            check_gradient(local_component(gradient), var, where)
-        return gradients, plan, False
+        return gradients, plan
 
 
 def _listed(grads_and_vars: Any, where: str) -> list[Any]:
@@ -216,12 +212,10 @@ def _new_plan(pairs: list[Any], strategy: Strategy, where: str) -> StepPlan:
     for pair in pairs:
         if not isinstance(pair, (tuple, list)) or len(pair) != 2:
             raise OptionTypeError.at(where, found=f"the element {pair!r}", expected=_PAIRS)
-        gradient, var = pair
+        var = pair[1]
         check_variable(var, strategy, where)
         if var.dtype.kind in "biu":
             raise OptionError.at(where, found=repr(var), expected="a Variable of a floating or complex dtype")
-        if gradient is not None:
-            check_gradient(local_component(gradient), var, where)
     if all(gradient is None for gradient, _ in pairs):
         raise EmptyBatchError.at(where, found="no gradients", expected="at least one (gradient, variable) pair")
     return StepPlan([(var, gradient is not None) for gradient, var in pairs], strategy)

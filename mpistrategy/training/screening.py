@@ -5,7 +5,6 @@ The check has the same result on all ranks.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -18,13 +17,13 @@ from mpistrategy.arrays.values import IndexedSlices, contribution
 from mpistrategy.errors import NonFiniteError, NonFiniteWarning
 from mpistrategy.gradients import global_norm, scale_for, scaled_by
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import call_site
+from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import NonFinite
 from mpistrategy.training.plans import StepPlan
 
 _PIECE = 2**16
-_MOST_RANKS = 8
 
 
 def screened(
@@ -123,15 +122,6 @@ def first_not_finite(arrays: Sequence[Array]) -> int | None:
     return next((number for number, array in enumerate(arrays) if not all_finite(array)), None)
 
 
-def what_is_not(array: Array) -> str:
-    """Return how many numbers of an array are not finite, in words: ``2 NaN, 1 infinite``; "" for none."""
-    nan = infinite = 0
-    for piece in _pieces(array):
-        nan += int(np.isnan(piece).sum())
-        infinite += int(np.isinf(piece).sum())
-    return ", ".join(text for count, text in ((nan, f"{nan} NaN"), (infinite, f"{infinite} infinite")) if count)
-
-
 def _pieces(array: Array) -> Iterator[Array]:
     flat = array.ravel("K")  # a view, if the array is contiguous in any order of its axes
     for start in range(0, flat.size, _PIECE):
@@ -140,15 +130,12 @@ def _pieces(array: Array) -> Iterator[Array]:
 
 def _of_ranks(ranks: Ranks, gradient: Any) -> str:
     """Return in words which ranks' gradients are not finite.  Collective."""
-    mine = what_is_not(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
-    told = [f"rank {rank} brought {text}" for rank, text in enumerate(ranks.allgather_text(mine)) if text]
-    more = [f"and {len(told) - _MOST_RANKS} more"] * (len(told) > _MOST_RANKS)
-    return "; ".join([*told[:_MOST_RANKS], *more]) or "no rank had such numbers: their sum overflowed"
+    mine = all_finite(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
+    told = [rank for rank, text in enumerate(ranks.allgather_text("" if mine else "not finite")) if text]
+    return f"of {ranks_in_words(told)}" if told else "no rank had such numbers: their sum overflowed"
 
 
 def warn_of(trouble: str, where: str, step: int, rank: int) -> None:
     """Warn on replica 0, at the line of the program that makes the call."""
     if rank == 0:
-        file, _, line = call_site().text.rpartition(":")
-        text = f"{where}: {trouble}; the step was made, as nonfinite='warn' says (step {step})"
-        warnings.warn_explicit(text, NonFiniteWarning, file or "?", int(line) if line.isdigit() else 1)
+        warn(f"{where}: {trouble}; the step was made, as nonfinite='warn' says (step {step})", NonFiniteWarning)

@@ -55,26 +55,19 @@ class GradientArena:
     Attributes:
         arena: the memory; its values are like the variables, in their order.
         variables: the variables.
+        numbers: which of them each is, by its id.
     """
 
     def __init__(self, arena: Arena[Any], variables: tuple[Variable, ...]) -> None:
         self.arena = arena
         self.variables = variables
-        self._number = {id(var): number for number, var in enumerate(variables)}
+        self.numbers: dict[int, int] = {id(var): number for number, var in enumerate(variables)}
         self._memory = [tuple(array.view(np.uint8) for array in bucket.arrays) for bucket in arena._buckets]
-
-    def covers(self, variables: Sequence[Variable]) -> bool:
-        """Return whether there is memory for the gradients of all of `variables`."""
-        return all(id(var) in self._number for var in variables)
 
     def place_of(self, var: Variable) -> Place:
         """Return where the gradient of `var` is."""
-        bucket, place = self.arena._places[self._number[id(var)]]
+        bucket, place = self.arena._places[self.numbers[id(var)]]
         return Place(self._memory[bucket], place.start * var.dtype.itemsize)
-
-    def value_of(self, var: Variable) -> Array:
-        """Return the array for the gradient of `var`."""
-        return self.arena._leaves[self._number[id(var)]]
 
 
 class GradientArenas:
@@ -99,7 +92,8 @@ class GradientArenas:
 
     def covering(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
         """Return an arena that has these variables among others.  Collective when there is none yet."""
-        found = next((known for known in reversed(self._known) if known.covers(variables)), None)
+        wanted = {*map(id, variables)}
+        found = next((known for known in reversed(self._known) if wanted <= known.numbers.keys()), None)
         return found or self.of(strategy, variables)
 
 
@@ -193,7 +187,7 @@ class SlicedStep:
         scratch: Scratch,
     ) -> None:
         self._ranks = strategy.extended.communicator
-        self._values = [gradients.value_of(var) for var in variables]
+        self._values = [gradients.arena._leaves[gradients.numbers[id(var)]] for var in variables]
         self._scratch = scratch
         runs = self._runs(gradients, variables, slots, kernel)
         me = self._ranks.local_rank
@@ -216,7 +210,7 @@ class SlicedStep:
         slots: Sequence[Mapping[str, Variable]],
         kernel: Kernel,
     ) -> list[_Run]:
-        """Return the runs of the variables.  Padding in a run is part of it: it is zero, and stays so."""
+        """Return the runs of the variables.  Padding is part of a run: it is zero at first, and stays so."""
         merged = all(self._leaves_zeros_alone(kernel, dtype, slots[0]) for dtype in {var.dtype for var in variables})
         runs: list[_Run] = []
         for number, (var, beside) in enumerate(zip(variables, slots, strict=True)):
@@ -225,10 +219,7 @@ class SlicedStep:
             if not (merged and runs and runs[-1].takes(var.dtype, places, nbytes)):
                 runs.append(_Run(var.dtype, places, nbytes, [number]))
                 continue
-            before, distance = runs[-1].nbytes, aligned(runs[-1].nbytes)
-            for place in (runs[-1].places[0], *runs[-1].places[2:]):  # an arena's padding is zero
-                place.memory[self._ranks.local_rank][place.offset + before : place.offset + distance] = 0
-            runs[-1].nbytes = distance + nbytes
+            runs[-1].nbytes = aligned(runs[-1].nbytes) + nbytes
             runs[-1].numbers.append(number)
         return runs
 

@@ -258,7 +258,7 @@ def test_a_nan_is_found_before_anything_changes(gpus: ms.MirroredStrategy) -> No
         v = ms.Variable(np.ones(3))
     optimizer = SGD(0.1, nonfinite="raise")
     bad = np.array([1.0, np.nan if RANK == SIZE - 1 else 1.0, 1.0])
-    with pytest.raises(ms.errors.NonFiniteError, match=f"rank {SIZE - 1} brought 1 NaN"):
+    with pytest.raises(ms.errors.NonFiniteError, match=rf"\(of rank {SIZE - 1}\)"):
         gpus.run(lambda: optimizer.apply_gradients([(on_gpu(bad), v)]))
     assert v.numpy().tolist() == [1, 1, 1]
 
