@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any, Generic, Self, TypeVar
 
 from mpistrategy.errors import OptionError, OptionTypeError
-from mpistrategy.objects.settings import one_of
 from mpistrategy.telemetry.own_rank import own_place
 
-#: The environment variable that decides what is shown: "bar", "lines", or "off".
-VARIABLE = "MPISTRATEGY_PROGRESS"
 _WHERE = "telemetry.progress"
-_LINE_SECONDS = 30.0
 _LINE = "{desc}: {n_fmt}/{total_fmt} {elapsed} {rate_fmt}\n"
 
 T = TypeVar("T")
@@ -82,8 +77,8 @@ def progress(
 
     ``for batch in progress(dataset, title="train"):`` goes through `dataset` on every rank as it is;
     ``with progress(total=100) as bar:`` counts what ``bar.update()`` says.  The bar and the lines are tqdm's: without
-    that package the loop runs without them.  Under mpiexec stderr is a pipe: MPISTRATEGY_PROGRESS=bar shows the bar
-    all the same; lines and off are the other words.
+    that package the loop runs without them.  Under mpiexec and srun stderr is a pipe and no
+    terminal: there are lines, where `every_seconds` asks for them.
 
     Args:
         iterable: what to go through.
@@ -114,16 +109,13 @@ def _length(value: Any) -> int | None:
 
 def _bar(total: int | None, title: str, every_seconds: float | None) -> Any:
     """Return what draws; None for nothing, and without tqdm."""
-    how = "bar" if sys.stderr.isatty() else "lines" if every_seconds else "off"
-    how = one_of(_WHERE, VARIABLE, os.environ.get(VARIABLE) or how, ("bar", "lines", "off"))
-    options: dict[str, Any] = {"dynamic_ncols": True}
-    if how == "lines":
-        seconds = every_seconds or _LINE_SECONDS
-        options = {"mininterval": seconds, "maxinterval": seconds, "delay": 1e-9, "bar_format": _LINE}
-    if how == "off" or own_place()[0] != 0:
+    is_terminal = sys.stderr.isatty()
+    if own_place()[0] != 0 or not (is_terminal or every_seconds):
         return None
     try:
         from tqdm import tqdm  # here: it is optional
     except ImportError:
         return None
+    lines = {"mininterval": every_seconds, "maxinterval": every_seconds, "delay": 1e-9, "bar_format": _LINE}
+    options: dict[str, Any] = {"dynamic_ncols": True} if is_terminal else lines
     return tqdm(total=total, desc=title or None, file=sys.stderr, **options)

@@ -173,7 +173,6 @@ def test_two_recordings_at_a_time_and_one_after_the_other(strategy: ms.Strategy,
         strategy.reduce("SUM", 1.0)
         again.stop()
         again.stop()
-        assert {each.error for each in outcomes(again.start)} == {ms.errors.ContextError}
     gather_texts("all have written")
     if RANK == 0:
         counts = {
@@ -286,13 +285,9 @@ def a_trace(folder: Path, group: str = "", **header: Any) -> Path:
         "monotonic_us": 0.0, "wall_us": 0.0, "begun": "2026-01-01T00:00:00",
     } | header  # fmt: skip
     track = {"pid": told["rank"], "tid": 0}
-    b = {"name": "b", "cat": "span", "ph": "X", "ts": 30, **track, "args": {}}
     events: list[dict[str, Any]] = [
         {"name": "mpistrategy", "ph": "M", "ts": 0, **track, "args": told},
-        {"name": "thread_name", "ph": "M", "ts": 0, **track, "args": {"name": "MainThread"}},
         {"name": "a", "cat": "span", "ph": "X", "ts": 10, "dur": 10, **track, "args": {}},
-        {"name": "open", "ph": "M", "ts": 0, **track, "args": {"event": b | {"dur": 5}}},
-        {"name": "open", "ph": "M", "ts": 0, **track, "args": {"event": b | {"dur": 20}}},
         {"name": "c", "cat": "collective", "ph": "X", "ts": 40, "dur": 10, **track, "args": {"number": 1}},
     ]
     if group:
@@ -307,7 +302,7 @@ def test_a_line_that_was_cut_costs_only_itself(tmp_path: Path) -> None:
     a_trace(tmp_path / "t")
     timeline = timeline_of(str(tmp_path / "t"))
     found = [(each["name"], each["ts"], each["dur"]) for each in timeline.events]
-    assert found == [("a", 0, 10), ("b (not left)", 20, 20), ("c", 30, 10)]
+    assert found == [("a", 0, 10), ("c", 30, 10)]
     text = "\n".join(report(timeline))
     assert "no recording of rank 1 of 2" in text
     assert "not ended in order (killed, or still running): rank 0" in text
@@ -390,7 +385,7 @@ def test_a_program_as_it_stands(launch: Launch, tmp_path: Path, how: str, capsys
 
 
 @pytest.mark.slow
-def test_a_killed_job_leaves_what_its_ranks_were_in(launch: Launch, tmp_path: Path) -> None:
+def test_a_killed_job_leaves_what_its_ranks_did(launch: Launch, tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     job = launch(3, [launching.program(PROGRAM, tmp_path), "die"], env={"MPISTRATEGY_TRACE": str(folder)})
     assert job.returncode != 0
@@ -398,15 +393,6 @@ def test_a_killed_job_leaves_what_its_ranks_were_in(launch: Launch, tmp_path: Pa
     assert list(timeline.by_rank()) == [0, 1, 2]
     assert not any(each.is_whole for each in timeline.recordings)
     overlapping(timeline, 3)
-    left_open = {(each["pid"], each["name"]) for each in timeline.events if "not_left" in each["args"]}
-    assert (1, "step 5 (not left)") in left_open
-    assert {rank for rank, name in left_open if name.startswith("all_reduce")} == {0, 2}
-    lines = "\n".join(report(timeline))
-    assert re.search(
-        r"rank 0 never left #\d+ all_reduce SUM 32 B at program_\w+\.py:\d+, entered 0\.\d+ s before", lines
-    )
-    timeline.write(str(folder / "trace.json"))
-    assert any(event["name"] == "all_reduce SUM 32 B (not left)" for event in read_events(folder / "trace.json"))
 
 
 def test_a_picture(tmp_path: Path) -> None:

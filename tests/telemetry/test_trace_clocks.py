@@ -23,7 +23,7 @@ def two_ranks(count: int, jumps: float = 0.0) -> list[Recording]:
     found = []
     for rank in (0, 1):
         header = {"rank": rank, "clock": f"c{rank}", "monotonic_us": rank * AHEAD, "wall_us": 0.0}
-        found.append(Recording("", header))
+        found.append(Recording("", header, []))
     for number in range(count):
         together = 1e12 + 1000.0 * number
         for rank, recording in enumerate(found):

@@ -155,13 +155,11 @@ def test_a_device_string_is_told_by_its_argument(make: Callable[[], Any], told: 
         make()
 
 
-def test_words_are_taken_in_any_letter_case(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_words_are_taken_in_any_letter_case() -> None:
     ms.telemetry.RankFilter(ranks="ALL", level="info", others="Error")
     assert injection.parse("RANK=0, At=AllReduce#7, do=Kill", "here") == injection.parse(
         "rank=0, at=allreduce#7, do=kill", "here"
     )
-    monkeypatch.setenv("MPISTRATEGY_PROGRESS", "OFF")
-    assert list(ms.telemetry.progress(range(2))) == [0, 1]
 
 
 def test_names_of_enumerations_are_taken_in_any_letter_case() -> None:

@@ -4,12 +4,11 @@ A file is one JSON array with an event a line, which ui.perfetto.dev and chrome:
 off.  Times are microseconds of CLOCK_MONOTONIC, which all processes of a machine share.  Events:
 
 * ``X``: a collective, a step or a span that has ended.
-* ``M``: names of ranks and threads, for viewers.  For `mpistrategy trace`: "mpistrategy" says what the file is, "open"
-  what has lasted long and goes on, and "end" that the recording was ended in order.
+* ``M``: for `mpistrategy trace`: "mpistrategy" says what the file is, "end" that the recording was ended in order.
 
 The program's threads only put events into a queue; a thread of the recorder writes whole lines, ten times a second.  So
-a job that is killed leaves everything but the last tenth of a second, and one that hangs leaves what each rank was in.
-Nothing here may stop the job: what cannot be written is not written, after one warning.
+a job that is killed leaves everything but the last tenth of a second.  Nothing here may stop the job: what cannot be
+written is not written, after one warning.
 """
 
 from __future__ import annotations
@@ -43,8 +42,6 @@ PREFIX, SUFFIX = "rank-", ".json"
 SECONDS_BETWEEN_WRITES = 0.1
 #: The most events that a rank records: about 256 MiB.
 MOST_EVENTS = 700_000
-#: What lasts longer is told before it ends, and again each time that it has lasted so much longer.
-_LONG_NS = 300_000_000
 #: How long the end of the program waits for a file system that hangs.
 _PATIENCE_SECONDS = 5.0
 #: What some rank may leave before others have come.
@@ -62,8 +59,7 @@ class _Interval:
         category: "collective", "step" or "span".
         what: of a collective, its group and its call; of others name and number.
         start, end: nanoseconds; no end while it lasts.
-        track: the rank and the thread.
-        told: when it was last said that it goes on.
+        track: the rank, and the number of the thread.
     """
 
     category: str
@@ -71,7 +67,6 @@ class _Interval:
     start: int
     track: tuple[int, int]
     end: int = 0
-    told: int = 0
 
 
 class Recorder:
@@ -85,7 +80,7 @@ class Recorder:
         self.directory = directory
         #: The file, once something was recorded.
         self.path: str = ""
-        self._waiting: deque[_Interval | dict[str, Any]] = deque()
+        self._waiting: deque[_Interval] = deque()
         self._steps = self._count = 0
         self._open: dict[Any, _Interval] = {}
         self._tracks: dict[int, tuple[int, int]] = {}
@@ -135,17 +130,11 @@ class Recorder:
             self._give_up(f"it has {MOST_EVENTS} events")
 
     def _track(self) -> tuple[int, int]:
-        """Return the rank and the number of this thread; the names of a new one go into the queue."""
-        known = self._tracks.get(threading.get_ident())
-        if known is None:
-            rank = own_place()[0]
-            known = self._tracks[threading.get_ident()] = rank, len(self._tracks)
-            self._waiting += (
-                _about(rank, "process_name", name=f"rank {rank} on {os.uname().nodename}"),
-                _about(rank, "process_sort_index", sort_index=rank),
-                _about(rank, "thread_name", name=threading.current_thread().name) | {"tid": known[1]},
-            )
-        return known
+        """Return the rank and the number of this thread."""
+        thread = threading.get_ident()
+        if thread not in self._tracks:
+            self._tracks[thread] = own_place()[0], len(self._tracks)
+        return self._tracks[thread]
 
     def _give_up(self, why: str) -> None:
         observers.unwatch(self)
@@ -160,25 +149,12 @@ class Recorder:
         try:
             while not is_over:
                 is_over = self._is_over.wait(SECONDS_BETWEEN_WRITES)
-                self._write(self._events())
+                self._write([_event(self._waiting.popleft()) for _ in range(len(self._waiting))])
             if self._file is not None:
                 self._write([_about(own_place()[0], "end")], "\n]\n")
                 self._file.close()
         except Exception as error:  # an error of the recorder must not end the job
             self._give_up((error.strerror if isinstance(error, OSError) else None) or repr(error))
-
-    def _events(self) -> list[dict[str, Any]]:
-        """Return what waits to be written, and what goes on."""
-        found: list[dict[str, Any]] = []
-        while self._waiting:
-            each = self._waiting.popleft()
-            found.append(each if isinstance(each, dict) else _event(each, each.end))
-        now = _now()
-        for lasting in list(self._open.values()):
-            if now - (lasting.told or lasting.start) > _LONG_NS:
-                lasting.told = now
-                found.append(_about(lasting.track[0], "open", event=_event(lasting, now)))
-        return found
 
     def _write(self, events: list[dict[str, Any]], after: str = ",\n") -> None:
         if not events:
@@ -215,7 +191,7 @@ def _about(pid: int, what: str, **args: Any) -> dict[str, Any]:
     return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": 0, "args": args}
 
 
-def _event(interval: _Interval, end: int) -> dict[str, Any]:
+def _event(interval: _Interval) -> dict[str, Any]:
     name, number = interval.what
     args: dict[str, Any] = {}
     if interval.category == "collective":
@@ -226,7 +202,7 @@ def _event(interval: _Interval, end: int) -> dict[str, Any]:
         args = args | {"number": call.number} | ({"group": group} if group and _is_meeting(known) else {})
     elif interval.category == "step":
         name, args = f"step {number}", {"function": name, "number": number}
-    times = {"ts": interval.start / 1e3, "dur": (end - interval.start) / 1e3}
+    times = {"ts": interval.start / 1e3, "dur": (interval.end - interval.start) / 1e3}
     track = {"pid": interval.track[0], "tid": interval.track[1]}
     return {"name": name, "cat": interval.category, "ph": "X", **times, **track, "args": args}
 

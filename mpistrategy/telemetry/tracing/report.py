@@ -31,12 +31,6 @@ def report(timeline: Timeline) -> Iterator[str]:
     for rank, mine in by_rank.items():
         yield _row(rank, mine)
     yield from _late(timeline)
-    for rank, mine in by_rank.items():
-        for each in [each for each in mine if "not_left" in each["args"]][-1:]:
-            ago = f"entered {timeline.seconds - each['ts'] / 1e6:.3f} s before the end of the trace"
-            number = f"#{each['args']['number']} " if each["cat"] == "collective" else ""
-            name = each["name"].removesuffix(" (not left)")
-            yield f"rank {rank} never left {number}{name}{_at(each)}, {ago}{'' if number else ', in no collective'}"
 
 
 def _clocks(timeline: Timeline) -> Iterator[str]:

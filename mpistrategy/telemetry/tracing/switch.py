@@ -7,7 +7,7 @@ import functools
 import os
 from typing import Any
 
-from mpistrategy.errors import ContextError, OptionTypeError
+from mpistrategy.errors import OptionTypeError
 from mpistrategy.objects.settings import Fixed, Settable
 from mpistrategy.telemetry.spans import Switched
 from mpistrategy.telemetry.tracing.recorder import Recorder
@@ -38,14 +38,8 @@ class Trace(Switched, Settable):
         return "" if self._recorder is None else self._recorder.path
 
     def start(self) -> None:
-        """Begin to record.
-
-        Raises:
-            ContextError: when it has begun before.
-        """
-        if self._recorder is not None:
-            found = "a trace that has begun before"
-            raise ContextError.at("telemetry.trace", found=found, expected="a new one for each recording")
+        """Begin to record, into a new file."""
+        self.stop()
         self._recorder = Recorder(os.path.abspath(self.directory))
         self._recorder.start()
         atexit.register(self.stop)
@@ -61,7 +55,7 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
     """Record collectives, steps and spans of this rank into a folder, as a context manager or between start and stop.
 
     Every rank for itself: nothing is sent, and ranks may record at different times, or not at all.  Each writes a file
-    of its own while it goes on, so that a job that is killed, or hangs, leaves its trace, too.
+    of its own while it goes on, so that a job that is killed leaves its trace, too.
     ``mpistrategy trace folder`` puts the files of all ranks together on one clock; a single one opens in a viewer as
     it is.
 

@@ -12,7 +12,7 @@ import errno
 import json
 import os
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from mpistrategy import own_files
@@ -37,17 +37,14 @@ class Recording:
     Attributes:
         path: where it is.
         header: what its first event says.
-        events: what happened, by beginning; what was never left ends with the recording, and has ``not_left`` among
-            its arguments.
-        names: events with the names of ranks and threads.
+        events: what happened, by beginning.
         damaged: how many lines could not be read.
         is_whole: whether the recording was ended in order.
     """
 
     path: str
     header: Event
-    events: list[Event] = field(default_factory=list)
-    names: list[Event] = field(default_factory=list)
+    events: list[Event]
     damaged: int = 0
     is_whole: bool = False
 
@@ -110,8 +107,9 @@ class Timeline:
             TraceError: when it cannot be written.
         """
         about = {name: self.recordings[0].header[name] for name in ("program", "begun")}
-        events = [*(each for recording in self.recordings for each in recording.names), *self.events]
-        text = json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": events})
+        about_rank = {"name": "process_name", "ph": "M", "ts": 0, "tid": 0}
+        named = [about_rank | {"pid": rank, "args": {"name": f"rank {rank}"}} for rank in self.by_rank()]
+        text = json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": [*named, *self.events]})
         try:
             with own_files.whole_file(path) as file:
                 file.write(text.encode())
@@ -155,7 +153,7 @@ def common_clock(recordings: Sequence[Recording]) -> dict[str, Clock]:
     bounds: dict[str, list[tuple[float, float]]] = {}
     for meeting in meetings_of(recordings):
         seen: dict[str, tuple[float, float]] = {}
-        for each in meeting if not any("not_left" in one["args"] for one in meeting) else ():
+        for each in meeting:
             name, start, end = clock_of[each["pid"]], each["ts"], each["ts"] + each["dur"]
             entered, left = seen.get(name, (start, end))
             seen[name] = max(entered, start), min(left, end)  # when the last of its ranks came, and the first went
@@ -217,22 +215,9 @@ def read(path: str) -> Recording | None:
     header = events[0]["args"]
     if header["version"] != VERSION:
         raise _refusal(f"{path} of version {header['version']} of the format", f"version {VERSION}")
-    into, lasting = Recording(path, header, damaged=events.count(None)), dict[Any, Event]()
-    for event in filter(None, events[1:]):
-        if event["ph"] == "X":
-            into.events.append(event)
-            lasting.pop((event["tid"], event["ts"], event["cat"]), None)
-        elif event["name"] == "open":
-            event = event["args"]["event"]
-            lasting[event["tid"], event["ts"], event["cat"]] = event
-        elif event["name"] == "end":
-            into.is_whole = True
-        else:
-            into.names.append(event)
-    for each in lasting.values():
-        into.events.append(each | {"name": f"{each['name']} (not left)", "args": each["args"] | {"not_left": True}})
-    into.events.sort(key=lambda each: (each["ts"], -each["dur"]))
-    return into
+    known = [each for each in events if each is not None]
+    happened = sorted((each for each in known if each["ph"] == "X"), key=lambda each: (each["ts"], -each["dur"]))
+    return Recording(path, header, happened, len(events) - len(known), known[-1]["name"] == "end")
 
 
 def _event_in(line: str) -> Event | None:
