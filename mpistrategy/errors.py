@@ -133,114 +133,243 @@ class MpiStrategyError(Exception):
 
 
 class ContextError(MpiStrategyError, RuntimeError):
-    """A method was called in the wrong one of replica, cross-replica and update context."""
+    """A method was called in the wrong one of replica, cross-replica and update context.
+
+    Cause: a call in the wrong place: `strategy.reduce` inside a step, `apply_gradients` outside one, a scope inside
+    another strategy's, a replica context kept from an earlier step, a strategy after its `close()`, a second thread in
+    the same strategy, anything of this library in a function that JAX traces (`mpistrategy guide jax`). Or an object
+    made outside `scope()` that would be this rank's own: a metric, an ON_READ variable, a variable with an
+    aggregation; a Checkpoint where several strategies are open.
+    Cure: move it where the message says. See the table in concepts (`mpistrategy guide concepts`).
+    """
 
 
 class ReduceOpError(MpiStrategyError, ValueError):
-    """A reduce operation that does not exist."""
+    """A reduce operation that does not exist.
+
+    Cause: an operation that does not exist.
+    Cure: `"SUM"`, `"MEAN"`, `"MIN"`, `"MAX"` or `"PROD"`, in any letter case.
+    """
 
 
 class OptionError(MpiStrategyError, ValueError):
-    """An option or a constructor argument outside its allowed values."""
+    """An option or a constructor argument outside its allowed values.
+
+    Cause: an argument, option or environment variable outside its values.
+    Cure: the message lists them, and the nearest.
+    """
 
 
 class OptionTypeError(MpiStrategyError, TypeError):
-    """An option or an argument of the wrong type."""
+    """An option or an argument of the wrong type.
+
+    Cause: an argument of the wrong type, such as `args=x` in place of `args=(x,)`.
+    Cure: as the message says.
+    """
 
 
 class LeafError(MpiStrategyError, ValueError):
-    """A leaf of a structure that is not an array and cannot be converted to one (None, an arbitrary object)."""
+    """A leaf of a structure that is not an array and cannot be converted to one (None, an arbitrary object).
+
+    Cause: something in a nest is no array: an object, a masked or sparse array.
+    Cure: the message names the leaf. Pass `x.filled(0)` for a masked array, `x.toarray()` for a sparse one. None is
+    taken in `all_reduce`, `reduce` and `gather`, if it is None on every rank.
+    """
 
 
 class DTypeError(MpiStrategyError, TypeError):
-    """A dtype that the operation does not support (bool and strings in reductions), or that does not fit."""
+    """A dtype that the operation does not support (bool and strings in reductions), or that does not fit.
+
+    Cause: a dtype that cannot be reduced (bool, strings, objects, times), complex numbers under MIN or MAX, or indices
+    that are no integers.
+    Cure: convert, as in `mask.astype(np.int64)`, or reduce `np.abs(x)`.
+    """
 
 
 class DTypeMismatchError(DTypeError, ValueError):
-    """An array whose dtype differs from that of its target (a ValueError in TensorFlow)."""
+    """An array whose dtype differs from that of its target (a ValueError in TensorFlow).
+
+    Cause: an array was assigned to a variable of another dtype.
+    Cure: `x.astype(v.dtype)`.
+    """
 
 
 class ShapeError(MpiStrategyError, ValueError):
-    """A shape or an axis that does not fit."""
+    """A shape or an axis that does not fit.
+
+    Cause: an array whose shape is not that of the variable, of `out=`, or of the gradients before; an axis that does
+    not exist; a scalar given to `gather`.
+    Cure: the message has both shapes. Gather scalars as arrays of one element: `np.atleast_1d(x)`.
+    """
 
 
 class BatchError(ShapeError, IndexError):
-    """A global batch that cannot be split among the replicas: scalars, or arrays of different lengths."""
+    """A global batch that cannot be split among the replicas: scalars, or arrays of different lengths.
+
+    Cause: arrays in one batch have different numbers of rows, or none; a function gave no element on this rank; a
+    dataset ended before its `len()`.
+    Cure: the first axis is the rows, of every array. Give a rank without data a batch with 0 rows.
+    """
 
 
 class OutOfRangeError(MpiStrategyError, IndexError):
-    """An iterator was asked for an element after the last one."""
+    """An iterator was asked for an element after the last one.
+
+    Cause: `get_next()` after the last element.
+    Cure: loop with `for`, or ask `get_next_as_optional().has_value()`.
+    """
 
 
 class StructureError(MpiStrategyError, ValueError):
-    """Nested structures that should be equal and are not."""
+    """Nested structures that should be equal and are not.
+
+    Cause: two nests that should be equal are not (`out=` and the value, pairs of gradients and variables), or an
+    arena's values were replaced: `arena.values["w"] = x`.
+    Cure: build both alike; write `arena.values["w"][...] = x`.
+    """
 
 
 class EmptyBatchError(MpiStrategyError, ValueError, IndexError):
-    """A reduction of no values at all."""
+    """A reduction of no values at all.
+
+    Cause: a reduction, a step or a check of nothing at all: an empty dict, no gradients.
+    Cure: leave the call out on every rank.
+    """
 
 
 class DeviceError(MpiStrategyError, ValueError):
-    """A device string that cannot be read, or a device that does not exist."""
+    """A device string that cannot be read, or a device that does not exist.
+
+    Cause: a device string that cannot be read, a GPU that is not there or shared by two ranks, fewer devices than
+    ranks on the node, or arrays on another GPU than the rank's.
+    Cure: `devices="gpu"` takes those that are there; `"shared"` lets ranks share; start one rank for each GPU. See
+    GPUs (`mpistrategy guide gpus`).
+    """
 
 
 class DestinationError(MpiStrategyError, ValueError):
-    """An invalid destination of a reduction or a broadcast."""
+    """An invalid destination of a reduction or a broadcast.
+
+    Cause: `destinations=` is no device string, list of them, value or variable.
+    Cure: pass the value itself (result on every rank), or `"task:0"`.
+    """
 
 
 class PlacementError(MpiStrategyError, RuntimeError):
-    """A value was read on a rank that does not have it."""
+    """A value was read on a rank that does not have it.
+
+    Cause: a result was read that lives on one rank only, because `destinations="task:0"` or the like asked for that.
+    Cure: give a value, a variable or `strategy.devices_by_rank` as destination: then every rank has it.
+    """
 
 
 class AggregationError(MpiStrategyError, ValueError):
-    """A variable's aggregation does not allow the operation in this context."""
+    """A variable's aggregation does not allow the operation in this context.
+
+    Cause: a variable's aggregation does not allow this: a write in a step to an ON_WRITE variable with aggregation
+    NONE, or a read outside steps of an ON_READ variable with NONE.
+    Cure: create it with `aggregation="SUM"`, `"MEAN"` or `"ONLY_FIRST_REPLICA"`. See variables (`mpistrategy guide
+    variables`).
+    """
 
 
 class UnsupportedError(MpiStrategyError, NotImplementedError):
-    """An operation that does not exist for this kind of value."""
+    """An operation that does not exist for this kind of value.
+
+    Cause: the operation does not exist for this kind of value: `v[0] = 1` or `np.add(..., out=v)` of a variable,
+    `scatter_add` of an ON_READ variable, MIN of `IndexedSlices`, CuPy arrays without CuPy.
+    Cure: as the message says: `v.assign(...)`, `slices.to_dense()`, an install.
+    """
 
 
 class CopyError(MpiStrategyError, RuntimeError):
-    """An object that belongs to this process and its ranks was copied or pickled."""
+    """An object that belongs to this process and its ranks was copied or pickled.
+
+    Cause: a strategy, variable, optimizer, arena or iterator was copied or pickled. They belong to this process and
+    its ranks.
+    Cure: send `v.read_value()`, save with a `Checkpoint`, or make a new one. `copy.deepcopy(strategy)` works.
+    """
 
 
 class ForkedProcessError(ContextError):
-    """A strategy of several ranks was used in a forked child of a rank: it is closed there."""
+    """A strategy of several ranks was used in a forked child of a rank: it is closed there.
+
+    Cause: a forked child (a data loader's worker, say) used a strategy of its parent.
+    Cure: give the child arrays and let it return arrays, or start it with multiprocessing's `spawn`.
+    `OneDeviceStrategy` works there.
+    """
 
 
 class LaunchError(MpiStrategyError, RuntimeError):
-    """MPI is missing or cannot be started, or the ranks were not started as one job with one program."""
+    """MPI is missing or cannot be started, or the ranks were not started as one job with one program.
+
+    Cause: no MPI can be loaded; launcher and MPI do not match, so that each process believes it is alone; ranks run
+    different versions of Python or of this package; or too many strategies are open.
+    Cure: type what the message says. `mpistrategy doctor` looks closer. See MPI (`mpistrategy guide mpi`).
+    """
 
 
 class FallbackWarning(UserWarning):
-    """A faster method is not available here; the library uses another one with the same results."""
+    """A faster method is not available here; the library uses another one with the same results.
+
+    Cause: a faster method is not available (NCCL, a GPU for each rank, NVTX); another one gives the same results.
+    Cure: nothing need be done. The message says what is missing; `mpistrategy doctor` shows more.
+    """
 
 
 class OptionWarning(UserWarning):
-    """A setting that has no effect, such as a misspelt environment variable, or that takes most of the memory."""
+    """A setting that has no effect, such as a misspelt environment variable, or that takes most of the memory.
+
+    Cause: a setting has no effect (a misspelt `MPISTRATEGY_` variable).
+    Cure: spell it as in environment (`mpistrategy guide environment`), take it away, or do what the message says.
+    """
 
 
 class DatasetWarning(UserWarning):
-    """The ranks iterate over different global batches, so rows are lost."""
+    """The ranks iterate over different global batches, so rows are lost.
+
+    Cause: the ranks iterate over different global batches, so rows are lost: each rank takes its part of *its* batch.
+    Cure: give all ranks the same batches (one seed for shuffling), or give each rank's own rows to
+    `distribute_datasets_from_function`. See input (`mpistrategy guide input`).
+    """
 
 
 class OutsideStepWarning(UserWarning):
     """A call outside every step and scope works on this rank alone, although there are other ranks.
 
     A collective used only this rank's value; a variable, a dataset or a random stream is this rank's own.
+
+    Cause: `get_replica_context().all_reduce(...)` was called outside every step, and used this rank's value alone, as
+    in TensorFlow. Or a variable, or a dataset or random stream of `ms.get_strategy()`, was made outside the scope, and
+    is this rank's own.
+    Cure: call it in the function given to `strategy.run`, or use `strategy.reduce`; make variables in `with
+    strategy.scope():`. What is meant for this rank alone is made in `with ms.OneDeviceStrategy().scope():`, which does
+    not warn.
     """
 
 
 class NonFiniteWarning(RuntimeWarning):
-    """Reduced gradients contain NaN or infinities, and were applied because the program asked for it."""
+    """Reduced gradients contain NaN or infinities, and were applied because the program asked for it.
+
+    Cause: reduced gradients have NaN or infinities, and `nonfinite="warn"` applies them all the same.
+    Cure: look at the variable and the ranks that it names; `nonfinite="skip"` leaves such steps out.
+    """
 
 
 class NonFiniteError(MpiStrategyError, FloatingPointError):
-    """Reduced gradients contain NaN or infinities.  Raised on every rank; the step has changed nothing."""
+    """Reduced gradients contain NaN or infinities.  Raised on every rank; the step has changed nothing.
+
+    Cause: reduced gradients have NaN or infinities, and `nonfinite="raise"` was chosen.
+    Cure: lower the learning rate, clip, or look at the data of the ranks named.
+    """
 
 
 class ReplicasDivergedError(MpiStrategyError, RuntimeError):
     """The copies of a mirrored variable differ.  Raised on every rank; the text names variables and ranks.
+
+    Cause: copies of a mirrored variable differ: a random number or an assignment outside a step that differs by rank,
+    or broken memory.
+    Cure: restore the variables; then find the write with `assert_mirrored()` between parts of the program.
 
     Attributes:
         variables: the names of all variables that differ.
@@ -255,6 +384,12 @@ class CollectiveMismatchError(MpiStrategyError, RuntimeError):
     """The ranks called different collectives, or the same one with values that do not match.
 
     Raised on every rank before any data moved; the text is a table rank -> call.
+
+    Cause: the ranks called different things, or the same with other dtypes, shapes, structures or options. Typical: a
+    branch by rank, an early `break`, a dataset of another length, `result()` of a metric inside `if strategy.rank ==
+    0:`.
+    Cure: compare the lines of the table in the message. Move the call out of the branch, or give both branches the
+    same `name=`. See when ranks disagree (`mpistrategy guide disagreement`).
 
     Attributes:
         calls: what each rank did, by rank; the same on all ranks.  Where ranks wait for each other in different
@@ -273,46 +408,91 @@ class CheckpointError(MpiStrategyError, RuntimeError):
 
 
 class CheckpointMissingError(CheckpointError, FileNotFoundError):
-    """There is not a checkpoint under this name."""
+    """There is not a checkpoint under this name.
+
+    Cause: nothing under this name.
+    Cure: look at the folder; `manager.restore()` returns None in place of raising.
+    """
 
 
 class CheckpointExistsError(CheckpointError, FileExistsError):
-    """The name exists already, or another job writes there.  Nothing has changed."""
+    """The name exists already, or another job writes there.  Nothing has changed.
+
+    Cause: the name exists, another job saves into the folder, or a save of another Checkpoint with `wait=False` has
+    not ended.
+    Cure: use a folder for each job, `overwrite=True`, or `wait()` for the save. Close the other manager of this
+    program.
+    """
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """Writing failed on some rank (a full disk, no permission).  Old files are unchanged; a note names what is left."""
+    """Writing failed on some rank (a full disk, no permission).  Old files are unchanged; a note names what is left.
+
+    Cause: a full disk, no permission, or a file system that not all nodes share. What was written is removed; if that
+    fails, a note says where it is left.
+    Cure: as the message says; the older checkpoints are unchanged.
+    """
 
 
 class CheckpointReadError(CheckpointError, OSError):
-    """Reading failed on some rank, although the files may be good (no permission, no file system)."""
+    """Reading failed on some rank, although the files may be good (no permission, no file system).
+
+    Cause: files that cannot be read (permission, a lost file system, no memory), or that another user put into a
+    folder that everybody can write to.
+    Cure: copy what you trust to a folder of your own.
+    """
 
 
 class CheckpointDamagedError(CheckpointError, ValueError):
-    """The checkpoint is incomplete or damaged: no manifest, a wrong size or checksum, another format."""
+    """The checkpoint is incomplete or damaged: no manifest, a wrong size or checksum, another format.
+
+    Cause: a file is missing, cut short or changed, is a symbolic link, or is of another format.
+    Cure: restore an older one: `manager.restore()` takes the newest that is whole and names the others in `skipped`.
+    """
 
 
 class CheckpointMismatchError(CheckpointError, ValueError):
     """A good checkpoint does not fit the objects: other names, shapes, dtypes or kinds.  No object has changed.
 
     The text lists the differences.
+
+    Cause: the checkpoint is good, but holds other names, kinds, shapes or dtypes than the objects.
+    Cure: the message lists the differences. Data of each rank restore only on the same number of ranks.
     """
 
 
 class StaleStateWarning(UserWarning):
-    """A checkpoint saved an object again that has not changed, and that the program may have replaced by a new one."""
+    """A checkpoint saved an object again that has not changed, and that the program may have replaced by a new one.
+
+    Cause: a save found an array, a number or a nest of these unchanged since the last save. The program may have made
+    a new object, which the checkpoint does not know.
+    Cure: give a function, `ms.Checkpoint(state=lambda: state)`; for a constant, too. See checkpoints (`mpistrategy
+    guide checkpoints`).
+    """
 
 
 class TraceError(MpiStrategyError, ValueError):
-    """There is no readable trace in the given place."""
+    """There is no readable trace in the given place.
+
+    Cause: no recordings in the folder, or files of another version.
+    Cure: record first, with `MPISTRATEGY_TRACE=folder`. See tracing (`mpistrategy guide tracing`).
+    """
 
 
 class InjectedFault(MpiStrategyError, RuntimeError):  # noqa: N818  (no mistake of anybody's)
-    """Raised on purpose, as MPISTRATEGY_INJECT asks; the other ranks are not told."""
+    """Raised on purpose, as MPISTRATEGY_INJECT asks; the other ranks are not told.
+
+    Cause: `MPISTRATEGY_INJECT` or `mpistrategy run --inject` asked for it.
+    Cure: leave them out. See faults (`mpistrategy guide faults`).
+    """
 
 
 class RemoteError(MpiStrategyError, RuntimeError):
     """Another rank raised an exception in a call that all ranks make together.
+
+    Cause: another rank raised an error in a call that all ranks make together, was interrupted there, or left its
+    `with` block by an error; `.rank` and `.error` name it.
+    Cure: read that rank's traceback. After "the variables are partly updated", restore them from a checkpoint.
 
     Attributes:
         rank: which; None where it is not known.
@@ -323,13 +503,24 @@ class RemoteError(MpiStrategyError, RuntimeError):
 
 
 class RankLeftError(RemoteError, CollectiveMismatchError):
-    """Another rank has ended its program, and this one calls a collective.  The text is a table rank -> call."""
+    """Another rank has ended its program, and this one calls a collective.  The text is a table rank -> call.
+
+    Cause: a rank has ended its program, and this one still calls a collective. It is a RemoteError and a
+    CollectiveMismatchError.
+    Cure: give all ranks the same number of steps; look for a `break`, `return` or `sys.exit()` that not all ranks come
+    to.
+    """
 
 
 class CollectiveTimeoutError(RemoteError, TimeoutError):
     """A rank of a strategy with ``on_error="raise"`` has waited longer than `timeout_seconds` for the others.
 
     Elsewhere a late collective ends the job.  Either way a roll call says the same in words.
+
+    Cause: with `on_error="raise"`, a rank waited longer than `timeout_seconds`. `.missing` are the ranks that did not
+    come.
+    Cure: find out where those are; around a long piece of work on one rank, use `with strategy.expect_long(seconds):`.
+    See a collective that is late (`mpistrategy guide ending`).
 
     Attributes:
         calls: by the number in the job, what is known of each rank: the call that it waits in, its operation and its

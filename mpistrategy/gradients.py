@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,6 +12,7 @@ from mpistrategy.arrays.dtypes import Array, dtype_name, wire_dtype
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import DTypeError, ShapeError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
+from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf
 from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, positive
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction import sparse
@@ -140,7 +141,7 @@ def scaled_by(arrays: Sequence[Array], scale: float) -> list[Array]:
 _WHERE = "GradientAccumulator.add"
 
 
-class GradientAccumulator(Settable):
+class GradientAccumulator(Kept, Settable):
     """Adds up gradients over several steps without communication, so that one reduction is enough for all of them.
 
     Args:
@@ -155,6 +156,7 @@ class GradientAccumulator(Settable):
     [array([2., 2.])]
     """
 
+    _kept_as = "accumulator"
     steps: Fixed[int] = Fixed()
 
     def __init__(self, steps: int) -> None:
@@ -205,14 +207,23 @@ class GradientAccumulator(Settable):
         sums = self._sums if self._count else []
         return [total.to_dense() if isinstance(total, IndexedSlices) else total for total in sums]
 
-    @property
-    def _position(self) -> tuple[int, list[np.dtype[Any] | None]]:
-        """The number of steps in the sums, and the dtypes of the gradients."""
-        return (self._count, list(self._dtypes)) if self._count else (0, [])
+    def _state(self, path_of: PathOf) -> dict[Any, Any]:
+        sums = {number: Leaf(total, "SUM") for number, total in enumerate(self._partial_sums) if total is not None}
+        count = self._count
+        dtypes = [None if dtype is None else np.empty(0, dtype) for dtype in self._dtypes] if count else []
+        return {"steps": self.steps, "count": count, "dtypes": dtypes, **sums}
 
-    def _go_on_with(self, count: int, sums: Sequence[Array | None], dtypes: Sequence[np.dtype[Any] | None]) -> None:
-        """Continue with the `position` and the `_partial_sums` of another accumulator."""
-        self._count, self._sums, self._dtypes = count, list(sums), list(dtypes)
+    def _check(self, saved: Mapping[Any, Any], at: ObjectAt) -> str:
+        steps, count, dtypes = saved["steps"], saved["count"], saved["dtypes"]
+        if steps != self.steps:
+            return f"steps={steps!r} in the checkpoint, steps={self.steps} here"
+        sums = [saved.get(number) for number in range(len(dtypes))]
+        is_sound = type(count) is int and 0 <= count < steps and bool(count) == bool(dtypes)
+        return "" if is_sound and all(map(_is_sum, sums, dtypes)) else f"no sums of {count!r:.20} of {steps} steps"
+
+    def _load(self, saved: Mapping[Any, Any]) -> None:
+        self._dtypes = [None if like is None else like.dtype for like in saved["dtypes"]]
+        self._count, self._sums = saved["count"], [saved.get(number) for number in range(len(self._dtypes))]
 
     def take(self) -> list[Any] | None:
         """Return the sums so far, and start at 0; None without any.  For a last group of fewer steps."""
@@ -225,6 +236,13 @@ class GradientAccumulator(Settable):
                 _with_values(total, _values(total).astype(dtype, copy=False)) if dtype is not None else total
                 for total, dtype in zip(self._sums, self._dtypes, strict=True)
             ]
+
+
+def _is_sum(total: Any, like: Any) -> bool:
+    """Return whether an array has sums of gradients of the dtype of another array; of no gradients, both are None."""
+    if total is None or like is None:
+        return total is like
+    return bool(total.dtype == wire_dtype(like.dtype) and total.dtype.kind not in "mMSU")
 
 
 def _widened(array: Any) -> Any:

@@ -94,13 +94,9 @@ class ReduceOp(enum.Enum):
         Raises:
             ReduceOpError: for anything else.
         """
-        named = member_of(cls, value)
+        named = member_of(cls, value.name if isinstance(value, VariableAggregation) else value)
         if named is not None:
             return named
-        if value is VariableAggregation.SUM:
-            return cls.SUM
-        if value is VariableAggregation.MEAN:
-            return cls.MEAN
         is_mpis = type(value).__module__ == "mpi4py.MPI"  # whose own operations are pickled by name
         name = str(value.__reduce__() if is_mpis else value).upper().removeprefix("MPI.").removeprefix("MPI_")
         fix = did_you_mean(value, cls.__members__)

@@ -20,20 +20,14 @@ READING = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOCT
 NEW = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def is_own(state: os.stat_result, folder: os.stat_result | None = None) -> bool:
-    """Return whether a file belongs to this user, to root, or to the owner of its folder.
+def is_trusted(state: os.stat_result, folder: os.stat_result | None) -> bool:
+    """Return whether a file can be trusted: it belongs to this user or to root, or to a folder that is safe.
 
-    The owner of the folder matters to root, whose files on a network file system may belong to nobody.
+    Args:
+        state: of the file.
+        folder: of its folder, where the user has named it: only its owner and group may write to it.  None: any folder.
     """
-    return state.st_uid in (os.geteuid(), 0) or (folder is not None and state.st_uid == folder.st_uid)
-
-
-def is_trusted(state: os.stat_result, folder: os.stat_result) -> bool:
-    """Return whether a file in a folder that the user has named can be trusted.
-
-    It can if it belongs to this user or to root, or if only the folder's owner and group may write to the folder.
-    """
-    return is_own(state) or not folder.st_mode & stat.S_IWOTH
+    return state.st_uid in (os.geteuid(), 0) or (folder is not None and not folder.st_mode & stat.S_IWOTH)
 
 
 def user_in_words(number: int) -> str:
@@ -50,7 +44,7 @@ def open_trusted(name: str, only_own: bool = False) -> int:
 
     Args:
         name: its path.
-        only_own: whether it must be `is_own`; else `is_trusted` is enough.
+        only_own: whether it must be of this user or root in a folder that is safe, too.
 
     Raises:
         OSError: when it cannot be opened, is not a regular file, or belongs to another user; `strerror` says which.
@@ -58,17 +52,19 @@ def open_trusted(name: str, only_own: bool = False) -> int:
     try:
         descriptor = os.open(name, READING)
     except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise OSError(errno.ELOOP, "it is a symbolic link; name the file itself", name) from error
+        if error.errno == errno.ELOOP:
+            error.strerror = "it is a symbolic link; name the file itself"
+        raise
     state = os.fstat(descriptor)
-    if stat.S_ISREG(state.st_mode) and (is_own(state) if only_own else is_trusted(state, _state_of_folder(name))):
-        return descriptor
-    os.close(descriptor)
     if not stat.S_ISREG(state.st_mode):
-        raise OSError(errno.EINVAL, "it is not a regular file", name)
-    why = "" if only_own else ", and everybody can write to its folder"
-    raise PermissionError(errno.EACCES, f"it belongs to {user_in_words(state.st_uid)}{why}", name)
+        problem = OSError(errno.EINVAL, "it is not a regular file", name)
+    elif is_trusted(state, None if only_own else _state_of_folder(name)):
+        return descriptor
+    else:
+        why = "" if only_own else ", and everybody can write to its folder"
+        problem = PermissionError(errno.EACCES, f"it belongs to {user_in_words(state.st_uid)}{why}", name)
+    os.close(descriptor)
+    raise problem
 
 
 def _state_of_folder(name: str) -> os.stat_result:
@@ -96,22 +92,13 @@ def read(name: str, most: int, only_own: bool = True) -> bytes:
 # ------------------------------------------------------------------------------------------------ new ones
 
 
-def file_mode(folder: os.stat_result) -> int:
-    """Return the mode of a new file in a folder: readable by the user, and by the group where the folder is setgid.
-
-    The umask may remove permissions.
-    """
-    return 0o640 if folder.st_mode & stat.S_ISGID else 0o600
-
-
 def make_folder(path: str) -> None:
     """Make a folder for the user; inside a setgid folder also for its group, which the new one inherits.
 
     Raises:
         OSError: when it exists already, or cannot be made.
     """
-    above = os.stat(os.path.dirname(path) or os.curdir)
-    os.mkdir(path, 0o750 if above.st_mode & stat.S_ISGID else 0o700)
+    os.mkdir(path, 0o750 if _state_of_folder(path).st_mode & stat.S_ISGID else 0o700)
 
 
 def make_folders(path: str) -> None:
@@ -125,17 +112,19 @@ def make_folders(path: str) -> None:
 
 
 def new_file(path: str) -> int:
-    """Create a file for writing with the mode of `file_mode`; return its descriptor.
+    """Create a file for writing; return its descriptor.
+
+    The user can read it, and the group where the folder is setgid; the umask may remove permissions.
 
     Raises:
         OSError: when the name exists, or the file cannot be created.
     """
-    return os.open(path, NEW, file_mode(_state_of_folder(path)))
+    return os.open(path, NEW, 0o640 if _state_of_folder(path).st_mode & stat.S_ISGID else 0o600)
 
 
 @contextmanager
 def whole_file(path: str) -> Iterator[IO[bytes]]:
-    """Open a file for writing with the mode of `file_mode`; it replaces an existing file when it is complete.
+    """Open a file for writing as `new_file` does; it replaces an existing file when it is complete.
 
     Raises:
         OSError: when it cannot be written; nothing has changed then.

@@ -72,7 +72,10 @@ def on_host(value: Any, where: str, path: str = "") -> Array:
     try:
         value = unmarked(value)
         if library_of(value) == "torch" and value.dtype is sys.modules["torch"].bfloat16:
-            return _bits_of_bfloat16(value)
+            from ml_dtypes import bfloat16  # NumPy has none of its own
+
+            bits: Array = value.view(sys.modules["torch"].int16).numpy()
+            return bits.view(bfloat16)
         array: Array = np.asarray(value) if hasattr(value, "__array__") else np.from_dlpack(value)
     except Exception as error:  # libraries raise errors of many types
         if library_of(value) in _JAX:
@@ -107,13 +110,6 @@ def closed_to(library: str, value: Any, path: str, error: Exception) -> str:
     reason = str(error).strip().partition("\n")[0]
     leaf = f"at leaf {path} " if path else ""
     return f"{type(value).__module__}.{type(value).__name__} {leaf}that {library} cannot read ({reason})"
-
-
-def _bits_of_bfloat16(tensor: Any) -> Array:
-    from ml_dtypes import bfloat16  # NumPy has none of its own
-
-    array: Array = tensor.view(sys.modules["torch"].int16).numpy().view(bfloat16)
-    return array
 
 
 def as_kind_of(result: Any, given: Any) -> Any:

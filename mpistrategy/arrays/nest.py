@@ -51,7 +51,7 @@ class _Container(NamedTuple):
     Attributes:
         brackets: the texts before and after its children in `Structure.text`.
         names: of its children: keys, fields or numbers.
-        label: makes the text before a child in `Structure.text` of its name.
+        label: makes the text before a child in `Structure.text` of its name; None for numbers, which it leaves out.
         step: makes the text of a child in a path of its name.
         children: what is in it.
         build: returns such a container with other children; does not keep these alive.
@@ -59,7 +59,7 @@ class _Container(NamedTuple):
 
     brackets: tuple[str, str]
     names: Sequence[Any]
-    label: Callable[[Any], str]
+    label: Callable[[Any], str] | None
     step: Callable[[Any], str]
     children: Sequence[Any]
     build: Callable[[list[Any]], Any]
@@ -75,7 +75,7 @@ def _opened(nest: Any) -> _Container | None:
         return _Container(brackets, keys, "{!r}:".format, "[{!r}]".format, children, _mapping_like(nest, keys))
     if isinstance(nest, (list, tuple)) and not hasattr(nest, "_fields"):
         brackets = _BRACKETS.get(kind) or (f"{kind.__name__}(", ")")
-        return _Container(brackets, range(len(nest)), "".format, "[{}]".format, nest, kind)
+        return _Container(brackets, range(len(nest)), None, "[{}]".format, nest, kind)
     if not isinstance(nest, tuple) and not _is_record(nest):
         return None
     is_tuple = isinstance(nest, tuple)
@@ -93,6 +93,8 @@ def _opened(nest: Any) -> _Container | None:
 def _mapping_like(mapping: Mapping[Any, Any], keys: list[Any]) -> Callable[[list[Any]], Any]:
     """Return what makes a mapping like this one of the values of these keys: a plain dict if it cannot be written."""
     # A structure that is kept must not keep the leaves alive: of a plain dict nothing but the keys is needed.
+    if type(mapping) is dict and keys == list(mapping):
+        return lambda values: dict(zip(keys, values))  # noqa: B905  # `strict` takes a third of the time
     is_copied = isinstance(mapping, MutableMapping) and type(mapping) is not dict
     like = mapping if is_copied else dict.fromkeys(mapping)
 
@@ -134,8 +136,10 @@ def _visit(nest: Any, leaves: list[Any]) -> Structure:
     def rebuild(leaves: Iterator[Any]) -> Any:
         return build([each(leaves) for each in rebuilds])
 
-    text = ",".join([label(name) + each.text for name, each in zip(names, inner, strict=True)])
-    return Structure(f"{opening}{text}{closing}", len(leaves) - before, rebuild)
+    texts = [each.text for each in inner]
+    if label is not None:
+        texts = [label(name) + text for name, text in zip(names, texts, strict=True)]
+    return Structure(f"{opening}{','.join(texts)}{closing}", len(leaves) - before, rebuild)
 
 
 def flatten_without_none(nest: Any) -> tuple[list[Any], Structure]:

@@ -1,35 +1,28 @@
 """`Checkpoint.arrays`: the arrays in a checkpoint, or in another file of arrays.
 
-Files are mapped into memory, so that a large one takes none; archives of NumPy's (.npz) are read.  Writing into an
-array does not change the file.
+A checkpoint is read as by one rank, and so are archives of NumPy's (.npz).  Other files are mapped into memory, so that
+large ones take none.  Writing into an array does not change the file.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from mpistrategy import own_files
-from mpistrategy.arrays.dtypes import Array, wire_dtype
-from mpistrategy.checkpoint.reading import array_of, check_own
-from mpistrategy.checkpoint.storage.files import check_is_trusted, checksum_of, damaged, opened, reading
-from mpistrategy.checkpoint.storage.manifest import OWN, ROWS, Manifest, parse, read_text
-from mpistrategy.checkpoint.storage.shards import (
-    MOST_BYTES,
-    NAMES,
-    Own,
-    as_array,
-    parsed,
-    parts_of,
-    ranks_in,
-    shard_name,
-)
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.checkpoint.delivering import deliver
+from mpistrategy.checkpoint.reading import Reading, array_of
+from mpistrategy.checkpoint.storage.files import damaged, opened, reading
+from mpistrategy.checkpoint.storage.manifest import OWN
+from mpistrategy.checkpoint.storage.shards import MOST_BYTES, NAMES, as_array, parsed
 from mpistrategy.errors import MpiStrategyError, OptionError
+from mpistrategy.mpi.interface.ranks import Alone
 
 _WHERE = "Checkpoint.arrays"
 _DTYPES = {name: text for text, name in NAMES.items()}
@@ -40,61 +33,19 @@ _FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's nu
 
 
 def arrays_of(path: str) -> dict[str, Array]:
-    """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined.
-
-    Arrays that are split among shards, and rows, are copied into memory.
-    """
+    """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined."""
+    source = Reading(Alone(), path)
     with reading(_WHERE, path), _sound(path):
-        check_is_trusted(path)
-        manifest = parse(read_text(path), path)
-        shards: list[dict[str, Array]] = []
-        owns: dict[int, Own] = {}
-        for number, shard in enumerate(manifest.shards):
-            file = os.path.join(path, shard_name(number))
-            data = _mapped(file, shard.nbytes)
-            shards.append(parts_of(data, file))
-            if checksum_of(data).hexdigest() != shard.checksum:
-                raise damaged(file, "a file with another checksum than it was written with")
-            owns |= {rank: Own(shards[-1][name], file) for rank, name in ranks_in(shards[-1]).items()}
-        if manifest.of_each_rank and owns.keys() != set(range(manifest.ranks)):
-            raise damaged(path, f"what {len(owns)} of {manifest.ranks} ranks had for themselves")
-        for own in owns.values():
-            check_own(own, manifest)
-        once = {
-            (name, number): as_array(shards[number].get(name), dtype, shape, path)
-            for number in range(len(shards))
-            for name, (shape, dtype) in manifest.entries_of(number).items()
-        }
-        return dict(_arrays_in(manifest, once, owns))
-
-
-def _arrays_in(
-    manifest: Manifest, once: dict[tuple[str, int], Array], owns: dict[int, Own]
-) -> Iterator[tuple[str, Array]]:
-    for path, item in manifest.items.items():
-        if not item.is_array:
-            continue
-        if not item.is_of_each_rank:
-            parts = [once[path, shard] for shard in item.shards]
-            yield path, parts[0] if len(parts) == 1 else np.concatenate(parts).reshape(item.shape)
-            continue
-        copies = [array_of(owns[rank], path, manifest) for rank in range(manifest.ranks)]
-        if item.copies == OWN:
-            yield from ((f"{path}@{rank}", array) for rank, array in enumerate(copies))
-        elif item.copies == ROWS:
-            yield path, np.concatenate(copies)
-        else:
-            yield path, copies[0] if item.copies == "ONLY_FIRST_REPLICA" else _combined(copies, item.copies)
-
-
-def _combined(copies: Sequence[Array], how: str) -> Array:
-    """Return the combined copies of a variable, added in rank order; integers wrap around, as everywhere."""
-    dtype = copies[0].dtype
-    total = copies[0].astype(wire_dtype(dtype))
-    with np.errstate(over="ignore", invalid="ignore"):
-        for copy in copies[1:]:
-            np.add(total, copy, out=total)
-        return np.asarray(total / len(copies) if how == "MEAN" else total).astype(dtype)
+        manifest = source.tell_manifest(source.read_manifest())
+        source.read_shards(manifest.names)
+        if manifest.of_each_rank:
+            source.note_owns()
+        items = {name: item for name, item in manifest.items.items() if item.is_array}
+        arrays = deliver(source, {name: None for name, item in items.items() if item.copies != OWN})
+        for name, item in items.items():
+            for rank, own in sorted(source.owns.items()) if item.copies == OWN else ():
+                arrays[f"{name}@{rank}"] = array_of(own, name, manifest)
+    return arrays
 
 
 def arrays_of_file(path: str) -> dict[str, Array]:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 from mpistrategy import context
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.checkpoint.arrays import arrays_of, arrays_of_file
-from mpistrategy.checkpoint.kinds import KINDS
 from mpistrategy.checkpoint.restoring import Restored, restore
 from mpistrategy.checkpoint.saving import Saving
 from mpistrategy.checkpoint.state import State, strategy_of
@@ -112,7 +111,7 @@ class Checkpoint(NamesOurs):
     @property
     def strategy(self) -> Strategy:
         """The strategy whose ranks save together."""
-        return strategy_of(self.objects, self._made_in, KINDS)
+        return strategy_of(self.objects, self._made_in)
 
     def save(
         self,
@@ -145,7 +144,7 @@ class Checkpoint(NamesOurs):
 
         Raises:
             CheckpointWriteError: on every rank, if any rank cannot write (a full disk, a missing permission).  An
-                older checkpoint is still there.  What was written is removed; a note says where it is if it cannot be.
+                older checkpoint is still there.  What was written is removed, at the latest by the next save.
             CheckpointExistsError: on every rank, if the name is taken.
             OptionTypeError, DTypeError: on every rank, for objects that cannot be saved.
             OptionError: on every rank, for more names and plain values than `restore` accepts: 64 MiB of text, 2**21
@@ -174,23 +173,24 @@ class Checkpoint(NamesOurs):
         # Clean up after leaving the call: then no rank writes any more.
         with contextlib.ExitStack() as cleaning, Call(communicator.guard, "Checkpoint.save", called=name) as call:
             path, _, state = self._agreed("save", directory, f"{wait=}, {overwrite=}", strategy, call)
-            state.last = self._last
             saving = Saving(communicator, path, bool(overwrite), strategy.layout())
             cleaning.enter_context(saving._cleaned_up())
-            saving._begin(state, call, prepare, wait=bool(wait))
+            digests = saving._begin(state, call, prepare, wait=bool(wait))
         if not wait:
             self._pending = saving
-        self._look_for_stale(state)
+        self._look_for_stale(digests, communicator.rank)
         return saving
 
-    def _look_for_stale(self, state: State) -> None:
+    def _look_for_stale(self, digests: dict[str, int], rank: int) -> None:
         """Warn once, on rank 0, of objects that are as they were in the last save, unless functions return them."""
-        self._last = state.of_names
-        unchanged = [name for name in state.unchanged if not _is_function(self.objects.get(name))]
-        if unchanged and not self._has_warned:
+        last, self._last = self._last, digests
+        stale = [
+            name for name in digests if last.get(name) == digests[name] and not _is_function(self.objects.get(name))
+        ]
+        if stale and not self._has_warned:
             self._has_warned = True
-            if state.strategy.extended.communicator.rank == 0:
-                name, names = unchanged[0], ", ".join(map(repr, unchanged))
+            if rank == 0:
+                name, names = stale[0], ", ".join(map(repr, stale))
                 warn(
                     f"Checkpoint.save: {names} unchanged since the last save. If the program has made a new object "
                     "under this name, the checkpoint still has the old one. Give a function: "
@@ -267,7 +267,7 @@ class Checkpoint(NamesOurs):
         call.expect_more()
         objects = checked_objects(call.where, "objects", self.objects)
         objects = {name: value() if _is_function(value) else value for name, value in objects.items()}
-        state = State(objects, strategy, call.where, KINDS)
+        state = State(objects, strategy, call.where)
         call.structure = state.structure()
         call.agree(what, destination=path, options=options)
         return path, objects, state
@@ -277,13 +277,13 @@ class Checkpoint(NamesOurs):
         """Return the arrays in a checkpoint, or in a ``.safetensors``, ``.npz`` or ``.npy`` file, by name.
 
         Rank-local.  Copies with an aggregation are combined; per-rank arrays are named ``name@rank``.
-        An array that is split among the files of a checkpoint is copied into memory.
+        A checkpoint is read into memory whole; name one of its files to read that alone.
 
-        A file is mapped into memory and read when the arrays are: copy them before the file is overwritten in place or,
-        on a network file system, removed.  It stays open as long as one of its arrays exists.  Writing into an array
-        does not change the file.  The arrays of a ``.npz`` file are read into memory: at most 64 MiB plus 100 times the
-        size of the file, since a small forged file could take any amount; use `numpy.load` for larger ones.  `path` may
-        be a symbolic link to a file.
+        Other files are mapped into memory and read when the arrays are: copy them before a file is overwritten in place
+        or, on a network file system, removed.  A file stays open as long as one of its arrays exists.  Writing into an
+        array does not change the file.  The arrays of a ``.npz`` file are read into memory: at most 64 MiB plus 100
+        times the size of the file, since a small forged file could take any amount; use `numpy.load` for larger ones.
+        `path` may be a symbolic link to a file.
 
         Raises:
             CheckpointMissingError, CheckpointDamagedError, CheckpointReadError, OptionError: as `restore`.

@@ -269,13 +269,12 @@ class CheckpointManager(NamesOurs, Settable):
         """
         call.expect_more()
         if self.keep is not None and self._lock is not None:  # not another rank than 0, and something has been saved
-            steps = [step for step in self.steps() if step not in self._damaged]
-            others = [step for step in steps if step != self._saved]
-            for step in others[: max(0, len(steps) - self.keep)]:
-                path = self.path_of(step)
-                hidden = os.path.join(self.directory, SAVING.format(os.path.basename(path)) + "0" * files.TOKEN_LETTERS)
-                with contextlib.suppress(OSError):
-                    files.rename(path, hidden)  # if the job ends meanwhile, the next one sweeps the rest
+            with contextlib.suppress(OSError):
+                steps = [step for step in self.steps() if step not in self._damaged]
+                others = [step for step in steps if step != self._saved]
+                for step in others[: max(0, len(steps) - self.keep)]:
+                    hidden = os.path.join(self.directory, SAVING.format(f"step-{step:012}") + "0" * 16)
+                    files.rename(self.path_of(step), hidden)  # if the job ends meanwhile, the next one sweeps the rest
                     files.remove(hidden)
         call.agree("remove old checkpoints", options=f"keep={self.keep}")
 

@@ -163,8 +163,7 @@ class PreemptionCheckpointHandler(Settable):
             call.agree("begin", options=f"{steps_between_votes=}")
         if not is_simulated:  # simulated ranks share a process: its signals are not theirs
             self._guard.at_close.append(self.close)
-            for number in config.signals:
-                assert isinstance(number, signal.Signals)
+            for number in map(_signal, config.signals):
                 self._previous[number] = signal.signal(number, self._note)
         try:
             self._runs = self.checkpoint_manager.restore(name=name) or 0

@@ -1,29 +1,64 @@
-"""Reading a checkpoint: everything is read and checked on all ranks before the first object changes.
+"""Restoring a checkpoint: everything is read and checked on all ranks before the first object changes.
 
-1. Rank 0 reads the manifest, and tells the others what they need of it.
+1. Rank 0 reads the manifest, and tells the others.
 2. Some ranks read the shards and compare their checksums.
-3. Each rank gets the plain values that it had, and compares the checkpoint with its objects (`Fit`).
+3. Each rank gets the plain values that it had, and compares the checkpoint with its objects, path by path.
 4. The arrays go to the ranks (`delivering`), and the objects change.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mpistrategy.checkpoint.delivering import deliver
-from mpistrategy.checkpoint.reading import Reading
-from mpistrategy.checkpoint.state import IN_PART, Fit, State
-from mpistrategy.checkpoint.storage.files import reading
-from mpistrategy.checkpoint.storage.manifest import Manifest
-from mpistrategy.errors import CheckpointDamagedError, CheckpointMismatchError, MpiStrategyError
-from mpistrategy.mpi.contract.call import Call
-from mpistrategy.objects.text import printable
+import numpy as np
 
+from mpistrategy.arrays.convert import (
+    NEVER_WRITTEN,
+    as_target,
+    hand_back,
+    like_given,
+    placed_as,
+)
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.foreign import as_tensor, library_of
+from mpistrategy.arrays.values import DistributedValues
+from mpistrategy.checkpoint.delivering import deliver, store
+from mpistrategy.checkpoint.generators import checked_state, set_state
+from mpistrategy.checkpoint.reading import Reading
+from mpistrategy.checkpoint.rows import Rows
+from mpistrategy.checkpoint.state import (
+    ARRAYS,
+    DEEPEST,
+    DICTS,
+    KEPT,
+    REPLACEABLE,
+    UNDECIDED,
+    State,
+    is_array,
+    is_tuple,
+)
+from mpistrategy.checkpoint.storage.files import reading
+from mpistrategy.checkpoint.storage.manifest import COMBINED, ONE, OWN, ROWS, Item, Manifest
+from mpistrategy.checkpoint.storage.plain_values import ABSENT, below, from_json
+from mpistrategy.checkpoint.storage.shards import dtype_of, shown
+from mpistrategy.errors import CheckpointMismatchError
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.objects.kept import Kept
+from mpistrategy.objects.text import printable
+from mpistrategy.variables.variable import Variable
+
+#: What is raised over items that no save has written.
+_UNSOUND = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
+#: The longest text about one problem, and how many problems are shown.
+_LONGEST, _MOST_PROBLEMS = 1000, 10
 #: The longest text of a value in a note; buckets of gradients are long lists.
 _LONGEST_NOTE = 500
+_IN_PART = "; partial=True restores the others"
+#: Below these, arrays and values are those of the checkpoint, whatever is here.
+_FREE = KEPT | {"object"}
 
 
 @dataclass(frozen=True)
@@ -58,90 +93,355 @@ def restore(
     `layout` is `Strategy.layout()` now.
     """
     communicator = state.strategy.extended.communicator
-    source = Reading(communicator, path)
+    source, text = Reading(communicator, path), b""
     call.expect_more()
     if communicator.rank == 0:
-        with _sound(call.where, path), reading(call.where, path):
-            source.read_manifest()
+        with reading(call.where, path):
+            text = source.read_manifest()
     call.agree("read a manifest")
-    manifest = source.tell_manifest()
+    manifest = source.tell_manifest(text)
     call.expect_more()
-    with _sound(call.where, path), reading(call.where, path):
+    with reading(call.where, path):
         source.read_shards(objects)
     call.agree("read shards", patiently=True)
     source.tell_owns(call)
-    call.expect_more()
-    with _sound(call.where, path):
-        source.parse_owns()
-        fit = Fit(manifest, state, (source.first, source.nearest), communicator, partial)
-        changes = {name: fit.restore_of(name, value) for name, value in objects.items()}
-        for missing in [other for other in manifest.names if other not in objects]:
-            if partial:
-                fit.left_out.append(missing)
-            else:
-                fit.problem(
-                    missing,
-                    f"{manifest.items[missing].kind} in the checkpoint, nothing here{IN_PART}",
-                )
-        notes, saved_layout = tuple(_notes(manifest, layout)), _printable(manifest.layout)
+    fit = Comparison(source, state, partial)
+    fit.compare(objects)
     if fit.problems:
-        raise _mismatch(call.where, path, fit)
+        raise fit.mismatch(call.where)
     call.agree("compare a checkpoint with the objects")
-    for prepare in fit.prepare:
-        prepare()
-    deliver(source, fit)
+    fit.prepare(objects)
+    fit.staged = deliver(source, fit.targets(objects))
     call.expect_more()
-    restored = {name: change() for name, change in changes.items()}
-    objects.update(restored)
+    objects.update({name: fit.restored(name) for name in objects if name in manifest.items})
+    fit.reset()
     call.agree("restore a checkpoint")
     left_out = tuple(printable(each, "") for each in fit.left_out)
-    return Restored(path, manifest.ranks, manifest.written_by, saved_layout, notes, left_out, dict(objects))
+    notes = tuple(_notes(manifest, layout))
+    return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, left_out, dict(objects))
 
 
-@contextlib.contextmanager
-def _sound(where: str, path: str) -> Iterator[None]:
-    """Turn Python's errors about a forged manifest into ours; nothing has changed yet."""
-    try:
-        yield
-    except MpiStrategyError:
-        raise
-    except Exception as error:
-        raise CheckpointDamagedError.at(
+class Comparison:
+    """A checkpoint beside these objects, path by path; the comparison is the same on all ranks but for their own data.
+
+    Args:
+        source: the checkpoint, with the plain values of this rank.
+        state: the objects.
+        partial: restore what is on both sides, and leave the rest.
+
+    Attributes:
+        problems: what does not fit, in words.
+        left_out: with `partial`, the paths that are on one side only.
+        staged: the arrays that have come, by path.
+    """
+
+    def __init__(self, source: Reading, state: State, partial: bool) -> None:
+        self._source = source
+        self._items: dict[str, Item] = source.manifest.items
+        self._state = state
+        self._partial = partial
+        self.problems: list[str] = []
+        self._more_problems = 0
+        self.left_out: list[str] = []
+        #: What is above something that is left out, and stays therefore.
+        self._holders: set[str] = set()
+        self.staged: dict[str, Array] = {}
+
+    # ------------------------------------------------------------------------------------------- what does not fit
+
+    def compare(self, names: Mapping[str, Any]) -> None:
+        """Note everything that does not fit, and what is left out."""
+        absent: set[str] = set()
+        for path, here in self._state.items.items():
+            if path in self._items:
+                continue
+            above = path.rpartition("/")[0]
+            is_free = self._nearest(self._state.items, path, {"object", "module"}) == "object"
+            may_go = is_free or here.kind in REPLACEABLE or path in self._state.firsts
+            if above in absent or not (above and may_go):
+                absent.add(path)
+                if above not in absent:
+                    self._leave_out(path, f"{self._named(path)} here, nothing in the checkpoint{_IN_PART}")
+        for name in self._source.manifest.names:
+            if name not in names:
+                self._leave_out(name, f"{self._items[name].kind} in the checkpoint, nothing here{_IN_PART}")
+        for path, item in self._items.items():
+            if path.partition("/")[0] in names:
+                try:
+                    trouble = self._trouble(path, item)
+                except _UNSOUND as error:
+                    trouble = f"{type(error).__name__}: {error}"
+                if trouble:
+                    self._problem(path, trouble)
+
+    def _leave_out(self, path: str, text: str) -> None:
+        if not self._partial:
+            self._problem(path, text)
+            return
+        self.left_out.append(path)
+        self._holders.update(_above(path))
+
+    def _problem(self, path: str, text: str) -> None:
+        """Note what does not fit; the text may come from a checkpoint."""
+        if len(self.problems) < _MOST_PROBLEMS:
+            self.problems.append(printable(f"{path}: {text}", "")[:_LONGEST])
+        else:
+            self._more_problems += 1
+
+    def mismatch(self, where: str) -> CheckpointMismatchError:
+        """Return the error about what does not fit."""
+        more = [f"  and {self._more_problems} more"] if self._more_problems else []
+        return CheckpointMismatchError.at(
             where,
-            found=f"a manifest that contradicts itself ({type(error).__name__}: {str(error)[:80]}), at {path!r}",
-            expected="a whole checkpoint",
-        ) from error
+            found=f"a checkpoint, {self._source.path!r}, that does not fit the objects",
+            expected="the same names, kinds, dtypes and shapes",
+            fix="\n".join(["Nothing has changed. These do not fit:", *(f"  {each}" for each in self.problems), *more]),
+        )
+
+    def _trouble(self, path: str, item: Item) -> str:
+        """Return why an item does not fit what is here; "" if it does."""
+        if path.count("/") > DEEPEST:
+            raise ValueError(f"more than {DEEPEST} levels")
+        value, kind, here = self._here(path, item), item.kind, self._state.items.get(path)
+        if item.copies == OWN and not self._source.same_ranks and kind != "rng":
+            return self._of_its_own(item)
+        if not self._fits(path, item, value):
+            shape = f" {item.dtype}{list(self._shape_of(path, item))}" if item.is_array else ""
+            return f"{kind}{shape} in the checkpoint, {self._named(path)} here"
+        if kind == "variable" and item.copies in COMBINED and here is not None and here.copies == UNDECIDED:
+            return f"aggregation {item.copies} in the checkpoint, NONE here"
+        if kind in ARRAYS and isinstance(value, np.ndarray) and not value.flags.writeable:
+            return "a read-only array here"
+        if kind == "rng":
+            self._state_of(value, path, item)
+        elif kind == "plain":
+            self._value(path, item)
+        elif not item.is_array:
+            for key in self._keys(item):
+                if below(path, key) not in self._items:  # a forged item may name far more than there is
+                    raise ValueError(f"nothing in the checkpoint for {shown(key)}")
+        if kind == "module":
+            saved, mine = ({*items[below(path, "state")].more} for items in (self._items, self._state.items))
+            if saved != mine:
+                return f"not in the checkpoint: {sorted(mine - saved)}; not in the module here: {sorted(saved - mine)}"
+        return value._check(self._told(path), self._state.live.get) if kind in KEPT else ""
+
+    def _fits(self, path: str, item: Item, value: Any) -> bool:
+        """Return whether there is an object of this kind, with this dtype and shape, or something that may go."""
+        kind, here, live = item.kind, self._state.items.get(path), self._state.live.get(path, ABSENT)
+        if kind == "variable":
+            # An optimizer has looked at the variables that it will make.
+            is_planned = here is None and self._nearest(self._items, path, _FREE) == "optimizer"
+            return is_planned or (isinstance(value, Variable) and self._has_layout(path, item))
+        if kind == ROWS:
+            is_like = here is not None and (here.dtype, here.shape[1:]) == (item.dtype, item.shape[1:])
+            return live is ABSENT or (isinstance(live, Rows) and (is_like or value is ABSENT))
+        if kind in ARRAYS and _is_in_place(value):
+            return self._has_layout(path, item)
+        if kind == "plain" or kind in ARRAYS:
+            return item.is_array == (kind != "plain") and not _is_in_place(value) and self._may_go(path, value)
+        if kind == "component":
+            return isinstance(live, DistributedValues) and here is not None and here.more == item.more
+        if kind == "tuple":
+            names = getattr(live, "_fields", ())
+            return value is ABSENT or (is_tuple(value) and (not names or len(names) == item.more))
+        if kind in ("dict", "list"):
+            return value is ABSENT or type(value) in (DICTS if kind == "dict" else (list,))
+        return here is not None and here.kind == kind and not item.is_array
+
+    def _may_go(self, path: str, value: Any) -> bool:
+        """Return whether the object at a path may become another object: nothing in it must stay."""
+        here = self._state.items.get(path)
+        can_go = here is None or here.kind in REPLACEABLE or (value is ABSENT and here.kind != ROWS)
+        return can_go and path not in self._holders
+
+    def _has_layout(self, path: str, item: Item) -> bool:
+        here = self._state.items.get(path)
+        return (
+            here is not None and item.is_array and (here.dtype, here.shape) == (item.dtype, self._shape_of(path, item))
+        )
+
+    def _shape_of(self, path: str, item: Item) -> tuple[int, ...]:
+        """Return the shape of what this rank gets back; of rows, that of the first rank."""
+        is_own = item.copies == OWN and self._source.same_ranks
+        return tuple(self._source.values[path]) if is_own else item.shape
+
+    def _of_its_own(self, item: Item) -> str:
+        """Return why per-rank data cannot be restored here."""
+        saved, now = self._source.manifest.ranks, self._source.communicator.size
+        return (
+            f"each of the {saved} ranks that saved had a {item.kind} of its own; now there are {now}; "
+            "save rows of a global array as ms.Rows(array), sums and means in an ON_READ Variable with that "
+            "aggregation, or make it equal on all ranks"
+        )
+
+    def _named(self, path: str) -> str:
+        """Return what is here, in words."""
+        here, live = self._state.items.get(path), self._state.live.get(path)
+        if here is None:
+            return "nothing"
+        return f"{here.kind} {here.dtype}{list(here.shape)}" if here.is_array else f"a {type(live).__name__}"
+
+    # ------------------------------------------------------------------------------------------- what is where
+
+    def _here(self, path: str, item: Item) -> Any:
+        """Return the object at a path that an item goes into; `ABSENT` if the item makes a new one."""
+        if item.kind in REPLACEABLE | {ROWS} and self._nearest(self._items, path, _FREE | {"module"}) in _FREE:
+            return ABSENT
+        return self._state.live.get(path, ABSENT)
+
+    @staticmethod
+    def _nearest(items: Mapping[str, Item], path: str, kinds: set[str] | frozenset[str]) -> str:
+        """Return the kind of the nearest object above a path that is of one of these kinds; "" without one."""
+        return next((items[each].kind for each in _above(path) if each in items and items[each].kind in kinds), "")
+
+    @staticmethod
+    def _keys(item: Item) -> Sequence[Any]:
+        """Return the keys of what an item holds; ValueError for what no save has written."""
+        more = item.more
+        if item.kind in ("module", "object"):
+            return ("state",)
+        if item.kind in KEPT | {"dict"}:
+            if type(more) is not list or len({str(key) for key in more if type(key) in (str, int)}) != len(more):
+                raise ValueError(f"the keys {shown(more)}")
+            return more
+        count = more[1] if item.kind == "component" else more
+        if type(count) is not int or count < 0:
+            raise ValueError(f"{shown(count)} elements")
+        return range(count)
+
+    def _value(self, path: str, item: Item) -> Any:
+        """Return the plain value of this rank; if it was not there, of another one."""
+        return from_json(item.values[0] if item.copies == ONE else self._source.values[path])
+
+    def _state_of(self, generator: Any, path: str, item: Item) -> Any:
+        """Return the state of a generator: that of this rank, or of a stream of its own if it was not there."""
+        times = self._source.communicator.rank // self._source.manifest.ranks
+        return checked_state(generator, self._value(path, item), 0 if item.copies == ONE else times)
+
+    def _told(self, path: str) -> Any:
+        """Return the state of an object that tells its own, with arrays of zeros."""
+        item = self._items[path]
+        if item.is_array:
+            return np.broadcast_to(np.zeros((), dtype_of(item.dtype).newbyteorder("=")), self._shape_of(path, item))
+        if item.kind == "list":
+            return [self._told(below(path, key)) for key in self._keys(item)]
+        if item.kind in KEPT | {"dict"}:
+            return {key: self._told(below(path, key)) for key in self._keys(item)}
+        return self._value(path, item) if item.kind == "plain" else None
+
+    # ------------------------------------------------------------------------------------------- restoring
+
+    def prepare(self, objects: Mapping[str, Any]) -> None:
+        """Make the variables that are missing.  Collective."""
+        state = self._state
+        for path, value in state.live.items():
+            if isinstance(value, Kept) and path in self._items:
+                value._prepare(self._told(path), state.live.get, state.strategy)
+        self._state = State(objects, state.strategy, state.where)
+
+    def targets(self, names: Mapping[str, Any]) -> dict[str, Variable | None]:
+        """Return the variables that arrays go into, by path; None for other arrays."""
+        found: dict[str, Variable | None] = {}
+        for path, item in self._items.items():
+            if item.is_array and path.partition("/")[0] in names:
+                live = self._state.live.get(path) if item.kind == "variable" else None
+                found[path] = live if isinstance(live, Variable) and self._has_layout(path, item) else None
+        return found
+
+    def reset(self) -> None:
+        """Fill the variables of optimizers that the checkpoint does not have."""
+        for path, first in self._state.firsts.items():
+            if path not in self._items and self._nearest(self._items, path, KEPT):
+                var = self._state.live[path]
+                store(var, np.full(var.shape, first, var.dtype))
+
+    def restored(self, path: str) -> Any:
+        """Return the restored object at a path: the one that is here, changed in place if that can be."""
+        item = self._items[path]
+        value, live, kind = self._here(path, item), self._state.live.get(path, ABSENT), item.kind
+        if kind == "variable":
+            return live
+        if item.is_array:
+            return self._restored_array(self.staged.pop(path), item, value, live)
+        if kind == "plain":
+            return _in_place(self._value(path, item), value)
+        if kind == "rng":
+            set_state(live, self._state_of(live, path, item))
+            return live
+        children = {key: self.restored(below(path, key)) for key in self._keys(item)}
+        if kind == "dict":
+            there = copy.copy(live) if value is ABSENT and type(live) in DICTS else value
+            return _in_place({**children, **self._kept_in(path, there)}, there)
+        if kind == "list":
+            there = dict(enumerate(value if type(value) is list else ()))
+            return _in_place([*children.values(), *self._kept_in(path, there).values()], value)
+        if kind == "tuple":
+            return getattr(type(live), "_make", tuple)(children.values())
+        if kind == "component":
+            found = copy.copy(live) if value is ABSENT else value
+            found.values = tuple(children.values())
+            return found
+        if kind in ("module", "object"):
+            live.load_state_dict(children["state"])
+        elif kind in KEPT:
+            live._load(children)
+        return live
+
+    def _kept_in(self, path: str, there: Any) -> dict[Any, Any]:
+        """Return what stays in a dict although the checkpoint does not have it."""
+        stays = {*self.left_out, *self._holders} - self._items.keys()
+        return {key: there[key] for key in there if below(path, key) in stays} if stays else {}
+
+    def _restored_array(self, array: Array, item: Item, value: Any, live: Any) -> Any:
+        if item.kind == ROWS:
+            made = like_given(array, live.value) if isinstance(live, Rows) else array
+            if value is ABSENT:
+                return Rows(made)
+            value.value = made
+            return value
+        if _is_in_place(value) and library_of(value) not in NEVER_WRITTEN:
+            target = as_target(value, "Checkpoint.restore", "an array")
+            target[...] = placed_as(array, target)
+            hand_back(target, value)
+            return value
+        if _is_in_place(live):
+            return like_given(array, live)
+        if item.kind == "tensor":
+            return as_tensor(array)
+        return array[()] if item.kind == "scalar" else array
 
 
-def _mismatch(where: str, path: str, fit: Fit) -> CheckpointMismatchError:
-    more = [f"  and {fit.more_problems} more"] if fit.more_problems else []
-    return CheckpointMismatchError.at(
-        where,
-        found=f"a checkpoint, {path!r}, that does not fit the objects",
-        expected="the same names, kinds, dtypes and shapes",
-        fix="\n".join(["Nothing has changed. These do not fit:", *(f"  {each}" for each in fit.problems), *more]),
-    )
+def _above(path: str) -> Iterator[str]:
+    """Yield the paths above a path, the nearest first."""
+    while path := path.rpartition("/")[0]:
+        yield path
+
+
+def _is_in_place(value: Any) -> bool:
+    """Return whether a value is an array that has a place."""
+    return is_array(value) and not isinstance(value, np.generic)
+
+
+def _in_place(found: Any, there: Any) -> Any:
+    """Put what was found into the list or dict that is there, and return that; else return what was found."""
+    if type(there) is list and type(found) is list:
+        there[:] = found
+        return there
+    if type(there) in DICTS and type(found) is dict:
+        there.clear()
+        there.update(found)
+        return there
+    return found
 
 
 def _notes(manifest: Manifest, now: dict[str, Any]) -> list[str]:
-    notes = []
-    for key, then in manifest.layout.items():
-        # Gradient buckets are often made after a checkpoint was restored.
-        if key == "source" or now.get(key) == then or (key == "gradient_buckets" and not now[key]):
-            continue
-        notes.append(printable(f"{key}: {_shown(then)} when it was saved, {_shown(now.get(key))} now", ""))
-    return notes
-
-
-def _printable(value: Any) -> Any:
-    """Return a nest from JSON without control characters."""
-    if isinstance(value, dict):
-        return {printable(key, ""): _printable(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_printable(inner) for inner in value]
-    return printable(value, "") if isinstance(value, str) else value
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= _LONGEST_NOTE else f"{text[:_LONGEST_NOTE]}..."
+    # Gradient buckets are often made after a checkpoint was restored.
+    no_news = {"source"} if now.get("gradient_buckets") else {"source", "gradient_buckets"}
+    return [
+        printable(
+            f"{key}: {repr(then)[:_LONGEST_NOTE]} when it was saved, {repr(now.get(key))[:_LONGEST_NOTE]} now", ""
+        )
+        for key, then in manifest.layout.items()
+        if now.get(key) != then and key not in no_news
+    ]

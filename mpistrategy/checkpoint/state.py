@@ -1,115 +1,59 @@
-"""The state of objects as a flat table; `Kind`: how one kind of object is entered into it, and restored; and `Fit`.
+"""The state of objects as a flat table: one walk enters what is at each path.
 
-The table has an item for each path.  It says kinds, dtypes and shapes, and must be equal on all ranks; beside it are
-this rank's arrays and values.
+A leaf of the table is an array, a plain value, a variable or a random generator.  An object that tells its state
+(`mpistrategy.objects.kept`, or `state_dict`) is entered as that state is, and so are dicts, lists and tuples.
+
+The table says kinds, dtypes and shapes, and must be equal on all ranks; beside it are this rank's arrays and values.
 The ranks compare their arrays, numbers and generators: those that are equal everywhere are saved once, others once for
 each rank.
-
-`Fit` is a checkpoint beside these objects.  They are compared path by path, with a list of everything that does not
-fit.  The comparison is the same on all ranks, except for per-rank values.
-
-To keep something new in checkpoints, write one Kind and enter it in the table in `mpistrategy.checkpoint.kinds`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
 from mpistrategy import context
-from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array
+from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array, is_on_device
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.foreign import library_of
+from mpistrategy.arrays.foreign import is_foreign, library_of
+from mpistrategy.arrays.values import DistributedValues
+from mpistrategy.checkpoint.generators import GENERATORS, state_of
 from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.storage.files import checksum_of
-from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item, Manifest
-from mpistrategy.checkpoint.storage.plain_values import ABSENT, from_json
+from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item
+from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, below, to_json
 from mpistrategy.checkpoint.storage.shards import dtype_text
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.objects.text import encoded, printable
+from mpistrategy.objects.kept import Kept, Leaf, is_stateful
+from mpistrategy.objects.text import encoded
+from mpistrategy.options import VariableAggregation, VariableSynchronization
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.variables.variable import Variable
 
-_DEEPEST = 100
+#: The most levels of objects.
+DEEPEST = 100
 _ACCEPTED = (
     "Variables, optimizers, gradient accumulators, metrics, arrays, ms.Rows, numbers, strings, random generators, "
     "strategy.rng(seed), iterators of distributed datasets, torch's modules, tensors, JAX's arrays, dicts, lists and "
     "tuples of these, objects with state_dict() and load_state_dict(), and functions that return one of these"
 )
-
-#: What kinds raise over items that no save has written.
-_UNSOUND = (ValueError, TypeError, KeyError, AttributeError, IndexError, OverflowError, RecursionError)
-#: The longest text about one problem, and how many problems are shown.
-_LONGEST, _MOST_PROBLEMS = 1000, 10
-IN_PART = "; partial=True restores the others"
-
 #: Copies of an item before the ranks have compared them: kept once if they are equal, else one for each rank.
 UNDECIDED = "?"
-
+#: Kinds of arrays, and of what a restore may make anew; other objects must be there.
+ARRAYS = frozenset({"array", "tensor", "scalar"})
+REPLACEABLE = frozenset({"plain", "dict", "list", "tuple", "component"}) | ARRAYS
+#: The kinds of objects that tell their own state.
+KEPT = frozenset({"optimizer", "accumulator", "streams", "iterator"})
+DICTS: tuple[type, ...] = (dict, OrderedDict, defaultdict, Counter)
 #: None and empty containers, as JSON.
 _EMPTY: tuple[Any, ...] = (None, "", [], {"tuple": []}, {"dict": []})
-
-#: Returns the value of an object after restoring: the object, changed in place, or another one.
-Restore = Callable[[], Any]
-
-
-def has_state(value: Any) -> bool:
-    """Return whether an object saves and loads its state by its own methods."""
-    return all(callable(getattr(value, name, None)) for name in ("state_dict", "load_state_dict"))
-
-
-class Kind(ABC):
-    """One kind of object in checkpoints.
-
-    Attributes:
-        name: the kind of its items in the manifest.
-        types: its classes; subclasses count unless `is_exact`.
-        is_exact: whether only these very classes are meant.
-        is_replaceable: whether a restore may make a new object; else the object must be there and is changed in place.
-    """
-
-    name: ClassVar[str]
-    types: ClassVar[tuple[type, ...]] = ()
-    is_exact: ClassVar[bool] = False
-    is_replaceable: ClassVar[bool] = False
-
-    def owns(self, value: Any) -> bool:
-        """Return whether an object is of this kind."""
-        return type(value) in self.types if self.is_exact else isinstance(value, self.types)
-
-    @abstractmethod
-    def add(self, entries: State, path: str, value: Any) -> None:
-        """Enter an object into the table; raise for one that cannot be saved."""
-
-    @abstractmethod
-    def restore(self, fit: Fit, path: str, item: Item, value: Any, fresh: bool) -> Restore:
-        """Note what does not fit and which arrays are needed; return what restores the object.  Changes nothing.
-
-        Args:
-            fit: where problems and arrays are noted.
-            path: where the object is.
-            item: what the checkpoint has at `path`.
-            value: the object; `ABSENT` if there is none.
-            fresh: make new arrays; do not write into those that are here.
-        """
-
-    def variables(self, value: Any) -> Iterable[Variable]:
-        """Return the variables that belong to an object."""
-        return members_of(value) or ()
-
-
-def members_of(value: Any) -> tuple[Variable, ...] | None:
-    """Return the variables of an object with an attribute `variables`, such as a metric; None for other objects."""
-    members = getattr(value, "variables", None)
-    if isinstance(members, (list, tuple)) and members and all(isinstance(member, Variable) for member in members):
-        return tuple(members)
-    return None
 
 
 class State:
@@ -119,19 +63,14 @@ class State:
         objects: by name.
         strategy: whose ranks share them.
         where: the public name, for errors.
-        kinds: the table of kinds.
 
     Attributes:
-        strategy, where, kinds: as given.
+        strategy, where: as given.
         items: the table.
         live: the object at each path.
-        variables: the variable at each path, slots of optimizers included.
         arrays: this rank's arrays, not copied.
         values: this rank's values, as JSON.
-        of_names: by name, a digest of each object that consists of arrays and values, or that returns JAX arrays as its
-            state; made by `digests`.
-        last: `of_names` of the save before this one, if there was one.
-        unchanged: the names of these objects that are on all ranks as they were then; known after `decide`.
+        firsts: of variables, the numbers that fill them if a checkpoint does not have them.
 
     Raises:
         OptionTypeError: for an object of unknown kind; names the path.
@@ -139,98 +78,143 @@ class State:
         LeafError: for arrays without data; names the path.
     """
 
-    def __init__(self, objects: Mapping[str, Any], strategy: Strategy, where: str, kinds: Sequence[Kind]) -> None:
+    def __init__(self, objects: Mapping[str, Any], strategy: Strategy, where: str) -> None:
         self.strategy = strategy
         self.where = where
-        self.kinds = kinds
         self.items: dict[str, Item] = {}
         self.live: dict[str, Any] = {}
-        self.variables: dict[str, Variable] = {}
         self.arrays: dict[str, Array] = {}
         self.values: dict[str, Any] = {}
-        self.of_names: dict[str, int] = {}
-        self.last: Mapping[str, int] = {}
-        self.unchanged: list[str] = []
+        self.firsts: dict[str, float] = {}
         self._paths: dict[int, str] = {}
-        self._last: list[Callable[[], None]] = []
+        kept: list[tuple[str, Kept]] = []
         for name, value in objects.items():
-            self.add(name, value)
-        for add in self._last:
-            add()
+            self._add(name, value, kept)
+        for path, each in kept:  # last: they name paths of variables
+            state = each._state(lambda var: self._paths.get(id(var)))
+            if state is None:
+                raise self._unknown(path, each)
+            self._add_all(path, each._kept_as, [*state], state, kept)
 
-    def add(self, path: str, value: Any) -> None:
-        """Enter an object and what it holds."""
-        depth = path.count("/")
-        if depth > _DEEPEST:
+    def _add(self, path: str, value: Any, kept: list[tuple[str, Kept]]) -> None:
+        """Enter an object and what it holds; note one that tells its own state."""
+        depth, copies = path.count("/"), UNDECIDED
+        if depth > DEEPEST:
             raise OptionError.at(self.where, found=f"{path[:80]!r}, {depth} levels deep", expected="fewer levels")
-        kind = kind_of(value, self.kinds)
-        if kind is None:
-            raise OptionTypeError.at(self.where, found=f"a {type(value).__name__} as {path!r}", expected=_ACCEPTED)
+        if isinstance(value, Leaf):
+            copies = value.copies or UNDECIDED
+            if value.first is not None:
+                self.firsts[path] = value.first
+            value = value.value
         self.live[path] = value
-        self._paths.setdefault(id(value), path)
-        kind.add(self, path, value)
+        plain = to_json(value)
+        if plain is not NOT_PLAIN:
+            self._add_value(path, "plain", copies, plain)
+        elif isinstance(value, GENERATORS):
+            self._add_value(path, "rng", copies, to_json(state_of(value)))
+        elif isinstance(value, Variable):
+            self._paths.setdefault(id(value), path)
+            self._add_array(path, "variable", self._copies_of(value), value.local_view)
+        elif isinstance(value, Rows):
+            self._add_array(path, ROWS, ROWS, host_array(value.value))
+        elif isinstance(value, Kept):
+            self.items[path] = Item(value._kept_as)  # its place in the table
+            kept.append((path, value))
+        elif isinstance(value, DistributedValues):
+            self._add_all(path, "component", [type(value).__name__, len(value.values)], value.values, kept)
+        elif type(value) in DICTS:
+            if not all(type(key) in (str, int) for key in value) or len(set(map(str, value))) < len(value):
+                found = f"the keys {[*value]!r:.80} of {path!r}"
+                raise OptionTypeError.at(self.where, found=found, expected="strings or ints, all different")
+            self._add_all(path, "dict", [*value], value, kept)
+        elif type(value) is list or is_tuple(value):
+            self._add_all(path, "list" if type(value) is list else "tuple", len(value), value, kept)
+        elif is_array(value):
+            kind = "scalar" if isinstance(value, np.generic) else "array"
+            kind = "tensor" if library_of(value) == "torch" and is_foreign(value) else kind
+            self._add_array(path, kind, copies, host_array(value, "Checkpoint.save", path))
+        elif is_stateful(value):
+            kind = "module" if callable(getattr(value, "named_parameters", None)) else "object"
+            self._add_all(path, kind, None, {"state": value.state_dict()}, kept)
+        elif members := members_of(value):
+            self._add_all(path, "variables", len(members), members, kept)
+        else:
+            raise self._unknown(path, value)
 
-    def add_last(self, add: Callable[[], None]) -> None:
-        """Call `add` once all objects are entered."""
-        self._last.append(add)
+    def _add_all(
+        self, path: str, kind: str, more: Any, children: Mapping[Any, Any] | Sequence[Any], kept: list[tuple[str, Kept]]
+    ) -> None:
+        """Enter an object that only holds others."""
+        self.items[path] = Item(kind, more=more)
+        for key, child in children.items() if isinstance(children, Mapping) else enumerate(children):
+            self._add(below(path, key), child, kept)
 
-    def add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
-        """Enter an array, NumPy's or CuPy's; DTypeError for one of objects."""
+    def _add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
         dtype = dtype_text(array.dtype, f"{self.where}: {path!r}")
         self.items[path] = Item(kind, copies, dtype, array.shape)
         self.arrays[path] = array
 
-    def add_value(self, path: str, kind: str, copies: str, value: Any, more: Any = None) -> None:
-        """Enter a value, as JSON."""
-        self.items[path] = Item(kind, copies, more=more)
+    def _add_value(self, path: str, kind: str, copies: str, value: Any) -> None:
+        self.items[path] = Item(kind, copies)
         self.values[path] = value
 
-    def path_of(self, var: Variable) -> str | None:
-        """Return the path at which a variable was entered first; None if it was not."""
-        return self._paths.get(id(var))
+    def _unknown(self, path: str, value: Any) -> OptionTypeError:
+        return OptionTypeError.at(self.where, found=f"a {type(value).__name__} as {path!r}", expected=_ACCEPTED)
+
+    def _copies_of(self, var: Variable) -> str:
+        """Return how the ranks' copies of a variable are saved."""
+        is_local = var.strategy.extended._is_local
+        if var.strategy is not self.strategy and not is_local:
+            raise OptionError.at(
+                self.where,
+                found=f"{var.name!r}, of another strategy than the rest",
+                expected="objects of one strategy",
+                fix="Make a Checkpoint for each strategy.",
+            )
+        if var.strategy is not self.strategy and self.strategy.extended.communicator.size > 1:
+            return UNDECIDED  # a local variable: every rank has its own
+        if var.synchronization is not VariableSynchronization.ON_READ:
+            return ONE
+        if var.aggregation is VariableAggregation.NONE:
+            return ONE if is_local else UNDECIDED
+        return var.aggregation.name
 
     # ------------------------------------------------------------------------------------------- what is kept once
 
     def digests(self) -> dict[str, int]:
-        """Return a digest of each item that may be equal on all ranks; make `of_names`."""
-        found = {path: self._digest(path) for path, item in self.items.items() if item.copies in (UNDECIDED, ROWS)}
-        by_value = {kind.name for kind in self.kinds if kind.is_replaceable} | {ROWS}
-        names: dict[str, list[int]] = {}
-        for path in self.items:
-            if path in found and self._has_data(path):
-                names.setdefault(path.partition("/")[0], []).append(found[path])
-        never_change = {
-            path.partition("/")[0] for path, value in self.live.items() if library_of(value) in NEVER_WRITTEN
-        }
-        for path, item in self.items.items():
-            name = path.partition("/")[0]
-            if item.kind not in by_value and not (item.kind == "object" and name in never_change):
-                names.pop(name, None)  # changed in place, or asked for its state
-        self.of_names = {name: _summary(numbers) for name, numbers in names.items()}
-        return {path: number for path, number in found.items() if self.items[path].copies == UNDECIDED}
+        """Return a digest of each item that may be equal on all ranks."""
+        return {path: self._digest(path) for path, item in self.items.items() if item.copies == UNDECIDED}
 
-    def decide(self, mine: Mapping[str, int], communicator: Ranks) -> None:
-        """Decide which items are saved once, and make `unchanged`.  Collective.
-
-        Args:
-            mine: this rank's `digests`.
-            communicator: the ranks.
-        """
-        digests = list(mine.values())
-        equal = np.ones(len(digests), bool)
-        names = [path for path in self.items if "/" not in path]
-        # A rank without data of a name neither says that they have changed nor that they have not.
-        told = [0 if name not in self.of_names else 1 + (self.of_names[name] != self.last.get(name)) for name in names]
-        are_equal, most = _compared([_summary(digests)], communicator, told)
-        self.unchanged = [name for name, number in zip(names, most, strict=True) if number == 1]
-        if not are_equal.all():
-            equal, _ = _compared(digests, communicator)
-        for path, is_equal in zip(mine, equal.tolist(), strict=True):
+    def decide(self, digests: Mapping[str, int], communicator: Ranks) -> None:
+        """Decide which of these items are saved once.  Collective."""
+        numbers = np.array([*digests.values()], np.uint64)
+        greatest = np.concatenate([numbers, ~numbers])
+        if digests:
+            communicator.allreduce(greatest, "MAX")
+        first, second = np.split(greatest, 2)
+        for path, is_equal in zip(digests, (first == ~second).tolist(), strict=True):  # then the least is the greatest
             self.items[path] = dataclasses.replace(self.items[path], copies=ONE if is_equal else OWN)
 
+    def by_name(self, digests: Mapping[str, int]) -> dict[str, int]:
+        """Return a digest of each object of arrays and values, or of JAX's arrays, that is equal on all ranks.
+
+        Objects that change in place, and such without data, are left out.  All ranks return the same.
+        """
+        names: dict[str, list[str]] = {}
+        for path in self.items:
+            names.setdefault(path.partition("/")[0], []).append(path)
+        found = {}
+        for name, paths in names.items():
+            is_never_written = any(library_of(self.live[path]) in NEVER_WRITTEN for path in paths)
+            kinds = REPLACEABLE | {"object"} if is_never_written else REPLACEABLE
+            is_by_value = all(self.items[path].kind in kinds and self.items[path].copies != OWN for path in paths)
+            if is_by_value and any(self._has_data(path) for path in paths):
+                found[name] = _summary([digests[path] for path in paths if path in digests])
+        return found
+
     def _has_data(self, path: str) -> bool:
-        """Return whether there is anything at a path that could change: a rank may never have rows, a list no items."""
-        return bool(self.arrays[path].size) if path in self.arrays else self.values[path] not in _EMPTY
+        """Return whether there is anything at a path that could change."""
+        return bool(self.arrays[path].size) if path in self.arrays else self.values.get(path) not in _EMPTY
 
     def _digest(self, path: str) -> int:
         array = self.arrays.get(path)
@@ -242,51 +226,42 @@ class State:
             array = np.frombuffer(array.tobytes(), np.uint8)
         return _summary([digest(array), *shape])
 
-    # ------------------------------------------------------------------------------------------- what must be equal
-
     def structure(self) -> str:
         """Return what must be equal on all ranks, in words that show a difference.
 
         Names are not enough: a rank with two names swapped would save one variable as the other.
         """
-        who = {path: var._key for path, var in self.variables.items() if not var.strategy.extended._is_local}
-        return "; ".join(
-            f"{path}{f' is {who[path]}' if path in who else ''}: {item.kind} {item.copies} {item.dtype}"
-            f"{_comparable(item)} {item.more or ''}"
-            for path, item in self.items.items()
-        )
+        lines = []
+        for path, item in self.items.items():
+            live, shape = self.live[path], f"{list(item.shape)}"
+            if item.copies in (UNDECIDED, OWN):
+                shape = "[any shape]" if item.is_array else "[]"
+            elif item.copies == ROWS:
+                shape = f"[any, {str(list(item.shape[1:]))[1:]}"
+            is_shared = isinstance(live, Variable) and not live.strategy.extended._is_local
+            who = f" is {live._key}" if is_shared else ""
+            lines.append(f"{path}{who}: {item.kind} {item.copies} {item.dtype}{shape} {item.more or ''}")
+        return "; ".join(lines)
 
 
-def _comparable(item: Item) -> str:
-    """Return what must be equal on all ranks of a shape: nothing of per-rank data, and not how many rows there are."""
-    if item.copies == UNDECIDED:
-        return "[any shape]" if item.is_array else "[]"
-    return f"[any, {str(list(item.shape[1:]))[1:]}" if item.copies == ROWS else f"{list(item.shape)}"
+def is_tuple(value: object) -> bool:
+    """Return whether a value is a tuple, named or not, and of no other derived class."""
+    return type(value) is tuple or (isinstance(value, tuple) and hasattr(value, "_fields"))
 
 
-def _summary(numbers: Sequence[int]) -> int:
-    """Return a digest of numbers."""
-    return int.from_bytes(checksum_of(np.array(numbers, np.uint64).tobytes()).digest()[:8], "little")
+def is_array(value: object) -> bool:
+    """Return whether a value is an array of any library, or a NumPy scalar."""
+    return isinstance(value, (np.ndarray, np.generic)) or is_on_device(value) or is_foreign(value)
 
 
-def _compared(digests: Sequence[int], communicator: Ranks, more: Sequence[int] = ()) -> tuple[Array, list[int]]:
-    """Return which digests are equal on all ranks, and of each of some other numbers the greatest.  Collective."""
-    numbers = np.array(digests, np.uint64)
-    greatest = np.concatenate([numbers, ~numbers, np.array(more, np.uint64)])
-    communicator.allreduce(greatest, "MAX")
-    first, second, others = np.split(greatest, [numbers.size, 2 * numbers.size])
-    return np.asarray(first == ~second), others.tolist()  # max(d) == ~max(~d) means max(d) == min(d)
+def members_of(value: Any) -> tuple[Variable, ...]:
+    """Return the variables of an object with an attribute `variables`, such as a metric; none for other objects."""
+    members = getattr(value, "variables", None)
+    is_list = isinstance(members, (list, tuple)) and all(isinstance(member, Variable) for member in members)
+    return tuple(members) if is_list and members else ()
 
 
-def kind_of(value: Any, kinds: Sequence[Kind]) -> Kind | None:
-    """Return the first kind that owns an object; None for one that cannot be saved."""
-    for kind in kinds:
-        if kind.owns(value):
-            return kind
-    return None
-
-
-def strategy_of(objects: Mapping[str, Any], made_in: Strategy, kinds: Sequence[Kind]) -> Strategy:
+def strategy_of(objects: Mapping[str, Any], made_in: Strategy) -> Strategy:
     """Return the strategy whose ranks share these objects.
 
     That is `made_in`; for the default strategy, the strategy of the variables among the objects, or else the only one
@@ -297,189 +272,23 @@ def strategy_of(objects: Mapping[str, Any], made_in: Strategy, kinds: Sequence[K
     """
     if not made_in._is_default:
         return made_in
-    variables = _variables_in(list(objects.values()), kinds, 0)
-    found: dict[int, Strategy] = {id(var.strategy): var.strategy for var in variables if not var.strategy._is_default}
-    shared = [strategy for strategy in found.values() if not strategy.extended._is_local]
-    if shared or found:
-        return (shared or list(found.values()))[0]
-    joined: Any = context.open_strategy("Checkpoint", "one that was")
+    found: list[Any] = [var.strategy for var in _variables_in(objects, 0) if not var.strategy._is_default]
+    found.sort(key=lambda strategy: strategy.extended._is_local)
+    joined: Any = found[0] if found else context.open_strategy("Checkpoint", "one that was")
     return made_in if joined is None else joined
 
 
-def _variables_in(values: Sequence[Any], kinds: Sequence[Kind], depth: int) -> Iterator[Variable]:
-    for value in values:
-        if type(value) in (dict, list, tuple):
-            if depth < _DEEPEST:
-                yield from _variables_in(list(value.values()) if type(value) is dict else value, kinds, depth + 1)
-        elif (kind := kind_of(value, kinds)) is not None:
-            yield from kind.variables(value)
-
-
-# ------------------------------------------------------------------------------------------------ how it fits
-
-
-class Fit:
-    """How these objects are restored from this checkpoint.
-
-    Args:
-        manifest: what the checkpoint has.
-        state: the objects.
-        values: the plain values that each rank had, as JSON by path: those of the first rank, and those of the rank
-            nearest to this one, which is this rank if it was there.
-        communicator: the ranks.
-        partial: restore what is on both sides, and leave the rest.
-
-    Attributes:
-        manifest: as given.
-        strategy: whose ranks they are.
-        here: `state`.
-        rank: this rank.
-        same_ranks: whether as many ranks saved as there are now.
-        problems: what does not fit, in words; the other attributes are valid only if there is none.
-        more_problems: how many more problems there are.
-        left_out: with `partial`, the names that are on one side only.
-        fetched: the paths of the arrays that are needed, each with the variable that it goes into; None for an array
-            that goes into `staged`.
-        shared: the paths among them of which each rank gets its own or, on another number of ranks, a part.
-        prepare: functions that make missing variables; collective.
-        staged: the arrays that were fetched, by path.
-    """
-
-    def __init__(
-        self,
-        manifest: Manifest,
-        state: State,
-        values: tuple[dict[str, Any], dict[str, Any]],
-        communicator: Ranks,
-        partial: bool,
-    ) -> None:
-        self.manifest = manifest
-        self._first, self._nearest = values
-        self.here = state
-        self._kinds = {kind.name: kind for kind in state.kinds}
-        self._replaceable = {kind.name for kind in state.kinds if kind.is_replaceable}
-        self.strategy: Strategy = state.strategy
-        self.rank: int = communicator.rank
-        self.same_ranks: bool = communicator.size == manifest.ranks
-        self._partial = partial
-        self._lasting = _holders_of_lasting(state, self._replaceable)
-        self.problems: list[str] = []
-        self.more_problems: int = 0
-        self.left_out: list[str] = []
-        self.fetched: dict[str, Callable[[], Variable] | None] = {}
-        self.shared: set[str] = set()
-        self.prepare: list[Callable[[], None]] = []
-        self.staged: dict[str, Array] = {}
-
-    def restore_of(self, path: str, value: Any, *, fresh: bool = False) -> Restore:
-        """Return what restores the object at `path`.
-
-        Args:
-            path: where it is, in the checkpoint and among the objects.
-            value: the object, or `ABSENT`.
-            fresh: make new arrays; do not write into those that are here.
-        """
-        item = self.manifest.items.get(path)
-        if item is None:
-            return self.missing(path, value)
-        kind = self._kinds.get(item.kind)
-        if kind is None:
-            return self.problem(path, f"the checkpoint has something of an unknown kind, {item.kind[:40]!r}")
-        try:
-            return kind.restore(self, path, item, value, fresh)
-        except _UNSOUND as error:
-            return self.problem(path, f"{type(error).__name__}: {error}")
-
-    def problem(self, path: str, text: str) -> Restore:
-        """Note what does not fit; the text may come from a checkpoint."""
-        if len(self.problems) < _MOST_PROBLEMS:
-            self.problems.append(printable(f"{path}: {text}", "")[:_LONGEST])
-        else:
-            self.more_problems += 1
-        return lambda: None
-
-    def missing(self, path: str, value: Any) -> Restore:
-        """Note an object that the checkpoint does not have."""
-        if value is ABSENT:
-            return self.problem(path, "the checkpoint names it and does not have it")
-        if not self._partial:
-            return self.problem(path, f"{_named(value)} here, nothing in the checkpoint{IN_PART}")
-        self.left_out.append(path)
-        return lambda: value
-
-    def expect(self, holds: bool, path: str, item: Item, value: Any) -> bool:
-        """Return `holds`, whether the checkpoint has what is here; note a problem if it is False."""
-        if not holds:
-            shape = f" {item.dtype}{list(self._shape_of(path, item))}" if item.is_array else ""
-            self.problem(path, f"{item.kind}{shape} in the checkpoint, {_named(value)} here")
-        return holds
-
-    def has_layout(self, path: str, item: Item, array: Array) -> bool:
-        """Return whether an item is an array of this dtype and shape."""
-        return item.is_array and dtype_text(array.dtype, "") == item.dtype and array.shape == self._shape_of(path, item)
-
-    def _shape_of(self, path: str, item: Item) -> tuple[int, ...]:
-        """Return the shape of what this rank gets back; of rows, that of the global array."""
-        return tuple(self._nearest[path]) if item.copies == OWN and self.same_ranks else item.shape
-
-    def knows_own(self, path: str, item: Item) -> bool:
-        """Return whether this rank's copy is known; note a problem if not."""
-        if item.copies != OWN or self.same_ranks:
-            return True
-        self.problem(path, self.of_its_own(item))
-        return False
-
-    def own_value(self, path: str, item: Item) -> Any:
-        """Return this rank's value; None, and a problem is noted, if it is not known."""
-        return self.nearest_value(path, item) if self.knows_own(path, item) else None
-
-    def first_value(self, path: str, item: Item) -> Any:
-        """Return the value of the first rank."""
-        return from_json(item.values[0] if item.copies == ONE else self._first[path])
-
-    def nearest_value(self, path: str, item: Item) -> Any:
-        """Return the value of this rank; if it was not there, of another one."""
-        return from_json(item.values[0] if item.copies == ONE else self._nearest[path])
-
-    def of_its_own(self, item: Item) -> str:
-        """Return why per-rank data cannot be restored here."""
-        now = self.strategy.num_replicas_in_sync
-        return (
-            f"each of the {self.manifest.ranks} ranks that saved had a {item.kind} of its own; now there are {now}; "
-            "save rows of a global array as ms.Rows(array), sums and means in an ON_READ Variable with that "
-            "aggregation, or make it equal on all ranks"
-        )
-
-    def is_replaceable(self, path: str, value: Any) -> bool:
-        """Return whether the object at `path` may become another object: nothing in it is changed in place."""
-        here = self.here.items.get(path)
-        can_be = here is None or here.kind in self._replaceable or (value is ABSENT and here.kind != ROWS)
-        return can_be and path not in self._lasting
-
-    def is_lasting(self, path: str) -> bool:
-        """Return whether a restore must not remove the object at `path`."""
-        item = self.here.items.get(path)
-        return item is not None and (item.kind not in self._replaceable or path in self._lasting)
-
-
-def _holders_of_lasting(state: State, replaceable: set[str]) -> set[str]:
-    """Return the paths of what holds objects that must be there, and cannot be made anew."""
-    found: set[str] = set()
-    for path, item in state.items.items():
-        above = path.rpartition("/")[0]
-        while item.kind not in replaceable and above and above not in found:
-            found.add(above)
-            above = above.rpartition("/")[0]
-    return found
-
-
-def _named(value: Any) -> str:
-    if value is ABSENT:
-        return "nothing"
+def _variables_in(value: Any, depth: int) -> Iterator[Variable]:
     if isinstance(value, Variable):
-        return f"variable {dtype_text(value.dtype, '')}{list(value.shape)}"
-    if isinstance(value, Rows):
-        return f"Rows {dtype_text(np.asarray(value).dtype, '')}[*{''.join(f', {n}' for n in value.shape[1:])}]"
-    if isinstance(value, np.ndarray):
-        return f"array {value.dtype.str}{list(value.shape)}"
-    return f"a {type(value).__name__}"
+        yield value
+    elif type(value) in (dict, list, tuple):
+        children = value.values() if type(value) is dict else value
+        for child in children if depth < DEEPEST else ():
+            yield from _variables_in(child, depth + 1)
+    else:
+        yield from members_of(value)
+
+
+def _summary(numbers: Sequence[int]) -> int:
+    """Return a digest of numbers."""
+    return int.from_bytes(checksum_of(np.array(numbers, np.uint64).tobytes()).digest()[:8], "little")

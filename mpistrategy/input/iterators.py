@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Generic, NoReturn, TypeVar
 
-from mpistrategy.errors import OptionError, OutOfRangeError
+from mpistrategy.errors import OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
+from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf
 
 #: An element: a batch, or this rank's part of one.
 E = TypeVar("E")
 
 END = object()
+#: The largest position of an iterator.
+_FARTHEST = 2**53
+_ONE_SHOT = (
+    "a dataset that can be iterated only once, and has begun; use Dataset.from_arrays, a list, or a new generator"
+)
 
 
 @dataclass
@@ -38,9 +44,10 @@ class Walk:
     is_compared: bool = False
 
 
-class DistributedIterator(NotPickled, Iterator[E]):
+class DistributedIterator(Kept, NotPickled, Iterator[E]):
     """An iterator over a distributed dataset, from `iter(dataset)`.  A `Checkpoint` saves its position."""
 
+    _kept_as = "iterator"
     _instead_of_pickling = "Send the batches that it yields, or save its position with a Checkpoint."
 
     def __init__(self, elements: Iterator[E] | Walk) -> None:
@@ -48,24 +55,29 @@ class DistributedIterator(NotPickled, Iterator[E]):
         self._walk: Walk | None = elements if isinstance(elements, Walk) else getattr(elements, "_walk", None)
         self._elements: Iterator[E] = elements.begin(elements) if isinstance(elements, Walk) else elements
 
-    def _check_can_go(self) -> None:
-        """Raise OptionError when `_go_to` is not possible."""
+    def _state(self, path_of: PathOf) -> dict[Any, Any] | None:
         walk = self._walk
-        if walk is None or (walk.is_one_shot and walk.position > 0):
-            raise OptionError.at(
-                "Checkpoint.restore",
-                found="a dataset that can be iterated only once",
-                expected="a dataset that can be iterated again, or an iterator that has not begun",
-                fix="Use Dataset.from_arrays, a list, or a new generator.",
-            )
+        if walk is None:
+            return None
+        return {"of": walk.of, "position": walk.position if walk.any_ranks else Leaf(walk.position, "own")}
+
+    def _check(self, saved: Mapping[Any, Any], at: ObjectAt) -> str:
+        walk, of, position = self._walk, saved["of"], saved["position"]
+        assert walk is not None
+        if walk.of != of:
+            return f"a position in {of}; here it is {walk.of}"
+        if type(position) is not int or not 0 <= position < _FARTHEST:
+            return "no position in the checkpoint"
+        return _ONE_SHOT if walk.is_one_shot and walk.position > 0 else ""
+
+    def _load(self, saved: Mapping[Any, Any]) -> None:
+        self._go_to(saved["position"])
 
     def _go_to(self, position: int) -> None:
         """Continue after the first `position` elements; skipped elements are not read where possible.
 
-        Raises:
-            OptionError: for a dataset that can be iterated only once, and was begun.
+        A dataset that can be iterated only once must not have begun.
         """
-        self._check_can_go()
         assert self._walk is not None
         self._walk.position = position
         self._elements = self._walk.begin(self._walk)

@@ -83,29 +83,26 @@ class Meeting:
 
     turns: Turns
     size: int
+    #: What is brought for the next round; each of the last one has its own.
     _brought: dict[int, tuple[str, Any]] = field(default_factory=dict)
-    _round: int = 0
-    _taken: list[Any] = field(default_factory=list)
 
     def allgather(self, rank: int, purpose: str, value: Any) -> list[Any]:
         """Return what all brought, in rank order; raise on all unless all came for the same `purpose`."""
-        mine = self._round
-        self._brought[rank] = (purpose, value)
-        if len(self._brought) == self.size:
-            self._taken = [value for _, value in sorted(self._brought.items(), key=lambda each: each[0])]
+        brought = self._brought
+        brought[rank] = (purpose, value)
+        if len(brought) == self.size:
             self._brought = {}
-            self._round += 1
         try:
             where = site_of(sys._getframe(1)).text
-            self.turns.wait_for(rank, lambda: self._round > mine, f"waits at {where}")
+            self.turns.wait_for(rank, lambda: len(brought) == self.size, f"waits at {where}")
         except CollectiveMismatchError:
-            self._brought.pop(rank, None)
+            brought.pop(rank, None)
             raise
-        purposes = [theirs for theirs, _ in self._taken]
+        purposes, values = zip(*(brought[other] for other in range(self.size)), strict=True)
         if len(set(purposes)) > 1:
             rows = [f"  replica {other}: {theirs}" for other, theirs in enumerate(purposes)]
             raise CollectiveMismatchError("\n".join(["the replicas meet in different collectives", *rows]))
-        return [theirs for _, theirs in self._taken]
+        return list(values)
 
 
 class Threads(Ranks, ControlChannel):

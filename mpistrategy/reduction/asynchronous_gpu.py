@@ -21,9 +21,8 @@ from mpistrategy.arrays import nest
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.arrays.values import event_of_reads
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.buffers import Freed
 from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
-from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.mpi.interface.ranks import Freed, Ranks
 from mpistrategy.mpi.over_mpi.background import Background, background_of
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena import Arena, check_dtypes

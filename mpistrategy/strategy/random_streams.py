@@ -6,19 +6,21 @@ that different streams are independent and equal seeds give equal numbers on eve
 
 from __future__ import annotations
 
-from typing import SupportsIndex
+from collections.abc import Mapping
+from typing import Any, SupportsIndex
 
 import numpy as np
 
 from mpistrategy.errors import OptionError
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
+from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf
 from mpistrategy.objects.settings import checked_count
 
 _SHARED, _REPLICA, _NUMBERED = range(3)
 _WORD = 2**32
 
 
-class Streams:
+class Streams(Kept):
     """The random generators of one replica; made by `Strategy.rng(seed)`.
 
     Make it once, outside the step function: each one made starts its streams from the beginning.
@@ -36,6 +38,8 @@ class Streams:
     >>> bool(streams.at(3, 5).random() == streams.at(3, 5).random())
     True
     """
+
+    _kept_as = "streams"
 
     def __init__(self, seed: SupportsIndex, replica_id: int) -> None:
         self._seed = checked_count("Strategy.rng", "seed", seed, least=0)
@@ -61,6 +65,16 @@ class Streams:
     def seed(self) -> int:
         """The seed that it was made with."""
         return self._seed
+
+    def _state(self, path_of: PathOf) -> dict[Any, Any]:
+        return {"seed": self._seed, "shared": self._shared, "replica": Leaf(self._replica, "own")}
+
+    def _check(self, saved: Mapping[Any, Any], at: ObjectAt) -> str:
+        there = saved["seed"]
+        return "" if there == self._seed else f"seed {there} in the checkpoint, {self._seed} here"
+
+    def _load(self, saved: Mapping[Any, Any]) -> None:
+        """Do nothing: the generators have their states."""
 
     def __repr__(self) -> str:
         return f"<Streams of seed {self._seed}>"

@@ -60,19 +60,18 @@ class ReplicaContext(NotPickled):
             raise OptionError.at("ReplicaContext", found=f"{replica_id_in_sync_group=}", expected="an int or None")
         self._strategy = strategy
         self._replica_id = None if replica_id_in_sync_group is None else int(replica_id_in_sync_group)
-        self._entered: list[Frame] = []
 
     def __enter__(self) -> Self:
         frame = current_frame()
         if frame is not None:
             require_same_strategy(frame, self._strategy, "ReplicaContext.__enter__")
-        self._entered.append(Frame(self._strategy, Mode.REPLICA, self).__enter__())
+        Frame(self._strategy, Mode.REPLICA, self).__enter__()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._entered.pop().__exit__(kind, error, trace)
+        Frame(self._strategy, Mode.REPLICA, self).__exit__(kind, error, trace)
 
     @property
     def strategy(self) -> Any:

@@ -11,7 +11,7 @@ import torch
 from mpistrategy.arrays import nest
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.over_mpi.exchange import exchange
+from mpistrategy.mpi.over_mpi.messages import exchange
 from mpistrategy.options import Op, ReduceOp
 from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy

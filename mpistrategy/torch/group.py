@@ -25,8 +25,7 @@ from mpistrategy.errors import OptionError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site, program_site
 from mpistrategy.mpi.over_mpi.background import Background
-from mpistrategy.mpi.over_mpi.exchange import exchange
-from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message
+from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message, exchange
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions
 from mpistrategy.reduction.broadcast import broadcast as that_of_root
@@ -418,10 +417,10 @@ class Group:
         self._member(peer or 0, "peer", where)
         if not 0 <= tag <= GREATEST_TAG:
             raise OptionError.at(where, found=f"tag {tag}", expected=f"an int from 0 to {GREATEST_TAG}")
-        elements, ranks = t.flat(targets[0]), self.communicator
-        begin: Callable[..., Message] = ranks.begin_to_receive if receives else ranks.begin_to_send
+        elements = t.flat(targets[0])
         # takes no turn: the reduction in the background, which has it, may wait for this message on another rank
-        return Transfer(self, begin(t.in_bytes(elements), peer, tag), *([[elements], targets] if receives else ()))
+        message = self.communicator.begin_message(t.in_bytes(elements), peer, tag, sends=not receives)
+        return Transfer(self, message, *([[elements], targets] if receives else ()))
 
     def _member(self, rank: int, what: str, where: str) -> int:
         """Return a rank of the group."""

@@ -2,7 +2,7 @@
 
 A step takes one of two paths, with the same results.  *Plain*: the gradients are reduced to every rank, and each rank
 updates its copies.  *Sliced*: where variables, slots and gradients are in memory that the ranks of the node share, each
-rank reduces and updates its share of every copy (`training.sliced.update`).  Both update in place, in pieces
+rank reduces and updates its share of every copy (`training.sliced`).  Both update in place, in pieces
 (`training.kernels`).  A subclass that overrides `change` or `update` takes the plain path, and its method is called.
 """
 
@@ -23,6 +23,7 @@ from mpistrategy.gradients import as_dense
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
+from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf, is_stateful
 from mpistrategy.objects.nearest import NamesOurs
 from mpistrategy.objects.settings import Settable, Setting, checked_count, checked_number, one_of, or_none, positive
 from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
@@ -46,7 +47,7 @@ Arrays = Sequence[Array] | None
 _OUTSIDE_STEPS = "Make variables inside strategy.scope(), and call it in the function given to strategy.run."
 
 
-class Optimizer(NamesOurs, NotPickled, Settable):
+class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     """Base of optimizers: reduces gradients over the replicas and applies them.
 
     A subclass says in `slot_values` which slots each variable has, and returns from `change` what a step subtracts.
@@ -80,6 +81,7 @@ class Optimizer(NamesOurs, NotPickled, Settable):
         OptionTypeError: for values that are no numbers.
     """
 
+    _kept_as = "optimizer"
     _words_of = "Optimizer"
     _instead_of_pickling = "Save it with a Checkpoint, and make one with the same arguments there."
     slot_values: Mapping[str, float] = {}
@@ -315,7 +317,7 @@ class Optimizer(NamesOurs, NotPickled, Settable):
             call.expect_more()
         kernel = self._formula() if plan.is_usual else None
         if totals is None and arrays is not None:
-            self._prepare(plan, kernel, call)
+            self._make_ready(plan, kernel, call)
         if totals is None and arrays is not None and kernel is not None and plan.sliced is not None:
             plan.sliced.run(arrays, kernel, self.aggregation, call)
             self._latest_path, trouble = "sliced", ""
@@ -336,7 +338,7 @@ class Optimizer(NamesOurs, NotPickled, Settable):
             plan.strategy.extended.update(counter, lambda steps: steps.assign_add(1))
         return trouble
 
-    def _prepare(self, plan: StepPlan, kernel: Kernel | None, call: Call) -> None:
+    def _make_ready(self, plan: StepPlan, kernel: Kernel | None, call: Call) -> None:
         """Prepare how ordinary gradients are reduced, unless that is done.  Collective where it is not."""
         extended, variables = plan.strategy.extended, plan.variables
         screens = self.global_clipnorm is not None or self.nonfinite is not None
@@ -440,6 +442,60 @@ class Optimizer(NamesOurs, NotPickled, Settable):
                 slot.assign(np.where(others, before[name], slot.local_copy()).astype(slot.dtype, copy=False))
         var.assign_sub(change)
 
+    def _state(self, path_of: PathOf) -> dict[Any, Any]:
+        slots = {
+            path_of(var) or number: {name: Leaf(slot, first=self.slot_values[name]) for name, slot in slots.items()}
+            for number, (var, slots) in enumerate(self._slots.by_id.values())
+        }
+        state: dict[Any, Any] = {} if self.iterations is None else {"iterations": Leaf(self.iterations, first=0.0)}
+        state |= {"class": type(self).__name__, "names": list(self.slot_values), "slots": slots}
+        state |= {"learning_rate": float(self.learning_rate), "skipped_steps": int(self.skipped_steps)}
+        if is_stateful(self.schedule):
+            state["schedule"] = self.schedule
+        return state
+
+    def _check(self, saved: Mapping[Any, Any], at: ObjectAt) -> str:
+        here, names = type(self).__name__, sorted(self.slot_values)
+        if (saved["class"], sorted(saved["names"])) != (here, names):
+            return f"{saved['class']} with slots {sorted(saved['names'])} in the checkpoint, {here} {names} here"
+        rate, skipped = saved["learning_rate"], saved["skipped_steps"]
+        least = 0 if self.schedule is None else -1  # a schedule may end at 0
+        if not (type(rate) is float and least < rate < float("inf") and type(skipped) is int):
+            return f"{rate!r:.40} and {skipped!r:.40} in the checkpoint"
+        for path, slots in saved["slots"].items():
+            var = self._slotted(path, at)
+            if var is None:
+                return (
+                    f"slots of variable {path!r:.100}, which is not in the checkpoint; put it there, or "
+                    "build(variables) before restoring"
+                )
+            if sorted(slots) != names or any((slot.dtype, slot.shape) != _layout(var) for slot in slots.values()):
+                return f"no slots of shape {list(var.shape)} in the checkpoint, as {var.name!r} needs"
+        steps = saved.get("iterations")
+        like = (np.dtype(np.int64), ()) if self.iterations is None else _layout(self.iterations)
+        return "" if steps is None or (steps.dtype, steps.shape) == like else "no number of steps in the checkpoint"
+
+    def _slotted(self, path: str | int, at: ObjectAt) -> Variable | None:
+        """Return the variable that has the slots at a path of a checkpoint; by its number if it has no path."""
+        slotted = [var for var, _ in self._slots.by_id.values()]
+        if isinstance(path, int):
+            return slotted[path] if 0 <= path < len(slotted) else None
+        found = at(path)
+        return found if isinstance(found, Variable) else None
+
+    def _prepare(self, saved: Mapping[Any, Any], at: ObjectAt, strategy: Any) -> None:
+        variables = [self._slotted(path, at) for path in saved["slots"]]
+        missing = [var for var in variables if var is not None and id(var) not in self._slots.by_id]
+        if missing or (self.iterations is None and "iterations" in saved):
+            with (missing[0].strategy if missing else strategy).scope():
+                self.build(missing)
+
+    def _load(self, saved: Mapping[Any, Any]) -> None:
+        settings = {"skipped_steps": saved["skipped_steps"]}
+        if self.schedule is None:
+            settings["learning_rate"] = saved["learning_rate"]
+        vars(self).update(settings)  # they were checked
+
     def __copy__(self) -> NoReturn:
         """Raise CopyError: two optimizers share no slots."""
         self.__reduce_ex__(2)
@@ -453,3 +509,7 @@ class Optimizer(NamesOurs, NotPickled, Settable):
                 aggregation=VariableAggregation.ONLY_FIRST_REPLICA,
             )
         return self.iterations
+
+
+def _layout(var: Variable) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    return var.dtype, var.shape

@@ -45,7 +45,6 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.jax_traces import in_jax_trace, refusal, refuse_in_jax_trace
-from mpistrategy.objects.nearest import refuses
 from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, checked_switch
 from mpistrategy.options import (
     Aggregation,
@@ -57,12 +56,14 @@ from mpistrategy.options import (
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.variables.storage import VariableSlot, VariableStorage
 
-_USE_LOCKING = "Leave it out: one thread updates a variable."
+
+def _set(storage: Array, value: Array) -> None:
+    storage[...] = value
 
 
 #: What the methods with whole values do with the storage and an array of its shape.
 DENSE: dict[str, Callable[[Array, Array], Any]] = {
-    "assign": lambda storage, value: storage.__setitem__(..., value),
+    "assign": _set,
     "assign_add": lambda storage, value: np.add(storage, value, out=storage),
     "assign_sub": lambda storage, value: np.subtract(storage, value, out=storage),
 }
@@ -342,7 +343,15 @@ class Variable(ArrayLike, Settable):
             self.aggregation = checked_member(VariableAggregation, aggregation, "Variable", "aggregation")
             given = checked_member(VariableSynchronization, synchronization, "Variable", "synchronization")
             _check_place(given, self.aggregation)
-            self.synchronization = given if registry.is_local else _kept_as(given)
+            if given is VariableSynchronization.NONE and not registry.is_local:
+                raise OptionError.at(
+                    "Variable",
+                    found=f"synchronization={given.name} in the scope of a strategy of several replicas",
+                    expected="AUTO, ON_WRITE or ON_READ",
+                    fix="Create variables of one rank in the scope of a OneDeviceStrategy.",
+                )
+            is_chosen = given is VariableSynchronization.AUTO and not registry.is_local
+            self.synchronization = VariableSynchronization.ON_WRITE if is_chosen else given
             self.trainable = given is not VariableSynchronization.ON_READ if trainable is None else trainable
             if name is not None and not isinstance(name, str):
                 raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
@@ -498,7 +507,6 @@ class Variable(ArrayLike, Settable):
     def _assigned(self, new: str, operator: str = "") -> str:
         return {"add": "v.assign_add(x)", "subtract": "v.assign_sub(x)"}.get(operator, f"v.assign({new})")
 
-    @refuses(use_locking=_USE_LOCKING)
     def assign(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self:
         """Write `value` and return the variable.
 
@@ -519,7 +527,6 @@ class Variable(ArrayLike, Settable):
         """
         return self._write("assign", value, name, read_value=read_value)
 
-    @refuses(use_locking=_USE_LOCKING)
     def assign_add(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self:
         """Add `value`; otherwise as `assign`.  In a step function with SUM, the sum over the replicas is added once.
 
@@ -528,12 +535,10 @@ class Variable(ArrayLike, Settable):
         """
         return self._write("assign_add", value, name, read_value=read_value)
 
-    @refuses(use_locking=_USE_LOCKING)
     def assign_sub(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self:
         """Subtract `value`; otherwise as `assign_add`."""
         return self._write("assign_sub", value, name, read_value=read_value)
 
-    @refuses(use_locking=_USE_LOCKING)
     def scatter_add(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Add rows: ``sparse_delta.values[i]`` to row ``sparse_delta.indices[i]``; repeated indices add up.
 
@@ -550,17 +555,14 @@ class Variable(ArrayLike, Settable):
         """
         return self._write("scatter_add", sparse_delta, name)
 
-    @refuses(use_locking=_USE_LOCKING)
     def scatter_sub(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Subtract rows; otherwise as `scatter_add`."""
         return self._write("scatter_sub", sparse_delta, name)
 
-    @refuses(use_locking=_USE_LOCKING)
     def scatter_update(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Replace rows; otherwise as `scatter_add`.  Not with the aggregations SUM and MEAN."""
         return self._write("scatter_update", sparse_delta, name)
 
-    @refuses(use_locking=_USE_LOCKING)
     def scatter_max(self, sparse_delta: Any, *, name: str | None = None) -> Self:
         """Replace rows by the elementwise maximum with the given rows; otherwise as `scatter_update`."""
         return self._write("scatter_max", sparse_delta, name)
@@ -688,18 +690,6 @@ def _check_place(synchronization: VariableSynchronization, aggregation: Variable
             "it in `with strategy.scope():`. If this rank alone is meant, make it in the scope of a OneDeviceStrategy.",
             OutsideStepWarning,
         )
-
-
-def _kept_as(given: VariableSynchronization) -> VariableSynchronization:
-    """Return the synchronization that a variable of several replicas gets; raise OptionError for NONE."""
-    if given is VariableSynchronization.NONE:
-        raise OptionError.at(
-            "Variable",
-            found=f"synchronization={given.name} in the scope of a strategy of several replicas",
-            expected="AUTO, ON_WRITE or ON_READ",
-            fix="Create variables of one rank in the scope of a OneDeviceStrategy.",
-        )
-    return VariableSynchronization.ON_WRITE if given is VariableSynchronization.AUTO else given
 
 
 def _checked_dtype(dtype: Any, aggregation: VariableAggregation) -> np.dtype[Any]:

@@ -44,7 +44,7 @@ import numpy as np
 from mpi4py import MPI
 import mpistrategy as ms
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory
-counts = {"read": 0, "names": 0, "write": 0, "claim": 0, "remove": 0}
+counts = {"read": 0, "names": 0, "write": 0, "claim": 0}
 def counted(name, function):
     def call(*arguments):
         counts[name] += 1

@@ -275,10 +275,10 @@ def job_in_background(folder: Path, seed: int) -> int:
     assert program.strategy.size == 3
     notes = os.open(folder / f"notes-{seed}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
-    def noted(saving: Saving, collected: Any) -> Any:
-        report = write(saving, collected)
-        os.write(notes, f"{int(saving.path[-12:])} {len(collected.writers)} {time.monotonic()}\n".encode())
-        return report
+    def noted(saving: Saving, pieces: Any) -> Any:
+        mark = write(saving, pieces)
+        os.write(notes, f"{int(saving.path[-12:])} {len(saving._writers)} {time.monotonic()}\n".encode())
+        return mark
 
     Saving._write = noted  # type: ignore[method-assign]
     for value in itertools.count(max(program.restore(), 0) + 1):

@@ -375,6 +375,79 @@ def test_a_shape_that_no_array_can_have(tmp_path: Path, shape: tuple[int, ...]) 
             read(path)
 
 
+# ------------------------------------------------------------------------------------------------ generators
+
+
+def local(rng: Any) -> ms.Checkpoint:
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        return ms.Checkpoint(rng=rng)
+
+
+def generator_of(kind: str) -> Any:
+    if kind == "RandomState":
+        return np.random.RandomState(0)
+    return np.random.Generator(getattr(np.random, kind)(0))
+
+
+def change_number(state: Any, name: str, value: Any) -> None:
+    """Change a number in the state of a generator as a manifest has it."""
+    for pair in state["dict"]:
+        if pair[0] == name:
+            pair[1] = value
+        elif isinstance(pair[1], dict) and "dict" in pair[1]:
+            change_number(pair[1], name, value)
+
+
+#: NumPy takes most of these, and reads elsewhere in memory with the next number that is drawn.
+NUMBERS = [
+    ("MT19937", "pos", 10**8), ("MT19937", "pos", -1), ("MT19937", "pos", 625), ("RandomState", "pos", 10**8),
+    ("RandomState", "pos", True), ("RandomState", "has_gauss", 2), ("Philox", "buffer_pos", -(10**8)),
+    ("Philox", "buffer_pos", 5), ("Philox", "has_uint32", 7), ("PCG64", "has_uint32", -1), ("PCG64", "uinteger", 2**32),
+]  # fmt: skip
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(("kind", "name", "value"), NUMBERS)
+def test_a_generator_that_points_elsewhere(tmp_path: Path, kind: str, name: str, value: Any) -> None:
+    generator = generator_of(kind)
+    checkpoint = local(generator)
+    checkpoint.save(tmp_path / "c")
+    content = hostile.body_of(tmp_path / "c")
+    change_number(content["items"]["rng"][6][0], name, value)
+    hostile.write_body(tmp_path / "c", content)
+    with pytest.raises(errors.CheckpointMismatchError, match=name):
+        checkpoint.restore(tmp_path / "c")
+    hostile.draw_from(generator)
+
+
+@pytest.mark.one_rank
+def test_a_state_that_is_no_dict(tmp_path: Path) -> None:
+    """NumPy takes a tuple, too."""
+    checkpoint = local(np.random.RandomState(0))
+    checkpoint.save(tmp_path / "c")
+    content = hostile.body_of(tmp_path / "c")
+    key = {"tuple": ["ndarray", "<u4", [1] * 624]}
+    content["items"]["rng"][6] = [{"tuple": ["MT19937", key, 10**8]}]
+    hostile.write_body(tmp_path / "c", content)
+    with pytest.raises(errors.CheckpointMismatchError, match="a state of type tuple"):
+        checkpoint.restore(tmp_path / "c")
+
+
+@pytest.mark.parametrize("kind", ["MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64", "RandomState", "of PCG64"])
+@pytest.mark.one_rank
+def test_generators_go_on(tmp_path: Path, kind: str) -> None:
+    """Whatever they have drawn before: states that they do have are not refused."""
+    rng = np.random.RandomState(np.random.PCG64(3)) if kind == "of PCG64" else generator_of(kind)
+    checkpoint = local(rng)
+    for number in range(7):
+        checkpoint.save(tmp_path / "c", overwrite=True)
+        drawn = [rng.random(number).tolist(), rng.standard_normal(1).tolist()]
+        drawn.append(rng.bytes(3) if kind in ("RandomState", "of PCG64") else int(rng.integers(9, dtype=np.int32)))
+        checkpoint.restore(tmp_path / "c")
+        assert drawn[0] == rng.random(number).tolist()
+        assert drawn[1] == rng.standard_normal(1).tolist()
+
+
 # ------------------------------------------------------------------------------------------------ links
 
 

@@ -15,7 +15,7 @@ from mpistrategy.cli.doctor import facts, network
 from mpistrategy.cli.doctor.checks import catalog
 from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, VERDICTS, Facts, Finding, Job, as_json, as_text, worst
 from mpistrategy.mpi.gpu.cuda_aware import Outcome
-from mpistrategy.mpi.gpu.inventory import Gpu, Sight
+from mpistrategy.mpi.gpu.device_selection import Gpu, Sight
 
 pytestmark = pytest.mark.one_rank
 

@@ -12,10 +12,10 @@ DEFAULT_ORACLE = Path(__file__).with_name("cases")
 
 
 def area_files(oracle: Path = DEFAULT_ORACLE) -> list[Path]:
-    """Return the area files of a directory in the recordings' format."""
-    files = sorted(oracle.glob("*.json"))
+    """Return the area files of a directory: a case a line (.jsonl), or one object with the area's cases (.json)."""
+    files = sorted([*oracle.glob("*.jsonl"), *oracle.glob("*.json")])
     if not files:
-        raise FileNotFoundError(f"no *.json in {oracle}")
+        raise FileNotFoundError(f"no *.jsonl and no *.json in {oracle}")
     return files
 
 
@@ -28,9 +28,15 @@ def load_cases(oracle: Path = DEFAULT_ORACLE, areas: tuple[str, ...] = (), only:
         only: a substring of the ids wanted.
     """
     for path in area_files(oracle):
-        content = json.loads(path.read_text())
-        if areas and content["area"] not in areas:
-            continue
-        for case in content["cases"]:
-            if only in case["id"]:
-                yield {**case, "area": content["area"]}
+        for case in _cases_of(path):
+            if only in case["id"] and (not areas or case["area"] in areas):
+                yield case
+
+
+def _cases_of(path: Path) -> Iterator[Json]:
+    if path.suffix == ".jsonl":
+        with path.open(encoding="utf-8") as lines:
+            yield from map(json.loads, lines)
+    else:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        yield from ({**case, "area": content["area"]} for case in content["cases"])

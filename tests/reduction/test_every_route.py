@@ -27,8 +27,7 @@ import mpistrategy as ms
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory import node_sum
-from mpistrategy.mpi.tuning.files import trying
-from mpistrategy.mpi.tuning.thresholds import Thresholds
+from mpistrategy.mpi.tuning.thresholds import Thresholds, trying
 
 pytestmark = pytest.mark.mpi
 

@@ -15,8 +15,7 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, gather_texts, outcomes
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.tuning.files import trying
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, trying
 from mpistrategy.testing import run_replicas
 
 several = pytest.mark.mpi(min_size=2)

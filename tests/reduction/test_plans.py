@@ -36,8 +36,7 @@ import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import COMBINE, Array
-from mpistrategy.mpi.tuning.files import trying
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, trying
 from mpistrategy.reduction.reducer import Reducer
 
 pytestmark = pytest.mark.mpi

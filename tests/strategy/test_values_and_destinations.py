@@ -99,7 +99,7 @@ def test_words_for_what_is_written_elsewhere(strategy: ms.Strategy) -> None:
             with pytest.raises(errors.LeafError, match="of dtype object"):
                 call()
         for method in (v.assign, v.assign_add, v.scatter_add):
-            with pytest.raises(errors.OptionTypeError, match=r"use_locking=True.*Leave it out"):
+            with pytest.raises(TypeError, match="use_locking"):
                 method(np.ones(2), use_locking=True)  # type: ignore[operator]
     with pytest.raises(TypeError, match="Leave it out"):
         ms.optimizers.SGD(0.1, use_locking=True)  # type: ignore[call-arg]

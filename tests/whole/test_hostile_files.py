@@ -109,7 +109,6 @@ def test_what_a_checkpoint_says_does_not_steer_the_terminal(tmp_path: Path) -> N
     assert str(caught.value).replace("\n", "").isprintable()
     restored = program.checkpoint.restore(tmp_path / "c", partial=True)
     assert restored.written_by == "1\\x1b[2J"
-    assert restored.layout == {"\\x1b]0;owned\\x07\\u202ekey": [{"x": "\\x1b]0;owned\\x07\\u202e"}, 1.5, None]}
     (left_out,), (note, *_) = restored.left_out, restored.notes
     assert left_out == "\\x1b]0;owned\\x07\\u202ename"
     assert note.isprintable()
@@ -309,8 +308,9 @@ def test_arrays_are_mapped_and_may_be_written_to(tmp_path: Path) -> None:
             found[key][...] = 7
         assert {file: file.read_bytes() for file in before} == before
     assert ms.Checkpoint.arrays(tmp_path / "x.npy")[""].flags.f_contiguous
+    odd = ms.Checkpoint.arrays(tmp_path / "c" / shard_name(0))["odd"]
     shutil.rmtree(tmp_path / "c")
-    assert found["odd"].tolist() == [True] * 3, "what is mapped outlives its file"
+    assert odd.tolist() == [True] * 3, "what is mapped outlives its file"
 
 
 @one_rank

@@ -180,8 +180,9 @@ SHARED = {
     *("_buckets", "_leaves", "_places"),  # of arenas
     *("_in_rank_order", "_parse"),  # of algorithms and operations
     *("_begin", "_cleaned_up", "_save_after"),  # of checkpoints, and what they save:
-    *("_settle", "_wait", "_raise_failure", "_is_left", "_end_of_program"),  # of saves in the background
-    *("_check_can_go", "_go_to", "_walk", "_go_on_with", "_partial_sums", "_position", "_slots"),
+    *("_settle", "_wait", "_raise_failure", "_is_known", "_end_of_program"),  # of saves in the background
+    *("_kept_as", "_state", "_check", "_prepare", "_load"),  # of objects that tell checkpoints their state
+    *("_go_to", "_walk", "_partial_sums", "_slots"),
     *("_describe", "_empty_batch", "_lazy_batches"),  # of datasets
     *("_kernel", "_reduced_early"),  # of optimizers, gradient buckets
     *("_C", "_distributed_c10d", "_create_work_from_future", "_debug_has_internal_overlap", "_nnz"),  # of torch

@@ -21,7 +21,7 @@ import pytest
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.cli import main
-from mpistrategy.mpi.tuning import files as path_files
+from mpistrategy.mpi.tuning import thresholds as path_files
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory
 from mpistrategy.telemetry.tracing.timeline import timeline_of
 

@@ -31,10 +31,8 @@ from mpistrategy.mpi.watchdog import watchdog
 #: Called before each change to the file system, with the operation and the name; tests end the process or raise there.
 watcher: Callable[[str, str], None] | None = None
 
-CHECKSUM_BYTES = 16
-#: How many letters make the name of a new folder unique.
-TOKEN_LETTERS = 16
-TOKEN = f"[0-9a-f]{{{TOKEN_LETTERS}}}"
+#: What makes the name of a new folder unique.
+TOKEN = "[0-9a-f]{16}"
 #: Files are written and read in pieces of so many bytes.
 PIECE_BYTES = 2**24
 #: The names of the files in a checkpoint.
@@ -46,8 +44,8 @@ _DAMAGED = (errno.ELOOP, errno.ENOTDIR, errno.EISDIR, errno.EINVAL, errno.ENXIO)
 
 
 def checksum_of(data: Any = b"") -> Any:
-    """Return a running checksum of `CHECKSUM_BYTES`."""
-    return hashlib.blake2b(data, digest_size=CHECKSUM_BYTES)
+    """Return a running checksum of 16 bytes."""
+    return hashlib.blake2b(data, digest_size=16)
 
 
 @contextlib.contextmanager
@@ -103,7 +101,7 @@ def _before(what: str, name: str) -> None:
 
 def new_folder(prefix: str) -> str:
     """Make a folder, whose path begins with `prefix` and is unique; return its path."""
-    path = f"{prefix}{secrets.token_hex(TOKEN_LETTERS // 2)}"
+    path = f"{prefix}{secrets.token_hex(8)}"
     _before("mkdir", os.path.basename(path))
     own_files.make_folder(path)
     return path

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mpistrategy.checkpoint.storage.files import checksum_of, damaged, foreign, is_folder, opened
-from mpistrategy.checkpoint.storage.shards import LONGEST_TEXT, MOST_BYTES, dtype_of, is_numeric, is_shape, loads
+from mpistrategy.checkpoint.storage.shards import LONGEST_TEXT, MOST_BYTES, dtype_of, is_shape, loads
 from mpistrategy.errors import CheckpointDamagedError, CheckpointError
 from mpistrategy.objects.text import printable
 
@@ -230,7 +230,7 @@ def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: An
     if dtype:
         elements = dtype_of(dtype)
         _require(is_shape(shape, elements.itemsize) and copies != "" and not values, "sizes")
-        _require(copies not in COMBINED or is_numeric(elements), "copies")
+        _require(copies not in COMBINED or elements.kind not in "mMSU", "copies")
         _require(all(_is_count(number, count - 1) for number in shards), "shards")
         _require(len(set(shards)) == len(shards) <= max(1, math.prod(shape)), "shards")
         _require(bool(shards) == (copies == ONE) and (copies != ROWS or bool(shape)), "shards")

@@ -15,7 +15,7 @@ import importlib
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -163,12 +163,6 @@ def _stored(begin: int, *, dtype: Any, shape: Any, data_offsets: Any) -> Stored:
     return Stored(begin + start, begin + stop, dtype, tuple(shape))
 
 
-def parts_of(data: Array, where: str) -> dict[str, Array]:
-    """Return the bytes of each array of a shard that is in memory, by name; CheckpointDamagedError as `parsed`."""
-    stored = parsed(lambda start, count: data[start : start + count].tobytes(), data.size, where)
-    return {name: data[entry.start : entry.stop] for name, entry in stored.items()}
-
-
 def as_array(data: Array | None, dtype: str, shape: Any, where: str) -> Array:
     """Return an array of these bytes in native byte order, not copied where that can be.
 
@@ -179,11 +173,6 @@ def as_array(data: Array | None, dtype: str, shape: Any, where: str) -> Array:
     if data is None or not is_shape(shape, kind.itemsize) or math.prod(shape) * kind.itemsize != data.size:
         raise damaged(where, f"no bytes of {dtype}{shown(shape)}")
     return data.view(kind).reshape(shape).astype(kind.newbyteorder("="), copy=False)
-
-
-def ranks_in(names: Iterable[str]) -> dict[int, str]:
-    """Return the entries of a shard that have what a rank has for itself, by rank."""
-    return {int(match[1]): match[0] for match in map(_RANKS.fullmatch, names) if match is not None}
 
 
 def read_shard(
@@ -206,7 +195,7 @@ def read_shard(
     kept: dict[str, Array] = {}
     with opened(path, MOST_BYTES, nbytes) as file:
         stored = parsed(lambda start, count: file.read(count), nbytes, path)
-        ranks = ranks_in(stored)
+        ranks = {int(match[1]): match[0] for match in map(_RANKS.fullmatch, stored) if match is not None}
         file.seek(0)
         found = checksum_of(file.read(min((entry.start for entry in stored.values()), default=nbytes)))
         for name, (start, stop, _, _) in stored.items():
@@ -244,7 +233,8 @@ class Own:
 
     def __init__(self, data: Array, where: str) -> None:
         self.where = where
-        self._parts = parts_of(data, where)
+        stored = parsed(lambda start, count: data[start : start + count].tobytes(), data.size, where)
+        self._parts = {name: data[entry.start : entry.stop] for name, entry in stored.items()}
         if _LINE not in self._parts:
             raise damaged(where, "no values of a rank")
         self.line: Array = self._parts[_LINE]
@@ -336,11 +326,6 @@ def dtype_of(text: Any) -> np.dtype[Any]:
     except (ImportError, AttributeError, TypeError, ValueError, OverflowError):
         pass
     raise damaged("a manifest", f"the dtype {shown(text)}")
-
-
-def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Return whether it is a dtype of numbers or bools, which can be added."""
-    return dtype.kind not in "mMSU"
 
 
 def is_shape(shape: Any, itemsize: int) -> bool:

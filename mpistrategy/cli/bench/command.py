@@ -22,8 +22,7 @@ from mpistrategy.cli.bench.shapes import LISTS
 from mpistrategy.cli.bench.timing import FULL_SECONDS, QUICK_SECONDS
 from mpistrategy.errors import DeviceError, UnsupportedError
 from mpistrategy.mpi.job.launcher import claim_in
-from mpistrategy.mpi.tuning.files import VARIABLE, file_for, save, trying
-from mpistrategy.mpi.tuning.thresholds import DEFAULT, default_for
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, default_for, file_for, save, trying
 from mpistrategy.strategy.mirrored import MirroredStrategy
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.objects.text import decoded, encoded
 
 

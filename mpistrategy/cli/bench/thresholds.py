@@ -16,8 +16,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cli.bench.case import Case, Variant
 from mpistrategy.cli.bench.timing import measure
-from mpistrategy.mpi.tuning.files import trying
-from mpistrategy.mpi.tuning.thresholds import Thresholds
+from mpistrategy.mpi.tuning.thresholds import Thresholds, trying
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.mirrored import MirroredStrategy

@@ -20,8 +20,8 @@ from mpistrategy.cli.doctor.findings import Job
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.gpu import cuda_aware, loaded_mpi
 from mpistrategy.mpi.gpu.cuda_aware import VARIABLE, Outcome
-from mpistrategy.mpi.gpu.inventory import Sight
-from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.mpi.gpu.device_selection import Sight
+from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.options import is_on
 
 if TYPE_CHECKING:

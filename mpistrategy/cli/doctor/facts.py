@@ -22,7 +22,7 @@ from mpistrategy.mpi.gpu import loaded_mpi
 from mpistrategy.mpi.job import introductions, launcher
 from mpistrategy.mpi.shared_memory.memory_limits import file_system, memory
 from mpistrategy.mpi.shared_memory.spin_wait import cores
-from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.mpi.watchdog.local_process import stat_of
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ UNKNOWN: Facts = {
     "room_free": 0, "room_of": "", "shm_free": -1,
     # From the start of the process until this command ran (the imports), and for MPI; the folder of this package.
     "start_seconds": 0.0, "mpi_seconds": 0.0, "home": "",
-    # What it sees of GPUs (`mpistrategy.mpi.gpu.inventory.Sight.text`); device files of GPUs; whether there are AMD's;
+    # What it sees of GPUs (`device_selection.Sight.text`); device files of GPUs; whether there are AMD's;
     # how many Slurm promises on the node; CUDA_VISIBLE_DEVICES; why no GPU memory is given to MPI.
     "sight": "", "gpu_devices": 0, "amd": False, "gpus_promised": 0, "visible": None, "cuda_refused": "",
     # `mpistrategy.cli.doctor.network`
@@ -128,7 +128,7 @@ def of_mpi(ranks: Ranks, seconds: float) -> Facts:
         seconds: how long MPI took to start.
     """
     from mpistrategy.cli.doctor import cuda_trial
-    from mpistrategy.mpi.gpu.inventory import look
+    from mpistrategy.mpi.gpu.device_selection import look
 
     library, files, shm = library_name(ranks.version), loaded_mpi.mapped_files(), file_system("/dev/shm")
     refusal: tuple[str, ...] = ()

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from mpistrategy.cli.doctor.findings import BAD, Facts, Finding
 from mpistrategy.mpi.gpu import loaded_mpi
 from mpistrategy.mpi.job import launcher
-from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.mpi.tuning.thresholds import library_name
 
 _SECONDS = 30.0
 

@@ -55,17 +55,11 @@ def _show(given: str) -> int:
 
 
 def _about(kind: type[BaseException]) -> str:
-    """Return what an error's class says, and what the guide says about it."""
+    """Return what an error's class says."""
     import inspect
 
-    from mpistrategy.cli.guide import pages
-
     bases = ", ".join(base.__name__ for base in kind.__mro__[1:] if base not in (Exception, BaseException, object))
-    text = f"# {kind.__name__}\n\nIs also: {bases}\n\n{inspect.getdoc(kind)}\n"
-    if found := pages.entry(kind.__name__):
-        page, section = found
-        text += f"\n{section.text}\n\nFrom the page `mpistrategy guide {page.name}`.\n"
-    return text
+    return f"# {kind.__name__}\n\nIs also: {bases}\n\n{inspect.getdoc(kind)}\n"
 
 
 def _search(word: str) -> int:

@@ -1,9 +1,10 @@
-"""Reads the pages of the guide, which are files of the package: titles, sections, entries for errors, words."""
+"""Reads the pages of the guide, which are files of the package: titles, sections, words; and errors as a page."""
 
 from __future__ import annotations
 
 import functools
 import importlib.resources
+import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -13,11 +14,10 @@ from mpistrategy import errors
 #: In which order the pages are listed; a page that is not named here comes after them.
 ORDER = (
     *("tutorial", "concepts", "variables", "input", "training", "checkpoints", "preemption"),
-    *("disagreement", "ending", "errors", "errors-data", "troubleshooting"),
+    *("disagreement", "ending", "errors", "troubleshooting"),
     *(
         "environment",
         "mpi",
-        "which-mpi",
         "slurm",
         "bad-days",
         "doctor",
@@ -30,7 +30,7 @@ ORDER = (
         "numerics",
     ),
     *("tracing", "testing", "faults"),
-    *("tensorflow", "tensorflow-steps", "tensorflow-training", "torch", "jax", "horovod", "mpi4py"),
+    *("tensorflow", "torch", "jax", "horovod", "mpi4py"),
     *("assistants", "developers", "public", "changes"),
 )
 _HEADING = re.compile(r"(#{1,6}) (.+)")
@@ -80,6 +80,8 @@ def pages() -> dict[str, Page]:
     """Return all pages by name, in the order in which they are listed."""
     files = [file for file in importlib.resources.files(__package__).iterdir() if file.name.endswith(".md")]
     found = {name: Page(name, file.read_text(encoding="utf-8")) for file in files for name in [file.name[:-3]]}
+    entries = [f"## {name}\n\n{inspect.getdoc(kind)}\n" for name, kind in classes().items()]
+    found["errors"] = Page("errors", "\n".join(["# Errors and warnings\n", *entries]))
     known = {name: place for place, name in enumerate(ORDER)}
     return {name: found[name] for name in sorted(found, key=lambda name: (known.get(name, len(known)), name))}
 
@@ -88,15 +90,6 @@ def classes() -> dict[str, type[BaseException]]:
     """Return every error and warning of this package by name."""
     named = {name: getattr(errors, name) for name in errors.__all__}
     return {name: each for name, each in named.items() if isinstance(each, type) and issubclass(each, BaseException)}
-
-
-def entry(name: str) -> tuple[Page, Section] | None:
-    """Return the section about an error or a warning, and its page."""
-    for page in pages().values():
-        for section in page.sections():
-            if section.heading == name:
-                return page, section
-    return None
 
 
 def search(word: str) -> Iterator[tuple[Page, Section, str]]:

@@ -79,9 +79,9 @@ class Call(CurrentCall):
                     self.place = (guard.site or site_of(self.frame)).place
                 if guard.size > 1:
                     self._write_down(guard.record)
+                for observer in observers.observers:
+                    observer.entered(guard, self)
             guard.current = self
-            for observer in observers.observers if outer is None else ():
-                observer.entered(guard, self)
             if self._called is not None and not isinstance(self._called, str):
                 raise self._refused(
                     errors.OptionTypeError.at(self.where, found=f"name={self._called!r}", expected="a string, or None")

@@ -47,10 +47,19 @@ class Site(NamedTuple):
 UNKNOWN = Site("?", "?")
 #: The code of the function of this package that calls step functions: callers of it do not count.
 _step_caller: CodeType | None = None
-#: Whether a file belongs to this package, for the files seen so far.
-_ours: dict[str, bool] = {}
 #: The folders whose frames are no call sites of the program.
 _passed_over: list[str] = [_FOLDER]
+
+
+class _Ours(dict[str, bool]):
+    """Whether a file belongs to this package, for the files seen so far."""
+
+    def __missing__(self, name: str) -> bool:
+        self[name] = name.startswith(tuple(_passed_over)) and not name.startswith(_PROGRAMS)
+        return self[name]
+
+
+_ours = _Ours()
 
 
 def calls_steps(function: Callable[..., Any]) -> None:
@@ -65,18 +74,9 @@ def pass_over(folder: str) -> None:
     _ours.clear()
 
 
-def _is_ours(name: str) -> bool:
-    found = _ours[name] = name.startswith(tuple(_passed_over)) and not name.startswith(_PROGRAMS)
-    return found
-
-
 def outside(frame: FrameType | None) -> FrameType | None:
     """Return the first frame outside this package, from `frame` outwards; None without."""
-    while frame is not None:
-        name = frame.f_code.co_filename
-        ours = _ours.get(name)
-        if not (_is_ours(name) if ours is None else ours):
-            break
+    while frame is not None and _ours[frame.f_code.co_filename]:
         frame = frame.f_back
     return frame
 
@@ -109,10 +109,7 @@ def site_of(frame: FrameType | None) -> Site:
     key: list[int] = []
     while frame is not None:
         code = frame.f_code
-        ours = _ours.get(code.co_filename)
-        if ours is None:
-            ours = _is_ours(code.co_filename)
-        if not ours:
+        if not _ours[code.co_filename]:
             frames.append(frame)
             key += (id(code), frame.f_lasti)
             # The caller of a module's own code is Python itself, and may differ between ranks started differently.

@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 from mpistrategy.arrays.dtypes import Array
 
@@ -18,9 +17,14 @@ class ControlChannel(ABC):
 
     Attributes:
         is_free: whether the comparison travels with the data, so that to leave it out would save nothing.
+        values: what this rank adds to a comparison that also adds up a few numbers of all ranks; float64, written
+            before it.  Only where the ranks have a `first_message`.
+        sums: the sums over the ranks after it, until the next one.
     """
 
     is_free: bool = True
+    values: Array
+    sums: Array
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
         """Wait for every rank's digest; return whether all are equal.
@@ -46,18 +50,6 @@ class ControlChannel(ABC):
             text: this rank's.
             look: is called now and then; what it raises ends the wait.
         """
-
-
-class FirstMessage(Protocol):
-    """A channel whose comparisons also add up a few numbers of all ranks.
-
-    Attributes:
-        values: what this rank adds, float64; written before the comparison.
-        sums: the sums over the ranks after it, until the next one.
-    """
-
-    values: Array
-    sums: Array
 
 
 def wait_patiently(finished: Callable[[], bool | None], look: Callable[[], object] | None = None) -> bool:

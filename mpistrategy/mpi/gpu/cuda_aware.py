@@ -19,7 +19,7 @@ from typing import Any, Literal, TypeAlias
 from mpistrategy import own_files
 from mpistrategy.errors import OptionError
 from mpistrategy.mpi.gpu import loaded_mpi
-from mpistrategy.mpi.tuning.files import MOST_BYTES, kept_file, library_name, replace_whole
+from mpistrategy.mpi.tuning.thresholds import MOST_BYTES, kept_file, library_name, replace_whole
 from mpistrategy.objects.text import encoded
 from mpistrategy.options import NO_WORDS, YES_OR_NO, YES_WORDS, is_on
 

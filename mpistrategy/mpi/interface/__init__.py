@@ -1,1 +1,1 @@
-"""What every layer above MPI works with: the Ranks, and buffers."""
+"""What every layer above MPI works with: the Ranks, and how buffers in GPU memory travel."""

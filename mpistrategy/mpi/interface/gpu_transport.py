@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from mpistrategy.mpi.interface.buffers import Freed
-from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.mpi.interface.ranks import Freed, Ranks
 from mpistrategy.objects.shown import ranks_in_words
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ abort the job from the first line of the program to its end, whatever strategies
 from __future__ import annotations
 
 import atexit
-import contextlib
+import functools
 import math
 import os
 import sys
@@ -18,8 +18,9 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from types import TracebackType
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from mpi4py import MPI
 
@@ -28,14 +29,13 @@ from mpistrategy.mpi.contract.channel import growing_pauses
 from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import exit_hooks
-from mpistrategy.mpi.job.exit_hooks import status_of
+from mpistrategy.mpi.job.exit_hooks import program, status_of
 from mpistrategy.mpi.watchdog import reports, watchdog
 from mpistrategy.options import is_on
 
 _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
 #: Files whose frames come before those of the program.
 _RUN = (os.path.join(_PACKAGE_FOLDER, "cli", "run.py"), "<frozen runpy>")
-_FORWARDING_SECONDS = 0.2
 #: Of ranks that end with a status at the same time, the first one says so and ends the job before the others do.
 _FIRST_SPEAKS_SECONDS = 0.5
 #: How long a rank waits for another one that prints its error.
@@ -45,153 +45,95 @@ _OTHER_NODES_SECONDS = 10.0
 _LONGEST_HEAD = 200
 _ENDS = "the whole job ends here."
 
+_Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
-class _Job:
-    """What this process, a rank of a job of several, knows about its own end."""
+_PID, _RANK, _SIZE = os.getpid(), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
+#: What is watched in this process, with what frees it.
+_open: dict[Guard, Callable[[], None]] = {}
 
-    def __init__(self) -> None:
-        self._rank, self._size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-        self._pid = os.getpid()
-        self._open: dict[Guard, Callable[[], None]] = {}
-        #: Whether all ranks had agreed to end when a strategy of all of them was closed.
-        self._all_leave = False
-        self._uncaught_before, self._in_thread_before = sys.excepthook, threading.excepthook
-        sys.excepthook, threading.excepthook = self._uncaught, self._uncaught_in_thread
-        exit_hooks.prepare()
-        atexit.register(self._say_goodbye)
 
-    def watch(self, guard: Guard, free: Callable[[], None]) -> None:
-        """See `watch`."""
-        self._open[guard] = free
+def watch(guard: Guard, free: Callable[[], None] = lambda: None) -> None:
+    """Watch over this process from now on; at its end say goodbye to the peers of `guard`, then `free` with them.
+
+    What is not caught ends the job while some guard is watched that does not contain errors.
+    """
+    if _SIZE > 1:
+        _begin()
+        _open[guard] = free
         if not guard.contains_errors:
-            guard.give_up = self._end_in_call
+            guard.give_up = _end_in_call
 
-    def forget(self, guard: Guard) -> None:
-        """See `forget`."""
-        if os.getpid() == self._pid and self._open.pop(guard, None) is not None:
-            self._all_leave |= guard.all_leave and guard.size == self._size
 
-    def _ends_the_job(self) -> bool:
-        """Return whether an error of this rank is one of the whole job."""
-        return os.getpid() == self._pid and any(not guard.contains_errors for guard in self._open)
+@functools.cache
+def _begin() -> None:
+    exit_hooks.prepare()
+    sys.excepthook = functools.partial(_uncaught, sys.excepthook)
+    threading.excepthook = functools.partial(_uncaught_in_thread, threading.excepthook)
+    atexit.register(_say_goodbye)
 
-    def _uncaught(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        is_pythons = hasattr(sys, "ps1") or not self._ends_the_job()
-        if is_pythons or self._uncaught_before is not sys.__excepthook__:
-            self._uncaught_before(kind, error, trace)
-        if not is_pythons:
-            self._end(error, "")
 
-    def _uncaught_in_thread(self, args: threading.ExceptHookArgs) -> None:
-        if args.exc_value is None or not self._ends_the_job():
-            self._in_thread_before(args)
-        elif not isinstance(args.exc_value, SystemExit):  # it ends only the thread, as always in Python
-            self._end(args.exc_value, f" in thread {args.thread.name if args.thread else '?'!r}")
+def forget(guard: Guard) -> None:
+    """Say no goodbye to the peers of `guard`: its communicator is closed.  After the last one errors are Python's."""
+    if os.getpid() == _PID and _open.pop(guard, None) is not None and guard.size == _SIZE:
+        program.all_leave |= guard.all_leave
 
-    # ------------------------------------------------------------------------------------------------ the job ends
 
-    def _say(self, text: str) -> None:
-        title = f"[rank {self._rank}/{self._size}] "
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # To the descriptor: torch calls excepthooks with a buffer as sys.stderr, which would end with this process.
-        reports.write_at_once("".join(title + line + "\n" for line in text.splitlines()))
+def _ends_the_job() -> bool:
+    """Return whether an error of this rank is one of the whole job."""
+    return os.getpid() == _PID and any(not guard.contains_errors for guard in _open)
 
-    def _abort(self, status: int) -> NoReturn:
-        for each in exit_hooks.before_abort:
-            each()
-        if failed := reports.failed_tests():
-            self._say(failed)
-        # MPI_Abort kills the launcher's helpers: output that they have not yet read from our pipes is lost.
-        reports.wait_until_read()
-        time.sleep(_FORWARDING_SECONDS)
-        if not MPI.Is_finalized():
-            MPI.COMM_WORLD.Abort(status)
-        # Under srun MPI_Abort may return before Slurm has killed us; nothing of ours may run any more.
-        os._exit(status)
 
-    def _end(self, error: BaseException, where: str) -> None:
-        """End the job with an error that was not caught."""
-        kind = type(error).__name__
-        if isinstance(error, MpiStrategyError) and error._is_printed_elsewhere:
-            head = f"{kind}, which another rank prints whole: {error}".partition("\n")[0]
-            self._say(head[:_LONGEST_HEAD])
-            time.sleep(_ANOTHER_PRINTS_SECONDS)  # where that rank has caught it, it comes here in whole
-        self._say(in_words(error))
-        self._say(f"{kind} was not caught{where}: {_ENDS}")
-        self._abort(status_of(error))
+def _uncaught(before: _Hook, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    is_pythons = hasattr(sys, "ps1") or not _ends_the_job()
+    if is_pythons or before is not sys.__excepthook__:
+        before(kind, error, trace)
+    if not is_pythons:
+        _end(error, "")
 
-    def _end_in_call(self, error: BaseException) -> None:
-        """End the job with an error in a call, which the program has not met yet."""
-        self._say(in_words(error, traceback.extract_stack()))
-        self._say(f"It is of this rank alone, in a call for which the other ranks wait: {_ENDS}")
-        self._abort(status_of(error) or 1)
 
-    # ------------------------------------------------------------------------------------------- the program ends
+def _uncaught_in_thread(before: Callable[[threading.ExceptHookArgs], object], args: threading.ExceptHookArgs) -> None:
+    if args.exc_value is None or not _ends_the_job():
+        before(args)
+    elif not isinstance(args.exc_value, SystemExit):  # it ends only the thread, as always in Python
+        _end(args.exc_value, f" in thread {args.thread.name if args.thread else '?'!r}")
 
-    def _say_goodbye(self) -> None:
-        """Wait for the other ranks, and tell those that call a collective; end the job with a status of this rank."""
-        if os.getpid() != self._pid or MPI.Is_finalized():
-            return
-        self._leave_contained()
-        status = self._status() if self._ends_the_job() else 0
-        is_due = status and not self._all_leave and not any(guard.all_leave for guard in self._open)
-        end, pauses = time.monotonic() + (PATIENCE_SECONDS if is_due else math.inf), growing_pauses()
-        # What runs in the background says its own goodbye when that is freed, and none after a failure.
-        waiting = [guard for guard in self._open if not guard.is_in_background and not guard.is_broken]
-        for guard in waiting:
-            guard.start_leaving()
-        while waiting and time.monotonic() < end:
-            try:
-                for guard in list(waiting):
-                    left = guard.is_broken or guard.peers_have_left()
-                    if left:
-                        waiting.remove(guard)
-                    elif left is False and status:
-                        end = 0.0
-                    elif left is False:
-                        with contextlib.suppress(MpiStrategyError):  # a rank has failed meanwhile, and raised its error
-                            guard.tell_peers()
-                time.sleep(next(pauses))
-            except SystemExit as stop:  # of a signal's handler: this rank stops already, and the others wait for it
-                if status_of(stop):
-                    self._abort(status_of(stop))
-        reach = max((guard.size for guard in self._open if not guard.is_broken), default=0)
-        if waiting or (is_due and reach < self._size):
-            # Some rank goes on, or cannot be told: no strategy reaches it.  MPI_Finalize would wait for it.
-            time.sleep(_FIRST_SPEAKS_SECONDS if self._rank else 0.0)
-            self._say(exit_hooks.program.words)
-            self._say(f"ended with status {status}: {_ENDS}")
-            self._abort(status)
-        for guard, free in list(self._open.items()):
-            if guard.is_broken or guard.is_in_background:  # messages may be under way
-                watchdog.forget(guard)
-            else:
-                free()
 
-    def _status(self) -> int:
-        """Return the status of the program; a call after `sys.exit` says that the program has caught that."""
-        error = getattr(sys, "last_value", None)  # set before any excepthook runs
-        last = (guard.record.last() for guard in self._open)
-        caught = any(call is not None and call.entered > exit_hooks.program.known_at for call in last)
-        return status_of(error) or (0 if caught else exit_hooks.program.status)
+# ---------------------------------------------------------------------------------------------------- the job ends
 
-    def _leave_contained(self) -> None:
-        """Tell the peers of strategies that contain errors of one that was not caught; they raise RemoteError."""
-        error = getattr(sys, "last_value", None)
-        contained = [guard for guard in self._open if guard.contains_errors and not guard.is_broken]
-        if error is not None and contained:
-            self._say(
-                f"{type(error).__name__} was not caught. The other ranks of its communicator are told, and this one "
-                "waits for all ranks of the job in MPI_Finalize. A rank that waits for it in an MPI call of the "
-                "program's own goes on waiting: catch the error in the program, as `mpistrategy guide ending` shows."
-            )
-            for guard in contained:
-                guard.break_off("", error)
-        end = time.monotonic() + _OTHER_NODES_SECONDS
-        for guard in self._open:
-            if not guard.is_in_background:
-                guard.tell_of_failure(end - time.monotonic())
+
+def _say(text: str) -> None:
+    # To the descriptor: torch calls excepthooks with a buffer as sys.stderr, which would end with this process.
+    reports.say(f"[rank {_RANK}/{_SIZE}] ", text)
+
+
+def _abort(status: int, words: str) -> NoReturn:
+    """End the job with a status; `words` say why."""
+    _say(f"{words}: {_ENDS}")
+    for each in exit_hooks.before_abort:
+        each()
+    # MPI_Abort kills the launcher's helpers: output that they have not yet read from our pipes is lost.
+    reports.finish(f"[rank {_RANK}/{_SIZE}] ")
+    if not MPI.Is_finalized():
+        MPI.COMM_WORLD.Abort(status)
+    # Under srun MPI_Abort may return before Slurm has killed us; nothing of ours may run any more.
+    os._exit(status)
+
+
+def _end(error: BaseException, where: str) -> NoReturn:
+    """End the job with an error that was not caught."""
+    kind = type(error).__name__
+    if isinstance(error, MpiStrategyError) and error._is_printed_elsewhere:
+        head = f"{kind}, which another rank prints whole: {error}".partition("\n")[0]
+        _say(head[:_LONGEST_HEAD])
+        time.sleep(_ANOTHER_PRINTS_SECONDS)  # where that rank has caught it, it comes here in whole
+    _say(in_words(error))
+    _abort(status_of(error), f"{kind} was not caught{where}")
+
+
+def _end_in_call(error: BaseException) -> NoReturn:
+    """End the job with an error in a call, which the program has not met yet."""
+    _say(in_words(error, traceback.extract_stack()))
+    _abort(status_of(error) or 1, "It is of this rank alone, in a call for which the other ranks wait")
 
 
 def in_words(error: BaseException, above: Iterable[traceback.FrameSummary] = ()) -> str:
@@ -212,21 +154,77 @@ def in_words(error: BaseException, above: Iterable[traceback.FrameSummary] = ())
     return "".join(report.format()).rstrip()
 
 
-_job: _Job | None = None
+# ------------------------------------------------------------------------------------------------ the program ends
 
 
-def watch(guard: Guard, free: Callable[[], None] = lambda: None) -> None:
-    """Watch over this process from now on; at its end say goodbye to the peers of `guard`, then `free` with them.
+def _say_goodbye() -> None:
+    """Wait for the other ranks, and tell those that call a collective; end the job with a status of this rank."""
+    if os.getpid() != _PID or MPI.Is_finalized():
+        return
+    _leave_contained()
+    status = _status() if _ends_the_job() else 0
+    is_due = status and not program.all_leave and not any(guard.all_leave for guard in _open)
+    # What runs in the background says its own goodbye when that is freed, and none after a failure.
+    waiting = [guard for guard in _open if not guard.is_in_background and not guard.is_broken]
+    for guard in waiting:
+        guard.start_leaving()
+    end, pauses = time.monotonic() + (PATIENCE_SECONDS if is_due else math.inf), growing_pauses()
+    while waiting and time.monotonic() < end:
+        try:
+            waiting = [guard for guard in waiting if not _has_left(guard, status)]
+            time.sleep(next(pauses))
+        except SystemExit as stop:  # of a signal's handler: this rank stops already, and the others wait for it
+            if status_of(stop):
+                _abort(status_of(stop), "stopped while it waited for the other ranks")
+    reach = max((guard.size for guard in _open if not guard.is_broken), default=0)
+    if waiting or (is_due and reach < _SIZE):  # some rank goes on, or cannot be told: no strategy reaches it
+        _end_with(status)
+    for guard, free in list(_open.items()):
+        if guard.is_broken or guard.is_in_background:  # messages may be under way
+            watchdog.forget(guard)
+        else:
+            free()
 
-    What is not caught ends the job while some guard is watched that does not contain errors.
-    """
-    global _job
-    if MPI.COMM_WORLD.size > 1:
-        _job = _job or _Job()
-        _job.watch(guard, free)
+
+def _has_left(guard: Guard, status: int) -> bool:
+    """Return whether this rank need not wait for the peers of `guard` any more; answer those that call a collective."""
+    has_left = guard.is_broken or guard.peers_have_left()
+    if has_left is False:
+        if status:
+            _end_with(status)
+        with suppress(MpiStrategyError):  # a rank has failed meanwhile, and raised its error
+            guard.tell_peers()
+    return bool(has_left)
 
 
-def forget(guard: Guard) -> None:
-    """Say no goodbye to the peers of `guard`: its communicator is closed.  After the last one errors are Python's."""
-    if _job is not None:
-        _job.forget(guard)
+def _end_with(status: int) -> NoReturn:
+    """End the job with the status of this rank's program, for which MPI_Finalize would wait."""
+    time.sleep(_FIRST_SPEAKS_SECONDS if _RANK else 0.0)
+    _say(program.words)
+    _abort(status, f"ended with status {status}")
+
+
+def _status() -> int:
+    """Return the status of the program; a call after `sys.exit` says that the program has caught that."""
+    error = getattr(sys, "last_value", None)  # set before any excepthook runs
+    last = (guard.record.last() for guard in _open)
+    caught = any(call is not None and call.entered > program.known_at for call in last)
+    return status_of(error) or (0 if caught else program.status)
+
+
+def _leave_contained() -> None:
+    """Tell the peers of strategies that contain errors of one that was not caught; they raise RemoteError."""
+    error = getattr(sys, "last_value", None)
+    contained = [guard for guard in _open if guard.contains_errors and not guard.is_broken]
+    if error is not None and contained:
+        _say(
+            f"{type(error).__name__} was not caught. The other ranks of its communicator are told, and this one "
+            "waits for all ranks of the job in MPI_Finalize. A rank that waits for it in an MPI call of the "
+            "program's own goes on waiting: catch the error in the program, as `mpistrategy guide ending` shows."
+        )
+        for guard in contained:
+            guard.break_off("", error)
+    end = time.monotonic() + _OTHER_NODES_SECONDS
+    for guard in _open:
+        if not guard.is_in_background:
+            guard.tell_of_failure(end - time.monotonic())

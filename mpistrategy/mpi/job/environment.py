@@ -24,16 +24,12 @@ VARIABLES = {
     "MPISTRATEGY_TIMEOUT_SECONDS": "how long a collective may take",
     "MPISTRATEGY_TRACE": "the folder of a recording",
 }
+#: How alike a name must be that somebody may have meant: all have the prefix in common.
+_ALIKE = 0.9
 #: Variables of the tests begin so.
 _TESTS = ("MPISTRATEGY_TEST_", "MPISTRATEGY_GPU_LANE")
 
 _told: set[str] = set()
-
-
-def _nearest(name: str) -> str:
-    """Return which variable somebody may have meant; the prefix, which all have, makes none alike."""
-    ends = [each.removeprefix(_PREFIX) for each in VARIABLES]
-    return did_you_mean(name.removeprefix(_PREFIX), ends).replace("'", f"'{_PREFIX}", 1)
 
 
 def warn_of_unknown() -> None:
@@ -41,5 +37,5 @@ def warn_of_unknown() -> None:
     unknown = {name for name in os.environ if name.startswith(_PREFIX) and not name.startswith(_TESTS)}
     for name in sorted(unknown - VARIABLES.keys() - _told):
         _told.add(name)
-        near = _nearest(name) or f"There are {', '.join(VARIABLES)}."
-        warn(f"nothing reads the variable {name} of the environment.  {near}", OptionWarning)
+        meant = did_you_mean(name, VARIABLES, _ALIKE) or f"There are {', '.join(VARIABLES)}."
+        warn(f"nothing reads the variable {name} of the environment.  {meant}", OptionWarning)

@@ -11,21 +11,19 @@ from __future__ import annotations
 
 import atexit
 import builtins
-import functools
 import os
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NoReturn
 
 #: Called before this rank ends the job: what other threads have begun must not be lost.
 before_abort: list[Callable[[], object]] = []
 #: The exit status of a program that Ctrl-C has ended, as in a shell.
 INTERRUPTED = 130
-#: Python's status where standard output cannot be written.
-_NOT_WRITTEN = 120
 
 
 def status_of(error: BaseException | None) -> int:
@@ -43,11 +41,13 @@ class ProgramEnd:
         status: what `sys.exit` was called with, or what `mpistrategy run` knows.
         words: what there is to say of that.
         known_at: when that was; time.monotonic().
+        all_leave: whether all ranks had agreed to end when a strategy of all of them was closed.
     """
 
     status: int = 0
     words: str = ""
     known_at: float = 0.0
+    all_leave: bool = False
 
     def note(self, status: int, words: str = "") -> None:
         """Set the status and the words."""
@@ -74,18 +74,14 @@ def prepare() -> None:
             if hasattr(place, name):  # `python -S` has only sys.exit
                 setattr(place, name, _exit)
     atexit.register(_end_child, os.getpid())
-    os.register_at_fork(after_in_child=functools.partial(program.note, 0))
+    os.register_at_fork(after_in_child=lambda: program.note(0))
 
 
 def _end_child(parent: int) -> None:
     """End this process, unless it is the one that has registered this."""
     if os.getpid() == parent:
         return
-    status = program.status or status_of(getattr(sys, "last_value", None))
     for stream in (sys.stdout, sys.stderr):
-        try:
-            if stream is not None and not stream.closed:
-                stream.flush()
-        except Exception:  # of a stream of the program's own, too
-            status = _NOT_WRITTEN
-    os._exit(status)
+        with suppress(Exception):  # of a stream of the program's own, too
+            stream.flush()
+    os._exit(program.status or status_of(getattr(sys, "last_value", None)))

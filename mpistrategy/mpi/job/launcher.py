@@ -76,33 +76,26 @@ class Claim:
 
 def claim_in(environment: Mapping[str, str]) -> Claim | None:
     """Return what the innermost launcher said; None where there was none, or it is not to be trusted."""
-    said = {}
+    said: dict[str, Claim] = {}
     for launcher, size, rank in _PLACES:
-        tasks, mine = _number(environment, size), _number(environment, rank)
-        if tasks is not None and mine is not None:
-            said[size] = Claim(launcher, tasks, mine, (size, rank))
+        if environment.get(size, "").isdecimal() and environment.get(rank, "").isdecimal():
+            said[size] = Claim(launcher, int(environment[size]), int(environment[rank]), (size, rank))
     job, _, step = environment.get("PMI_JOBID", "").partition(".")
-    if job.isdigit() and step.isdigit() and "PMI_SIZE" in said:  # of `srun --mpi=pmi2`
-        of_pmi = said.pop("PMI_SIZE")
-        if job == environment.get(
-            "SLURM_JOB_ID", ""
-        ):  # sbatch hands on the variables of the step that it was called in
-            said["PMI_SIZE"] = replace(of_pmi, launcher=_SRUN)
-    number = _number(environment, "SLURM_STEP_ID")
-    if number is None or number >= _FIRST_SPECIAL_STEP or "SLURM_PTY_PORT" in environment:
+    if job.isdecimal() and step.isdecimal() and "PMI_SIZE" in said:  # of `srun --mpi=pmi2`
+        said["PMI_SIZE"] = replace(said["PMI_SIZE"], launcher=_SRUN)
+        if job != environment.get("SLURM_JOB_ID"):  # sbatch hands on the variables of the step that it was called in
+            del said["PMI_SIZE"]
+    number = environment.get("SLURM_STEP_ID", "")
+    if not number.isdecimal() or int(number) >= _FIRST_SPECIAL_STEP or "SLURM_PTY_PORT" in environment:
         said.pop("SLURM_STEP_NUM_TASKS", None)  # a script, or an interactive shell, where somebody types `python ...`
-    of_batch = said.get("JSM_NAMESPACE_SIZE") or said.get("FLUX_JOB_SIZE")
     claims = [said[size] for size in _OF_MPI if size in said]
-    if claims:
-        inner = min(claims, key=lambda claim: claim.tasks)  # one inside the other: who says 1 may be the inner one
-        is_batch = of_batch is not None and (of_batch.tasks, of_batch.rank) == (inner.tasks, inner.rank)
-        return replace(inner, launcher=of_batch.launcher) if of_batch is not None and is_batch else inner
-    return of_batch or said.get("MPI_LOCALNRANKS") or said.get("SLURM_STEP_NUM_TASKS")
-
-
-def _number(environment: Mapping[str, str], name: str) -> int | None:
-    text = environment.get(name, "")
-    return int(text) if text.isascii() and text.isdigit() else None
+    of_batch = said.get("JSM_NAMESPACE_SIZE") or said.get("FLUX_JOB_SIZE")
+    if not claims:
+        return of_batch or said.get("MPI_LOCALNRANKS") or said.get("SLURM_STEP_NUM_TASKS")
+    inner = min(claims, key=lambda claim: claim.tasks)  # one inside the other: who says 1 may be the inner one
+    if of_batch is not None and (of_batch.tasks, of_batch.rank) == (inner.tasks, inner.rank):
+        return replace(inner, launcher=of_batch.launcher)
+    return inner
 
 
 def refusal(
@@ -113,7 +106,7 @@ def refusal(
     Args:
         environment: the variables of the process.
         world_size: how many ranks MPI says there are.
-        library: the MPI library; `mpistrategy.mpi.tuning.files.library_name`.
+        library: the MPI library; `mpistrategy.mpi.tuning.thresholds.library_name`.
         where: the public name that the error speaks of.
     """
     claim = claim_in(environment)
@@ -134,8 +127,8 @@ def cure(launcher: str, library: str) -> str:
     """Return how to start this MPI library's ranks in place of what this launcher did."""
     is_open_mpi = library.startswith("Open MPI")
     if launcher in _CURES:
-        of_others, of_open_mpi, text = _CURES[launcher]
-        return text.format(of_open_mpi if is_open_mpi else of_others, library or "that MPI")
+        *options, text = _CURES[launcher]
+        return text.format(options[is_open_mpi], library or "that MPI")
     beside = os.path.join(os.path.dirname(sys.executable), "mpiexec")
     mpiexec = beside if os.path.exists(beside) else "mpiexec"
     if is_open_mpi != (launcher == _OPEN_MPI):

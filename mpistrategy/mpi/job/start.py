@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import faulthandler
-import math
 import os
 import sys
 from contextlib import suppress
@@ -44,7 +43,7 @@ def start(where: str, seconds: float | None = None) -> None:
             raise refusal
         limit = timeouts.expected() if seconds is None else seconds
         try:
-            if claim is None or claim.tasks < 2 or limit == math.inf:
+            if claim is None or claim.tasks < 2:
                 _import()
             else:
                 _import_in_time(where, claim, limit)

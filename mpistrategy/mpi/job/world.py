@@ -18,7 +18,7 @@ from mpistrategy.mpi.contract.channel import wait_patiently
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.job import abort, launcher
 from mpistrategy.mpi.shared_memory.segments import SharedMemory, private_memory
-from mpistrategy.mpi.tuning.files import library_name
+from mpistrategy.mpi.tuning.thresholds import library_name
 from mpistrategy.mpi.watchdog import status_board, watchdog
 from mpistrategy.mpi.watchdog.group import Group
 from mpistrategy.mpi.watchdog.run_directory import RunDirectory, new_path
@@ -68,50 +68,27 @@ def close_at_finalize(guard: Guard) -> None:
 @functools.cache
 def _look_for_finalize() -> None:
     """Close the guards at `MPI.Finalize`, which first deletes the attributes of COMM_SELF."""
-    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=_close_all), True)
+    MPI.COMM_SELF.Set_attr(MPI.Comm.Create_keyval(delete_fn=lambda *_: forks.close_all(forks.after_finalize)), True)
 
 
-def _close_all(comm: MPI.Comm, keyval: int, attribute: Any) -> None:
-    forks.close_all(forks.after_finalize)
-
-
-def watch_waiting(
-    comm: MPI.Intracomm,
-    guard: Guard,
-    memory: SharedMemory,
-    node_of: Sequence[int],
-    path: str,
-) -> None:
+def watch_waiting(comm: MPI.Intracomm, guard: Guard, memory: SharedMemory, node_of: Sequence[int], path: str) -> None:
     """Let a late collective of `comm` end the job.
 
     Args:
         comm: whose ranks are watched.
         guard: this rank's.
-        memory: for the status board; ranks that share none count as nodes of their own.
+        memory: for the status board.
         node_of: the node of each rank.
         path: of the run directory; the first rank warns if it cannot be written.
     """
-    if not memory.is_shared:
-        node_of = range(comm.size)
-    directory = RunDirectory(path, f"[rank {MPI.COMM_WORLD.rank}] " if comm.rank == 0 else "")
-    identity = 1 + zlib.crc32(encoded(path)) if path else 0
-    _watch(comm, guard, memory, (node_of[comm.rank], max(node_of) + 1), directory, identity)
-
-
-def _watch(
-    comm: MPI.Intracomm,
-    guard: Guard,
-    memory: SharedMemory,
-    node: tuple[int, int],
-    directory: RunDirectory,
-    identity: int = 0,
-) -> None:
     world = MPI.COMM_WORLD
     guard.timeout = timeouts.expected()
     ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
     # Hydra, MPICH's and Intel MPI's launcher, takes the status of any rank that it has to kill for that of the job.
     by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
-    group = Group(guard, StatusBoard(memory), ranks, *node, directory, identity)
+    directory = RunDirectory(path, f"[rank {world.rank}] " if comm.rank == 0 else "")
+    board, identity = StatusBoard(memory), 1 + zlib.crc32(encoded(path))
+    group = Group(guard, board, ranks, node_of[comm.rank], max(node_of) + 1, directory, identity)
     watchdog.of_this_process(world.rank, world.size, world.Abort if by_hydra else None).add(group)
 
 
@@ -138,27 +115,24 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     ranks = ranks_of(comm)
     if ranks.size > 1 and os.getpid() != _PID:
         raise forks.refusal(where)
-    guard = Guard(None, ranks.rank, ranks.size)
     # From here on this rank's end is that of the job: the others wait for it, and this guard of one rank tells nobody.
     watched = Guard()
     abort.watch(watched)
     try:
-        with _meeting(ranks, guard, where) if ranks.size > 1 and MPI.COMM_WORLD.size > 1 else nullcontext():
+        with _meeting(ranks, where) if ranks.size > 1 and MPI.COMM_WORLD.size > 1 else nullcontext():
             yield
-    except MpiStrategyError:
-        abort.forget(watched)
-        raise
     except Exception as error:
-        if watched.give_up is not None:
+        if watched.give_up is not None and not isinstance(error, MpiStrategyError):
             watched.give_up(error)
+        abort.forget(watched)
         raise
     abort.forget(watched)
 
 
 @contextmanager
-def _meeting(ranks: MPI.Intracomm, guard: Guard, where: str) -> Iterator[None]:
-    directory = RunDirectory(new_path(), f"[rank {ranks.rank}] ")
-    _watch(ranks, guard, private_memory(status_board.BYTES), (0, 1), directory)
+def _meeting(ranks: MPI.Intracomm, where: str) -> Iterator[None]:
+    guard = Guard(None, ranks.rank, ranks.size)
+    watch_waiting(ranks, guard, private_memory(status_board.BYTES), [0] * ranks.size, new_path())
     try:
         with Call(guard, where, anywhere=True):
             # So that an error can interrupt it: MPI's own collectives cannot be interrupted.

@@ -24,8 +24,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionError
-from mpistrategy.mpi.interface.buffers import as_bytes
-from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.mpi.interface.ranks import Ranks, as_bytes
 
 #: The dtype that travels; None is that of the arrays.
 Wire: TypeAlias = "np.dtype[Any] | None"

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, divide_by, quietly
-from mpistrategy.mpi.interface.buffers import Freed
+from mpistrategy.mpi.interface.ranks import Freed
 from mpistrategy.mpi.multi_node.reduced_precision import Rounded, Wire
 from mpistrategy.mpi.shared_memory.node_sum import Exchange, NodeSum, in_rank_order, segment_bytes, share
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT

@@ -24,8 +24,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.channel import wait_patiently
 from mpistrategy.mpi.faults import injection
-from mpistrategy.mpi.interface.buffers import Freed
-from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.mpi.interface.ranks import Freed, Ranks
 
 _SHORTEST_NAP, _LONGEST_NAP = 5e-5, 4e-3
 #: While the program waits: so many looks without a nap, then the shortest naps.

@@ -20,19 +20,16 @@ from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.contract.channel import FirstMessage
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
-from mpistrategy.mpi.interface import buffers
-from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.mpi.interface.ranks import MAX_COUNT, Ranks, as_bytes, pieces, put
 from mpistrategy.mpi.job import abort, world
 from mpistrategy.mpi.job.introductions import Introduction, introductions, python_version, version
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.messages import PROGRAM_TAG, Message
-from mpistrategy.mpi.shared_memory import setup
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, segment_bytes
-from mpistrategy.mpi.shared_memory.node_sum import NodeSum, chunk_bytes_for
+from mpistrategy.mpi.shared_memory.node_sum import NodeSum, bytes_for, chunk_bytes_for
 from mpistrategy.mpi.shared_memory.segments import (
     Fence,
     SharedMemory,
@@ -41,8 +38,7 @@ from mpistrategy.mpi.shared_memory.segments import (
     share,
 )
 from mpistrategy.mpi.shared_memory.spin_wait import SpinWait, cores
-from mpistrategy.mpi.tuning.files import agreed, library_name
-from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds
+from mpistrategy.mpi.tuning.thresholds import RouteName, Thresholds, agreed, library_name
 from mpistrategy.mpi.watchdog import status_board, watchdog
 from mpistrategy.mpi.watchdog.run_directory import new_path
 
@@ -83,7 +79,7 @@ class MpiRanks(Ranks):
     #: Tells the ranks of each other's failures; None on several nodes.
     failures: Failures | None = None
     #: How many elements one MPI call may carry, and how many bytes it adds up: between nodes pieces cost messages.
-    max_count: int = buffers.MAX_COUNT
+    max_count: int = MAX_COUNT
     piece_bytes: int = 2**26
 
     def __init__(
@@ -127,7 +123,7 @@ class MpiRanks(Ranks):
         if self._control is not None and usual is self._control:
             self.has_equal_sums: bool = self._control.has_equal_sums(self._comm)
             if self.has_equal_sums:
-                self.first_message: FirstMessage | None = self._control
+                self.first_message = self._control
             elif self.rank == 0:
                 warn(_UNEQUAL.format(self.library), FallbackWarning)
         self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
@@ -135,7 +131,9 @@ class MpiRanks(Ranks):
         world.close_at_finalize(self.guard)
         abort.watch(self.guard, self.free)
         if self.size > 1:
-            world.watch_waiting(self._comm, self.guard, memory, self.node_of, ranks[0].directory)
+            # Ranks that share no memory count as nodes of their own.
+            nodes = self.node_of if memory.is_shared else range(self.size)
+            world.watch_waiting(self._comm, self.guard, memory, nodes, ranks[0].directory)
 
     def _leader(self, node_key: int | None) -> int:
         """Return the first rank of this node."""
@@ -158,7 +156,7 @@ class MpiRanks(Ranks):
             alone = share(status_board.BYTES, self, _memory_fence(), sparing=True)  # `doctor` looks at it from outside
             return alone if isinstance(alone, SharedMemory) else private_memory(status_board.BYTES), self._control
         before, cell_bytes = status_board.BYTES + failures.BYTES, self.thresholds.cell_bytes
-        shared = self.shared(before + setup.bytes_for(self.local_size, self.thresholds))
+        shared = self.shared(before + bytes_for(self.local_size, self.thresholds))
         board, memory = part(shared, 0, status_board.BYTES), part(shared, before)
         self.shares_memory = shared.is_shared
         if not shared.is_shared or self.local_size == 1:
@@ -286,7 +284,7 @@ class MpiRanks(Ranks):
             self.bcast(buffer, 0)
         else:
             if source is not None:
-                buffers.put(buffer, source)
+                put(buffer, source)
             self.reduce(buffer, None, op)
 
     def reduce(self, buffer: Any, root: int | None, op: str = "SUM") -> None:
@@ -298,9 +296,9 @@ class MpiRanks(Ranks):
         most = self.max_count
         if isinstance(buffer, np.ndarray):  # MPI may allocate as much memory again, on the host
             most = min(most, max(1, self.piece_bytes // buffer.itemsize))
-        pieces, by_mpi = [*buffers.pieces(buffer, most)], operation(op, buffer.dtype)
+        parts, by_mpi = [*pieces(buffer, most)], operation(op, buffer.dtype)
         self._meet()
-        for piece in pieces:
+        for piece in parts:
             if root is None:
                 self._comm.Allreduce(MPI.IN_PLACE, piece, by_mpi)
             elif self.rank == root:
@@ -310,17 +308,17 @@ class MpiRanks(Ranks):
 
     def bcast(self, buffer: Array, root: int) -> None:
         """Replace `buffer` on every rank by that of `root`; any dtype."""
-        pieces = [*buffers.pieces(buffers.as_bytes(buffer), self.max_count)]
+        parts = [*pieces(as_bytes(buffer), self.max_count)]
         self._meet()
-        for piece in pieces:
+        for piece in parts:
             self._comm.Bcast(piece, root)
 
     def allgatherv(self, block: Array | None, counts: Sequence[int], together: Array) -> None:
         """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
-        result, sizes = buffers.as_bytes(together), (np.asarray(counts, np.int64) * together.itemsize).tolist()
+        result, sizes = as_bytes(together), (np.asarray(counts, np.int64) * together.itemsize).tolist()
         ends = np.cumsum(sizes)
         if block is not None:
-            buffers.put(result[ends[self.rank] - sizes[self.rank] : ends[self.rank]], buffers.as_bytes(block))
+            put(result[ends[self.rank] - sizes[self.rank] : ends[self.rank]], as_bytes(block))
         if result.size > self.max_count:
             for root, (end, size) in enumerate(zip(ends, sizes, strict=True)):
                 self.bcast(result[end - size : end], root)
@@ -337,7 +335,7 @@ class MpiRanks(Ranks):
         Any dtype; so few bytes that one MPI call takes them.
         """
         # Of equal parts: for megabytes on a node MPICH's Alltoallv takes up to three times as long.
-        mine, theirs = buffers.as_bytes(sent), buffers.as_bytes(received)
+        mine, theirs = as_bytes(sent), as_bytes(received)
         self._meet()
         self._comm.Alltoall(mine, theirs)
 
@@ -355,10 +353,10 @@ class MpiRanks(Ranks):
         Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
         """
         ours, theirs = (
-            np.split(buffers.as_bytes(array), np.cumsum(np.multiply(each, array.itemsize))[:-1])
+            np.split(as_bytes(array), np.cumsum(np.multiply(each, array.itemsize))[:-1])
             for array, each in ((sent, counts), (received, taken))
         )
-        buffers.put(theirs[self.rank], ours[self.rank])
+        put(theirs[self.rank], ours[self.rank])
         others = (*range(self.rank + 1, self.size), *range(self.rank))  # not all to rank 0 first
         most, comm = max(1, self.max_count // self.size), self._comm
         self._meet()
@@ -366,17 +364,16 @@ class MpiRanks(Ranks):
             start([piece, MPI.BYTE], rank, _EXCHANGE_TAG)
             for start, blocks in ((comm.Irecv, theirs), (comm.Isend, ours))
             for rank in others
-            for piece in buffers.pieces(blocks[rank], most)
+            for piece in pieces(blocks[rank], most)
         ]
         MPI.Request.Waitall(requests)
 
-    def begin_to_send(self, block: Array, rank: int, tag: int) -> Message:
-        """Begin to send `block`, of any dtype, to one rank, which receives as many bytes with this tag."""
-        return Message(self._comm, buffers.as_bytes(block), rank, PROGRAM_TAG + tag, self.max_count, sends=True)
+    def begin_message(self, block: Array, rank: int | None, tag: int, *, sends: bool) -> Message:
+        """Begin to send `block`, of any dtype, to one rank, or to receive into it from one; None means any.
 
-    def begin_to_receive(self, block: Array, rank: int | None, tag: int) -> Message:
-        """Begin to receive into `block`, of any dtype, from one rank; None means any."""
-        return Message(self._comm, buffers.as_bytes(block), rank, PROGRAM_TAG + tag, self.max_count, sends=False)
+        Both ranks give as many bytes, and the same tag.
+        """
+        return Message(self._comm, as_bytes(block), rank, PROGRAM_TAG + tag, self.max_count, sends=sends)
 
     def link(self, ranks: Sequence[int]) -> MPI.Intracomm:
         """Return MPI's communicator of some of these ranks, in their order.  Collective over them alone."""

@@ -21,9 +21,11 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, host_wire_dtype, quietly
+from mpistrategy.mpi.shared_memory import mailboxes
 from mpistrategy.mpi.shared_memory.node_results import LEAST_BYTES, NO_BLOCK, NodeResults
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Counter, Waiting, counter_bytes
+from mpistrategy.mpi.tuning.thresholds import Thresholds
 
 _COUNTERS = 4
 _BUFFERS = 2
@@ -290,3 +292,9 @@ class NodeSum:
 
 def _nothing() -> None:
     """Copy nothing: no chunk has begun."""
+
+
+def bytes_for(ranks: int, thresholds: Thresholds) -> int:
+    """Return how much memory each of so many ranks of a node needs for both."""
+    chunk_bytes = chunk_bytes_for(ranks, thresholds.chunk_bytes)
+    return mailboxes.segment_bytes(thresholds.cell_bytes) + segment_bytes(chunk_bytes)

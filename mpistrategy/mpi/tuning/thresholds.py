@@ -1,9 +1,27 @@
-"""Which route a value takes, by its size: thresholds that were measured, one set for all ranks."""
+"""Which route a value takes, by its size: thresholds that were measured, one set for all ranks; and their files.
+
+There is a file for each MPI, number of ranks on a node and number of nodes.  `mpistrategy bench --save` writes them to
+``$XDG_CACHE_HOME/mpistrategy`` (``~/.cache/mpistrategy``), where every new strategy looks for its own.
+MPISTRATEGY_PATHS=FILE names another file; MPISTRATEGY_PATHS= (empty) means the defaults.
+"""
 
 from __future__ import annotations
 
+import errno
+import json
+import os
+import re
+import reprlib
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal
+
+from mpistrategy import own_files
+from mpistrategy.errors import FallbackWarning
+from mpistrategy.mpi.contract.call_sites import warn
 
 #: The route of `Ranks.allreduce`: none (one rank), between threads, in a node's shared memory; within nodes and
 #: between them, with every rank as a lane; by MPI's Allreduce; and by MPI's Reduce and Bcast, which an algorithm may
@@ -52,3 +70,140 @@ _OF_LIBRARIES = {
 def default_for(library: str) -> Thresholds:
     """Return the shipped thresholds for an MPI library."""
     return next((thresholds for name, thresholds in _OF_LIBRARIES.items() if library.startswith(name)), DEFAULT)
+
+
+VARIABLE = "MPISTRATEGY_PATHS"
+#: A file is a thousand times smaller.
+MOST_BYTES = 2**20
+_MOST = 2**40
+
+
+def file_for(library: str, ranks_on_node: int, nodes: int) -> Path:
+    """Return where thresholds are kept for an MPI library, so many ranks on the fullest node, and so many nodes.
+
+    Raises:
+        FileNotFoundError: where neither `VARIABLE` names a file nor a home folder is known.
+    """
+    named = os.environ.get(VARIABLE)
+    return expanded(named) if named else kept_file(library, f"{ranks_on_node}x{nodes}")
+
+
+def kept_file(library: str, of_what: str) -> Path:
+    """Return the file that keeps a finding about an MPI library from one job to the next.
+
+    Raises:
+        FileNotFoundError: where no home folder is known.
+    """
+    name = re.sub(r"[^a-z0-9.]+", "-", library.lower()).strip("-.")
+    return expanded(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "mpistrategy" / f"{name}-{of_what}.json"
+
+
+def expanded(path: str) -> Path:
+    """Return a path with the home folder in place of ``~``.
+
+    Raises:
+        FileNotFoundError: where none is known: without HOME and an entry for this user.
+    """
+    found = os.path.expanduser(path)
+    if found.startswith("~"):
+        raise FileNotFoundError(errno.ENOENT, "no home folder is known (set HOME, or XDG_CACHE_HOME)", path)
+    return Path(found)
+
+
+def library_name(version: str) -> str:
+    """Return the library and its version from MPI's version text: ``"Open MPI v5.0.11"``."""
+    first = (version.strip("\0 \n").splitlines() or ["unknown"])[0]
+    return " ".join(re.split(r",| for ", first)[0].replace("Version:", "").replace("(R)", "").split())
+
+
+def replace_whole(file: Path, text: str) -> None:
+    """Write a file that others may read meanwhile, maybe on another node with the same home: the old one, or the new.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    own_files.make_folders(str(file.parent))
+    with own_files.whole_file(str(file)) as draft:
+        draft.write(text.encode())
+        os.fchmod(draft.fileno(), 0o644)
+
+
+def save(thresholds: Thresholds, file: Path) -> None:
+    """Write thresholds to a file.
+
+    Raises:
+        OSError: when it cannot be written.
+    """
+    replace_whole(file, json.dumps(asdict(thresholds), indent=1) + "\n")
+
+
+def load(file: Path) -> Thresholds:
+    """Return the thresholds of a file.
+
+    Raises:
+        OSError: when it cannot be read, or is not a small file of this user's, or root's, own.
+        ValueError: when it is none of these files; the text says what is wrong.
+    """
+    try:
+        content = json.loads(own_files.read(str(file), MOST_BYTES).decode())
+    except (ValueError, RecursionError) as error:  # also for what is no UTF-8
+        raise ValueError(f"it is not JSON ({reprlib.repr(str(error))})") from error
+    names = DEFAULT.sizes().keys()
+    if not isinstance(content, dict) or content.keys() != {*names, "source"}:
+        raise ValueError(f"it does not have the thresholds {', '.join(names)}")
+    for name in names:
+        if type(content[name]) is not int or not 64 <= content[name] <= _MOST or content[name] % 64:
+            raise ValueError(f"{name} is {reprlib.repr(content[name])}, expected a multiple of 64 from 64 to {_MOST}")
+    return Thresholds(**{**content, "source": str(file)})
+
+
+def agreed(version: str, rank: int, node_of: Sequence[int], allgather_text: Callable[[str], list[str]]) -> Thresholds:
+    """Return the thresholds for these ranks, the same on all of them: those that rank 0 finds.  Collective.
+
+    A file that cannot be used means the defaults, and one warning on rank 0.
+
+    Args:
+        version: what MPI says about its version.
+        rank: this rank.
+        node_of: the node of each rank.
+        allgather_text: returns the texts of all ranks.
+    """
+    if _tried:
+        return _tried[-1]
+    found, complaint = _found(library_name(version), node_of) if rank == 0 else (DEFAULT, "")
+    values = json.loads(allgather_text(json.dumps(asdict(found)))[0])
+    if complaint:  # not before: a warning may be an error, and the others wait
+        warn(complaint, FallbackWarning)
+    return Thresholds(**values)
+
+
+def _found(library: str, node_of: Sequence[int]) -> tuple[Thresholds, str]:
+    """Return the thresholds of a file, and why it cannot be used; then the shipped ones."""
+    named, default = os.environ.get(VARIABLE), default_for(library)
+    file = named
+    try:
+        if named is None:
+            file = str(file_for(library, max(Counter(node_of).values()), max(node_of) + 1))
+        if not file or (named is None and not os.path.isfile(file)):
+            return default, ""
+        return load(expanded(file)), ""
+    except (OSError, ValueError) as error:
+        reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        told = (
+            f"the thresholds in {file} cannot be used: {reason}; all ranks use the defaults. Measure anew with "
+            f"`mpistrategy bench --save`, remove the file, or name another one: {VARIABLE}=FILE."
+        )
+        return default, told if file else ""  # without a home folder there is no file
+
+
+_tried: list[Thresholds] = []
+
+
+@contextmanager
+def trying(thresholds: Thresholds) -> Iterator[None]:
+    """Give these thresholds to strategies that are made meanwhile, on all ranks: for whoever searches better ones."""
+    _tried.append(thresholds)
+    try:
+        yield
+    finally:
+        _tried.pop()

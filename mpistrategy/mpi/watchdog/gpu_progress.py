@@ -2,69 +2,31 @@
 
 An all-reduce on a stream outlives the call that began it.  A program that waits for its result is in no collective of
 ours, so the watchdog has to look at the GPU itself.  It must not ask CUDA: a query may wait for a lock that the hanging
-call holds.  Instead the GPU writes the numbers of the collectives that it begins and ends, in the order of the stream,
+call holds.  Instead the GPU copies the numbers of the collectives that it begins and ends, in the order of the stream,
 into memory of the host, where any thread can read them.
 """
 
 from __future__ import annotations
 
-import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, in_words
 from mpistrategy.mpi.watchdog.roll_call import FAILED
 
-#: Numbers are counted modulo this.
-_RING = 1024
-#: How many may be under way: half of the ring, so that it is clear which number is ahead.
+#: Numbers are counted modulo this: two for each collective, an odd one where it begins, an even one where it ends.
+_RING = 2048
+#: How far the GPU may be behind: half of the ring, so that it is clear which number is ahead.
 MOST = _RING // 2
-_BEGUN, _ENDED = 0, 1
 _NUMBER_BYTES = 8
 _TO_HOST = 2  # cudaMemcpyKind
-
-#: Puts the writing of a number on a stream: ``write(stream, address, number)``.
-_Write: TypeAlias = Callable[[int, int, int], None]
-
-
-def stream_writer(stream: int, address: int) -> _Write | None:
-    """Return what puts the writing of a number of 32 bits to pinned memory on a stream: the least work for a GPU.
-
-    Args:
-        stream, address: a stream and pinned memory, to try it with: a 0 is written there.
-
-    Returns:
-        None where the driver does not offer it, or not for this memory.
-    """
-    try:
-        call = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
-    except (OSError, AttributeError):
-        return None
-    call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
-
-    def write(stream: int, address: int, number: int) -> None:
-        code = call(stream, address, number, 0)
-        if code:
-            raise RuntimeError(f"cuStreamWriteValue32: error {code} of the CUDA driver")
-
-    return None if call(stream, address, 0, 0) else write
-
-
-def _copy_of(cupy: Any) -> _Write:
-    """Return what copies one of the numbers, which are in GPU memory, to the host."""
-    numbers, copy = cupy.arange(_RING, dtype="int64"), cupy.cuda.runtime.memcpyAsync
-
-    def write(stream: int, address: int, number: int) -> None:
-        copy(address, numbers.data.ptr + number * _NUMBER_BYTES, _NUMBER_BYTES, _TO_HOST, stream)
-
-    return write
 
 
 class GpuProgress:
     """The collectives on this rank's GPU.
 
-    The thread that makes collectives makes it; the watchdog calls `look`, `waited`, `limit` and `in_words`.
+    The thread that makes collectives makes it; the watchdog calls `look`, `wait` and `in_words`.
 
     Args:
         cupy: the package; the device must be the current one.
@@ -79,27 +41,28 @@ class GpuProgress:
 
         self._cupy = cupy
         self._check = check
-        self._reached = empty_pinned((2,), "int64")
+        self._reached = empty_pinned((1,), "int64")
         self._reached[:] = 0
-        stream = cupy.cuda.get_current_stream()
-        self._address = self._reached.ctypes.data
-        self._write = stream_writer(stream.ptr, self._address) or _copy_of(cupy)
+        #: All numbers, in GPU memory, to be copied from.
+        self._numbers = cupy.arange(_RING, dtype="int64")
+        self._source, self._target = self._numbers.data.ptr, self._reached.ctypes.data
         self._given = 0
-        #: The entry of each in the flight record, and its timeout, by number.
+        #: The entry of each in the flight record, and its timeout, by the number where it ends.
         self._entries: list[tuple[CurrentCall | None, float | None]] = [(None, None)] * _RING
+        stream = cupy.cuda.get_current_stream()
         self._last = cupy.cuda.Event(disable_timing=True)
         self._last.record(stream)
         self._last.synchronize()  # other streams read the numbers, too
         self._stream = stream.ptr
-        #: What the watchdog saw last: the oldest collective that is not over, whether the GPU is at it, since when.
-        self._seen: tuple[int, bool, float] | None = None
+        #: How far the GPU was when the watchdog saw last that a result is missing, and since when.
+        self._seen: tuple[int, float] | None = None
         self.failure: str = ""
 
     @property
     def is_full(self) -> bool:
         """Whether `collective` has to wait until one is over."""
-        ended = int(self._reached[_ENDED])  # read first: what is given may only become more meanwhile
-        return (self._given - ended) % _RING >= MOST
+        reached = int(self._reached[0])  # read first: what is given may only become more meanwhile
+        return (self._given - reached) % _RING >= MOST
 
     @property
     def is_over(self) -> bool:
@@ -108,9 +71,8 @@ class GpuProgress:
 
     @property
     def is_in_one(self) -> bool:
-        """Whether the GPU is in a collective, or about to be; does not ask CUDA."""
-        ended = int(self._reached[_ENDED])
-        return int(self._reached[_BEGUN]) != ended
+        """Whether the GPU is in a collective; does not ask CUDA."""
+        return bool(self._reached[0] % 2)
 
     @contextmanager
     def collective(self, entry: CurrentCall | None, limit: float | None = None) -> Iterator[int]:
@@ -124,50 +86,54 @@ class GpuProgress:
         if stream.ptr != self._stream:
             stream.wait_event(self._last)  # one after the other, whatever streams the program uses
             self._stream = stream.ptr
-        self._given = (self._given + 1) % _RING
-        self._entries[self._given] = entry, limit
-        self._write(stream.ptr, self._address, self._given)
+        self._entries[(self._given + 2) % _RING] = entry, limit
+        self._write_next()
         yield stream.ptr
-        self._write(stream.ptr, self._address + _NUMBER_BYTES, self._given)
+        self._write_next()
         self._last.record(stream)
+
+    def _write_next(self) -> None:
+        """Put the writing of the next number on the stream."""
+        self._given = (self._given + 1) % _RING
+        source = self._source + self._given * _NUMBER_BYTES
+        self._cupy.cuda.runtime.memcpyAsync(self._target, source, _NUMBER_BYTES, _TO_HOST, self._stream)
 
     def look(self, now: float) -> None:
         """Look how far the GPU has come; for the watchdog."""
-        ended = int(self._reached[_ENDED])
-        begun, given = int(self._reached[_BEGUN]), self._given
-        if ended == given:
+        reached = int(self._reached[0])
+        if reached == self._given:
             self._seen, self.failure = None, ""
             return
-        at = (ended + 1) % _RING, begun != ended
-        if self._seen is None or self._seen[:2] != at:
-            self._seen = *at, now
+        if self._seen is None or self._seen[0] != reached:
+            self._seen = reached, now
         try:
             self._check()
         except Exception as error:  # of the library's own type
             self.failure = str(error)
 
-    @property
-    def entry(self) -> CurrentCall | None:
-        """The collective whose result is missing, as of the last look; None without one."""
-        return None if self._seen is None else self._entries[self._seen[0]][0]
+    def _missing(self) -> tuple[CurrentCall | None, float | None]:
+        """Return the entry and the timeout of the oldest collective that is not over."""
+        reached = 0 if self._seen is None else self._seen[0]
+        return self._entries[(reached + 2 - reached % 2) % _RING]
 
-    def waited(self, now: float, not_before: float) -> float:
-        """Return how long the GPU has been in the oldest collective; 0 before it has come to it."""
-        if self._seen is None or not self._seen[1]:
-            return 0.0
-        return max(0.0, now - max(self._seen[2], not_before))
+    def wait(self, now: float, not_before: float, usual: float) -> tuple[float, float]:
+        """Return how long the GPU has been in the oldest collective, 0 before it has come to it, and the limit of that.
 
-    def limit(self, usual: float) -> float:
-        """Return how long the oldest collective may take, in seconds."""
-        seconds = None if self._seen is None else self._entries[self._seen[0]][1]
-        return usual if seconds is None else seconds
+        Args:
+            now, not_before: until when, and from when on, time counts.
+            usual: the timeout of a collective without its own.
+        """
+        if self._seen is None or not self._seen[0] % 2:
+            return 0.0, usual
+        return max(0.0, now - max(self._seen[1], not_before)), self._missing()[1] or usual
 
     def in_words(self, now: float) -> str:
         """Return where the GPU is; "" when no result is missing."""
         if self._seen is None:
             return ""
-        what = "a collective" if self.entry is None else in_words(self.entry)
-        if not self._seen[1]:
+        entry, _ = self._missing()
+        what = "a collective" if entry is None else in_words(entry)
+        if not self._seen[0] % 2:
             return f"on its way: its GPU is still at what comes before {what}"
         failed = f"{FAILED}{self.failure}" if self.failure else ""
-        return f"in {what} on its GPU for {now - self._seen[2]:.1f} s{failed}"
+        return f"in {what} on its GPU for {now - self._seen[1]:.1f} s{failed}"

@@ -24,6 +24,8 @@ _STATES = {
     "Z": "its process {} has ended",
     "X": "its process {} has ended",
 }
+#: How the text of a rank begins whose program has ended.
+ENDED = "at its end"
 _LIBRARY = os.path.join(os.path.dirname(os.__file__), "")
 _HOLDING = "its process {} runs, but code in it does not let other Python threads run"
 
@@ -36,26 +38,27 @@ def node_name() -> str:
 def now_doing(guards: Iterable[Guard]) -> str:
     """Return where this process is: in which collective, or after which one and where in the program."""
     now, guards = time.monotonic(), list(guards)
-    inside = [(entry.entered, entry, guard) for guard in guards if (entry := inside_of(guard)) is not None]
+    inside = [(entry, guard) for guard in guards if (entry := inside_of(guard)) is not None]
     if inside:
-        entered, entry, guard = min(inside, key=lambda each: each[0])
+        entry, guard = min(inside, key=lambda each: each[0].entered)
         in_main = guard.thread == threading.main_thread().ident
         words = flight_recorder.in_words(entry, with_place=not in_main)
         place = f"{'' if in_main else 'main thread '}{_place()}"
         if guard.own_gpu_since < math.inf:
             return f"on its way: its GPU is still at what comes before {words}; {place}"
-        return f"in {words} for {now - entered:.1f} s; {place}"
+        return f"in {words} for {now - entry.entered:.1f} s; {place}"
     for guard in guards:
         if guard.gpu_progress is not None and (on_gpu := guard.gpu_progress.in_words(now)):
             return f"{on_gpu}; {_place()}"
     left = [entry for guard in guards if (entry := guard.record.last()) is not None and entry.left]
-    last = max(left, key=lambda entry: entry.entered, default=None)
     words = "it has made no collective yet"
-    if last is not None:
+    if left:
+        last = max(left, key=lambda entry: entry.entered)
         words = f"its last was {flight_recorder.in_words(last)}, {now - last.left:.1f} s ago"
+    where = f"in no collective: {_place()}"
     if any(guard.leaving for guard in guards):
-        return f"at its end: its program has ended; {words}"
-    return f"in no collective: {_place()}; {words}"
+        where = f"{ENDED}: its program has ended"
+    return f"{where}; {words}"
 
 
 def inside_of(guard: Guard) -> CurrentCall | None:
@@ -97,23 +100,19 @@ def _frames_stay() -> Iterator[None]:
 
 
 def record(guards: Iterable[Guard]) -> str:
-    """Return the flight record of this process: the last collectives of all its strategies, oldest first."""
-    # Copies of the records without letting the program's threads run, which write more.
-    entries = sorted((entry for guard in guards for entry in list(guard.record.entries)), key=lambda each: each.entered)
-    if not entries:
-        return "no collectives yet\n"
-    now, head = time.monotonic(), f"{'entered':>14} {'took':>14}  collective (# its number in its strategy)\n"
-    return head + "".join(f"{flight_recorder.line_of(entry, now)}\n" for entry in entries)
-
-
-def stacks() -> str:
-    """Return the Python stacks of all threads, the main one first."""
+    """Return the Python stacks of all threads, the main one first, and the last collectives of all strategies."""
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, me = threading.main_thread().ident, threading.get_ident()
     with _frames_stay():
         found = {ident: "".join(traceback.format_stack(frame)) for ident, frame in sys._current_frames().items()}
     others = sorted(found.keys() - {me}, key=lambda ident: ident != main)
-    return "\n".join(f"thread {names.get(each, each)} (most recent call last):\n{found[each]}" for each in others)
+    stacks = [f"thread {names.get(each, each)} (most recent call last):\n{found[each]}" for each in others]
+    # Copies of the records without letting the program's threads run, which write more.
+    entries = [entry for guard in guards for entry in list(guard.record.entries)]
+    now = time.monotonic()
+    calls = [flight_recorder.line_of(entry, now) for entry in sorted(entries, key=lambda each: each.entered)]
+    head = f"{'entered':>14} {'took':>14}  collective (# its number in its strategy)"
+    return "\n".join([*stacks, *([head, *calls] if calls else ["no collectives yet"])])
 
 
 def why_silent(process: int) -> str:

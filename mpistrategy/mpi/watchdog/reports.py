@@ -8,13 +8,34 @@ from __future__ import annotations
 import os
 import stat
 import sys
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 from mpistrategy.objects.text import encoded
 
-_LOOK_SECONDS = 0.01
+_LOOK_SECONDS, _FLUSH_SECONDS = 0.01, 0.5
+#: How long the launcher may take to forward what it has read.
+_FORWARDING_SECONDS = 0.3
+
+T = TypeVar("T")
+
+
+def in_time(work: Callable[[], T], otherwise: T, seconds: float) -> tuple[T, threading.Thread]:
+    """Return what `work` returns, or `otherwise` where it raises or takes longer; and the thread that does it."""
+    found = [otherwise]
+
+    def quietly() -> None:
+        with suppress(Exception):
+            found.append(work())
+
+    thread = threading.Thread(target=quietly, name="mpistrategy watchdog's patience", daemon=True)
+    with suppress(RuntimeError):  # no thread can be started
+        thread.start()
+        thread.join(seconds)
+    return found[-1], thread
 
 
 def write_at_once(text: str) -> None:
@@ -25,6 +46,28 @@ def write_at_once(text: str) -> None:
     with suppress(OSError):
         while data:
             data = data[os.write(2 if pytest is None else pytest.stderr, data) :]
+
+
+def say(title: str, text: str) -> None:
+    """Do `write_at_once` with each line of a text behind a title."""
+    write_at_once("".join(f"{title}{line}\n" for line in text.splitlines()))
+
+
+def finish(title: str, seconds: float = 10.0) -> None:
+    """Say which tests have failed, which pytest prints at its end only, and let the launcher read all that was printed.
+
+    Args:
+        title: the beginning of each line.
+        seconds: how long the launcher may take.
+    """
+    pytest = _captured()
+    if pytest is not None:
+        say(title, str(pytest.failed_tests()))
+    for stream in (sys.stdout, sys.stderr):
+        if stream is not None:
+            in_time(stream.flush, None, _FLUSH_SECONDS)
+    wait_until_read(seconds)
+    time.sleep(_FORWARDING_SECONDS)
 
 
 def wait_until_read(seconds: float = 10.0) -> None:
@@ -43,12 +86,6 @@ def _unread(descriptor: int) -> int:
         if stat.S_ISFIFO(os.fstat(descriptor).st_mode):
             return int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
     return 0
-
-
-def failed_tests() -> str:
-    """Return which tests have failed on this rank so far; "" without any.  pytest prints them at its end only."""
-    pytest = _captured()
-    return "" if pytest is None else str(pytest.failed_tests())
 
 
 def _captured() -> Any:

@@ -6,7 +6,6 @@ import math
 import re
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from mpistrategy.errors import CollectiveTimeoutError, RankCall
@@ -21,6 +20,10 @@ _MOST_ROWS = 64
 _UNKNOWN = (
     "its node does not answer, no strategy connects it yet (where only some ranks make one: "
     "MirroredStrategy(communicator=...)), or it is stopped (ps on its node: state T)"
+)
+_CURES = (
+    "Work that one rank does for long on purpose: `with strategy.expect_long(seconds)`; a longer limit: "
+    "MPISTRATEGY_TIMEOUT_SECONDS."
 )
 
 
@@ -63,22 +66,21 @@ class RollCall:
             return f"All {self._size} ranks wait: {why}."
         return f"{self._size - len(self.missing)} of {self._size} ranks wait{self._absent}."
 
-    def text(self, records: str, end: str) -> str:
+    def text(self, records: str, is_contained: bool) -> str:
         """Return the roll call as text.
 
         Args:
             records: where the records and the stacks are, in words.
-            end: what happens now, in words.
+            is_contained: whether the job goes on.
         """
         rows, late = self.statuses, max(self.statuses, key=lambda each: each.waited - each.limit)
         failed = [each.rank for each in rows if FAILED in each.text]
+        told = f"a collective is late: rank {late.rank} has waited for {late.waited:.1f} s "
+        told += f"(timeout_seconds={late.limit:g})"
         if failed:
             told = f"a collective has failed on a GPU: {ranks_in_words(failed)}"
         elif not late.waited:
             told = "a collective is late: no rank waits for another one, and a GPU does not come to it"
-        else:
-            told = f"a collective is late: rank {late.rank} has waited for {late.waited:.1f} s "
-            told += f"(timeout_seconds={late.limit:g})"
         if len(rows) > _MOST_ROWS:  # those that did not come before those that wait
             rows = sorted(rows, key=lambda each: each.rank not in self.missing)[:_MOST_ROWS]
         lines = [f"roll call: {told}", *map(_row, rows)]
@@ -86,13 +88,8 @@ class RollCall:
             lines.append(f"  and {len(self.statuses) - len(rows)} more ranks that wait")
         if self.unknown:
             lines.append(f"  nothing is known of {ranks_in_words(self.unknown)}: {_UNKNOWN}")
-        lines += [
-            self.summary,
-            records,
-            f"{end}. Work that one rank does for long on purpose: `with strategy.expect_long(seconds)`; a longer "
-            "limit: MPISTRATEGY_TIMEOUT_SECONDS.",
-        ]
-        return "\n".join(lines)
+        end = "The ranks that wait raise CollectiveTimeoutError" if is_contained else "The job ends with status 124"
+        return "\n".join([*lines, self.summary, records, f"{end}. {_CURES}"])
 
 
 def as_data(statuses: Sequence[RankStatus]) -> dict[int, dict[str, object]]:
@@ -130,20 +127,14 @@ def statuses_in(data: Mapping[str, Any]) -> list[RankStatus]:
     ]
 
 
-def call_in(text: str) -> RankCall:
-    """Return the call of a status such as ``in #7 Strategy.reduce SUM float64[3] (24 B) for 2 s; at train.py:12``.
-
-    A text of no collective becomes `left`.
-    """
-    call = re.match(r"in #\d+ (\S+)(?: ([A-Z]+)\b)?", text)
-    if call is None:
-        return RankCall(left=text)
-    return RankCall(call=call[1], op=call[2] or "", site=text.rpartition(" at ")[2] if " at " in text else "")
-
-
 def _call_of(status: RankStatus) -> RankCall:
-    call = call_in(status.text)
-    return replace(call, left=f"does not answer: {status.silent}") if status.silent else call
+    """Return the call of a status such as ``in #7 Strategy.reduce SUM float64[3] (24 B) for 2 s; at train.py:12``."""
+    call = re.match(r"in #\d+ (\S+)(?: ([A-Z]+)\b)?", status.text)
+    if status.silent:
+        return RankCall(left=f"does not answer: {status.silent}")
+    if call is None:
+        return RankCall(left=status.text)
+    return RankCall(call=call[1], op=call[2] or "", site=status.text.rpartition(" at ")[2])
 
 
 def _row(status: RankStatus) -> str:

@@ -1,12 +1,13 @@
-"""Small files through which the watchdogs of several nodes hear of each other; and where reports are written.
+"""What the nodes of a job hear of each other: names and small files in one directory, which all of them see.
 
-The directory is made when somebody has something to say: that a rank is busy for long, that one takes no more calls,
-that a collective is late.  Nothing here may stop or slow the job: what cannot be written is not written, after one
-warning, and a file system may hang: see `in_time`.  Nobody else can have made the directory before: its name is random.
+The directory is made when somebody has something to say: that a node is busy for long, that a rank takes no more
+calls, that a collective is late.  Nothing here may stop or slow the job: what cannot be written is not written, after
+one warning, and a file system may hang.  Nobody else can have made the directory before: its name is random.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
@@ -16,15 +17,16 @@ from contextlib import suppress
 from typing import TypeVar
 
 from mpistrategy import own_files
+from mpistrategy.mpi.watchdog.reports import in_time
 from mpistrategy.objects.text import decoded, encoded
 
 #: The environment variable that names the folder of run directories; all nodes must see it.
 VARIABLE = "MPISTRATEGY_RUN_DIR"
 #: The beginning of their names.
 PREFIX = "mpistrategy-run-"
-#: What is in them: until when a node is busy (in the name: its number and a time); and what stays after a collective
-#: was late: a file of each node, which one of its ranks has written.
+#: Until when a node is busy, in seconds of time.time(): in the name, behind its number.
 BUSY = re.compile(r"busy-([0-9]{1,9})-([0-9]{1,12})")
+#: What a node knows of its ranks, which one of them has written after a collective was late.
 ERROR = re.compile(r"error-([0-9]{1,9})\.json")
 #: It is empty at first, made by the node that calls the roll, which makes it the alarm; then it is the roll call.
 ROLL_CALL = "roll-call.txt"
@@ -50,52 +52,38 @@ def new_path() -> str:
     return ""
 
 
-def begin(work: Callable[[], object]) -> threading.Thread:
-    """Do something that may never return, in a thread of its own; return that (not started: there is no thread)."""
-
-    def quietly() -> None:
-        with suppress(Exception):
-            work()
-
-    thread = threading.Thread(target=quietly, name="mpistrategy watchdog's file", daemon=True)
-    with suppress(RuntimeError):
-        thread.start()
-    return thread
-
-
-def in_time(work: Callable[[], T], otherwise: T, seconds: float = FILE_SECONDS) -> T:
-    """Return what `work` returns, or `otherwise` where it does not return in time, or raises."""
-    found = [otherwise]
-    thread = begin(lambda: found.append(work()))
-    if thread.is_alive():
-        thread.join(seconds)
-    return found[-1]
-
-
 class RunDirectory:
     """The files of one communicator's ranks.
 
     Args:
         path: where; "" for nowhere.
         title: the beginning of warnings; "" for none: another rank warns.
-
-    Attributes:
-        is_used: whether this rank has written to it.
     """
 
     def __init__(self, path: str, title: str = "") -> None:
         self.path = path
         self._title = title
         self._works = bool(path)
-        self.is_used: bool = False
+        self._asked = threading.Thread()  # none yet
+        #: What this rank has written for the time being.
+        self._passing: list[str] = []
+
+    def _ask(self, work: Callable[[], T], otherwise: T) -> T:
+        """Do something with files; return `otherwise` where that fails or hangs, or something before still does."""
+        if not self.path or self._asked.is_alive():
+            return otherwise
+        found, self._asked = in_time(work, otherwise, FILE_SECONDS)
+        return found
 
     def write(self, name: str, text: str) -> bool:
         """Write a file as a whole, or warn once; return whether it is there."""
+        return self._works and self._ask(lambda: self._write(name, text), False)
+
+    def _write(self, name: str, text: str) -> bool:
         try:
-            if self._works:
-                self._make()
-                with own_files.whole_file(os.path.join(self.path, name)) as file:
-                    file.write(encoded(text))
+            self._make()
+            with own_files.whole_file(os.path.join(self.path, name)) as file:
+                file.write(encoded(text))
         except OSError as error:
             self._works = False
             if self._title:
@@ -107,42 +95,57 @@ class RunDirectory:
         return self._works
 
     def _make(self) -> None:
-        self.is_used = True
         own_files.make_folders(os.path.dirname(self.path))
         with suppress(FileExistsError):  # not looked for before: NFS may show for a while what is gone
             own_files.make_folder(self.path)
 
+    def claim(self, name: str) -> bool:
+        """Make an empty file; return False if another rank has made it, or none can be made."""
+        return self._ask(lambda: self._claim(name), False)
+
+    def _claim(self, name: str) -> bool:
+        self._make()
+        os.close(own_files.new_file(os.path.join(self.path, name)))
+        return True
+
     def read(self, name: str) -> str:
         """Return the text of a file; "" where there is none."""
-        with suppress(OSError):
-            return decoded(own_files.read(os.path.join(self.path, name), _MOST_BYTES))
-        return ""
+        path = os.path.join(self.path, name)
+        return self._ask(lambda: decoded(own_files.read(path, _MOST_BYTES)), "")
 
     def names(self) -> list[str]:
         """Return the names of all files; [] where the directory cannot be read."""
-        with suppress(OSError):
-            return os.listdir(self.path) if self.path else []
-        return []
+        return self._ask(lambda: os.listdir(self.path), [])
 
-    def claim(self, name: str) -> bool:
-        """Make an empty file; return False if another rank has made it, True also where none can be made."""
-        try:
-            self._make()
-            os.close(own_files.new_file(os.path.join(self.path, name)))
-        except FileExistsError:
-            return False
-        except OSError:
-            pass
-        return True
+    # ------------------------------------------------------------------------------------------- for the time being
 
-    def remove(self, name: str) -> None:
-        """Remove a file."""
-        with suppress(OSError):
-            os.unlink(os.path.join(self.path, name))
+    def write_passing(self, name: str, text: str) -> None:
+        """Write a file that `leave` removes."""
+        self._passing.append(name)
+        self.write(name, text)
 
-    def leave(self, *names: str) -> None:
-        """Remove files, and the directory if it is empty: not before, since other nodes may be writing to it."""
+    def say_busy(self, node: int, until: float) -> None:
+        """Say until when a node is busy, in seconds of time.time(), in place of what was said before."""
+        before = [name for name in self._passing if BUSY.fullmatch(name)]
+        self.write_passing(f"busy-{node}-{math.ceil(until)}", "")
+        self._ask(lambda: self._remove(before), None)
+
+    def busy_until(self, node: int) -> float:
+        """Return until when another node than this one is busy, in seconds of time.time(); 0 where none is."""
+        found = [match for match in map(BUSY.fullmatch, self.names()) if match is not None and int(match[1]) != node]
+        return max((float(match[2]) for match in found), default=0.0)
+
+    def leave(self) -> None:
+        """Remove what this rank has written for the time being, and the directory if it is empty then."""
+        if self._passing:
+            if self._asked.is_alive():
+                self._asked.join(FILE_SECONDS)
+            self._ask(lambda: self._remove(list(self._passing)), None)
+
+    def _remove(self, names: list[str]) -> None:
         for name in names:
-            self.remove(name)
-        with suppress(OSError):
+            self._passing.remove(name)
+            with suppress(OSError):
+                os.unlink(os.path.join(self.path, name))
+        with suppress(OSError):  # not before: other nodes may be writing to it
             os.rmdir(self.path)

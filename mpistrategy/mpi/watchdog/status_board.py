@@ -1,6 +1,7 @@
 """The status of each rank of a node, in memory that all of them see: one row of `ROW` for each rank.
 
 A rank's watchdog writes it and never calls MPI: the peers can read it when that rank hangs, is stopped, or has died.
+A text that is read while it is written may be mixed.
 """
 
 from __future__ import annotations
@@ -20,26 +21,21 @@ from mpistrategy.objects.text import decoded, encoded
 #: How far a rank has come with a late collective: its record and its stacks are written; the roll call is printed.
 ANSWERED, CALLED = 1, 2
 
-_NUMBER, _SECONDS = np.int64, np.float64  # of time.monotonic(), but `waited` and `limit`
-#: What a rank says of itself at a time: attributes of `RankStatus`.
-STATUS = np.dtype(
-    [
-        *((name, _NUMBER) for name in ("rank", "process", "signal")),
-        *((name, _SECONDS) for name in ("beat", "waited", "limit")),
-        ("text", "S900"),
-    ],
-    align=True,
-)
+_NUMBER, _SECONDS = "i8", "f8"  # of time.monotonic(), but `waited` and `limit`
+#: The numbers that a rank says of itself, in the order of the attributes of `RankStatus`.
+_SAID = {
+    **dict.fromkeys(("rank", "process", "signal"), _NUMBER),
+    **dict.fromkeys(("beat", "waited", "limit"), _SECONDS),
+}
 ROW = np.dtype(
     [
         ("mark", "S16"),
         ("ranks", _NUMBER),  # of the node, as many as there are rows
         ("strategy", _NUMBER),  # a number that only this one has, the same on all its ranks; 0 where there is none
         ("size", _NUMBER),  # how many ranks the strategy has
-        ("sequence", _NUMBER),  # odd while `status` is written
-        ("status", STATUS),
+        *_SAID.items(),
+        ("text", "S900"),
         ("expected", _SECONDS),  # until when this rank is busy, as it said
-        ("elsewhere", _SECONDS),  # until when another node is busy
         ("left", _NUMBER),  # whether some rank takes no more calls
         ("state", _NUMBER),  # 0, ANSWERED or CALLED: an alarm for the other ranks
         ("before", _NUMBER, LENGTH),  # see `FlightRecord`, as for `entered` and `after`
@@ -106,10 +102,11 @@ class StatusBoard:
     def __init__(self, memory: SharedMemory) -> None:
         self.local_rank: int = memory.local_rank
         self._fence = memory.fence
-        self._rows: list[Any] = [segment[: ROW.itemsize].view(ROW)[0] for segment in memory.segments]
+        rows = [segment[: ROW.itemsize].view(ROW) for segment in memory.segments]
+        self._rows: list[Any] = [row[0] for row in rows]
         self._mine = self._rows[self.local_rank]
-        mine = memory.mine[: ROW.itemsize].view(ROW)
-        self.entries: tuple[Array, Array, Array] = (mine["before"][0], mine["entered"][0], mine["after"][0])
+        before, entered, after = (rows[self.local_rank][name][0] for name in ("before", "entered", "after"))
+        self.entries: tuple[Array, Array, Array] = (before, entered, after)
 
     def introduce(self, strategy: int, ranks: int) -> None:
         """Say which strategy this is, and how many ranks it has."""
@@ -117,13 +114,10 @@ class StatusBoard:
         self._mine["ranks"], self._mine["mark"] = len(self._rows), MARK
 
     def write(self, status: RankStatus) -> None:
-        """Replace this rank's status: the fields of `STATUS`."""
-        values = [getattr(status, name) for name in STATUS.names or ()]
-        self._mine["sequence"] += 1
-        self._order()
-        self._mine["status"] = (*values[:-1], encoded(status.text, STATUS["text"].itemsize))
-        self._order()
-        self._mine["sequence"] += 1
+        """Replace this rank's status, from its rank to its text."""
+        for name in _SAID:
+            self._mine[name] = getattr(status, name)
+        self._mine["text"] = encoded(status.text, ROW["text"].itemsize)
 
     def write_record(self, text: str) -> None:
         """Show the node this rank's record; of a long one its beginning and its end."""
@@ -132,8 +126,9 @@ class StatusBoard:
         self._mine["record"] = data if len(data) <= most else data[:half] + _CUT + data[-half:]
 
     def put(self, name: str, value: float) -> None:
-        """Say at once one thing, from `expected` to `state` in `ROW`."""
-        self._order()
+        """Say one thing, from `expected` to `state` in `ROW`, after all that was written before."""
+        if self._fence is not None:
+            self._fence()
         self._mine[name] = value
 
     def all(self, name: str) -> list[float]:
@@ -141,29 +136,19 @@ class StatusBoard:
         return [float(row[name]) for row in self._rows]
 
     def read(self) -> list[RankStatus]:
-        """Return all statuses, by local rank; one that is being written all the time may be mixed."""
-        return [self._status(row) for row in self._rows]
+        """Return all statuses, by local rank."""
+        return [_status_in(row) for row in self._rows]
 
-    def _status(self, row: Any) -> RankStatus:
-        for _ in range(100):
-            before = int(row["sequence"])
-            self._order()
-            *values, text = row["status"].item()
-            self._order()
-            if before == row["sequence"] and not before & 1:
-                break
-        values += decoded(text), int(row["state"]), self._calls(row), decoded(bytes(row["record"]))
-        return RankStatus(*values)
 
-    def _calls(self, row: Any) -> dict[int, float]:
-        """Return when a rank entered its last calls; one that is being written now is left out."""
-        after = row["after"].tolist()
-        self._order()
-        times = row["entered"].tolist()
-        self._order()
-        entries = zip(after, times, row["before"].tolist(), strict=True)
-        return {number: at for number, at, before in sorted(entries) if number == before > 0}
+def _status_in(row: Any) -> RankStatus:
+    text, record = (decoded(bytes(row[name])) for name in ("text", "record"))
+    numbers: list[Any] = [row[name].item() for name in _SAID]
+    return RankStatus(*[*numbers, text, int(row["state"]), _calls_in(row), record])
 
-    def _order(self) -> None:
-        if self._fence is not None:
-            self._fence()
+
+def _calls_in(row: Any) -> dict[int, float]:
+    """Return when a rank entered its last calls; one that is being written now is left out."""
+    after = row["after"].tolist()  # read in the reverse of the order in which they are written
+    times = row["entered"].tolist()
+    entries = zip(after, times, row["before"].tolist(), strict=True)
+    return {number: at for number, at, before in sorted(entries) if number == before > 0}

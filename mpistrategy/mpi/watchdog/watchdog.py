@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from mpistrategy.errors import OptionError
-from mpistrategy.mpi.contract.failures import PATIENCE_SECONDS
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog import alarm, local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
@@ -27,8 +26,9 @@ from mpistrategy.mpi.watchdog.status_board import RankStatus
 
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
 _STOOD_STILL_SECONDS = 1.0
-#: How often `Watchdog.moves_on` tells the peers.
-_MOVES_SECONDS = 0.25
+#: After how long a wait for a rank that takes no more calls ends: by an error, or with the job where a rank stays in
+#: it.  Most ranks find out by themselves before: `Guard.look`.
+_RAISES_SECONDS, _ENDS_SECONDS = 3.0, 5.0
 _JOIN_SECONDS = 1.0
 
 
@@ -51,8 +51,7 @@ class Watchdog:
         self.groups: dict[Guard, Group] = {}
         #: Until when, for each `expect` that lasts; and what the peers know.
         self._busy: list[float] = []
-        self._expected = 0.0
-        self._resumed = 0.0
+        self._expected = self._resumed = 0.0
         self._reminded = self._failed = False
         self._changed = threading.Event()
         self._thread = threading.Thread()  # none yet
@@ -76,7 +75,7 @@ class Watchdog:
         if not self.groups and self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_SECONDS)
         if group is not None:
-            group.end()
+            group.directory.leave()
 
     @contextlib.contextmanager
     def expect(self, seconds: float) -> Iterator[None]:
@@ -93,9 +92,7 @@ class Watchdog:
 
     def moves_on(self) -> None:
         """Tell the peers that this rank makes progress with work whose end is not known."""
-        now = time.monotonic()
-        if now > self._expected + _MOVES_SECONDS:
-            self._set_expected(now)
+        self._set_expected(max(self._expected, time.monotonic()))
 
     def _set_expected(self, until: float) -> None:
         if os.getpid() == self.pid:  # a forked child sees the board, too, but must not write there
@@ -129,20 +126,16 @@ class Watchdog:
         ending = [group for group in groups if not group.guard.contains_errors]
         for group in groups:
             group.look_at_nodes(now)
-            group.tell_of_end()
-            in_vain, is_told = group.seconds_in_vain(now), group in ending or group.guard.is_told_late
-            if in_vain > 0 and not is_told:  # first, however late this look comes
-                group.guard.stop_waiting(group.failure().as_error())
-            elif in_vain > (0 if group in ending else PATIENCE_SECONDS):
-                alarm.end_for(group, group.failure(), self.title, self._end)
-            elif not is_told and (group.is_alarmed() or self._is_late(now, [group])):
-                if group.told is None:
-                    self._show(groups)
-                    alarm.contain(group, self.title)
-                else:  # this rank comes late to the call whose roll was called
-                    group.guard.stop_waiting(group.told)
+            group.look_for_failures(now)
+            in_vain, is_contained = group.seconds_in_vain(now), group.guard.contains_errors
+            if group.due is None:
+                if is_contained and (group.is_alarmed() or self._is_late(now, [group])):
+                    group.end_waits(alarm.call_the_roll([group], self.title).as_error(), now)
+            elif in_vain > _ENDS_SECONDS:
+                alarm.end_in_vain(group, group.due, self.title, self._end)
+            elif in_vain > _RAISES_SECONDS and is_contained:
+                group.guard.stop_waiting(group.due)
         if any(group.is_alarmed() for group in ending) or self._is_late(now, ending):
-            self._show(groups)
             alarm.answer(ending, self.title, self._end)
         self._remind(now, groups)
 
@@ -165,10 +158,10 @@ class Watchdog:
         waiting = [group for group in groups if group.guard.leaving and now - group.guard.since > group.guard.timeout]
         if waiting and not self._reminded:
             self._reminded = True
-            board = max(waiting, key=lambda group: len(group.ranks)).board
-            others = [each for each in board.read() if "at its end" not in each.text]
-            told = "".join(f"\n  rank {each.rank}: {each.text}" for each in others)
-            reports.write_at_once(f"{self.title}has ended its program and waits for the other ranks.{told}\n")
+            seen = max(waiting, key=lambda group: len(group.ranks)).board.read()
+            others = [f"  rank {each.rank}: {each.text}" for each in seen if local_process.ENDED not in each.text]
+            text = "\n".join(["has ended its program and waits for the other ranks.", *others])
+            reports.say(self.title, text)
 
 
 #: The watchdog of this process, or of the one that has forked it; None where there is none.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, division, host_wire_dtype, quietly
-from mpistrategy.mpi.contract.channel import FirstMessage
+from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
@@ -54,7 +54,7 @@ class FirstMessageRoute:
         op: SUM or MEAN.
     """
 
-    def __init__(self, communicator: Ranks, message: FirstMessage, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
+    def __init__(self, communicator: Ranks, message: ControlChannel, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self.packs: tuple[Pack, ...] = packing.plan(layouts, wire=host_wire_dtype)
         #: For each array its numbers in the message, their sums, its dtype on the wire, and how MEAN divides.
         self._rows: list[tuple[Array, Array, np.dtype[Any], tuple[Any, Any] | None]] = []

@@ -101,7 +101,7 @@ class Timeline:
     def write(self, path: str) -> None:
         """Write a file for viewers, as a whole.
 
-        Who may read it: as of checkpoints (`mpistrategy.own_files.file_mode`).
+        Who may read it: as of checkpoints (`mpistrategy.own_files.new_file`).
 
         Raises:
             TraceError: when it cannot be written.

@@ -222,14 +222,6 @@ def test_an_error_object_raised_twice_is_told_twice(strategy: ms.MirroredStrateg
     assert still_works(strategy)
 
 
-@pytest.mark.parametrize("make", [ms.OneDeviceStrategy, ms.MirroredStrategy])
-def test_no_closed_strategy_works(make: Callable[[], ms.Strategy]) -> None:
-    strategy = make()
-    strategy.close()
-    with pytest.raises(errors.ContextError, match="close"):
-        strategy.reduce("SUM", 1.0)
-
-
 @pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
 def test_the_default_strategy_stays_open() -> None:
     ms.get_strategy().close()

@@ -25,9 +25,8 @@ from replicas import RANK, SIZE, gather_texts, one_node, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, DeviceError, FallbackWarning, OptionTypeError
-from mpistrategy.mpi.gpu import inventory
-from mpistrategy.mpi.gpu.device_selection import bind
-from mpistrategy.mpi.gpu.inventory import Gpu, Sight
+from mpistrategy.mpi.gpu import device_selection
+from mpistrategy.mpi.gpu.device_selection import Gpu, Sight, bind
 from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.one_rank
@@ -245,9 +244,9 @@ def test_each_rank_has_the_nearest_that_was_free(seen: list[list[int]], data: st
 
 def test_looking_never_raises() -> None:
     with gpu_doubles.none("none here", "Get one"):
-        assert inventory.look(3) == Sight(host=os.uname().nodename, named=3, reason="none here", fix="Get one")
+        assert device_selection.look(3) == Sight(host=os.uname().nodename, named=3, reason="none here", fix="Get one")
     with gpu_doubles.raising(lambda: OSError("libnvrtc.so.12: cannot open")):
-        sight = inventory.look()
+        sight = device_selection.look()
     assert sight.is_strange
     assert "CuPy does not work here (OSError: libnvrtc.so.12: cannot open)" in sight.reason
 
@@ -263,7 +262,7 @@ def test_the_distance_of_a_gpu_from_the_cores(tmp_path: Path) -> None:
     for place, text in {"0000:3b:00.0": "1\n", "0000:01:00.0": "-1\n", "0000:02:00.0": "?"}.items():
         (tmp_path / "bus/pci/devices" / place).mkdir(parents=True)
         (tmp_path / "bus/pci/devices" / place / "numa_node").write_text(text)
-    found = partial(inventory.distance, system=str(tmp_path))
+    found = partial(device_selection.distance, system=str(tmp_path))
     assert found("0000:3b:00.0", [3]) == 12
     assert found("0000:3b:00.0", [3, 4]) == 10
     assert found("0000:3b:00.0", [99]) == 0
@@ -317,7 +316,7 @@ def test_what_cupy_tells(
     if runtime is not None:
         cupy.cuda = SimpleNamespace(runtime=runtime)
     monkeypatch.setitem(sys.modules, "cupy", cupy)
-    sight = inventory.look()
+    sight = device_selection.look()
     assert words in sight.reason
     assert sight.is_strange is is_strange
     if not words:
@@ -330,8 +329,8 @@ def test_what_cupy_tells(
 def test_without_cupy_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     if "cupy" in sys.modules or find_spec("cupy"):
         pytest.skip("CuPy is here")
-    assert inventory.look().reason == "CuPy is not installed"
-    assert not inventory.look().is_strange
+    assert device_selection.look().reason == "CuPy is not installed"
+    assert not device_selection.look().is_strange
 
 
 # ------------------------------------------------------------------------------------- strategies

@@ -12,10 +12,9 @@ from pretended import creation_seconds
 
 from mpistrategy import context
 from mpistrategy.errors import DeviceError
-from mpistrategy.mpi.gpu.device_selection import bind
-from mpistrategy.mpi.gpu.inventory import Sight
+from mpistrategy.mpi.gpu.device_selection import Sight, bind
 from mpistrategy.mpi.job.introductions import Introduction, introductions
-from mpistrategy.mpi.tuning import files
+from mpistrategy.mpi.tuning import thresholds as files
 
 pytestmark = pytest.mark.one_rank
 FEW, MANY, LOCAL = 2_000, 16_000, 8

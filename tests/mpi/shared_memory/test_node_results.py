@@ -14,8 +14,7 @@ import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory import memory_limits, node_results
 from mpistrategy.mpi.shared_memory.memory_limits import Room
-from mpistrategy.mpi.tuning.files import trying
-from mpistrategy.mpi.tuning.thresholds import DEFAULT
+from mpistrategy.mpi.tuning.thresholds import DEFAULT, trying
 
 pytestmark = [pytest.mark.mpi(min_size=2), one_node]
 

@@ -6,8 +6,7 @@ from mpistrategy.cli.doctor import network
 from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, Facts, Finding, Job, count, parts_of, ranks_of
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.gpu.cuda_aware import VARIABLE
-from mpistrategy.mpi.gpu.device_selection import bind
-from mpistrategy.mpi.gpu.inventory import Sight
+from mpistrategy.mpi.gpu.device_selection import Sight, bind
 from mpistrategy.objects.shown import ranks_in_words
 
 

@@ -77,11 +77,11 @@ def _room(ranks: list[Facts], has_others: bool, is_told: bool) -> list[Finding]:
 
 def _bytes_of_a_rank(ranks: int) -> int:
     """Return what each of the ranks of a node shares for a strategy."""
-    from mpistrategy.mpi.shared_memory import setup  # here, since the doctor starts quickly
+    from mpistrategy.mpi.shared_memory.node_sum import bytes_for  # here, since the doctor starts quickly
     from mpistrategy.mpi.tuning.thresholds import DEFAULT
     from mpistrategy.mpi.watchdog import status_board
 
-    return status_board.BYTES + setup.bytes_for(ranks, DEFAULT)
+    return status_board.BYTES + bytes_for(ranks, DEFAULT)
 
 
 def network(job: Job) -> list[Finding]:

@@ -16,7 +16,7 @@ from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
-from mpistrategy.mpi.gpu import cuda_aware, inventory
+from mpistrategy.mpi.gpu import cuda_aware, device_selection
 from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.mpi.gpu.transports.direct import DirectPath
 from mpistrategy.mpi.gpu.transports.staged import StagedPath
@@ -50,7 +50,7 @@ def _mine(ranks: Ranks) -> Abilities:
     cupy = cupy_for(_WHERE)
     if ranks.size == 1 or ranks.is_simulated:
         return Abilities()
-    seen, number = inventory.look().gpus, cupy.cuda.runtime.getDevice()
+    seen, number = device_selection.look().gpus, cupy.cuda.runtime.getDevice()
     gpu = seen[number].name if number < len(seen) else ""
     return Abilities(gpu, nccl.version(), cuda_aware.obstacle(ranks.nodes))
 

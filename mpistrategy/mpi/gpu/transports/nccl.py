@@ -87,18 +87,6 @@ class NcclPath(DevicePath):
                 found=f"arrays on GPU:{device}",
                 expected=f"arrays on GPU:{self._device}, as before: NCCL connects one GPU of each rank",
             )
-        self._check()
-
-    def _ask(self) -> None:
-        """Raise the error that NCCL has reported since, if any; in any thread, and without waiting."""
-        if self._asking.acquire(blocking=False):
-            try:
-                if not self._is_gone:
-                    self._nccl.check_async_error()
-            finally:
-                self._asking.release()
-
-    def _check(self) -> None:
         try:
             self._ask()
         except Exception as error:  # CuPy's NcclError
@@ -110,6 +98,15 @@ class NcclPath(DevicePath):
                 expected="an NCCL that connects the ranks",
                 fix="NCCL_DEBUG=INFO makes it say why; MPISTRATEGY_GPU_PATH=staged does without it.",
             )
+
+    def _ask(self) -> None:
+        """Raise the error that NCCL has reported since, if any; in any thread, and without waiting."""
+        if self._asking.acquire(blocking=False):
+            try:
+                if not self._is_gone:
+                    self._nccl.check_async_error()
+            finally:
+                self._asking.release()
 
     def _give_up(self, why: str) -> None:
         """Abort NCCL's work under way, so that nothing waits for it."""
@@ -189,7 +186,7 @@ class NcclPath(DevicePath):
                     end = time.monotonic() + seconds
                 if time.monotonic() > end:
                     self._give_up(f"no result within {seconds:g} s")
-                self._check()
+                self.check()
                 time.sleep(pause)
 
     def trial(self) -> str:

@@ -1,0 +1,88 @@
+"""The states of NumPy's random generators, as plain values.
+
+NumPy checks little of a state that it is given, so it is checked here.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any, TypeAlias
+
+import numpy as np
+
+from mpistrategy.checkpoint.storage.shards import shown
+
+AnyGenerator: TypeAlias = np.random.Generator | np.random.RandomState
+GENERATORS = (np.random.Generator, np.random.RandomState)
+_ARRAY = "ndarray"
+#: The dtypes of arrays in states of bit generators.
+_WORDS = tuple(f"{order}u{size}" for size in (4, 8) for order in "<>=")
+#: The largest values of numbers in states.  NumPy does not check positions before it reads memory at them.
+_LARGEST = {
+    "pos": 624,  # of MT19937, among the words of its key
+    "buffer_pos": 4,  # of Philox, among the numbers that it has ready
+    "has_uint32": 1,
+    "uinteger": 2**32 - 1,
+    "has_gauss": 1,
+    "inc": 2**128 - 1,
+}
+
+
+def state_of(generator: AnyGenerator) -> Any:
+    """Return the state of a generator as a nest of plain values."""
+    if isinstance(generator, np.random.RandomState):
+        return _plain(generator.get_state(legacy=False))
+    return _plain(generator.bit_generator.state)
+
+
+def set_state(generator: AnyGenerator, state: Any) -> None:
+    """Set the state of a generator to one that `state_of` returned.
+
+    Raises:
+        ValueError, TypeError, KeyError: for an invalid state, or one of another bit generator.
+    """
+    if isinstance(generator, np.random.RandomState):
+        generator.set_state(_from_plain(state))
+    else:
+        generator.bit_generator.state = _from_plain(state)
+
+
+def checked_state(generator: AnyGenerator, state: Any, times: int) -> Any:
+    """Return a state that `set_state` takes; of another stream, independent of it and of those of fewer times.
+
+    Raises:
+        ValueError, TypeError, KeyError: as `set_state`.
+        AttributeError: for a bit generator that has no other streams.
+    """
+    set_state(copy.deepcopy(generator), state)
+    if not times:
+        return state
+    bits, full = getattr(np.random, state["bit_generator"])(0), _from_plain(state)
+    bits.state = {key: full[key] for key in bits.state}
+    return {**state, **_plain(bits.jumped(times).state)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    if isinstance(value, np.ndarray):
+        return (_ARRAY, value.dtype.str, value.tolist())
+    return value.item() if isinstance(value, np.generic) else value
+
+
+def _from_plain(state: Any) -> dict[str, Any]:
+    """Return a state in NumPy's form; ValueError for numbers out of range."""
+    if not isinstance(state, dict):  # NumPy would take a tuple of the same numbers, unchecked
+        raise ValueError(f"a state of type {type(state).__name__}")
+    found: dict[str, Any] = {}
+    for name, value in state.items():
+        found[name] = value
+        if isinstance(value, dict):
+            found[name] = _from_plain(value)
+        elif isinstance(value, tuple) and len(value) == 3 and value[0] == _ARRAY:
+            if value[1] not in _WORDS:  # some dtypes make a large array of a short list
+                raise ValueError(f"an array of dtype {value[1]!r:.80}")
+            found[name] = np.array(value[2], value[1])
+        elif name in _LARGEST and not (type(value) is int and 0 <= value <= _LARGEST[name]):
+            raise ValueError(f"{name}={shown(value)} in the state of a generator, at most {_LARGEST[name]}")
+    return found
