@@ -95,13 +95,17 @@ class ChangedMemory:
         self._end = max((end for _, end in spans), default=0)
 
     def apart(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return `arrays`, with copies of those that may share this memory: a step would change them as it reads."""
-        return [array.copy() if self._may_hold(array) else array for array in arrays]
+        """Return `arrays`, with copies of those that may share this memory: a step would change them as it reads.
 
-    def _may_hold(self, array: Any) -> bool:
+        An array that owns its memory shares none.
+        """
+        return [
+            array if (type(array) is np.ndarray and array.base is None) or not self._holds(array) else array.copy()
+            for array in arrays
+        ]
+
+    def _holds(self, array: Any) -> bool:
         if is_on_device(array):
             return array.data.mem.ptr in self._blocks
-        if array.base is None:  # an array that owns its memory shares none
-            return False
         begin, end = span(array)
         return begin < self._end and self._begin < end

@@ -278,7 +278,7 @@ class SlicedStep:
             By the numbers of variables: flat gradients of which this rank's part is read where it is.
         """
         pairs = enumerate(zip(gradients, self._values, strict=True))
-        moved = [number for number, (gradient, value) in pairs if not _is_same(gradient, value)]
+        moved = [number for number, (mine, value) in pairs if mine.base is None or not _is_same(mine, value)]
         elsewhere: dict[int | None, Array] = {}
         # What shares memory with another gradient, or with what the step changes, is copied before either is written.
         for number, gradient in zip(moved, self._changed.apart([gradients[at] for at in moved]), strict=True):
@@ -295,8 +295,7 @@ class SlicedStep:
 
 def _is_same(gradient: Array, value: Array) -> bool:
     """Return whether two arrays of one shape and dtype are the same memory, the second one contiguous."""
-    is_view = gradient.base is not None and gradient.flags.c_contiguous
-    return gradient is value or (is_view and span(gradient) == span(value))
+    return gradient is value or (gradient.flags.c_contiguous and span(gradient) == span(value))
 
 
 def _shares(runs: Sequence[_Run], local_rank: int, size: int) -> Iterator[tuple[_Run, slice]]:
