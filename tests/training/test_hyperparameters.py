@@ -18,6 +18,9 @@ pytestmark = pytest.mark.mpi
 BAD: list[tuple[type[Optimizer], str, Any, type[Exception]]] = [
     (SGD, "learning_rate", 0, OptionError),
     (SGD, "learning_rate", "fast", OptionTypeError),
+    (SGD, "learning_rate", np.inf, OptionError),
+    (SGD, "learning_rate", True, OptionTypeError),
+    (SGD, "learning_rate", None, OptionTypeError),
     (SGD, "momentum", 1.5, OptionError),
     (SGD, "nesterov", "yes", OptionTypeError),
     (SGD, "aggregation", "MAX", OptionError),
