@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from mpistrategy import errors
 from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, PerReplica, ValueContext
-from mpistrategy.cross_device_ops.all_reduce import HierarchicalCopyAllReduce, NcclAllReduce
 from mpistrategy.cross_device_ops.base import CrossDeviceOps
-from mpistrategy.cross_device_ops.built_in import MpiAllReduce
+from mpistrategy.cross_device_ops.built_in import HierarchicalCopyAllReduce, MpiAllReduce, NcclAllReduce
 from mpistrategy.cross_device_ops.ordered import OrderedAllReduce
 from mpistrategy.cross_device_ops.reduction_to_one_device import ReductionToOneDevice
 from mpistrategy.input.datasets import Dataset

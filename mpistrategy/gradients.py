@@ -15,7 +15,7 @@ from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf
 from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, positive
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction import sparse
+from mpistrategy.reduction.inputs import checked_slices
 
 __all__ = [
     "GradientAccumulator",
@@ -101,7 +101,7 @@ def scale_for(norm: float, most: float) -> float:
 def _checked(gradient: Any, where: str) -> Any:
     """Return a gradient as an array that can be reduced, or as IndexedSlices of one."""
     if isinstance(gradient, IndexedSlices):
-        return sparse.checked(gradient, ReduceOp.SUM, where)
+        return checked_slices(gradient, ReduceOp.SUM, where)
     return reducible(gradient, where)
 
 

@@ -143,8 +143,8 @@ class Comparison:
         self.problems: list[str] = []
         self._more_problems = 0
         self.left_out: list[str] = []
-        #: What is above something that is left out, and stays therefore.
-        self._holders: set[str] = set()
+        #: What is left out, and what is above it: all of this stays.
+        self._stays: set[str] = set()
         self.staged: dict[str, Array] = {}
 
     # ------------------------------------------------------------------------------------------- what does not fit
@@ -179,7 +179,7 @@ class Comparison:
             self._problem(path, text)
             return
         self.left_out.append(path)
-        self._holders.update(_above(path))
+        self._stays.update((path, *_above(path)))
 
     def _problem(self, path: str, text: str) -> None:
         """Note what does not fit; the text may come from a checkpoint."""
@@ -253,7 +253,7 @@ class Comparison:
         """Return whether the object at a path may become another object: nothing in it must stay."""
         here = self._state.items.get(path)
         can_go = here is None or here.kind in REPLACEABLE or (value is ABSENT and here.kind != ROWS)
-        return can_go and path not in self._holders
+        return can_go and path not in self._stays
 
     def _has_layout(self, path: str, item: Item) -> bool:
         here = self._state.items.get(path)
@@ -372,10 +372,13 @@ class Comparison:
         children = {key: self.restored(below(path, key)) for key in self._keys(item)}
         if kind == "dict":
             there = copy.copy(live) if value is ABSENT and type(live) in DICTS else value
-            return _in_place({**children, **self._kept_in(path, there)}, there)
+            keys = there if type(there) in DICTS else ()
+            children |= {key: there[key] for key in self._staying(path, keys) if key not in children}
+            return _in_place(children, there)
         if kind == "list":
-            there = dict(enumerate(value if type(value) is list else ()))
-            return _in_place([*children.values(), *self._kept_in(path, there).values()], value)
+            there = value if type(value) is list else []
+            extra = [there[key] for key in self._staying(path, range(len(there))) if key not in children]
+            return _in_place([*children.values(), *extra], value)
         if kind == "tuple":
             return getattr(type(live), "_make", tuple)(children.values())
         if kind == "component":
@@ -388,10 +391,9 @@ class Comparison:
             live._load(children)
         return live
 
-    def _kept_in(self, path: str, there: Any) -> dict[Any, Any]:
-        """Return what stays in a dict although the checkpoint does not have it."""
-        stays = {*self.left_out, *self._holders} - self._items.keys()
-        return {key: there[key] for key in there if below(path, key) in stays} if stays else {}
+    def _staying(self, path: str, keys: Any) -> list[Any]:
+        """Return the keys of what stays, although the checkpoint may not have it."""
+        return [key for key in keys if below(path, key) in self._stays] if self._stays else []
 
     def _restored_array(self, array: Array, item: Item, value: Any, live: Any) -> Any:
         if item.kind == ROWS:

@@ -155,7 +155,8 @@ class Saving(NotPickled):
         parent, name = os.path.split(self.path)
         own_files.make_folders(parent)
         self._check_place(where)
-        held = files.sweep(parent, saving_names(name))  # left by jobs that have ended: nobody holds their locks
+        # What jobs have left that have ended: nobody holds their locks.
+        held = files.sweep(parent, re.compile(re.escape(SAVING.format(name)) + files.TOKEN))
         if held:
             raise CheckpointExistsError.at(
                 where,
@@ -209,7 +210,11 @@ class Saving(NotPickled):
                         self._remove()
         except BaseException as error:
             if is_first or os.path.lexists(self._folder):  # else rank 0 has removed it, because another rank has failed
-                self._error = error if isinstance(error, CheckpointError) else _unexpected(error)
+                found = f"{type(error).__name__}: {error}"
+                unexpected = CheckpointWriteError.at(
+                    "Checkpoint.save", found=found, expected="memory and time to write"
+                )
+                self._error = error if isinstance(error, CheckpointError) else unexpected
             if is_first:
                 self._remove()
             elif self._error is not None:
@@ -255,20 +260,16 @@ class Saving(NotPickled):
             self._cancelled.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE)
 
-    def _is_over(self) -> bool:
-        """Return whether the threads of all ranks have ended: then the folder has its final name, or is gone."""
-        if self._thread is not None and self._thread.is_alive():
-            return False
-        # The thread of rank 0 ends last.
-        return self._is_known or self._communicator.rank == 0 or not os.path.lexists(self._folder)
-
     def _end_of_program(self) -> None:
-        """Wait for the threads of all ranks, which are not told of it; and tell what no call has raised."""
+        """Wait for the threads of all ranks, which are not told of it; and tell what no call has raised.
+
+        When they have ended, the folder has its final name, or is gone.
+        """
         if self._is_known:
             return
         with contextlib.suppress(KeyboardInterrupt, OSError):  # the user does not want to wait; or the folder is gone
             for _ in self._looks(_STALLED_SECONDS):
-                if self._is_over():
+                if self._communicator.rank == 0 and self._error is not None:
                     break
         if self._thread is not None and not os.path.lexists(self._folder):
             self._thread.join()
@@ -416,17 +417,6 @@ class Saving(NotPickled):
     def __repr__(self) -> str:
         how = "committed" if self.is_committed else "failed" if self.has_failed else "not committed yet"
         return f"<Saving {self.path!r}, {how}>"
-
-
-def saving_names(name: str) -> re.Pattern[str]:
-    """Return the pattern of folder names while the checkpoint `name` is written."""
-    return re.compile(re.escape(SAVING.format(name)) + files.TOKEN)
-
-
-def _unexpected(error: BaseException) -> CheckpointWriteError:
-    """Return the error for one that is no error of the file system."""
-    found = f"{type(error).__name__}: {error}"
-    return CheckpointWriteError.at("Checkpoint.save", found=found, expected="memory and time to write a shard")
 
 
 # ------------------------------------------------------------------------------------------- the end of the program

@@ -233,11 +233,9 @@ class State:
         """
         lines = []
         for path, item in self.items.items():
-            live, shape = self.live[path], f"{list(item.shape)}"
-            if item.copies in (UNDECIDED, OWN):
-                shape = "[any shape]" if item.is_array else "[]"
-            elif item.copies == ROWS:
-                shape = f"[any, {str(list(item.shape[1:]))[1:]}"
+            live, shape = self.live[path], str(list(item.shape))
+            if item.copies in (UNDECIDED, OWN, ROWS):
+                shape = f"[any, {str(list(item.shape[1:]))[1:]}" if item.copies == ROWS else "[any shape]"
             is_shared = isinstance(live, Variable) and not live.strategy.extended._is_local
             who = f" is {live._key}" if is_shared else ""
             lines.append(f"{path}{who}: {item.kind} {item.copies} {item.dtype}{shape} {item.more or ''}")

@@ -48,7 +48,7 @@ COMMANDS = {
     "guide": Command("show a page of the user guide, or what an error means", "guide.command"),
     "requeue": Command("run the program of a job, and have the job go on where it ended too early", "requeue"),
     "run": Command("run a program on every rank, in place of python", "run"),
-    "slurm": Command("write a job script for a cluster, check it, or submit it", "slurm.command"),
+    "slurm": Command("write a job script for a cluster", "slurm.command"),
     "trace": Command("merge the recordings of all ranks for a trace viewer", "trace"),
 }
 

@@ -24,9 +24,8 @@ import stat
 import subprocess
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 #: "Saved; start me again": what programs end with that were told to stop.
 STOPPED = 75
@@ -42,100 +41,65 @@ _SRUN_ENDS = re.compile(r"^srun: .*(Job step aborted|Terminating StepId)")
 _KILLED_BY_SRUN = re.compile(r"^srun: error: .*: Killed$")
 
 
-class Batch(ABC):
-    """A batch system, and the job that this process runs in.
+class Batch(NamedTuple):
+    """The job that this process runs in, and the commands of its batch system.
 
-    Args:
+    Attributes:
         job: its number.
         place: its nodes, in words.
+        restarts: how often the job has gone back to the queue.
+        requeue: puts it back into the queue.
+        submit: submits the next job of a chain, which waits for the end of this one, and prints its number.
+        cancel: takes a job, whose number follows, out of the queue.
+        probe: starts a process on all nodes of the job; empty where the job ends when they do not answer.
     """
 
-    def __init__(self, job: str, place: str) -> None:
-        self.job = job
-        self.place = place
-
-    @abstractmethod
-    def restarts(self) -> int:
-        """Return how often the job has gone back to the queue."""
-
-    @abstractmethod
-    def requeue(self) -> bool:
-        """Put the job back into the queue; return whether that was done."""
-
-    @abstractmethod
-    def submit(self, script: str, link: int) -> str:
-        """Submit the next job of a chain, which waits for the end of this one; return its number."""
-
-    @abstractmethod
-    def cancel(self, job: str) -> None:
-        """Take a job out of the queue."""
-
-    def nodes_answer(self) -> bool:
-        """Return whether all nodes of the job can start a process: some MPIs crash where a node is gone."""
-        return True
+    job: str
+    place: str
+    restarts: int
+    requeue: list[str]
+    submit: list[str]
+    cancel: list[str]
+    probe: list[str]
 
 
-class Slurm(Batch):
-    """A job of Slurm."""
-
-    def __init__(self) -> None:
-        super().__init__(os.environ["SLURM_JOB_ID"], os.environ.get("SLURM_JOB_NODELIST", ""))
-
-    def restarts(self) -> int:
-        return int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-
-    def requeue(self) -> bool:
-        return _did("scontrol", "requeue", self.job)
-
-    def submit(self, script: str, link: int) -> str:
-        after = f"--dependency=afterany:{self.job}"
-        return _answer("sbatch", "--parsable", after, script, str(link), self.job).partition(";")[0]
-
-    def cancel(self, job: str) -> None:
-        _did("scancel", job)
-
-    def nodes_answer(self) -> bool:
-        nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
-        command = ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", "true"]
-        try:
-            done = subprocess.run(command, stderr=subprocess.DEVNULL, timeout=_PATIENCE_SECONDS, check=False)
-        except (OSError, subprocess.TimeoutExpired):
-            return False
-        return done.returncode == 0
+def _slurm(options: argparse.Namespace) -> Batch:
+    job = os.environ["SLURM_JOB_ID"]
+    nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
+    return Batch(
+        job,
+        os.environ.get("SLURM_JOB_NODELIST", ""),
+        int(os.environ.get("SLURM_RESTART_COUNT") or 0),
+        ["scontrol", "requeue", job],
+        ["sbatch", "--parsable", f"--dependency=afterany:{job}", str(options.chain), str(options.link + 1), job],
+        ["scancel"],
+        ["srun", f"--nodes={nodes}", "--ntasks-per-node=1", "true"],
+    )
 
 
-class Pbs(Batch):
-    """A job of PBS Pro or OpenPBS, which end a job when they miss a node."""
-
-    def __init__(self) -> None:
-        with open(os.environ["PBS_NODEFILE"]) as file:
-            super().__init__(os.environ["PBS_JOBID"], f"{len(set(file))} nodes")
-
-    def restarts(self) -> int:
-        found = re.search(r"(?m)^ *run_count = (\d+)", _answer("qstat", "-f", self.job))
-        return int(found[1]) - 1 if found else 0
-
-    def requeue(self) -> bool:
-        return _did("qrerun", self.job)
-
-    def submit(self, script: str, link: int) -> str:
-        handed_on = f"CHAIN_LINK={link},CHAIN_BEFORE={self.job}"
-        return _answer("qsub", "-W", f"depend=afterany:{self.job}", "-v", handed_on, script)
-
-    def cancel(self, job: str) -> None:
-        _did("qdel", job)
+def _pbs(options: argparse.Namespace) -> Batch:
+    """Return a job of PBS Pro or OpenPBS, which end a job when they miss a node."""
+    job, restarts = os.environ["PBS_JOBID"], 0
+    if options.chain is None:
+        count = re.search(r"(?m)^ *run_count = (\d+)", _answer(["qstat", "-f", job]))
+        restarts = int(count[1]) - 1 if count else 0
+    with open(os.environ["PBS_NODEFILE"]) as file:
+        place = f"{len(set(file))} nodes"
+    handed_on = f"CHAIN_LINK={options.link + 1},CHAIN_BEFORE={job}"
+    submit = ["qsub", "-W", f"depend=afterany:{job}", "-v", handed_on, str(options.chain)]
+    return Batch(job, place, restarts, ["qrerun", job], submit, ["qdel"], [])
 
 
-def _did(*command: str) -> bool:
+def _did(command: list[str], **how: Any) -> bool:
     sys.stdout.flush()
     try:
-        return subprocess.run(command, check=False).returncode == 0
-    except OSError as error:
+        return subprocess.run(command, check=False, **how).returncode == 0
+    except (OSError, subprocess.TimeoutExpired) as error:
         sys.stderr.write(f"{command[0]}: {error}\n")
         return False
 
 
-def _answer(*command: str) -> str:
+def _answer(command: list[str]) -> str:
     return subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.strip()
 
 
@@ -143,41 +107,9 @@ def _path_of_notes(job: str) -> str:
     return os.path.abspath(f".mpistrategy-{job}.unfinished")  # the ranks may run in another folder
 
 
-class Notes:
-    """The file in which the ranks say how the program ended; rank 0 takes it away after a good end.
-
-    Args:
-        job: the number of the job, which is in the file's name.
-    """
-
-    def __init__(self, job: str) -> None:
-        self.path: str = _path_of_notes(job)
-        try:
-            open(self.path, "w").close()
-        except OSError:
-            self.path = ""
-
-    def handed_to(self, command: list[str]) -> list[str]:
-        """Return the command with the words that tell `mpistrategy run` of the file; without it, forget the file."""
-        for at, word in enumerate(command[1:], 1):
-            if self.path and word == "run" and os.path.basename(command[at - 1]) == "mpistrategy":
-                return [*command[: at + 1], "--unfinished", self.path, *command[at + 1 :]]
-        self.remove()
-        self.path = ""
-        return command
-
-    def read(self) -> list[str] | None:
-        """Return the lines in it; None where rank 0 has taken it away."""
-        try:
-            with open(self.path, errors="replace") as file:
-                return file.read().splitlines()
-        except FileNotFoundError:
-            return None
-
-    def remove(self) -> None:
-        """Take it away."""
-        with contextlib.suppress(OSError):
-            os.unlink(self.path)
+def _remove(path: str) -> None:
+    with contextlib.suppress(OSError):
+        os.unlink(path)
 
 
 def _size_of_output() -> int | None:
@@ -220,14 +152,6 @@ def verdict(status: int, notes: list[str] | None, fault: Callable[[], str]) -> t
     return True, f"stopped with status {status}"
 
 
-def verdict_by_status(status: int, told: bool) -> tuple[bool, str]:
-    """Return the same where the ranks could write nothing."""
-    if status == 0:
-        return False, _DONE
-    again = told or status == STOPPED
-    return again, f"{'stopped' if again else 'failed'} with status {status}"
-
-
 class Step:
     """The launcher, under a process that is told when the time is nearly up.
 
@@ -235,19 +159,27 @@ class Step:
         batch: the job.
         command: the launcher's.
         hands_on: the signal by which the launcher tells the ranks.
+
+    Attributes:
+        notes: the file in which the ranks say how the program ended; rank 0 takes it away after a good end.
+        status: the launcher's.
     """
 
     def __init__(self, batch: Batch, command: list[str], hands_on: int) -> None:
-        self.told: bool = False
+        self.notes: str = _path_of_notes(batch.job)
         self.status: int = 0
-        self._batch = batch
-        self._signal, self._is_handed_on = hands_on, False
-        self.notes: Notes = Notes(batch.job)
-        self._command = self.notes.handed_to(command)
+        self._batch, self._command, self._signal = batch, command, hands_on
+        self._told, self._is_handed_on = False, False
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGUSR2, signal.SIGALRM):
             signal.signal(number, self._tell)
         signal.signal(signal.SIGTERM, self._end)
+        with contextlib.suppress(OSError):
+            for at, word in enumerate(command[1:], 1):
+                if word == "run" and os.path.basename(command[at - 1]) == "mpistrategy":
+                    open(self.notes, "w").close()
+                    self._command = [*command[: at + 1], "--unfinished", self.notes, *command[at + 1 :]]
+                    break
 
     def run(self, seconds: int) -> tuple[bool, str]:
         """Run it to its end; return what `verdict` returns.
@@ -256,46 +188,50 @@ class Step:
             seconds: when the program is told to stop, if the batch system sends no signal; 0 for never.
         """
         signal.alarm(seconds)
-        start = _size_of_output()
+        start, has_notes = _size_of_output(), "--unfinished" in self._command
         try:
             with subprocess.Popen(self._command) as self._process:
                 self._hand_on()
                 code = self._process.wait()
         except OSError as error:  # it would be so again
             sys.stderr.write(f"mpistrategy requeue: {error}\n")
-            self.notes.remove()
+            _remove(self.notes)
             self.status = 127
             return False, "failed with status 127"
         self.status = code if code >= 0 else 128 - code  # as a shell counts
         for number in (signal.SIGUSR2, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
-        if not self.notes.path:
-            return verdict_by_status(self.status, self.told)
+        if not has_notes:  # the ranks could write nothing
+            again = self.status != 0 and (self._told or self.status == STOPPED)
+            return again, f"{'stopped' if again else 'failed'} with status {self.status}" if self.status else _DONE
 
         def fault() -> str:
-            found = _fault_in_output(start)
-            return found if found and self._batch.nodes_answer() else ""
+            found, probe = _fault_in_output(start), self._batch.probe
+            if found and probe and not _did(probe, stderr=subprocess.DEVNULL, timeout=_PATIENCE_SECONDS):
+                return ""
+            return found
 
-        notes = self.notes.read()
-        self.notes.remove()
+        notes = None
+        with contextlib.suppress(FileNotFoundError), open(self.notes, errors="replace") as file:
+            notes = file.read().splitlines()
+        _remove(self.notes)
         return verdict(self.status, notes, fault)
 
     def _tell(self, number: int, frame: Any) -> None:
-        os.write(
-            1, f"job {self._batch.job}: the time is nearly up, {_now()}\n".encode()
-        )  # not print: it may be at work
-        self.told = True
+        # not print: it may be at work
+        os.write(1, f"job {self._batch.job}: the time is nearly up, {_now()}\n".encode())
+        self._told = True
         self._hand_on()
 
     def _hand_on(self) -> None:
         """Tell the launcher, once there is one, and once."""
-        if self.told and self._process is not None and not self._is_handed_on:
+        if self._told and self._process is not None and not self._is_handed_on:
             self._is_handed_on = True
             self._process.send_signal(self._signal)
 
     def _end(self, number: int, frame: Any) -> None:
         """Leave no file when the job is cancelled; the batch system ends the ranks."""
-        self.notes.remove()
+        _remove(self.notes)
         signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
 
@@ -324,56 +260,51 @@ def run(options: argparse.Namespace) -> int:
         found = "outside a job of Slurm or PBS" if command else "no launcher"
         sys.stderr.write(f"mpistrategy requeue: found {found}; write: exec mpistrategy requeue -- srun ...\n")
         return 2
-    batch = Pbs() if named == "PBS_JOBID" else Slurm()
-    step = Step(batch, command, signal.Signals[f"SIG{options.signal}"])
     try:
-        return (_requeued if options.chain is None else _chained)(batch, step, options)
+        batch = _pbs(options) if named == "PBS_JOBID" else _slurm(options)
+        step = Step(batch, command, signal.Signals[f"SIG{options.signal}"])
+        count = f"restart {batch.restarts}" if options.chain is None else f"link {options.link}"
+        print(
+            f"job {batch.job}, {count} of {options.at_most}, on {batch.place}: {sys.executable}, {_now()}", flush=True
+        )
+        again, why = (_requeued if options.chain is None else _chained)(batch, step, options)
     except (OSError, subprocess.CalledProcessError) as error:  # of sbatch, qsub or qstat
-        step.notes.remove()
+        _remove(_path_of_notes(os.environ[named]))
         sys.stderr.write(f"mpistrategy requeue: {error}; the program was not started\n")
         return 2
-
-
-def _requeued(batch: Batch, step: Step, options: argparse.Namespace) -> int:
-    job, restarts = f"job {batch.job}", batch.restarts()
-    print(f"{job}, restart {restarts} of {options.at_most}, on {batch.place}: {sys.executable}, {_now()}", flush=True)
-    again, why = step.run(options.tell_after)
-    if again and restarts >= options.at_most:
-        sys.stderr.write(f"{job}: not done after {restarts} restarts; not requeued\n")
-    elif again:
-        print(f"{job}: the program {why}; back to the queue", flush=True)
-        if not batch.requeue():
-            sys.stderr.write(f"{job}: cannot be requeued here; use chain\n")
-    elif why == _DONE:
-        print(f"{job}: the program {why}")
-    else:
-        sys.stderr.write(f"{job}: the program {why}; not requeued\n")
-    return _status(step, again, why)
-
-
-def _chained(batch: Batch, step: Step, options: argparse.Namespace) -> int:
-    job, link, following = f"job {batch.job}", options.link, ""
-    print(f"{job}, link {link} of {options.at_most}, on {batch.place}: {sys.executable}, {_now()}", flush=True)
-    if options.before:  # it has ended, perhaps by a SIGKILL
-        with contextlib.suppress(OSError):
-            os.unlink(_path_of_notes(options.before))
-    if link < options.at_most:  # now, and not at the end: a job that is killed gets no further
-        following = batch.submit(options.chain, link + 1)
-        print(f"{job}: job {following} goes on after it", flush=True)
-    again, why = step.run(options.tell_after)
-    if again:
-        print(f"{job}: the program {why}; {f'job {following}' if following else 'nothing'} goes on")
-    else:
-        if following:
-            batch.cancel(following)
-        print(f"{job}: the program {why}; the chain ends here")
-    return _status(step, again, why)
-
-
-def _status(step: Step, again: bool, why: str) -> int:
     if step.status == 0 and why != _DONE:
         return STOPPED if again else 1
     return step.status
+
+
+def _requeued(batch: Batch, step: Step, options: argparse.Namespace) -> tuple[bool, str]:
+    again, why = step.run(options.tell_after)
+    if again and batch.restarts >= options.at_most:
+        sys.stderr.write(f"job {batch.job}: not done after {batch.restarts} restarts; not requeued\n")
+    elif again:
+        print(f"job {batch.job}: the program {why}; back to the queue", flush=True)
+        if not _did(batch.requeue):
+            sys.stderr.write(f"job {batch.job}: cannot be requeued here; use chain\n")
+    elif why == _DONE:
+        print(f"job {batch.job}: the program {why}")
+    else:
+        sys.stderr.write(f"job {batch.job}: the program {why}; not requeued\n")
+    return again, why
+
+
+def _chained(batch: Batch, step: Step, options: argparse.Namespace) -> tuple[bool, str]:
+    following = ""
+    if options.before:  # it has ended, perhaps by a SIGKILL
+        _remove(_path_of_notes(options.before))
+    if options.link < options.at_most:  # now, and not at the end: a job that is killed gets no further
+        following = _answer(batch.submit).partition(";")[0]
+        print(f"job {batch.job}: job {following} goes on after it", flush=True)
+    again, why = step.run(options.tell_after)
+    goes_on = f"{f'job {following}' if following else 'nothing'} goes on" if again else "the chain ends here"
+    if following and not again:
+        _did([*batch.cancel, following])
+    print(f"job {batch.job}: the program {why}; {goes_on}")
+    return again, why
 
 
 if __name__ == "__main__":

@@ -21,9 +21,9 @@ from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.shown import in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
-from mpistrategy.reduction.algorithm import Algorithm
-from mpistrategy.reduction.broadcast import broadcast
+from mpistrategy.reduction.collectives import broadcast
 from mpistrategy.reduction.layout import destinations as placing
+from mpistrategy.reduction.reducer import Algorithm
 
 
 class CrossDeviceOps(Algorithm):
@@ -140,7 +140,7 @@ class CrossDeviceOps(Algorithm):
         *,
         is_batch: bool = True,
     ) -> list[Any]:
-        """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.algorithm.Algorithm`."""
+        """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.reducer.Algorithm`."""
         kinds = (Mirrored, IndexedSlices)
         wrapped = [value if isinstance(value, kinds) else PerReplica((value,)) for value in values]
         if len(wrapped) == 1 and not is_batch:

@@ -1,6 +1,7 @@
-"""The pipeline that every built-in algorithm shares: convert, agree, pack, sum, unpack, divide, wrap.
+"""The algorithms that leave sums to the communicator, and the pipeline that every built-in algorithm shares.
 
-A subclass says only by which routes its packs travel, where these are not the usual ones; MpiAllReduce takes these.
+The pipeline: convert, agree, pack, sum, unpack, divide, wrap.  A subclass says only by which routes its packs travel,
+where these are not the usual ones; MpiAllReduce takes these.
 """
 
 from __future__ import annotations
@@ -8,14 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from functools import cached_property, partial
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype
-from mpistrategy.arrays.gpu import DeviceArray, are_apart, check_device, layout_of, own_result, to_host
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import layout_of, to_host
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, event_of_reads
 from mpistrategy.cross_device_ops.base import CrossDeviceOps, mirrored
 from mpistrategy.errors import OptionError, OptionTypeError
@@ -23,21 +23,16 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction import sparse
-from mpistrategy.reduction.algorithm import OnDevice
-from mpistrategy.reduction.inputs import checked_value, in_kind, own_component
+from mpistrategy.reduction.collectives import concatenate
+from mpistrategy.reduction.inputs import checked_value, in_kind, layout_of_slices, own_component
 from mpistrategy.reduction.layout import destinations as placing
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.packing import Layout, Pack
 from mpistrategy.reduction.plan import Plan, summed, usual_route
-from mpistrategy.reduction.routes.base import Description, Route
+from mpistrategy.reduction.routes.base import Description, Transfer
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
-
-if TYPE_CHECKING:
-    from mpistrategy.reduction.routes.gpu import GpuRoute
-
-Packs: TypeAlias = "tuple[Pack, ...]"
+from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs
 
 #: What a subclass may override; its values have no plans then.
 _OVERRIDABLE = ("reduce", "reduce_implementation", "batch_reduce", "batch_reduce_implementation")
@@ -75,6 +70,8 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         destination: Destination,
     ) -> Plan:
         """Return how arrays on the host are reduced; the results count on the destination's ranks."""
+        reduced_precision.check(options.wire)
+        self._check_dtypes((dtype for dtype, _ in layouts), op)
         return Plan(ranks, layouts, op, self._route(ranks, summed(layouts, op), op, options, destination))
 
     def _route(
@@ -84,7 +81,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         op: ReduceOp,
         options: CommunicationOptions,
         destination: Destination,
-    ) -> Route:
+    ) -> Transfer:
         """Return the route of arrays: by MPI's Reduce to the rank that combines, else the fastest to every rank."""
         root = self._root(ranks, destination)
         if root is None:
@@ -96,67 +93,31 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         """Return the rank that combines; None: all do."""
         return destination.only_rank
 
-    def _packs(self, layouts: tuple[Layout, ...], bytes_per_pack: float) -> Packs:
-        return packing.plan(layouts, bytes_per_pack, self._num_packs, host_wire_dtype)
+    def _packs(self, layouts: tuple[Layout, ...], bytes_per_pack: float) -> tuple[Pack, ...]:
+        return packing.plan(layouts, bytes_per_pack, self._num_packs)
 
-    def _plan_for(
+    def _gpu_route(
         self,
         ranks: Ranks,
         layouts: tuple[Layout, ...],
         op: ReduceOp,
         options: CommunicationOptions,
         destination: Destination,
-    ) -> Plan | None:
-        """Return how arrays on the host are reduced; None where a subclass reduces in its own way."""
-        if not self._is_usual:
+    ) -> GpuRoute | None:
+        """Return how arrays in GPU memory are reduced there; None where the host does it."""
+        if self._by_host:
             return None
         reduced_precision.check(options.wire)
-        self._check_dtypes((dtype for dtype, _ in layouts), op, type(self).__name__)
-        return self._plan(ranks, layouts, op, options, destination)
+        packs, root = gpu_packs(layouts, options.bytes_per_pack, self.num_packs), self._root(ranks, destination)
+        word, sends = path_word(options, self._device_path), destination.only_rank != root
+        return GpuRoute(ranks, packs, op, word, options.wire, root, sends=sends)
 
-    def _gpu_word(self, ranks: Ranks, options: CommunicationOptions) -> str | None:
-        """Return the path that is asked for, for arrays in GPU memory; None where plans do not serve them."""
-        is_plain = options.wire is None and self._is_usual and not self._by_host
-        return path_word(options, self._device_path) if is_plain and self._root(ranks, EVERY_RANK) is None else None
-
-    def _gpu_route(
-        self,
-        ranks: Ranks,
-        arrays: Sequence[DeviceArray],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
-        outs: Sequence[Any] | None = None,
-    ) -> GpuRoute:
-        """Return the route of arrays in GPU memory that are combined there; in place if they are their own `outs`."""
-        from mpistrategy.reduction.routes import gpu  # here: on CPUs nothing reads it
-
-        packs = gpu.gpu_packs(packing.layouts_of(arrays), options.bytes_per_pack, self.num_packs)
-        targets = None if outs is None else [*map(own_result, arrays, outs)]
-        if targets is not None and not are_apart([each for each in targets if each is not None]):
-            targets = None  # what they have in common would be combined twice
-        root, word = self._root(ranks, destination), path_word(options, self._device_path)
-        sends = destination.only_rank != root
-        return gpu.GpuRoute(ranks, packs, op, word, options.wire, root, sends=sends, targets=targets)
-
-    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp, where: str) -> None:
+    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp) -> None:
         """Raise for dtypes that this algorithm, unlike others, cannot reduce; before the ranks agree on the call."""
 
-    def _looked_at(self, given: Sequence[Any], op: ReduceOp, options: CommunicationOptions, where: str) -> list[Any]:
-        """Return this rank's components as what can be reduced.
-
-        Raises:
-            MpiStrategyError: for what cannot be.
-        """
-        reduced_precision.check(options.wire)
-        values = [checked_value(own_component(value, op, where), op, where) for value in given]
-        others = (IndexedSlices, Mirrored)
-        self._check_dtypes((value.dtype for value in values if not isinstance(value, others)), op, where)
-        return values
-
-    def _reduce_slices(self, communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
+    def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
         """Return the reduction of IndexedSlices, on every rank: all ranks' rows in rank order."""
-        return sparse.concatenate(communicator, slices, op, call)
+        return concatenate(ranks, slices, op)
 
     def reduce_implementation(
         self, reduce_op: ReduceOp, per_replica_value: Any, destinations: Any, options: CommunicationOptions
@@ -190,71 +151,50 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         is_batch: bool = True,
     ) -> list[Any]:
         """Reduce to every rank; what a subclass has overridden is called."""
-        if not self._is_usual:
+        if not self._has_plans:
             return super()._all_reduce_values(call, communicator, op, values, options, is_batch=is_batch)
         return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options, outs)
 
     @property
-    def _is_usual(self) -> bool:
+    def _has_plans(self) -> bool:
         """Whether no subclass has overridden what reduces."""
         return all(getattr(type(self), name) is getattr(PackedCrossDeviceOps, name) for name in _OVERRIDABLE)
 
-    def _begin_on_device(
+    def _parts(
         self,
         ranks: Ranks,
         op: ReduceOp,
-        given: Sequence[Any],
-        options: CommunicationOptions,
-        outs: Sequence[Any] | None,
-        where: str,
-    ) -> OnDevice | None:
-        """Return an all-reduce of arrays in GPU memory, packed; None where these are not all, or go by the host."""
-        is_usual = self._is_usual and not self._by_host
-        if not is_usual or any(isinstance(value, (IndexedSlices, Mirrored)) for value in given):
-            return None
-        arrays = self._looked_at(given, op, options, where)
-        if not arrays or not all(map(is_on_device, arrays)):
-            return None
-        check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
-        route = self._gpu_route(ranks, arrays, op, options, EVERY_RANK, outs)
-        words = {"op": op.value, "values": tuple(map(_layout, arrays)), "destination": EVERY_RANK.text}
-        return OnDevice(route, arrays, route.pack(arrays), words | {"options": self._settings(options)})
-
-    def _routes(
-        self,
-        ranks: Ranks,
-        op: ReduceOp,
-        values: list[Any],
+        values: Sequence[Any],
         target: Destination,
         options: CommunicationOptions,
         where: str,
-        outs: Sequence[Any] | None = None,
     ) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
-        """Return the routes of arrays, each with the numbers of those that take it; and the values, where they travel.
+        """Return how arrays are reduced, each time with the numbers of those that go so; and the values as they travel.
 
         What is in the mailboxes is there until the next exchange, and a GPU path may begin with one: the plan is first.
         """
         placed = [i for i, value in enumerate(values) if is_on_device(value)]
-        on_gpu: list[tuple[Any, list[int]]] = []
+        moved = list(values)
+        parts: list[tuple[Any, list[int]]] = []
         if placed:
             arrays = [values[i] for i in placed]
-            check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
-            if self._by_host:
-                values = [to_host(value) if is_on_device(value) else value for value in values]
+            route = self._gpu_route(ranks, packing.layouts_of(arrays), op, options, target)
+            if route is None:
+                moved = [to_host(value) if is_on_device(value) else value for value in values]
             else:
-                own = None if outs is None else [outs[i] for i in placed]
-                on_gpu = [(self._gpu_route(ranks, arrays, op, options, target, own), placed)]
-        dense = [i for i, value in enumerate(values) if isinstance(value, np.ndarray)]
-        plan = self._plan(ranks, packing.layouts_of([values[i] for i in dense]), op, options, target)
-        return [(plan, dense), *on_gpu], values
+                parts = [(route, placed)]
+        dense = [i for i, value in enumerate(moved) if isinstance(value, np.ndarray)]
+        plan = self._plan(ranks, packing.layouts_of([moved[i] for i in dense]), op, options, target)
+        return [(plan, dense), *parts], moved
 
     def _explained(
         self, ranks: Ranks, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
     ) -> tuple[list[Description], list[str]]:
         """Return what `Strategy.explain` says of buffers, and lines about what is in none."""
-        values = self._looked_at(given, op, options, "Strategy.explain")
-        routes, moved = self._routes(ranks, op, values, EVERY_RANK, options, "Strategy.explain")
-        found = [each for route, those in routes for each in route.describe(ranks, [moved[i] for i in those])]
+        where = "Strategy.explain"
+        values = [checked_value(own_component(value, op, where), op, where) for value in given]
+        parts, moved = self._parts(ranks, op, values, EVERY_RANK, options, where)
+        found = [each for transfer, those in parts for each in transfer.describe([moved[i] for i in those])]
         by_host = [is_on_device(each) and not is_on_device(to) for each, to in zip(values, moved, strict=True)]
         counts = {
             "IndexedSlices: gathered on all ranks": sum(isinstance(value, IndexedSlices) for value in values),
@@ -279,31 +219,33 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             outs: for each value an array that its result may be written to: what is done only where that saves a copy.
         """
         given = [own_component(value, op, call.where) for value in given]
-        values = self._looked_at(given, op, options, call.where)
+        values = [checked_value(value, op, call.where) for value in given]
         layouts, texts = tuple(map(_layout, values)), [each.text for each in targets]
         # Values that go to different ranks are sent to all of them.
         is_one = len(set(targets)) == 1
         target, destination = (targets[0], texts[0]) if is_one else (EVERY_RANK, "; ".join(texts))
-        placed = [i for i, value in enumerate(values) if is_on_device(value)]
-        routes, values = self._routes(ranks, op, values, target, options, call.where, outs)
-        memory = [route.bring([values[i] for i in those]) for route, those in routes]
-        read = event_of_reads(given[i] for i in placed)
+        parts, values = self._parts(ranks, op, values, target, options, call.where)
+        memory = []
+        for transfer, those in parts:
+            arrays = [values[i] for i in those]
+            if outs is None or isinstance(transfer, Plan):
+                memory.append(transfer.bring(arrays))
+            else:
+                memory.append(transfer.bring(arrays, transfer.own_results(arrays, [outs[i] for i in those])))
+        read = event_of_reads(each for each in given if is_on_device(each))
         # MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
+        is_on_host = len(parts) == 1
+        settings = self._settings(options)
         call.agree(
-            "reduce",
-            op=op.value,
-            values=layouts,
-            destination=destination,
-            options=self._settings(options),
-            sparingly=not placed,
+            "reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=is_on_host
         )
         results: list[Any] = [None] * len(values)
-        for (route, those), room in zip(routes, memory, strict=True):
-            for i, total in zip(those, route.run([values[i] for i in those], room), strict=True):
+        for (transfer, those), room in zip(parts, memory, strict=True):
+            for i, total in zip(those, transfer.run([values[i] for i in those], room), strict=True):
                 results[i] = total if target.includes(ranks.rank) else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
-                results[i] = self._reduce_slices(ranks, value, op, call)
+                results[i] = self._reduce_slices(ranks, value, op)
                 read = event_of_reads([given[i]]) or read  # an event behind all
             elif isinstance(value, Mirrored):
                 results[i] = value.values[0] if value.values else None
@@ -331,5 +273,65 @@ def _by_one_rank(ranks: Ranks, op: str, root: int, source: Array, target: Array,
 
 def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
     if isinstance(value, IndexedSlices):
-        return sparse.layout(value)
+        return layout_of_slices(value)
     return ("Mirrored", ()) if isinstance(value, Mirrored) else layout_of(value)
+
+
+class NcclAllReduce(PackedCrossDeviceOps):
+    """Sums arrays in GPU memory with NCCL, on CuPy's current stream; all others as `MpiAllReduce` does.
+
+    The call returns when the work is on the stream; what is put on the stream afterwards finds the result.  MIN and MAX
+    of floats travel as integers of the same order, since a NaN must win.  Products of complex numbers, which NCCL does
+    not know, go by way of the host.  Where NCCL cannot be used (CuPy finds none, or two ranks share a GPU) the ranks
+    take the next best way, and rank 0 says so with a FallbackWarning.
+
+    Args:
+        num_packs: arrays in GPU memory are split into about so many packs for each dtype, whatever bytes_per_pack says;
+            0 leaves it to bytes_per_pack.
+
+    Raises:
+        OptionError: for a negative num_packs.
+        OptionTypeError: for one that is not a number.
+    """
+
+    _in_rank_order = True
+    _device_path: str = "nccl"
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self._set_num_packs(num_packs)
+
+
+class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
+    """Sums within each node, then between the nodes, and brings the result back within each node.
+
+    Every rank of a node has a slice, and MPI's Allreduce combines what the counterparts on the nodes have.  Over the
+    network goes no more than must.  `MpiAllReduce` does the like with large values; this one does it with all.  Right
+    for any number of ranks on any node.  Arrays in GPU memory go as with `MpiAllReduce`.
+
+    Args:
+        num_packs: the values are split into about so many packs, whatever bytes_per_pack says; 0 leaves it to
+            bytes_per_pack.
+
+    Raises:
+        OptionError: for a negative num_packs.
+    """
+
+    _in_rank_order = True
+
+    def __init__(self, num_packs: int = 1) -> None:
+        self._set_num_packs(num_packs)
+
+    def _route(
+        self,
+        ranks: Ranks,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
+    ) -> Transfer:
+        """Return the route of arrays: on several nodes the same for all sizes, if MPI's sums have the same bits."""
+        packs, text = self._packs(layouts, options.bytes_per_pack), op._on_the_wire
+        by_one = any(ranks.route(pack.nbytes, pack.dtype, text) == "root" for pack in packs)
+        if destination.only_rank is not None or ranks.nodes == 1 or by_one:
+            return super()._route(ranks, layouts, op, options, destination)
+        return CommunicatorRoute(ranks, packs, op, "lanes", wire=options.wire)

@@ -13,16 +13,14 @@ from mpistrategy.arrays.dtypes import COMBINE, Array, divide_by, dtype_name, hos
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.errors import UnsupportedError
-from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.node_sum import NodeSum, piece_elements
 from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction import sparse
-from mpistrategy.reduction.collectives import by_shares, room_for_shares
+from mpistrategy.reduction.collectives import by_shares, concatenate, room_for_shares
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.finish import finish
 from mpistrategy.reduction.layout.packing import Layout, host_packs
-from mpistrategy.reduction.routes.base import Route
+from mpistrategy.reduction.routes.base import Transfer
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 #: So many rows are put in order by minima and maxima: 4 rows of float32 take 4 ns an element so, 150 by `numpy.sort`.
@@ -69,7 +67,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         op: ReduceOp,
         options: CommunicationOptions,
         destination: Destination,
-    ) -> Route:
+    ) -> Transfer:
         """Return the route of arrays: through memory of the node, or share by share from rank to rank."""
         packs, text = host_packs(layouts, ranks.thresholds.pack_bytes, options.bytes_per_pack), op._on_the_wire
         nbytes, node = sum(pack.nbytes for pack in packs), ranks.node_sum
@@ -79,10 +77,10 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         shown = "alltoallv" if names.isdisjoint(("none", "threads")) else names.pop()
         return CommunicatorRoute(ranks, packs, op, shown, partial(combine_by_shares, ranks, text))
 
-    def _reduce_slices(self, communicator: Ranks, slices: IndexedSlices, op: ReduceOp, call: Call) -> IndexedSlices:
+    def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
         """Return all ranks' rows, those with equal indices added up, in the order of their indices; on the host."""
         slices = IndexedSlices(host_array(slices.values), host_array(slices.indices), slices.dense_shape)
-        every = sparse.concatenate(communicator, slices, ReduceOp.SUM, call)
+        every = concatenate(ranks, slices, ReduceOp.SUM)
         dtype = every.values.dtype
         indices, counts = np.unique(every.indices, return_counts=True)
         order, starts = np.argsort(every.indices, kind="stable"), np.cumsum(counts) - counts
@@ -93,14 +91,14 @@ class OrderedAllReduce(PackedCrossDeviceOps):
             rows = [every.values[order[starts[chosen] + number]].astype(summed) for number in range(count)]
             combine_ordered([each.reshape(-1) for each in rows], [rows[0].reshape(-1)], "SUM", 1)
             total[chosen] = rows[0]
-        return IndexedSlices(finish(total, dtype, op, communicator.size), indices, slices.dense_shape)
+        return IndexedSlices(finish(total, dtype, op, ranks.size), indices, slices.dense_shape)
 
-    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp, where: str) -> None:
+    def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp) -> None:
         """Raise UnsupportedError for a PROD of complex numbers, whose order is not that of their parts."""
         odd = [dtype for dtype in dtypes if op is ReduceOp.PROD and dtype.kind == "c"]
         if odd:
             raise UnsupportedError.at(
-                where,
+                "OrderedAllReduce",
                 found=f"PROD of {dtype_name(odd[0])} by OrderedAllReduce",
                 expected="PROD of real numbers, or SUM or MEAN",
                 fix="Use MpiAllReduce(), or multiply the magnitudes and add the angles.",

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import devices
-from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name, host_wire_dtype
+from mpistrategy.arrays.dtypes import Array, divide_by, dtype_name
 from mpistrategy.cross_device_ops.built_in import PackedCrossDeviceOps
 from mpistrategy.errors import DTypeError, OptionTypeError, ShapeError
 from mpistrategy.mpi.interface.ranks import Ranks
@@ -18,8 +18,7 @@ from mpistrategy.options import CommunicationOptions, ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import Destination, ranks_of
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.plan import Plan
-from mpistrategy.reduction.routes.base import Route
+from mpistrategy.reduction.routes.base import Transfer
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 
@@ -65,16 +64,10 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         how = "sum" if self.accumulation_fn is None else "accumulation_fn"
         return f"{super()._configuration}, {how} on {self.reduce_to_device}"
 
-    def _plan_for(
-        self,
-        ranks: Ranks,
-        layouts: tuple[Layout, ...],
-        op: ReduceOp,
-        options: CommunicationOptions,
-        destination: Destination,
-    ) -> Plan | None:
-        """Return how arrays on the host are reduced; None for an accumulation, the program's own code."""
-        return None if self.accumulation_fn is not None else super()._plan_for(ranks, layouts, op, options, destination)
+    @property
+    def _has_plans(self) -> bool:
+        """Whether arrays are reduced by a plan; an accumulation is the program's own code."""
+        return self.accumulation_fn is None and super()._has_plans
 
     def _root(self, ranks: Ranks, destination: Destination) -> int:
         """Return the rank that combines."""
@@ -89,11 +82,11 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
         op: ReduceOp,
         options: CommunicationOptions,
         destination: Destination,
-    ) -> Route:
+    ) -> Transfer:
         """Return the route of arrays: combined by MPI, or one by one by the accumulation function."""
         if self.accumulation_fn is None:
             return super()._route(ranks, layouts, op, options, destination)
-        one_by_one, root = packing.plan(layouts, wire=host_wire_dtype, alone_bytes=0), self._root(ranks, destination)
+        one_by_one, root = packing.plan(layouts, alone_bytes=0), self._root(ranks, destination)
         return AccumulationRoute(
             ranks, one_by_one, op, self.accumulation_fn, root, is_sent=destination.only_rank != root
         )

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 from operator import is_
-from typing import Any, Generic, NoReturn, SupportsIndex, TypeVar
+from typing import Any, Generic, NoReturn, SupportsIndex, TypeAlias, TypeVar
 
 import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import Array, dtype_name, host_wire_dtype
 from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.arrays.values import ArenaBase, contribution
 from mpistrategy.errors import (
@@ -27,26 +28,32 @@ from mpistrategy.errors import (
     OptionTypeError,
     StructureError,
 )
-from mpistrategy.mpi.contract import timeouts
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.contract.call_sites import Signature, digest_of
+from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node import reduced_precision
+from mpistrategy.mpi.multi_node.reduced_precision import Wire, between_nodes
 from mpistrategy.mpi.multi_node.two_level import across_nodes
-from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned, private_memory
+from mpistrategy.mpi.shared_memory.node_sum import ShareOfNode
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, SharedMemory, aligned, private_memory
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 from mpistrategy.objects.settings import Fixed
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.inputs import check_order, checked_leaves
+from mpistrategy.reduction.collectives import broadcast
+from mpistrategy.reduction.inputs import check_order, checked_leaves, write
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.destinations import EVERY_RANK_TEXT, resolve
 from mpistrategy.reduction.layout.packing import Layout, Member, Pack
+from mpistrategy.reduction.plan import CallPlan, Compared
 from mpistrategy.reduction.reducer import Reducer
-from mpistrategy.reduction.routes.base import CallPlan, Description, Route
-from mpistrategy.reduction.routes.in_place import InPlaceRoute, Replicas, broadcast_replicas, joined, typed
+from mpistrategy.reduction.routes import gpu
+from mpistrategy.reduction.routes.base import Description, Targets, Transfer
+from mpistrategy.reduction.routes.communicator import CommunicatorRoute
 
 T = TypeVar("T")
+#: The operation, the path in GPU memory, the dtype between nodes, and whether results are written over the arrays.
+_How: TypeAlias = tuple[ReduceOp, str, str | None, bool]
 
 
 class Arena(ArenaBase, Generic[T]):
@@ -127,7 +134,7 @@ class Arena(ArenaBase, Generic[T]):
                 view.flags.writeable = False
             self._result = self._structure.pack(views)
         #: How it is reduced, by operation, dtype between nodes, and whether in place.
-        self._routes: dict[Any, InPlaceRoute] = {}
+        self._routes: dict[_How, Transfer] = {}
         self._closed = False
 
     @property
@@ -258,21 +265,6 @@ class Arena(ArenaBase, Generic[T]):
         )
         return self._values if in_place else self._structure.pack(results)
 
-    def _route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Route:
-        """Return how the buckets are reduced where they are; `path` is asked for in GPU memory."""
-        if not self._on_device:
-            key = (op.value, wire, in_place)
-            known = self._routes.get(key)
-            if known is None:
-                ranks, into_result = self._communicator, not in_place
-                known = self._routes[key] = InPlaceRoute(ranks, self._buckets, op, into_result=into_result, wire=wire)
-            return known
-        from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here: on CPUs nothing reads it
-
-        packs = gpu_packs(packing.layouts_of(self._mine), 1, 0)  # each by itself
-        targets = self._mine if in_place else [bucket.result for bucket in self._buckets]
-        return GpuRoute(self._communicator, packs, op, path, wire, targets=targets)
-
     def _plan(
         self,
         reducer: Reducer,
@@ -281,7 +273,7 @@ class Arena(ArenaBase, Generic[T]):
         options: CommunicationOptions,
         out: Any,
         *,
-        is_weighted: bool,
+        is_weighted: bool = False,
         destination: str = "",
     ) -> ArenaPlan | None:
         """Return how it is reduced where it is; None where it is reduced like other arrays.
@@ -296,34 +288,49 @@ class Arena(ArenaBase, Generic[T]):
             check_dtypes(self._buckets, op, call.where)
         if is_ordinary:
             return None
-        reduced_precision.check(options.wire)
-        path = self._path(reducer, options)
-        more = path and f", path={path}"
-        compared = f"arena {self._number}, {in_place=}, wire={options.wire}{more}"
+        how = self._how(reducer, op, options, in_place)
+        compared = f"arena {self._number}, {in_place=}, wire={options.wire}{how[1] and f', path={how[1]}'}"
         signature = Signature(
             *("reduce an arena", op.value, self._structure.text, self._summary, destination, compared),
             *(call.name, call.where, call.place, call.step),
         )
-        return ArenaPlan(reducer, (op, path, options.wire, in_place), signature, options.timeout_seconds)
+        plan = ArenaPlan(signature, options.timeout_seconds)
+        plan.reducer, plan.how, plan.sparingly = reducer, how, not self._on_device
+        return plan
+
+    def _how(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, in_place: bool) -> _How:
+        """Return what its route depends on."""
+        reduced_precision.check(options.wire)
+        return op, path_word(options, reducer.algorithm._device_path) if self._on_device else "", options.wire, in_place
+
+    def _route(self, how: _How) -> Transfer:
+        """Return how the buckets are reduced where they are."""
+        found = self._routes.get(how)
+        if found is None:
+            found = self._routes[how] = self._new_route(*how)
+        return found
+
+    def _new_route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Transfer:
+        ranks = self._communicator
+        if not self._on_device:
+            return InPlaceRoute(ranks, self._buckets, op, into_result=not in_place, wire=wire)
+        packs = gpu.gpu_packs(packing.layouts_of(self._mine), 1, 0)  # each by itself
+        targets = self._mine if in_place else [bucket.result for bucket in self._buckets]
+        return gpu.GpuRoute(ranks, packs, op, path, wire, targets=targets)
 
     def _describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
         """Return what `all_reduce` would do, for `Strategy.explain`."""
-        route = self._route(op, self._path(reducer, options), options.wire, self._in_place)
-        return [
-            replace(each, in_arena=len(self._packs[each.pack.members[0].index].members))
-            for each in route.describe(self._communicator, self._mine)
-        ]
+        found = self._route(self._how(reducer, op, options, self._in_place)).describe(self._mine)
+        counts = [len(pack.members) for pack in self._packs if pack.size or not self._on_device]
+        return [each._replace(arrays=count) for each, count in zip(found, counts, strict=True)]
 
     def _broadcast(self, reducer: Reducer, destinations: Any, call: Call) -> Any:
         """Write replica 0's arrays into everybody's, and return `values`; the caller has entered the guard's call."""
         destination = self._destination(destinations, call.where)
         self._check(reducer, call.where)
         call.structure = self._structure.text
-        call.agree("broadcast an arena", values=self._summary, destination=destination, options=f"arena {self._number}")
-        for bucket in self._buckets:
-            broadcast_replicas(self._communicator, bucket)
-        if self.is_shared:
-            self._communicator.node_barrier()
+        words = f"{destination}, arena {self._number}"
+        write(broadcast(self._communicator, self._mine, 0, call, words, in_place=True), self._mine)
         return self._values
 
     def _destination(self, destinations: Any, where: str) -> str:
@@ -332,42 +339,18 @@ class Arena(ArenaBase, Generic[T]):
             return EVERY_RANK_TEXT
         return resolve(destinations, self._communicator, where).text
 
-    def _path(self, reducer: Reducer, options: CommunicationOptions) -> str:
-        """Return which path is asked for, where the arena is in GPU memory; "" elsewhere."""
-        return path_word(options, reducer.algorithm._device_path) if self._on_device else ""
 
+class ArenaPlan(Compared, CallPlan):
+    """The plan of an arena that is reduced where it is.  It keeps nothing of the arena, which may be closed."""
 
-class ArenaPlan(CallPlan):
-    """The plan of an arena that is reduced where it is.  It keeps nothing of the arena, which may be closed.
-
-    Args:
-        reducer: of the strategy.
-        how: the operation, the path in GPU memory, the dtype between nodes, and whether it is reduced in place.
-        signature: of the call.
-        timeout_seconds: how long the call may wait for the other ranks; None: as long as the strategy says.
-    """
-
-    def __init__(
-        self,
-        reducer: Reducer,
-        how: tuple[ReduceOp, str, str | None, bool],
-        signature: Signature,
-        timeout_seconds: float | None,
-    ) -> None:
-        self._reducer, self._how = reducer, how
-        self._signature, self._digest = signature, digest_of(signature)
-        self._timeout = None if timeout_seconds is None else timeouts.limit(timeout_seconds)
+    reducer: Reducer
+    how: _How
 
     def run(self, call: Call, value: Arena[Any], out: Any, weight: Any) -> Any:
         """Return the arena's `values`, or the one result of the node; see `CallPlan.run`."""
-        value._check(self._reducer, call.where, out)
-        route = value._route(*self._how)
-        memory = route.bring(value._mine)
-        if self._timeout is not None:
-            call.timeout = self._timeout
-        call.agree_on(self._signature, self._digest, sparingly=not value._on_device)
-        route.run(value._mine, memory)
-        return value._values if self._how[3] else value._result
+        value._check(self.reducer, call.where, out)
+        value._route(self.how).carried_out(value._mine, partial(self.agree, call))
+        return value._values if self.how[3] else value._result
 
 
 #: More than any arena has: all arrays of a dtype lie in one bucket.
@@ -376,53 +359,49 @@ _NO_LIMIT = 2**62
 
 def laid_out(layouts: tuple[Layout, ...]) -> tuple[tuple[Pack, ...], list[tuple[int, Member]]]:
     """Return the buckets of arrays with these layouts; and for each array the number of its bucket, and its place."""
-    packs = packing.plan(layouts, _NO_LIMIT, 0, _itself, None, ALIGNMENT)
+    packs = packing.plan(layouts, _NO_LIMIT, wire=packing.own_dtype, alignment=ALIGNMENT)
     places = {m.index: (number, m) for number, pack in enumerate(packs) for m in pack.members}
     return packs, [places[index] for index in range(len(layouts))]
 
 
-def _itself(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    return dtype
-
-
-def buckets_for(
-    communicator: Ranks, packs: Sequence[Pack], shared_result: bool, on_device: bool
-) -> tuple[Replicas, ...]:
+def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu: bool) -> tuple[Replicas, ...]:
     """Return the zeroed memory of these buckets for every rank, and one result for the node where it is asked for.
 
     Collective.
     """
-    if on_device:
-        return _on_device(communicator, packs, shared_result)
-    starts, total = [], 0
-    for pack in packs:
-        starts.append(total)
-        total += aligned(pack.nbytes)
-    memory = communicator.shared(total)
-    is_shared, result = memory.is_shared, None
-    if shared_result:
-        # Each rank brings its part of the one result: the parts lie side by side.
-        if is_shared:
-            pages = -(-total // (len(memory.segments) * mmap.PAGESIZE))
-            parts = communicator.shared(max(1, pages) * mmap.PAGESIZE)
-            is_shared, result = parts.is_shared, joined(parts)
-        if not is_shared:
-            result = private_memory(total).mine
+    if on_gpu:
+        return _on_gpu(ranks, packs, shared_result)
+    starts = [0, *accumulate(aligned(pack.nbytes) for pack in packs)]
+    memory, result = ranks.shared(starts[-1]), None
+    segments, me = memory.segments, memory.local_rank
+    is_shared = memory.is_shared
+    if shared_result and is_shared:  # each rank brings its part of the one result: the parts lie side by side
+        pages = -(-starts[-1] // (len(segments) * mmap.PAGESIZE))
+        parts = ranks.shared(max(1, pages) * mmap.PAGESIZE)
+        is_shared, result = parts.is_shared, _joined(parts)
+    if shared_result and not is_shared:
+        result = private_memory(starts[-1]).mine
+    if not is_shared:
+        segments, me = (memory.mine,), 0
     buckets = []
-    for pack, start in zip(packs, starts, strict=True):
-        arrays = typed(memory, start, pack.size, pack.dtype)
-        one = None if result is None else result[start : start + pack.nbytes].view(pack.dtype)
-        if not is_shared:
-            arrays = (arrays[memory.local_rank],)
-        buckets.append(Replicas(arrays, memory.local_rank if is_shared else 0, is_shared, one))
+    for pack, start in zip(packs, starts, strict=False):
+        part = slice(start, start + pack.nbytes)
+        arrays = tuple(segment[part].view(pack.dtype) for segment in segments)
+        buckets.append(Replicas(arrays, me, is_shared, None if result is None else result[part].view(pack.dtype)))
     return tuple(buckets)
 
 
-def _on_device(communicator: Ranks, packs: Sequence[Pack], shared_result: bool) -> tuple[Replicas, ...]:
-    cupy = cupy_for("an arena in GPU memory")
-    index = gpu_of(communicator.devices, communicator.rank)
+def _joined(memory: SharedMemory) -> Array:
+    """Return the segments of all ranks as one flat array; each must be a whole number of pages."""
+    nbytes, count = memory.mine.nbytes, len(memory.segments)
+    addresses = [segment.ctypes.data for segment in memory.segments]
+    assert addresses == [addresses[0] + rank * nbytes for rank in range(count)]
+    return np.lib.stride_tricks.as_strided(memory.segments[0], (count * nbytes,), (1,))
+
+
+def _on_gpu(ranks: Ranks, packs: Sequence[Pack], shared_result: bool) -> tuple[Replicas, ...]:
+    cupy, index, made = cupy_for("an arena in GPU memory"), gpu_of(ranks.devices, ranks.rank), []
     with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if index is None else index):
-        made = []
         for pack in packs:
             mine, *result = (communication_memory(cupy, pack.size, pack.dtype) for _ in range(1 + shared_result))
             for array in (mine, *result):
@@ -443,3 +422,122 @@ def check_dtypes(buckets: Sequence[Replicas], op: ReduceOp, where: str) -> None:
                 fix="Reduce with SUM, or pass arena.values without out=.",
             )
         check_order(dtype, op, where)
+
+
+# ------------------------------------------------------------------------------------------------- where the arrays are
+
+
+@dataclass(frozen=True)
+class Replicas:
+    """One flat array of each rank of a node, of one dtype and size.
+
+    Attributes:
+        arrays: by local rank; where `is_shared` is False only this rank's own.
+        local_rank: this rank's index among them.
+        is_shared: whether they are the peers' own memory.
+        result: one array for the whole node that a result can be written to; None without such.
+    """
+
+    arrays: tuple[Array, ...]
+    local_rank: int = 0
+    is_shared: bool = False
+    result: Array | None = None
+
+    @property
+    def mine(self) -> Array:
+        """This rank's own array."""
+        return self.arrays[self.local_rank]
+
+
+class InPlaceRoute(Transfer):
+    """The route of the buckets of an arena.
+
+    Args:
+        ranks: who takes part.
+        buckets: the arrays of this node, one bucket for each array that `bring` and `run` are given.
+        op: how they are combined; 16-bit floats in float32 and rounded once, integers wrap.
+        into_result: write `Replicas.result` and leave the arrays as they are; else write every array.
+        wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
+    """
+
+    def __init__(
+        self, ranks: Ranks, buckets: Sequence[Replicas], op: ReduceOp, *, into_result: bool, wire: str | None = None
+    ) -> None:
+        self._ranks = ranks
+        self._buckets = [_Bucket(ranks, each, op, each.result if into_result else None, wire) for each in buckets]
+
+    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Any]:
+        """Return the memory that messages need besides the arrays, which are where they are combined."""
+        return [each.bring() for each in self._buckets]
+
+    def run(self, arrays: Sequence[Array], memory: list[Any]) -> list[Array]:
+        """Combine the buckets on all nodes, and return where the combinations are."""
+        with np.errstate(all="ignore"):
+            for each, room in zip(self._buckets, memory, strict=True):
+                if each.mine.size:  # else nodes may have different numbers of ranks
+                    each.run(room)
+        self._ranks.node_barrier()
+        return [each.mine if each.result is None else each.result for each in self._buckets]
+
+    def describe(self, arrays: Sequence[Array]) -> list[Description]:
+        return [each.described() for each in self._buckets]
+
+
+class _Bucket:
+    """How one bucket is combined: where it is, if the ranks see each other's; else it is sent as other arrays are.
+
+    Between nodes, sums of a node that travel as they are go from where they are; small ones are left to one call of
+    MPI, and others travel in another dtype.
+    """
+
+    def __init__(self, ranks: Ranks, replicas: Replicas, op: ReduceOp, result: Array | None, wire: str | None) -> None:
+        mine, text = replicas.mine, op._on_the_wire
+        self.mine: Array = mine
+        self.result: Array | None = result
+        self._ranks, self._replicas, self._op = ranks, replicas, text
+        self._targets: Sequence[Array] = replicas.arrays if result is None else (result,)
+        self._divisor = op._divisor(mine.dtype, ranks.size)
+        #: The dtype in which sums travel between nodes, where that is another one.
+        self._wire: Wire = between_nodes(ranks, wire, mine.dtype, text)
+        self._route = CommunicatorRoute(ranks, packing.plan(packing.layouts_of([mine]), 1), op, wire=wire)
+        self._share: ShareOfNode | None = None
+        if replicas.is_shared and ranks.nodes == 1:
+            self._share = ShareOfNode(replicas.arrays, self._targets, text, self._divisor, replicas.local_rank)
+        is_split = ranks.nodes > 1 and len(replicas.arrays) > 1
+        sees_node = is_split and ranks.has_links and across_nodes(ranks).sees_node
+        is_sent = self._wire is not None or ranks.route(mine.nbytes, mine.dtype, text) == "lanes"
+        #: Whether the sums of the node go to other nodes from where they are.
+        self._by_lanes: bool = sees_node and is_sent and host_wire_dtype(mine.dtype) == mine.dtype
+
+    def bring(self) -> Any:
+        """Return the memory that is needed besides the arrays."""
+        return None if self._share is not None or self._by_lanes else self._route.bring([self.mine], [self._target()])
+
+    def _target(self) -> Array | None:
+        """Return where messages write the result; None where the first rank of the node writes it for all."""
+        if self.result is None:
+            return self.mine
+        return None if self._replicas.is_shared and self._replicas.local_rank > 0 else self.result
+
+    def run(self, memory: Any) -> None:
+        """Combine the bucket, after the agreement."""
+        if self._share is not None:
+            self._share.combine()
+        elif self._by_lanes:
+            lanes = across_nodes(self._ranks)
+            lanes.in_place(self._replicas.arrays, self._targets, self._op, self._wire, self._divisor)
+        else:
+            if self.result is not None and self._replicas.is_shared:
+                self._ranks.node_barrier()  # until the peers are here they may read the result of the call before
+            [total] = self._route.run([self.mine], memory)
+            target = self._target()
+            if target is not None and total is not target:
+                np.copyto(target, total, casting="unsafe")
+
+    def described(self) -> Description:
+        """Return what `Strategy.explain` says of it."""
+        mine, way = self.mine, self._route.way(self._route.packs[0], [self.mine])
+        if self._share is not None:
+            target = "every one" if self.result is None else "the node's one result"
+            way = f"where the arrays are, each rank 1/{len(self._replicas.arrays)} of them, into {target}", ()
+        return Description(mine.dtype, mine.nbytes, 1, way)

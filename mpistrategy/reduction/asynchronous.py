@@ -1,35 +1,47 @@
-"""All-reduces that go on while the step computes: `ReplicaContext.all_reduce_async` and its handle."""
+"""All-reduces that go on while the step computes: `ReplicaContext.all_reduce_async` and its handle.
+
+Arrays on the host are reduced by a thread in the background between nodes, and at once on one node.
+
+Arrays in GPU memory are packed on the program's stream, and the results are made of it there, when somebody waits for
+them.  Between the two the reduction goes on a stream of its own.  Events order them: this stream waits for what was put
+on the program's stream before the call, and a program's stream waits for the reduction where the result is asked for.
+Nothing waits on the host.  Only NCCL needs nothing else.  On the other paths the host takes part: this thread,
+or the call that starts the reduction where MPI may not be called in several threads.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import AbstractContextManager, nullcontext
-from functools import partial
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property, partial
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import is_on_device
-from mpistrategy.arrays.values import Mirrored, contribution
+from mpistrategy.arrays.gpu import cupy_for, layout_of
+from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads
 from mpistrategy.context import current_frame, working_on
 from mpistrategy.errors import UnsupportedError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Site, call_site
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.public_calls import collective
-from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.mpi.gpu.transports.choice import device_path
+from mpistrategy.mpi.interface.gpu_transport import ON_THE_STREAM, DevicePath, device_paths
+from mpistrategy.mpi.interface.ranks import Freed, Ranks
 from mpistrategy.mpi.over_mpi.background import Background, background_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
 from mpistrategy.reduction.arena import Arena
-from mpistrategy.reduction.inputs import leaves_like
-from mpistrategy.reduction.reducer import AllReduce, Reducer
-
-if TYPE_CHECKING:
-    from mpistrategy.reduction.asynchronous_gpu import Begun
+from mpistrategy.reduction.inputs import check_order, in_kind, leaves_like
+from mpistrategy.reduction.layout.destinations import EVERY_RANK
+from mpistrategy.reduction.layout.packing import layouts_of
+from mpistrategy.reduction.reducer import AllReduce, Reducer, handed_out, looked_at
 
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
@@ -42,9 +54,11 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
     _instead_of_pickling = "Send what wait() returns."
 
-    def __init__(self, result: Any, under_way: _UnderWay | None = None, begun: Begun | None = None) -> None:
+    def __init__(self, result: Any, under_way: _UnderWay | None = None, begun: _Begun | None = None) -> None:
         """Keep the result, or the job that will have it, and what was begun on a GPU."""
         self._result, self._under_way, self._begun = result, under_way, begun
+        #: Of an arena, which are the result.
+        self._values: Any = None
 
     def done(self) -> bool:
         """Return whether `wait` would find a result or an error at once on this rank; never waits.
@@ -70,8 +84,8 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
             refuse_in_jax_trace("AllReduceHandle.wait")
         else:
             self._result = self._under_way.result()
-        result: T_co = self._result if self._begun is None else self._begun.results
-        return result
+        found: Any = self._result if self._begun is None else self._begun.results
+        return found if self._values is None else self._values  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"<AllReduceHandle, {'over' if self.done() else 'under way'}>"
@@ -86,12 +100,17 @@ class _UnderWay:
         guard: of the program's ranks.
 
     Attributes:
-        job: its result to be.
+        job: ends with it.
     """
 
     def __init__(self, work: Callable[[], Any], background: Background, guard: Guard) -> None:
-        self.job: Future[Any] = background.submit(work, _WHERE)
+        #: Not kept by the job, which outlives this.
+        self._found: Any = None
+        self.job: Future[Any] = background.submit(partial(self._do, work), _WHERE)
         self._background, self._guard, self._number = background, guard, background.submitted
+
+    def _do(self, work: Callable[[], Any]) -> None:
+        self._found = work()
 
     def result(self) -> Any:
         """Wait for the job, together with the other ranks; return its result or raise its error."""
@@ -103,39 +122,75 @@ class _UnderWay:
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
             background.known_to_all = started
-        return background.result(self.job)
+        background.result(self.job)
+        return self._found
 
 
 def start_all_reduce(
     reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions | None, name: str | None, out: Any
 ) -> AllReduceHandle[Any]:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
-    communicator = reducer.communicator
+    ranks = reducer.communicator
+    if isinstance(value, Arena):
+        with Call(ranks.guard, _CALL, name):  # the other ranks hear of an error
+            value._check(reducer, _WHERE, out)
+            if not value._in_place and out is None:
+                raise UnsupportedError.at(
+                    _WHERE,
+                    found="an arena with shared_result=True",
+                    expected="a reduction in place",
+                    fix="Pass out=arena, or use all_reduce.",
+                )
+        if value._on_device or ranks.nodes > 1:  # bucket by bucket
+            handle = start_all_reduce(reducer, reduce_op, [*value._mine], options, name, [*value._mine])
+            handle._values = value.values
+            return handle
+    is_on_gpu = type(value) is not np.ndarray and _is_on_device(value)
     background: Background | None = None
-    is_placed = type(value) is not np.ndarray and _is_on_device(value)
-    if (is_placed or communicator.nodes > 1) and in_jax_trace():
-        _first_call(communicator.guard, name, lambda: None)  # the call refuses it, and tells the other ranks
-    if is_placed:
-        begun = _started_on_device(reducer, reduce_op, value, options, name, out)
-        if begun is not None:
-            return begun
-        # Of arrays on a host and a GPU together all is done now: another thread has another stream.
-    elif communicator.nodes > 1:
-        background = background_of(communicator, partial(_first_call, communicator.guard, name))
-    if background is None:
-        if isinstance(value, Arena):
-            with Call(communicator.guard, _CALL, name):  # the other ranks hear of an error
-                _check_arena(reducer, value, out)
+    if is_on_gpu or ranks.nodes > 1:
+        agree = partial(_first_call, ranks.guard, name)
+        if in_jax_trace():
+            agree(lambda: None)  # the call refuses it, and tells the other ranks
+        if not is_on_gpu:
+            background = background_of(ranks, agree)
+        else:
+            begun = _begun_on_gpu(reducer, reduce_op, value, reducer.options.merge(options), name, out)
+            if begun is not None:
+                return begun
+    if background is None:  # of arrays on a host and a GPU together, too: another thread has another stream
         return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
     try:
-        _check_arena(reducer, value, out)
-        work = _work(_on(reducer, background), reduce_op, value, options, name, out)
+        ReduceOp._parse(reduce_op, _WHERE)
+        given, structure = nest.flatten_without_none(value)
+        leaves_like(out, structure, _WHERE)
+        # The caller may put other arrays into the nest meanwhile.
+        kept = structure.pack([leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given])
+        # A reducer on the thread's communicator; what has been started goes on with the present algorithm and options.
+        make = partial(Reducer, background.communicator, reducer.algorithm, reducer.options)
+        work = partial(reducer.kept(background, make).run, _CALL, AllReduce, reduce_op, kept, options, name, out)
     except Exception as error:  # the peers start theirs: they must hear of it there
         work = partial(_fail, background.communicator.guard, name, error)
     # The thread has entered nothing; an algorithm of the program's own may ask for its strategy.
-    in_step = current_frame() or nullcontext()
-    work = partial(_in_background, background.communicator, call_site(), in_step, work)
-    return AllReduceHandle(None, _UnderWay(work, background, communicator.guard))
+    return _started(ranks, background, work, in_step=current_frame() or nullcontext())
+
+
+def _started(
+    ranks: Ranks,
+    background: Background | None,
+    work: Callable[[], Any],
+    begun: _Begun | None = None,
+    in_step: AbstractContextManager[Any] | None = None,
+) -> AllReduceHandle[Any]:
+    """Return the handle of work that is done in the background, or here without one."""
+    work = partial(_in_background, _ranks_of(ranks, background), call_site(), in_step or nullcontext(), work)
+    if background is None:
+        return AllReduceHandle(work(), begun=begun)
+    return AllReduceHandle(None, _UnderWay(work, background, ranks.guard), begun)
+
+
+def _ranks_of(ranks: Ranks, background: Background | None) -> Ranks:
+    """Return the communicator of what is done in the background, or here."""
+    return ranks if background is None else background.communicator
 
 
 def _in_background(ranks: Ranks, site: Site, in_step: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:
@@ -155,92 +210,11 @@ def _first_call(guard: Guard, name: str | None, make: Callable[[], Any]) -> Any:
         return make()
 
 
-def _check_arena(reducer: Reducer, value: Any, out: Any) -> None:
-    """Raise for an arena that cannot be reduced in place."""
-    if isinstance(value, Arena):
-        value._check(reducer, _WHERE, out)
-        if not value._in_place and out is None:
-            raise UnsupportedError.at(
-                _WHERE,
-                found="an arena with shared_result=True",
-                expected="a reduction in place",
-                fix="Pass out=arena, or use all_reduce.",
-            )
-
-
-def _started_on_device(
-    reducer: Reducer,
-    reduce_op: Any,
-    value: Any,
-    options: CommunicationOptions | None,
-    name: str | None,
-    out: Any,
-) -> AllReduceHandle[Any] | None:
-    """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
-    from mpistrategy.reduction.asynchronous_gpu import (  # here: on CPUs nothing reads it
-        Begun,
-        background_for,
-        known_path,
-    )
-
-    communicator, site = reducer.communicator, call_site()
-    agree = partial(_first_call, communicator.guard, name)
-    begun: Begun | None = None
-    try:
-        _check_arena(reducer, value, out)
-        begun = Begun(reducer, ReduceOp._parse(reduce_op, _WHERE), value, options, out, _WHERE)
-        seconds = reducer.options.merge(options).timeout_seconds
-    except Exception as error:  # the peers start theirs: they must hear of it there
-        background = background_for(communicator, known_path(reducer, options), agree)
-        ranks = communicator if background is None else background.communicator
-        work = partial(_fail, ranks.guard, name, error)
-    else:
-        if begun.path is None:
-            return None
-        background = background_for(communicator, begun.path, agree)
-        ranks = communicator if background is None else background.communicator
-        work = partial(_combined, ranks, begun, name, seconds)
-    work = partial(_in_background, ranks, site, nullcontext(), work)
-    if background is None:
-        return AllReduceHandle(work(), begun=begun)
-    return AllReduceHandle(None, _UnderWay(work, background, communicator.guard), begun)
-
-
-def _combined(ranks: Ranks, begun: Begun, name: str | None, seconds: float | None) -> None:
-    with Call(ranks.guard, _CALL, name) as call:
-        call.structure = begun.structure.text
-        call.wait_as(seconds)
-        begun.work(ranks, call)
-
-
 def _is_on_device(value: Any) -> bool:
-    if isinstance(value, Arena):
-        return value._on_device
     try:
         return any(is_on_device(contribution(leaf)) for leaf in nest.flatten_without_none(value)[0])
     except Exception:  # of other libraries, too: an array that was deleted, say
         return False  # the job raises it, so that the peers hear of it
-
-
-def _work(
-    reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions | None, name: str | None, out: Any
-) -> Callable[[], Any]:
-    """Look at the arguments in the caller's thread and context; return the rest of the work."""
-    ReduceOp._parse(reduce_op, _WHERE)
-    if isinstance(value, Arena):  # bucket by bucket
-        buckets = list(value._mine)
-        work = partial(reducer.run, _CALL, AllReduce, reduce_op, buckets, options, name, buckets)
-        return partial(_then, work, value.values)
-    given, structure = nest.flatten_without_none(value)
-    leaves_like(out, structure, _WHERE)
-    # The caller may put other arrays into the nest meanwhile.
-    kept = structure.pack([leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given])
-    return partial(reducer.run, _CALL, AllReduce, reduce_op, kept, options, name, out)
-
-
-def _then(work: Callable[[], Any], result: Any) -> Any:
-    work()
-    return result
 
 
 def _fail(guard: Guard, name: str | None, error: Exception) -> Any:
@@ -248,8 +222,147 @@ def _fail(guard: Guard, name: str | None, error: Exception) -> Any:
         raise error
 
 
-def _on(reducer: Reducer, background: Background) -> Reducer:
-    """Return a reducer that does as `reducer`, in the background; what has been started goes on with it."""
-    make = partial(Reducer, background.communicator, reducer.algorithm, reducer.options)
-    found: Reducer = reducer.kept(background, make)
-    return found
+# ------------------------------------------------------------------------------------------------- in GPU memory
+
+
+def _begun_on_gpu(
+    reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions, name: str | None, out: Any
+) -> AllReduceHandle[Any] | None:
+    """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
+    ranks = reducer.communicator
+    begun: _Begun | None = None
+    try:
+        begun = _Begun(reducer, ReduceOp._parse(reduce_op, _WHERE), value, options, out)
+        if begun.path is None:
+            return None
+        path: DevicePath | None = begun.path
+    except Exception as error:  # the peers start theirs: they must hear of it there
+        failure = error
+        path = device_paths(ranks).known.get(path_word(options, reducer.algorithm._device_path))
+    # The caller's thread does what waits for nothing.
+    background = None
+    if path is not None and path.name not in ON_THE_STREAM:
+        background = background_of(ranks, partial(_first_call, ranks.guard, name), waits_for_gpu=True)
+    where = _ranks_of(ranks, background)
+    if begun is None:
+        return _started(ranks, background, partial(_fail, where.guard, name, failure))
+    return _started(ranks, background, partial(begun.work, where, name, options), begun)
+
+
+class _Stream(Freed):
+    """One stream for each device, made at the first use; an event belongs to a stream of its device."""
+
+    def __init__(self) -> None:
+        self._cupy: Any = cupy_for("arrays in GPU memory")
+        self._streams: dict[int, Any] = {}
+        #: What the stream may still use, and the events behind it; the oldest first.
+        self._used: deque[tuple[Any, object]] = deque()
+
+    def note(self) -> Any:
+        """Return an event behind what is on the current stream so far."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        event.record(self._cupy.cuda.get_current_stream())
+        return event
+
+    @contextmanager
+    def after(self, event: Any) -> Iterator[None]:
+        """Make the stream of the current device the current one, behind an event."""
+        device = self._cupy.cuda.runtime.getDevice()
+        if device not in self._streams:
+            self._streams[device] = self._cupy.cuda.Stream(non_blocking=True)
+        with self._streams[device] as stream:
+            stream.wait_event(event)
+            yield
+
+    def keep(self, what: object) -> Any:
+        """Return an event behind what is on the current stream, and keep `what` alive until it has been reached."""
+        event = self.note()
+        self._used.append((event, what))
+        while self._used and self._used[0][0].done:
+            self._used.popleft()
+        return event
+
+    def free(self) -> None:
+        """Wait for what is on the streams: then nothing of it uses any memory."""
+        for stream in self._streams.values():
+            stream.synchronize()
+        self._used.clear()
+
+
+class _Begun:
+    """An all-reduce in GPU memory, from the packing on; made on the program's stream, on the device of the arrays.
+
+    Args:
+        reducer: reduces them.
+        op: how they are combined.
+        value: a nest.
+        options: of the strategy and the call.
+        out: of the call.
+
+    Attributes:
+        path: of the strategy, which all ranks know from here on; None where nothing has begun: the arrays are not all
+            in GPU memory, or are combined on the host.
+
+    Raises:
+        As `Reducer.all_reduce_leaves`.
+    """
+
+    path: DevicePath | None = None
+
+    def __init__(self, reducer: Reducer, op: ReduceOp, value: Any, options: CommunicationOptions, out: Any) -> None:
+        leaves, self._structure = nest.flatten_without_none(value)
+        targets, paths = leaves_like(out, self._structure, _WHERE), partial(nest.paths_without_none, value)
+        given, self._arrays, memory = looked_at(op, leaves, paths, _WHERE, None, targets)
+        self._given, self._handed_out = given, partial(handed_out, leaves=leaves, targets=targets, memory=memory)
+        ranks, self._guard = reducer.communicator, reducer.communicator.guard
+        algorithm, is_mirrored = reducer.algorithm, any(isinstance(each, Mirrored) for each in given)
+        if is_mirrored or not algorithm._has_plans or not all(map(is_on_device, self._arrays)):
+            return
+        for array in self._arrays:
+            check_order(array.dtype, op, _WHERE)
+        route = algorithm._gpu_route(ranks, layouts_of(self._arrays), op, options, EVERY_RANK)
+        if route is None:
+            return
+        self._route, self._op, self._settings = route, op, algorithm._settings(options)
+        self._device: Any = self._arrays[0].device
+        with self._device:
+            own = None if memory is None else route.own_results(self._arrays, memory)
+            self._memory = route.bring(self._arrays, own)
+            self._stream = ranks.once(_Stream, _Stream)
+            self._packed = self._stream.note()
+            self.path = device_path(ranks, route.word)
+            #: Whose memory may be used again only when it has been packed.
+            self._read = event_of_reads(given)
+        self._sent: Any = None
+
+    def work(self, ranks: Ranks, name: str | None, options: CommunicationOptions) -> None:
+        """Agree, and combine what has been packed; with the communicator of the thread."""
+        path: Any = self.path  # the ranks of the thread have a path of their own, of the same kind
+        with Call(ranks.guard, _CALL, name) as call, self._device:
+            call.structure = self._structure.text
+            call.wait_as(options.timeout_seconds)
+            device_paths(ranks).check()
+            values = tuple(map(layout_of, self._arrays))
+            call.agree("reduce", op=self._op.value, values=values, destination=EVERY_RANK.text, options=self._settings)
+            if path.name not in ON_THE_STREAM:
+                path = device_path(ranks, path.name)
+            with self._stream.after(self._packed):
+                try:
+                    self._route.send(ranks, path, self._memory)
+                finally:
+                    self._sent = self._stream.keep((self._arrays, self._memory))
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the GPU is done with what `work` has given it."""
+        return self._sent is None or bool(self._sent.done)
+
+    @cached_property
+    def results(self) -> Any:
+        """Return what the program gets, on the current stream, behind the reduction."""
+        with self._device:
+            cupy_for("arrays in GPU memory").cuda.get_current_stream().wait_event(self._sent)
+            found = self._route.unpacked(self._memory)
+            results = self._handed_out([*map(in_kind, found, self._given)])
+        self._guard.wait_for_gpu(self._read)
+        return self._structure.pack(results)

@@ -1,4 +1,4 @@
-"""Collectives that do the same with each array of a nest: what they have in common; gather, scan and reduce-scatter.
+"""Collectives that do the same with each array of a nest: what they have in common, and each of them.
 
 A call checks its arrays and takes memory, which is all that can fail on one rank.  Then the ranks agree on the call,
 the data move, and the results are put into a nest like the given one.
@@ -6,11 +6,14 @@ the data move, and the results are put into a nest like the given one.
 
 from __future__ import annotations
 
+import ast
+import importlib
 import operator
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -25,24 +28,31 @@ from mpistrategy.arrays.convert import (
     on_device_of,
     reducible,
 )
-from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, quietly
-from mpistrategy.arrays.gpu import check_device, layout_of
+from mpistrategy.arrays.dtypes import COMBINE, Array, host_wire_dtype, is_python_number, quietly
+from mpistrategy.arrays.gpu import layout_of
 from mpistrategy.arrays.values import IndexedSlices, contribution, event_of_reads
-from mpistrategy.errors import EmptyBatchError, OptionTypeError, ReduceOpError, ShapeError, UnsupportedError
+from mpistrategy.errors import (
+    EmptyBatchError,
+    LeafError,
+    OptionError,
+    OptionTypeError,
+    ReduceOpError,
+    ShapeError,
+    UnsupportedError,
+)
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
+from mpistrategy.mpi.contract.mismatch_report import ASKS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, as_given, check_order, is_plain_array
-from mpistrategy.reduction.layout.packing import Layout, layouts_of
-from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
-from mpistrategy.reduction.plans import NestPlan
+from mpistrategy.reduction.layout.finish import divide
+from mpistrategy.reduction.layout.packing import layouts_of
+from mpistrategy.reduction.plan import CallPlan, NestPlan, NumbersOfRanks
 from mpistrategy.reduction.reducer import General
-from mpistrategy.reduction.routes import on_device
-from mpistrategy.reduction.routes.base import CallPlan, Targets
-from mpistrategy.reduction.routes.mailboxes import MailboxArrays
-from mpistrategy.reduction.sparse import gather_all
+from mpistrategy.reduction.routes import gpu
+from mpistrategy.reduction.routes.base import Targets, Transfer
+from mpistrategy.reduction.routes.with_the_check import MailboxArrays
 
 Values: TypeAlias = "tuple[tuple[str, tuple[int, ...]], ...]"
 
@@ -82,8 +92,7 @@ def check_gpus(ranks: Ranks, arrays: Sequence[Any], where: str) -> bool:
     """Return whether arrays are in GPU memory: on the GPU that this rank drives, whose path has the memory it needs."""
     placed = [array for array in arrays if is_on_device(array)]
     if placed:
-        check_device(placed, gpu_of(ranks.devices, ranks.rank), where)
-        on_device.prepare(ranks, placed, where)
+        gpu.prepare(ranks, placed, where)
     return bool(placed)
 
 
@@ -138,7 +147,7 @@ class EachArray(General):
             return None
         call.structure, kinds = where.text, {*map(type, leaves)}
         collective = self.collective(call, arrays)
-        return self.plan_type(self, where, collective, collective.signature(call), kinds=kinds, timeout=self.timeout)
+        return self.plan_type(self, where, collective, collective.signature(call), self.chosen.timeout_seconds, kinds)
 
 
 # ------------------------------------------------------------------------------------------------- gather
@@ -161,10 +170,10 @@ class Gathering(Collective):
 
     def __init__(self, ranks: Ranks, arrays: Sequence[Any], axes: Sequence[int], into: Targets = None) -> None:
         self._ranks, self._axes, self._into = ranks, axes, into
-        self.layouts: tuple[Layout, ...] = layouts_of(arrays)
-        self.op: str = f"axis {axes}"
+        self.layouts = layouts_of(arrays)
+        self.op = f"axis {axes}"
         both = zip(map(layout_of, arrays), axes, strict=True)
-        self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in both)
+        self.values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in both)
         self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
         self._mine = np.array(self._lengths, np.int64)
         header, boxes = layouts_of([self._mine]), ranks.mailboxes
@@ -300,8 +309,8 @@ class Scanning(Collective):
     def __init__(self, ranks: Ranks, arrays: Sequence[Array], op: ReduceOp, *, exclusive: bool) -> None:
         self._ranks, self._op, self._is_exclusive = ranks, op, exclusive
         self.op = f"{op.value}, exclusive" if exclusive else op.value
-        self.layouts: tuple[Layout, ...] = layouts_of(arrays)
-        self.values: Values = tuple(map(layout_of, arrays))
+        self.layouts = layouts_of(arrays)
+        self.values = tuple(map(layout_of, arrays))
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Copy the arrays as they are combined; take memory for what travels, and for results that are rounded."""
@@ -387,3 +396,271 @@ class Scattered(General):
         step = -(-array.shape[axis] // ranks.size)
         part = slice(ranks.rank * step, (ranks.rank + 1) * step)
         return like_given(copy_of(array[(slice(None),) * axis + (part,)]), given)
+
+
+# ------------------------------------------------------------------------------------------------- IndexedSlices
+
+
+def concatenate(communicator: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
+    """Return all ranks' slices in rank order, on every rank; MEAN divides the values by the number of ranks."""
+    lengths: Array = np.zeros(communicator.size, np.int64)
+    communicator.allgatherv(np.array([slices.values.shape[0]]), [1] * communicator.size, lengths)
+    rows = lengths.tolist()
+    values, indices = gather_all(communicator, [(slices.values, rows), (slices.indices, rows)])
+    if op is ReduceOp.MEAN:
+        values = communicator.guard.on_all(lambda: divide(values, communicator.size))
+    return IndexedSlices(values, indices, slices.dense_shape)
+
+
+def gather_all(communicator: Ranks, blocks: Sequence[tuple[Array, list[int]]], into: Targets = None) -> list[Array]:
+    """Return, for each (block, rows), the blocks of all ranks along the first axis.  Collective.
+
+    ``rows[r]`` is the length of rank r's block.  Results on the host are in the memory of `into`, which may have the
+    blocks, where there is some of that size.  If a rank has no memory for the result, all ranks raise.
+    """
+    targets = [None] * len(blocks) if into is None else into
+    rooms = communicator.guard.on_all(lambda: [*map(partial(_room, communicator), blocks, targets)])
+    for (block, rows), (mine, result) in zip(blocks, rooms, strict=True):
+        counts = [count * prod(block.shape[1:]) for count in rows]
+        if is_on_device(block):
+            gpu.gather_rows(communicator, mine, counts, result)
+        else:
+            communicator.allgatherv(mine, counts, result)
+    return [result for _, result in rooms]
+
+
+def _room(communicator: Ranks, given: tuple[Array, list[int]], target: Array | None) -> tuple[Array, Array]:
+    """Return a block, contiguous, and memory for the blocks of all ranks."""
+    block, rows = given
+    if is_on_device(block):
+        return gpu.room_for_rows(communicator, block, rows)
+    shape = (sum(rows), *block.shape[1:])
+    fits = target is not None and (target.shape, target.dtype) == (shape, block.dtype)
+    memory: Array = target if target is not None and fits else np.empty(shape, block.dtype)
+    return block.copy() if np.may_share_memory(block, memory) else np.ascontiguousarray(block), memory
+
+
+# ------------------------------------------------------------------------------------------------- broadcast
+
+
+def broadcast(
+    ranks: Ranks, values: Sequence[Any], root: int, call: Call, destination: str = "", *, in_place: bool = False
+) -> list[Any]:
+    """Return rank `root`'s value of each of `values`, of the kind that was given.  Arrays in GPU memory stay there.
+
+    Args:
+        ranks: who takes part.
+        values: this rank's arrays and numbers, of any dtype of fixed size; dtypes and shapes are equal on all ranks.
+        root: whose values they get.
+        call: the guard's call that all ranks make.
+        destination: of the results, as the ranks compare it.
+        in_place: whether a result may be the value itself, on the host, where that is contiguous.
+
+    Raises:
+        LeafError, DTypeError: for what is not an array of a fixed size.
+        UnsupportedError: for IndexedSlices.
+    """
+    given = [dense(value, call.where) for value in values]
+    arrays = [array_where_it_is(value, call.where) for value in given]
+    check_gpus(ranks, arrays, call.where)
+    way = FromRoot(ranks, arrays, root)
+    agree = partial(call.agree_on, way.signature(call, destination))
+    results = way.sent(call, arrays, agree, targets=arrays if in_place else None)
+    ranks.guard.wait_for_gpu(event_of_reads(given))
+    return [*map(like_given, results, given)]
+
+
+class FromRoot(Collective):
+    """How one rank's arrays come to all ranks.
+
+    On a node small arrays on the host lie in its mailbox, beside the check of the call; else MPI sends them after it.
+
+    Args:
+        ranks: who takes part.
+        arrays: this rank's, or arrays like them.
+        root: whose they are.
+    """
+
+    verb = "broadcast"
+    sparingly = False
+
+    def __init__(self, ranks: Ranks, arrays: Sequence[Any], root: int) -> None:
+        self._ranks, self._root, boxes = ranks, root, ranks.mailboxes
+        self.op = f"from rank {root}"
+        self.layouts = layouts_of(arrays)
+        self.values = tuple(map(layout_of, arrays))
+        self._in_mailboxes: MailboxArrays | None = None
+        on_host = not any(map(is_on_device, arrays))
+        if boxes is not None and on_host and MailboxArrays.has_room(boxes, self.layouts, 2):
+            self._in_mailboxes = MailboxArrays(boxes, self.layouts)
+
+    def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
+        """Copy the arrays, before the ranks agree on the call; return memory for the results.
+
+        If the arrays are their `targets`, contiguous ones are sent themselves.
+        """
+        if self._in_mailboxes is not None:
+            if self._ranks.rank == self._root:
+                self._in_mailboxes.put(arrays)
+            return None, [np.empty(shape, dtype) for dtype, shape in self.layouts]
+        placed = [array for array in arrays if is_on_device(array)]
+        memory, copies = gpu.packed(placed) if placed else (None, [])
+        own = targets is not None
+        return memory, [
+            copies.pop(0) if is_on_device(a) else a if own and a.flags.c_contiguous else np.array(a, order="C")
+            for a in arrays
+        ]
+
+    def run(self, arrays: Sequence[Any], memory: tuple[Any, list[Array]]) -> list[Array]:
+        """Return the root's arrays, after that."""
+        on_gpu, results = memory
+        if self._in_mailboxes is not None:
+            for result, array in zip(results, self._in_mailboxes.seen()[self._root], strict=True):
+                result[...] = array
+            return results
+        for result in results:
+            if not is_on_device(result):
+                self._ranks.bcast(result, self._root)
+        if on_gpu is not None:
+            gpu.bcast(self._ranks, on_gpu, self._root)
+        return results
+
+    def sent(
+        self,
+        call: Call,
+        arrays: Sequence[Any],
+        agree: Callable[[], bool],
+        describe: Callable[[], str] = str,
+        targets: Targets = None,
+    ) -> list[Array]:
+        """Return the root's arrays, once all ranks make the same call.
+
+        Args:
+            call: the public call.
+            arrays: this rank's.
+            agree: compares the call between the ranks; returns whether some ask what the root has.
+            describe: returns the structure of the values, for ranks that ask for it.
+            targets: see `bring`.
+        """
+        memory = self.bring(arrays, targets)
+        while agree():
+            structure_of(self._ranks, self._root, describe)
+            call.expect_more()
+            memory = self.bring(arrays, targets)
+        return self.run(arrays, memory)
+
+
+class _BroadcastPlan(NestPlan):
+    """The plan of broadcasts, which may have to tell ranks that give None what the others have."""
+
+    _transfer: FromRoot
+    #: What these ranks are told.
+    description: str = ""
+
+    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
+        return self._transfer.sent(call, arrays, partial(self.agree, call), lambda: self.description)
+
+
+class Broadcast(EachArray):
+    """`Strategy.broadcast` of any nest; the argument is the root."""
+
+    plan_type: type[NestPlan] = _BroadcastPlan
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the root's values; see `CallPlan.run`.  A rank without a value asks the root what it is like."""
+        ranks, where = self.reducer.communicator, call.where
+        root = checked_root(self.argument, ranks.size, where)
+        if value is None:
+            if ranks.rank == root:
+                expected = "a value there; the other ranks may give None"
+                raise LeafError.at(where, found=f"the value None on the root, rank {root}", expected=expected)
+            call.structure = ASKS
+            call.agree("broadcast", op=f"from rank {root}")
+            text = structure_of(ranks, root)
+            call.expect_more()
+            value = described(text)
+        return super().run(call, value, out, weight)
+
+    def collective(self, call: Call, arrays: Sequence[Any]) -> FromRoot:
+        ranks = self.reducer.communicator
+        return FromRoot(ranks, arrays, checked_root(self.argument, ranks.size, call.where))
+
+    def moved(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
+        assert isinstance(collective, FromRoot)
+        check_gpus(self.reducer.communicator, arrays, call.where)
+        describe = partial(description, value, call.where)
+        return collective.sent(call, arrays, partial(call.agree_on, collective.signature(call)), describe)
+
+    def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
+        """Return the plan of a nest of arrays and numbers on the host, which can be described; None for others."""
+        made = super().plan(call, value, out, weight)
+        if isinstance(made, _BroadcastPlan):
+            made.description = description(value, call.where)
+        return made
+
+
+def structure_of(ranks: Ranks, root: int, describe: Callable[[], str] = str) -> str:
+    """Return the description of rank `root`'s nest, on ranks that have agreed to exchange it."""
+    return ranks.allgather_text(ranks.guard.on_all(describe if ranks.rank == root else str))[root]
+
+
+def description(value: Any, where: str) -> str:
+    """Return the structure, the dtypes and the shapes of a nest as a text, from which other ranks make one like it.
+
+    Raises:
+        UnsupportedError: for containers other than dict, list and tuple, for keys that are no plain values, and for
+            arrays of other libraries, on GPUs, and with fields.
+    """
+    leaves, structure = nest.flatten_without_none(value)
+    try:
+        text = repr((structure.pack([*range(len(leaves))]), [*map(_layout, leaves)]))
+        if nest.flatten_without_none(ast.literal_eval(text)[0])[1] == structure:
+            return text
+    except (SyntaxError, TypeError, ValueError):  # no literals
+        pass
+    raise UnsupportedError.at(
+        where,
+        found=f"a nest {structure.text:.200}, and None on other ranks",
+        expected="numbers and NumPy arrays in dict, list and tuple, whose structure is sent to ranks that give None",
+        fix="Give every rank a value of this structure; only the root's numbers matter.",
+    )
+
+
+def _layout(leaf: Any) -> tuple[str, tuple[int, ...], bool]:
+    """Return the dtype of a leaf, its shape, and whether it is a number."""
+    part = contribution(leaf)
+    is_number = isinstance(part, np.generic) or is_python_number(part)
+    dtype = np.asarray(part).dtype if is_number or isinstance(part, (np.ndarray, bool, str, bytes)) else None
+    if dtype is None or dtype.names is not None:
+        raise TypeError
+    return (
+        dtype.name if dtype.type.__module__ == "ml_dtypes" else dtype.newbyteorder("=").str,
+        np.shape(part),
+        is_number,
+    )
+
+
+def described(text: str) -> Any:
+    """Return a nest of zeros like the one of a description."""
+    skeleton, layouts = ast.literal_eval(text)
+    return nest.flatten_without_none(skeleton)[1].pack([_zeros(*each) for each in layouts])
+
+
+def _zeros(name: str, shape: tuple[int, ...], is_number: bool) -> Any:
+    # The root has ml_dtypes; it is imported here, for the quick import.
+    zeros = np.zeros(shape, name if name[0] in "<>|=" else getattr(importlib.import_module("ml_dtypes"), name))
+    return zeros[()] if is_number else zeros
+
+
+def checked_root(root: Any, size: int, where: str) -> int:
+    """Return `root` as a rank.
+
+    Raises:
+        OptionTypeError, OptionError: when it is none.
+    """
+    expected = f"a rank from 0 to {size - 1}"
+    if isinstance(root, bool) or not isinstance(root, (int, np.integer)):
+        raise OptionTypeError.at(where, found=f"root={root!r}", expected=expected)
+    if not 0 <= root < size:
+        raise OptionError.at(where, found=f"root={root}", expected=expected)
+    return int(root)

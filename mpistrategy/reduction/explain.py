@@ -13,7 +13,6 @@ from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution
 from mpistrategy.errors import EmptyBatchError
-from mpistrategy.mpi.multi_node import reduced_precision
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena import Arena, check_dtypes
@@ -36,7 +35,6 @@ def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: Communicat
     found: list[Description] = []
     others: list[str] = []
     if arena is not None and algorithm._in_rank_order:
-        reduced_precision.check(chosen.wire)
         check_dtypes(arena._buckets, op, _WHERE)
         found = arena._describe(reducer, op, chosen)
     elif leaves:
@@ -58,13 +56,11 @@ def _lines(found: Sequence[Description]) -> list[str]:
     """Return two lines for the buffers of a dtype that take one way."""
     alike: dict[Any, list[Description]] = {}
     for each in found:
-        alike.setdefault((each.way, each.copies, each.pack.dtype, each.arrays > 1), []).append(each)
+        alike.setdefault((each.way, each.dtype, each.arrays > 1), []).append(each)
     lines = []
-    for (way, copies, dtype, _), those in alike.items():
-        arrays, nbytes = sum(each.arrays for each in those), sum(each.pack.nbytes for each in those)
-        what = (
-            f"{_count(arrays, 'array')} in {_count(len(those), 'buffer')}, {dtype_name(dtype)}, {size_in_words(nbytes)}"
-        )
+    for ((way, copies), dtype, _), those in alike.items():
+        arrays, nbytes = _count(sum(each.arrays for each in those), "array"), sum(each.nbytes for each in those)
+        what = f"{arrays} in {_count(len(those), 'buffer')}, {dtype_name(dtype)}, {size_in_words(nbytes)}"
         lines += [f"{what}: {way}", f"  copies: {', '.join(copies) or 'none'}"]
     return lines
 

@@ -9,24 +9,20 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import check_places, is_on_device, like_given, reducible
-from mpistrategy.arrays.dtypes import (
-    Array,
-    dtype_name,
-    is_buffer,
-    is_python_number,
-    mean_dtype,
-    span,
+from mpistrategy.arrays.convert import (
+    array_where_it_is,
+    as_device_array,
+    check_places,
+    host_array,
+    is_on_device,
+    like_given,
+    reducible,
 )
+from mpistrategy.arrays.dtypes import Array, dtype_name, is_buffer, is_python_number, mean_dtype, span
 from mpistrategy.arrays.foreign import is_foreign
+from mpistrategy.arrays.gpu import is_cupy, layout_of
 from mpistrategy.arrays.nest import Leaves, alike
-from mpistrategy.arrays.values import (
-    DistributedValues,
-    IndexedSlices,
-    Mirrored,
-    contribution,
-    local_component,
-)
+from mpistrategy.arrays.values import DistributedValues, IndexedSlices, Mirrored, contribution, local_component
 from mpistrategy.errors import (
     DTypeError,
     MpiStrategyError,
@@ -34,11 +30,12 @@ from mpistrategy.errors import (
     PlacementError,
     ShapeError,
     StructureError,
+    UnsupportedError,
 )
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction import sparse
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.packing import Layout
+from mpistrategy.reduction.routes.gpu import move
 
 #: Numbers whose results are NumPy scalars, by the dtype in which they travel.
 NUMBERS: dict[type, np.dtype[Any]] = {
@@ -247,7 +244,7 @@ def checked_value(value: Any, op: ReduceOp, where: str) -> Any:
     if isinstance(value, Mirrored):
         return value
     if isinstance(value, IndexedSlices):
-        return sparse.checked(value, op, where)
+        return checked_slices(value, op, where)
     array = reducible(value, where)
     check_order(array.dtype, op, where)
     return array
@@ -262,3 +259,50 @@ def check_order(dtype: np.dtype[Any], op: ReduceOp, where: str) -> None:
             expected="numbers that have an order",
             fix="Reduce the magnitudes: np.abs(x).",
         )
+
+
+def checked_slices(slices: IndexedSlices, op: ReduceOp, where: str) -> IndexedSlices:
+    """Return `slices` with arrays for values and indices.
+
+    Raises:
+        ShapeError: when there is not one index for each row of values.
+        DTypeError: for indices that are no integers.
+        UnsupportedError: for an operation other than SUM and MEAN.
+    """
+    if op not in (ReduceOp.SUM, ReduceOp.MEAN):
+        raise UnsupportedError.at(
+            where, found=f"{op.name} of IndexedSlices", expected="SUM or MEAN", fix="Use to_dense()."
+        )
+    values = reducible(slices.values, where, ".values")
+    indices = array_where_it_is(slices.indices, where, ".indices")
+    if indices.dtype.kind not in "iu":
+        raise DTypeError.at(where, found=f"indices of dtype {dtype_name(indices.dtype)}", expected="integer indices")
+    if values.ndim == 0 or indices.shape != values.shape[:1]:
+        raise ShapeError.at(
+            where,
+            found=f"IndexedSlices with values {values.shape} and indices {indices.shape}",
+            expected="one index for each row of values",
+        )
+    return IndexedSlices(values, indices, slices.dense_shape)
+
+
+def layout_of_slices(slices: IndexedSlices) -> tuple[str, tuple[int, ...]]:
+    """Return what must be equal on all ranks: dtypes and the rows' shape, not the number of rows."""
+    dense = "?" if slices.dense_shape is None else str([int(n) for n in host_array(slices.dense_shape)])
+    kinds = [layout_of(part)[0] for part in (slices.values, slices.indices)]
+    return f"IndexedSlices<{','.join(kinds)},{dense}>", slices.values.shape[1:]
+
+
+def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
+    """Copy results into arrays of their dtypes and shapes: those in GPU memory all at once, on the current stream."""
+    on_gpu: list[tuple[Any, Any]] = []
+    for result, target in zip(results, targets, strict=True):
+        if is_cupy(result) and is_cupy(target) and result.data.ptr == target.data.ptr:
+            continue  # reduced where it is
+        if is_on_device(target):
+            on_gpu.append((as_device_array(result, "a result in GPU memory"), target))
+        elif result is not target:
+            target[...] = host_array(result)
+    if on_gpu:
+        with on_gpu[0][0].device:
+            move(*zip(*on_gpu, strict=True))

@@ -1,65 +1,52 @@
-"""The plan of a list of arrays on the host: its route, and what is made of the sums; laid out once, run many times."""
+"""Plans: what is looked at once for a call site, an operation, options and a kind of value, and run many times.
+
+A plan does the whole call: it packs the values, which is all that can fail on one rank; the ranks agree on the call;
+the packs are summed, and the results unpacked.  `Reducer` finds the plan of a call, or makes it.
+"""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import partial
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, host_wire_dtype, mean_dtype, sum_dtype_of_mean
+from mpistrategy.arrays.gpu import is_cupy
+from mpistrategy.arrays.nest import Leaves
+from mpistrategy.arrays.values import Mirrored
+from mpistrategy.mpi.contract import timeouts
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import Signature, digest_of
+from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct, in_kind, writable, write
+from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout, host_packs
-from mpistrategy.reduction.routes import first_message
-from mpistrategy.reduction.routes.base import Description, Route, Targets
+from mpistrategy.reduction.routes.base import Description, Targets, Transfer
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
-from mpistrategy.reduction.routes.mailboxes import MailboxRoute, fits
+from mpistrategy.reduction.routes.with_the_check import FirstMessageRoute, MailboxRoute, fits_mailbox, fits_message
 
+_ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
+_dtype_of, _shape_of = attrgetter("dtype"), attrgetter("shape")
 #: From so many bytes on the results of one node are written where the arrays are.  Below, its ranks add up in memory
 #: that they share, and copy (2 ranks, 1 MiB: 0.43 ms, in place 0.61; 8 MiB: 3.3 and 3.2; 25 MiB: 10.3 and 8.5).
 _LEAST_IN_PLACE = 8 * 2**20
 
 
-class Transfer(ABC):
-    """What becomes of arrays of certain layouts: what is done with them before the ranks agree on a call, and after it.
-
-    Attributes:
-        layouts: dtype and shape of each array.
-        results: the dtype of each result.
-        writes_targets: whether results may be written to their targets at once.
-    """
-
-    layouts: tuple[Layout, ...]
-    results: Sequence[np.dtype[Any]] = ()
-    writes_targets: bool = False
-
-    @abstractmethod
-    def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Do all that can fail, before the ranks agree on the call: copy, and take memory for the results.
-
-        Returns:
-            The memory, for `run`; `targets` are those of `Route.bring`.
-        """
-
-    @abstractmethod
-    def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
-        """Return the results, after that."""
-
-    def carried_out(self, arrays: Sequence[Array], agree: Callable[[], object], targets: Targets = None) -> list[Array]:
-        """Take memory, let the ranks agree on the call, and return the results."""
-        memory = self.bring(arrays, targets)
-        agree()
-        return self.run(arrays, memory)
+# ------------------------------------------------------------------------------------------------- lists of arrays
 
 
 class Plan(Transfer):
-    """The reduction of arrays of certain layouts by one route.
+    """The reduction of arrays of certain layouts on the host, by one route.
 
     Args:
-        communicator: the ranks.
+        ranks: who takes part.
         layouts: dtype and shape of each array.
         op: how they are combined.
         route: how they travel.
@@ -68,17 +55,14 @@ class Plan(Transfer):
         route: as given.
     """
 
-    def __init__(self, communicator: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, route: Route) -> None:
-        self.route: Route = route
-        self.layouts: tuple[Layout, ...] = layouts
-        self._op, self._size = op, communicator.size
+    def __init__(self, ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, route: Transfer) -> None:
+        self.route: Transfer = route
+        self.layouts = layouts
+        self._op, self._size = op, ranks.size
         #: From how many bytes on results may be written over the arrays.  Between nodes other memory only costs time.
-        self.least_in_place: int = _LEAST_IN_PLACE if communicator.nodes == 1 else 0
-        self.results: list[np.dtype[Any]] = [
-            mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts
-        ]
-        is_beside = isinstance(route, (MailboxRoute, first_message.FirstMessageRoute))
-        self.writes_targets: bool = not is_beside and any(len(pack.members) == 1 for pack in route.packs)
+        self.least_in_place: int = _LEAST_IN_PLACE if ranks.nodes == 1 else 0
+        self.results = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
+        self.writes_targets = route.writes_targets
         #: For each array whether what the route returns is the result: it has its dtype, and no integers are divided.
         self._are_exact = [
             host_wire_dtype(dtype) == dtype == result for (dtype, _), result in zip(layouts, self.results, strict=True)
@@ -98,19 +82,17 @@ class Plan(Transfer):
         """Return the combinations of all ranks' arrays."""
         if self._is_exact:
             return self.route.run(arrays, memory)
-        rooms, totals = memory[0], self.route.run(arrays, memory[1])
-        return [
-            total
-            if room is None
-            else finish(total, dtype, self._op, self._size, room)
-            if dtype.kind in "iu"
-            else rounded(total, dtype, room)
-            for total, (dtype, _), room in zip(totals, self.layouts, rooms, strict=True)
-        ]
+        rows = zip(memory[0], self.route.run(arrays, memory[1]), self.layouts, strict=True)
+        return [total if room is None else self._result(total, dtype, room) for room, total, (dtype, _) in rows]
 
-    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        """Return what `run` would do, for `Strategy.explain`."""
-        return self.route.describe(ranks, arrays)
+    def _result(self, total: Array, dtype: np.dtype[Any], room: Array) -> Array:
+        if dtype.kind in "iu":  # floats have been divided
+            return finish(total, dtype, self._op, self._size, room)
+        return rounded(total, dtype, room)
+
+    def describe(self, arrays: Sequence[Array]) -> list[Description]:
+        """Return what the route says of these arrays."""
+        return self.route.describe(arrays)
 
 
 def _room(target: Array | None, dtype: np.dtype[Any], shape: tuple[int, ...]) -> Array:
@@ -123,9 +105,9 @@ def summed(layouts: tuple[Layout, ...], op: ReduceOp) -> tuple[Layout, ...]:
     return tuple((sum_dtype_of_mean(dtype), shape) for dtype, shape in layouts) if op is ReduceOp.MEAN else layouts
 
 
-def usual_plan(communicator: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
+def usual_plan(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
     """Return the plan of arrays of these layouts, by the fastest route to every rank."""
-    return Plan(communicator, layouts, op, usual_route(communicator, summed(layouts, op), op, 0, None))
+    return Plan(ranks, layouts, op, usual_route(ranks, summed(layouts, op), op, 0, None))
 
 
 def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True) -> list[Array]:
@@ -146,29 +128,28 @@ def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *
 
 
 def usual_route(
-    communicator: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, wire: str | None
-) -> Route:
+    ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, bytes_per_pack: float, wire: str | None
+) -> Transfer:
     """Return the fastest route to every rank."""
-    if communicator.mailboxes is not None and fits(communicator.mailboxes, layouts):
-        return MailboxRoute(communicator.mailboxes, layouts, op)
-    message = communicator.first_message
-    if message is not None and wire is None and first_message.fits(communicator, layouts, op):
-        return first_message.FirstMessageRoute(communicator, message, layouts, op)
-    packs = host_packs(layouts, communicator.thresholds.pack_bytes, bytes_per_pack)
-    return CommunicatorRoute(communicator, packs, op, wire=wire)
+    if ranks.mailboxes is not None and fits_mailbox(ranks.mailboxes, layouts):
+        return MailboxRoute(ranks.mailboxes, layouts, op)
+    message = ranks.first_message
+    if message is not None and wire is None and fits_message(ranks, layouts, op):
+        return FirstMessageRoute(ranks, message, layouts, op)
+    return CommunicatorRoute(ranks, host_packs(layouts, ranks.thresholds.pack_bytes, bytes_per_pack), op, wire=wire)
 
 
 class NumbersOfRanks:
     """So many numbers of each rank, as float64.
 
     Args:
-        communicator: the ranks.
+        ranks: who takes part.
         count: how many of each rank.
     """
 
-    def __init__(self, communicator: Ranks, count: int) -> None:
-        self._rank, layouts = communicator.rank, ((np.dtype(np.float64), (communicator.size, count)),)
-        self._plan = usual_plan(communicator, layouts, ReduceOp.SUM)
+    def __init__(self, ranks: Ranks, count: int) -> None:
+        self._rank, layouts = ranks.rank, ((np.dtype(np.float64), (ranks.size, count)),)
+        self._plan = usual_plan(ranks, layouts, ReduceOp.SUM)
         self._numbers: Array = np.zeros(layouts[0][1])
 
     def bring(self, mine: Any) -> Any:
@@ -179,3 +160,211 @@ class NumbersOfRanks:
     def found(self, memory: Any) -> Array:
         """Return the numbers of all ranks, a row for each, after that."""
         return self._plan.run((self._numbers,), memory)[0]
+
+
+# ------------------------------------------------------------------------------------------------- calls
+
+
+class CallPlan(ABC):
+    """How one kind of value is reduced at one call site."""
+
+    @abstractmethod
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction of a value; inside `call`.
+
+        Args:
+            call: the public call, entered by the caller.
+            value: of the kind that the plan was made for.
+            out: where the result goes, or the destinations; None for new memory on every rank.
+            weight: of this rank's values, where the plan is one of weighted means.
+        """
+
+
+class Compared:
+    """What the ranks compare before the data of a call move.
+
+    Args:
+        signature: of the call.
+        timeout_seconds: how long the call may wait for the other ranks; None: as long as the strategy says.
+
+    Attributes:
+        sparingly: see `Call.agree`.
+    """
+
+    sparingly: bool = True
+
+    def __init__(self, signature: Signature, timeout_seconds: float | None) -> None:
+        self._signature, self._digest = signature, digest_of(signature)
+        self._timeout = None if timeout_seconds is None else timeouts.limit(timeout_seconds)
+
+    def agree(self, call: Call) -> bool:
+        """Compare the call with those of the other ranks; see `Call.agree`."""
+        call.structure = self._signature.structure
+        if self._timeout is not None:
+            call.timeout = self._timeout
+        return call.agree_on(self._signature, self._digest, sparingly=self.sparingly)
+
+
+class ArraysPlan(Compared):
+    """The plan of arrays whose calls are compared by words that change: a variable's name, the number of a step.
+
+    Args:
+        plan: of the arrays.
+        signature: what is compared, without the words of a call.
+        timeout_seconds: as `Compared`'s.
+
+    Attributes:
+        plan: as given.
+    """
+
+    def __init__(self, plan: Plan, signature: Signature, timeout_seconds: float | None) -> None:
+        super().__init__(signature, timeout_seconds)
+        self.plan: Plan = plan
+        #: The words of the latest call, which `_signature` has.
+        self._words: tuple[Any, ...] = ()
+
+    def run(self, call: Call, arrays: Sequence[Array]) -> list[Array]:
+        """Return the results on every rank; inside `call`."""
+        return self.plan.carried_out(arrays, partial(self.agree, call))
+
+    def agree(self, call: Call) -> bool:
+        """Compare the call with those of the other ranks; see `Call.agree`."""
+        words = call.name, call.where, call.place, call.step, call.structure
+        if words != self._words:
+            name, where, place, step, structure = self._words = words
+            self._signature = self._signature._replace(
+                name=name, call=where, place=place, step=step, structure=structure
+            )
+            self._digest = digest_of(self._signature)
+        return super().agree(call)
+
+
+class NestPlan(Compared, CallPlan):
+    """The plan of arrays and numbers on the host, alone or in plain nests; `out` is like the one that it was made for.
+
+    Args:
+        otherwise: does the calls that need a closer look, such as those with an `out` of another kind.
+        leaves: how to reach the arrays.
+        transfer: what becomes of the arrays.
+        signature, timeout_seconds: as `Compared`'s.
+        kinds: the types of the leaves.
+    """
+
+    def __init__(
+        self,
+        otherwise: CallPlan,
+        leaves: Leaves,
+        transfer: Transfer,
+        signature: Signature,
+        timeout_seconds: float | None,
+        kinds: set[type],
+    ) -> None:
+        super().__init__(signature, timeout_seconds)
+        self.sparingly = transfer.sparingly
+        self.otherwise: CallPlan = otherwise
+        self.leaves: Leaves = leaves
+        self._transfer = transfer
+        self._only_arrays = kinds == _ARRAYS
+        #: Whether results need not be made arrays of another library.
+        self._only_own = kinds <= _ARRAYS | _NUMBERS
+
+    def _arrays_of(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
+        """Return leaves as arrays of the plan's layouts; None for those that need a closer look."""
+        if self._only_arrays:
+            return leaves
+        return arrays_of(leaves, None if self._only_own else self._transfer.layouts)
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction; see `CallPlan.run`."""
+        leaves = self.leaves.take(value)
+        arrays = self._arrays_of(leaves)
+        if arrays is None:
+            return self.otherwise.run(call, value, out, weight)
+        if out is None:
+            results = self._sent(call, arrays, None, weight)
+            return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
+        targets = self.leaves.take(out)
+        if not writable(targets):
+            return self.otherwise.run(call, value, out, weight)
+        written = direct(targets, arrays) if self._transfer.writes_targets else None
+        results = self._sent(call, arrays, written, weight)
+        for target, result in zip(targets, results, strict=True):
+            if result is not target:
+                target[...] = result
+        return out
+
+    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
+        memory = self._transfer.bring(arrays, targets)
+        self.agree(call)
+        return self._transfer.run(arrays, memory)
+
+
+class DevicePlan(NestPlan):
+    """The plan of nests of CuPy arrays; its transfer is a `GpuRoute`."""
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return the reduction; see `CallPlan.run`."""
+        arrays: Any = self.leaves.take(value)
+        route: Any = self._transfer
+        if out is not None and (out is not value or len({*map(id, arrays)}) < len(arrays)):
+            return self.otherwise.run(call, value, out, weight)
+        results = self._sent(call, arrays, None if out is None else route.own_results(arrays, arrays))
+        if out is None:
+            return self.leaves.build(results)
+        write(results, arrays)
+        return out
+
+
+class PlacedPlan(NestPlan):
+    """The plan of values whose results are `Mirrored`, on some ranks; the `out` of its calls are the destinations."""
+
+    #: Where the results live.
+    destination: Destination
+    is_here: bool
+
+    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
+        """Return a `Mirrored`, or a nest of them; see `CallPlan.run`."""
+        leaves, text = self.leaves.take(value), self.destination.text
+        arrays = self._arrays_of(leaves)
+        if arrays is None:
+            return self.otherwise.run(call, value, out, weight)
+        results = self._sent(call, arrays, None)
+        if not self.is_here:
+            return self.leaves.build([Mirrored((), text) for _ in leaves])
+        if not self._only_own:
+            results = [*map(in_kind, results, leaves)]
+        return self.leaves.build([Mirrored((result,), text) for result in results])
+
+
+def kind_of(value: Any) -> Any:
+    """Return what tells the kinds of values apart for which there are plans: structure, types, dtypes and shapes.
+
+    Raises:
+        Exception: of many types, for values that no plan is for, such as a list that holds itself.
+    """
+    kind = type(value)
+    if kind is _ndarray:
+        return value.dtype, value.shape
+    if kind in _NUMBERS:
+        return kind
+    if kind is dict:
+        return kind, tuple(value), _kinds_of(value.values())
+    if kind is list or kind is tuple:
+        return kind, _kinds_of(value)
+    if is_arena(value):
+        return kind, value._number
+    shape = getattr(value, "shape", None)
+    if not isinstance(shape, tuple):  # a record may have a field of that name, and a key keeps no values
+        return kind
+    return kind, getattr(value, "dtype", None), shape
+
+
+def _kinds_of(values: Any) -> tuple[Any, ...]:
+    kinds = {*map(type, values)}
+    if kinds == _ARRAYS:
+        return (*map(_dtype_of, values), *map(_shape_of, values))
+    if kinds <= _NUMBERS:
+        return (*map(type, values),)
+    if len(kinds) == 1 and all(is_cupy(each) for each in [*values][:1]):
+        return (*kinds, *map(_dtype_of, values), *map(_shape_of, values))
+    return (*map(kind_of, values),)

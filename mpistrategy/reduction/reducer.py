@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
@@ -11,10 +12,9 @@ from typing import Any
 import numpy as np
 
 from mpistrategy.arrays import nest
-from mpistrategy.arrays.convert import as_device_array, as_target, hand_back, host_array, is_on_device
-from mpistrategy.arrays.devices import gpu_of
-from mpistrategy.arrays.dtypes import Array, dtype_name, mean_dtype
-from mpistrategy.arrays.gpu import check_device, is_cupy, layout_of
+from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
+from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.gpu import is_cupy, layout_of
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
@@ -22,8 +22,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.ranks import Alone, Ranks
-from mpistrategy.options import CommunicationOptions, ReduceOp
-from mpistrategy.reduction.algorithm import Algorithm
+from mpistrategy.options import CommunicationImplementation, CommunicationOptions, ReduceOp
 from mpistrategy.reduction.inputs import (
     arrays_of,
     as_given,
@@ -32,23 +31,109 @@ from mpistrategy.reduction.inputs import (
     in_kind,
     leaves_like,
     takes,
+    write,
 )
-from mpistrategy.reduction.layout.destinations import EVERY_RANK, EVERY_RANK_TEXT, Destination
-from mpistrategy.reduction.layout.finish import divide, rounded
+from mpistrategy.reduction.layout.destinations import EVERY_RANK, Destination
 from mpistrategy.reduction.layout.packing import Layout, is_simple, layouts_of
-from mpistrategy.reduction.plan import NumbersOfRanks, Transfer
-from mpistrategy.reduction.plans import ArraysPlan, DevicePlan, NestPlan, PlacedPlan, kind_of
-from mpistrategy.reduction.routes.base import CallPlan
-from mpistrategy.reduction.weights import (
-    WEIGHTED,
-    WeightedMeans,
-    WeightedPlan,
-    checked_weight,
-    dtype_of_products,
-    normalized,
-    product,
-    sums_of,
-)
+from mpistrategy.reduction.plan import ArraysPlan, CallPlan, DevicePlan, NestPlan, PlacedPlan, Plan, kind_of
+from mpistrategy.reduction.routes.base import Description, Targets, Transfer
+from mpistrategy.reduction.routes.gpu import GpuRoute
+from mpistrategy.reduction.weights import WEIGHTED, WeightedMeans, WeightedPlan, checked_weight, sums_of
+
+
+class Algorithm(ABC):
+    """A `CrossDeviceOps`, as this folder uses it; the defaults are those of a program's own, of which nothing is known.
+
+    Attributes:
+        _in_rank_order: whether a sum in rank order is what it would return: arenas may then be reduced in place.  A
+            subclass says so itself, or it is not.
+        _num_packs: see `mpistrategy.reduction.layout.packing.plan`.
+        _device_path: the path of arrays in GPU memory; "" leaves it to the options.
+    """
+
+    _in_rank_order: bool = False
+    _num_packs: float = 0
+    _device_path: str = ""
+
+    def __init_subclass__(cls, **others: Any) -> None:
+        super().__init_subclass__(**others)
+        cls._in_rank_order = bool(cls.__dict__.get("_in_rank_order"))
+
+    def explain_implementation(self, reduce_op: ReduceOp, count: int) -> str:
+        """Return what `Strategy.explain` says of so many arrays and this operation, in a line; to be overridden.
+
+        Args:
+            reduce_op: how they are combined.
+            count: how many there are.
+        """
+        return f"{type(self).__name__} reduces them: its routes are not known"
+
+    def _explained(
+        self, ranks: Ranks, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
+    ) -> tuple[list[Description], list[str]]:
+        """Return what `Strategy.explain` says of buffers, and lines about what is in none."""
+        return [], [self.explain_implementation(op, len(given))]
+
+    @property
+    def _configuration(self) -> str:
+        """What must be equal on all ranks for their messages to fit together."""
+        return type(self).__name__
+
+    def _settings(self, options: CommunicationOptions) -> str:
+        """Return the configuration and the options of one call, as far as they shape the messages."""
+        shown = f"{self._configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
+        chosen: Any = options.implementation
+        return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
+
+    @property
+    def _has_plans(self) -> bool:
+        """Whether arrays are reduced by its `_plan` and `_gpu_route`; else each call must be looked at."""
+        return False
+
+    def _plan(
+        self,
+        ranks: Ranks,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
+    ) -> Plan:
+        """Return how arrays on the host are reduced; the results count on the destination's ranks.
+
+        Raises:
+            MpiStrategyError: for what it cannot reduce.
+        """
+        raise NotImplementedError(type(self).__name__)
+
+    def _gpu_route(
+        self,
+        ranks: Ranks,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination,
+    ) -> GpuRoute | None:
+        """Return how arrays in GPU memory are reduced there; None where the host does it."""
+        return None
+
+    @abstractmethod
+    def _all_reduce_values(
+        self,
+        call: Call,
+        communicator: Ranks,
+        op: ReduceOp,
+        values: Sequence[Any],
+        options: CommunicationOptions,
+        outs: Sequence[Any] | None = None,
+        *,
+        is_batch: bool = True,
+    ) -> list[Any]:
+        """Return the reductions of `values` on every rank: this rank's components, or Mirrored; inside `call`.
+
+        The results may be written to `outs`, which are arrays of their dtypes and shapes.  Without `is_batch` one value
+        is reduced by `reduce`.
+        """
+
 
 #: So many plans are kept.
 _MOST_PLANS = 1024
@@ -72,12 +157,6 @@ class General(CallPlan):
     def chosen(self) -> CommunicationOptions:
         """The options of the strategy and of the program."""
         return self.reducer.options.merge(self.options)
-
-    @property
-    def timeout(self) -> float | None:
-        """How long the call may wait for the other ranks, in seconds; None: as long as the strategy says."""
-        seconds = self.chosen.timeout_seconds
-        return None if seconds is None else timeouts.limit(seconds)
 
     @staticmethod
     def kind(value: Any, out: Any) -> Any:
@@ -124,63 +203,38 @@ class AllReduce(General):
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of arenas, and of nests of arrays and numbers; see `General.plan`."""
+        reducer, options, is_weighted = self.reducer, self.chosen, weight is not None
         op, destination = ReduceOp._parse(self.argument, call.where), self.destination(value, out, call.where)
+        is_plain = destination is None and not is_weighted
         if is_arena(value):
-            is_weighted = weight is not None
-            return (
-                None if destination else value._plan(self.reducer, op, call, self.chosen, out, is_weighted=is_weighted)
-            )
-        if weight is not None and op is not ReduceOp.MEAN:
-            return None
-        return self.plan_of_nest(call, op, value, out, destination, is_weighted=weight is not None)
-
-    def plan_of_nest(
-        self, call: Call, op: ReduceOp, value: Any, out: Any, destination: Destination | None, *, is_weighted: bool
-    ) -> CallPlan | None:
-        """Return the plan of a nest of arrays; None for what is looked at in each call."""
+            return value._plan(reducer, op, call, options, out) if is_plain else None
         where = self.leaves_of(value, out)
-        if where is None or not nest.only_text_keys(value):
+        if where is None or not nest.only_text_keys(value) or (is_weighted and op is not ReduceOp.MEAN):
             return None
-        algorithm, options, timeout = self.reducer.algorithm, self.chosen, self.timeout
-        ranks, leaves = self.reducer.communicator, where.take(value)
-        signature = Signature(
-            *("reduce", op.value, where.text, (), (destination or EVERY_RANK).text),
-            *(algorithm._settings(options), call.name, call.where, call.place),
-        )
-        kinds = {*map(type, leaves)}
-        if (
-            not is_weighted
-            and destination is None
-            and [(kind.__module__, kind.__name__) for kind in kinds] == [("cupy", "ndarray")]
-        ):
-            word = algorithm._gpu_word(ranks, options)
-            # A mean of integers has another dtype than they.
-            kinds_of_mean = op is not ReduceOp.MEAN or all(leaf.dtype.kind in "fc" for leaf in leaves)
-            if word is None or not kinds_of_mean or not all(is_simple(leaf.dtype, op) for leaf in leaves):
-                return None
-            from mpistrategy.reduction.routes.gpu import GpuRoute, gpu_packs  # here: on CPUs nothing reads it
-
-            packs = gpu_packs(layouts_of(leaves), options.bytes_per_pack, algorithm._num_packs)
-            signature = signature._replace(values=tuple(map(layout_of, leaves)))
-            route, gpu = GpuRoute(ranks, packs, op, word, None), gpu_of(ranks.devices, ranks.rank)
-            return DevicePlan(self, where, route, signature, timeout, gpu)
-        arrays = arrays_of(leaves)
+        leaves = where.take(value)
+        is_on_gpu = is_plain and all(map(is_cupy, leaves))
+        arrays: Any = leaves if is_on_gpu else arrays_of(leaves)
         if arrays is None or not all(is_simple(array.dtype, op) for array in arrays):
             return None
-        layouts = layouts_of(arrays)
-        signature = signature._replace(values=tuple((dtype_name(dtype), shape) for dtype, shape in layouts))
-        kind: type[NestPlan] = NestPlan if destination is None else PlacedPlan
+        ranks, algorithm, layouts = reducer.communicator, reducer.algorithm, layouts_of(arrays)
         transfer: Transfer | None
-        if is_weighted:
-            transfer, kind = self.reducer.weighted_means(layouts, options), WeightedPlan
-            signature = signature._replace(op=WEIGHTED)
+        kind: type[NestPlan] = DevicePlan
+        if is_on_gpu:
+            if op is ReduceOp.MEAN and any(dtype.kind in "iu" for dtype, _ in layouts):
+                return None  # which has another dtype than they
+            transfer = algorithm._gpu_route(ranks, layouts, op, options, EVERY_RANK) if algorithm._has_plans else None
+        elif is_weighted:
+            transfer, kind = reducer.weighted_means(layouts, options), WeightedPlan
         else:
-            transfer = algorithm._plan_for(ranks, layouts, op, options, destination or EVERY_RANK)
-        if transfer is None:
+            transfer = reducer.plan_for(layouts, op, options, destination or EVERY_RANK)
+            kind = NestPlan if destination is None else PlacedPlan
+        is_elsewhere = out is not None and destination is None and not is_on_gpu
+        if transfer is None or (is_elsewhere and not takes(out, value, where, arrays, transfer.results)):
             return None
-        if destination is None and out is not None and not takes(out, value, where, arrays, transfer.results):
-            return None
-        made = kind(self, where, transfer, signature, kinds=kinds, timeout=timeout)
+        words = WEIGHTED if is_weighted else op.value, where.text, tuple(map(layout_of, arrays))
+        whither, settings = (destination or EVERY_RANK).text, algorithm._settings(options)
+        signature = Signature("reduce", *words, whither, settings, call.name, call.where, call.place)
+        made = kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)})
         if isinstance(made, PlacedPlan) and destination is not None:
             made.destination, made.is_here = destination, destination.includes(ranks.rank)
         return made
@@ -324,17 +378,15 @@ class Reducer:
         """
         if not leaves and self.is_alone:
             return []  # alone, a structure without leaves is its own reduction
-        chosen = self._options.merge(options)
+        chosen, ranks = self._options.merge(options), self.communicator
         dense = None if weight is None and targets is None else UnsupportedError
         given, arrays, memory = looked_at(op, leaves, paths, call.where, dense, targets)
-        if weight is None:
-            call.wait_as(chosen.timeout_seconds)
-            with self.entered():
-                results = self._algorithm._all_reduce_values(
-                    call, self.communicator, op, given, chosen, memory, is_batch=is_batch
-                )
-        else:
+        call.wait_as(chosen.timeout_seconds)
+        if weight is not None:
             results = self._weighted(call, op, given, arrays, weight, chosen)
+        else:
+            with self.entered():
+                results = self._algorithm._all_reduce_values(call, ranks, op, given, chosen, memory, is_batch=is_batch)
         return handed_out(results, leaves, targets, memory)
 
     def agrees_on_none(self, call: Call, op: ReduceOp, structure: nest.Structure) -> bool:
@@ -355,39 +407,37 @@ class Reducer:
         options: CommunicationOptions,
     ) -> list[Any]:
         """Return the weighted means of dense arrays."""
-        ranks, where = self.communicator, call.where
-        mine = checked_weight(weight, op, where)
-        means = None if any(map(is_on_device, arrays)) else self.weighted_means(layouts_of(arrays), options)
-        call.wait_as(options.timeout_seconds)
-        if means is not None:
-            values = tuple((dtype_name(each.dtype), each.shape) for each in arrays)
-            settings, together = self._algorithm._settings(options), [mine, *arrays]
-            memory = means.bring(together)
-            call.agree(
-                "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK_TEXT, options=settings, sparingly=True
-            )
-            results = means.run(together, memory)
-        else:
-            check_device([array for array in arrays if is_on_device(array)], gpu_of(ranks.devices, ranks.rank), where)
-            numbers = NumbersOfRanks(ranks, 1)
-            memory = numbers.bring(mine)
-            call.agree("exchange the weights of a mean", sparingly=True)
-            weights = numbers.found(memory).ravel().tolist()
-            call.expect_more()
-            factors, total = normalized(weights)
-            with np.errstate(all="ignore"):
-                parts = [product(each, dtype_of_products(each.dtype), mine, factors[ranks.rank]) for each in arrays]
-            read = event_of_reads(given)
-            sums = self._algorithm._all_reduce_values(call, ranks, ReduceOp.SUM, parts, options)
-            results = [
-                rounded(divide(each, total), mean_dtype(array.dtype)) for each, array in zip(sums, arrays, strict=True)
-            ]
-            ranks.guard.wait_for_gpu(read)
+        ranks, algorithm = self.communicator, self._algorithm
+        together = [checked_weight(weight, op, call.where), *arrays]
+        is_on_gpu, layouts = any(map(is_on_device, arrays)), layouts_of(arrays)
+        means = None if is_on_gpu else self.weighted_means(layouts, options)
+        sums = _ByAlgorithm(self, call, options, given)
+        if means is None:
+            means = WeightedMeans(ranks, layouts, sums)
+        values, settings = tuple(map(layout_of, arrays)), algorithm._settings(options)
+        agree = partial(call.agree, "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings)
+        results = means.carried_out(together, partial(agree, sparingly=True))
+        ranks.guard.wait_for_gpu(sums.read)
         return [in_kind(result, local_component(value)) for result, value in zip(results, given, strict=True)]
+
+    def plan_for(
+        self,
+        layouts: tuple[Layout, ...],
+        op: ReduceOp,
+        options: CommunicationOptions,
+        destination: Destination = EVERY_RANK,
+    ) -> Plan | None:
+        """Return how arrays on the host are reduced; None where each call must be looked at.
+
+        Raises:
+            MpiStrategyError: for what the algorithm cannot reduce.
+        """
+        algorithm = self._algorithm
+        return algorithm._plan(self.communicator, layouts, op, options, destination) if algorithm._has_plans else None
 
     def weighted_means(self, layouts: tuple[Layout, ...], options: CommunicationOptions) -> WeightedMeans | None:
         """Return how weighted means of arrays on the host are taken; None where the algorithm is asked each time."""
-        plan = self._algorithm._plan_for(self.communicator, sums_of(layouts), ReduceOp.SUM, options, EVERY_RANK)
+        plan = self.plan_for(sums_of(layouts), ReduceOp.SUM, options)
         return None if plan is None else WeightedMeans(self.communicator, layouts, plan)
 
     def all_reduce_arrays(self, call: Call, op: ReduceOp, arrays: list[Array]) -> list[Array]:
@@ -410,16 +460,42 @@ class Reducer:
         return found
 
     def _made_for(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> ArraysPlan | None:
-        ranks, options = self.communicator, self._options
-        if not all(is_simple(dtype, op) for dtype, _ in layouts):
-            return None
-        plan = self._algorithm._plan_for(ranks, layouts, op, options, EVERY_RANK)
+        options, are_simple = self._options, all(is_simple(dtype, op) for dtype, _ in layouts)
+        plan = self.plan_for(layouts, op, options) if are_simple else None
         if plan is None:
             return None
         values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-        signature = Signature("reduce", op.value, "", values, EVERY_RANK_TEXT, self._algorithm._settings(options))
-        seconds = options.timeout_seconds
-        return ArraysPlan(plan, signature, None if seconds is None else timeouts.limit(seconds))
+        signature = Signature("reduce", op.value, "", values, EVERY_RANK.text, self._algorithm._settings(options))
+        return ArraysPlan(plan, signature, options.timeout_seconds)
+
+
+class _ByAlgorithm(Transfer):
+    """The sums of an algorithm that has no plan for them; to be made in a call on which the ranks have agreed.
+
+    Args:
+        reducer: whose algorithm makes them.
+        call: the public call.
+        options: of the call.
+        given: what the products are made of.
+
+    Attributes:
+        read: an event behind that, for arrays of other libraries in GPU memory.
+    """
+
+    def __init__(self, reducer: Reducer, call: Call, options: CommunicationOptions, given: Sequence[Any]) -> None:
+        self._reducer, self._call, self._options, self._given = reducer, call, options, given
+        self.read: Any = None
+
+    def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
+        """Leave the products to `run`, which has an agreement of its own."""
+        self.read = event_of_reads(self._given)
+
+    def run(self, arrays: Sequence[Any], memory: None) -> list[Any]:
+        """Return the sums."""
+        self._call.expect_more()
+        reducer, op = self._reducer, ReduceOp.SUM
+        with reducer.entered():
+            return reducer.algorithm._all_reduce_values(self._call, reducer.communicator, op, arrays, self._options)
 
 
 def _made(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:
@@ -460,24 +536,7 @@ def handed_out(
     """Return what the caller gets: results as the kinds of the leaves, or the targets, into which they are written."""
     if targets is None or memory is None:
         return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
-    _write(results, memory)
+    write(results, memory)
     for written, target in zip(memory, targets, strict=True):
         hand_back(written, target)
     return list(targets)
-
-
-def _write(results: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Copy results into arrays of their dtypes and shapes: those in GPU memory all at once, on the current stream."""
-    on_device: list[tuple[Any, Any]] = []
-    for result, target in zip(results, targets, strict=True):
-        if is_cupy(result) and is_cupy(target) and result.data.ptr == target.data.ptr:
-            continue  # reduced where it is
-        if is_on_device(target):
-            on_device.append((as_device_array(result, "a result in GPU memory"), target))
-        else:
-            target[...] = host_array(result)
-    if on_device:
-        from mpistrategy.reduction.routes.gpu_copy import move  # here: on CPUs nothing reads it
-
-        with on_device[0][0].device:
-            move([result for result, _ in on_device], [target for _, target in on_device])

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import reduce
 from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, mean_dtype, quietly, wire_dtype
 from mpistrategy.errors import OptionError, OptionTypeError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
+from mpistrategy.reduction.layout.finish import divide, rounded
 from mpistrategy.reduction.layout.packing import Layout
-from mpistrategy.reduction.plan import NumbersOfRanks, Plan, Transfer
-from mpistrategy.reduction.plans import NestPlan
-from mpistrategy.reduction.routes.base import Targets
-from mpistrategy.reduction.routes.mailboxes import MailboxArrays, MailboxRoute
+from mpistrategy.reduction.plan import NestPlan, NumbersOfRanks, Plan
+from mpistrategy.reduction.routes.base import Targets, Transfer
+from mpistrategy.reduction.routes.with_the_check import MailboxArrays, MailboxRoute
 
 #: The operation, as the ranks compare it.
 WEIGHTED = "weighted MEAN"
@@ -58,21 +60,15 @@ def normalized(weights: Sequence[float]) -> tuple[list[float], float]:
     return [math.ldexp(weight, -exponent - more) for weight in weights], math.ldexp(total, -more)
 
 
-def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float, out: Array | None = None) -> Array:
-    """Return what a rank adds, in the `dtype_of_products`: its values times its normalized weight, `factor`.
-
-    Those on the host are written into `out`, if given.
-    """
+def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float) -> Array:
+    """Return what a rank adds, in the `dtype_of_products`: its values times its normalized weight, `factor`."""
     if weight == 0:
-        if out is None:
-            return np.zeros_like(array, dtype)
-        out[...] = 0
-        return out
-    scale = dtype.type(factor)
+        return np.zeros_like(array, dtype)
     # A factor with more digits than the dtype has, unlike most numbers of rows, meets the values in float64.
-    meeting = dtype if float(scale.real) == factor else np.result_type(dtype, np.float64)
+    exact = float(dtype.type(factor).real) == factor
+    meeting = dtype if exact else np.result_type(dtype, np.float64)
     if type(array) is np.ndarray:  # rounded as it is written: no array of the wide dtype is made
-        room = np.empty(array.shape, dtype) if out is None else out
+        room: Array = np.empty(array.shape, dtype)
         np.multiply(array, meeting.type(factor), out=room, dtype=meeting)
         return room
     products: Array = np.multiply(array, meeting.type(factor), dtype=meeting)
@@ -90,80 +86,75 @@ def sums_of(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
 
 
 class WeightedMeans(Transfer):
-    """The weighted means of arrays on the host; to the arrays that `bring` and `run` get belongs the weight, as first.
+    """The weighted means of arrays; to the arrays that `bring` and `run` get belongs this rank's weight, as first.
 
     On a node small arrays lie in the mailboxes as they are, beside the weight and the check of the call, and each rank
     multiplies those of all ranks.  Else the ranks learn the weights with the check, and then add up the products.
 
     Args:
-        communicator: the ranks.
+        ranks: who takes part.
         layouts: of the arrays.
-        plan: of the products.
+        sums: what becomes of the products.
     """
 
-    def __init__(self, communicator: Ranks, layouts: tuple[Layout, ...], plan: Plan) -> None:
-        self._communicator, self._plan = communicator, plan
-        self.layouts: tuple[Layout, ...] = layouts
-        self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
+    def __init__(self, ranks: Ranks, layouts: tuple[Layout, ...], sums: Transfer) -> None:
+        self._ranks, self._sums = ranks, sums
+        self.layouts = layouts
+        self.results = [mean_dtype(dtype) for dtype, _ in layouts]
         self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
+        self._weights = NumbersOfRanks(ranks, 1)
         self._in_mailboxes: MailboxArrays | None = None
         # The sums of other routes are those of the algorithm: in the order of the values, say.
-        boxes = communicator.mailboxes if isinstance(plan.route, MailboxRoute) else None
+        boxes = ranks.mailboxes if isinstance(sums, Plan) and isinstance(sums.route, MailboxRoute) else None
         if boxes is not None and MailboxArrays.has_room(boxes, (_WEIGHT, *layouts), boxes.size):
             self._in_mailboxes = MailboxArrays(boxes, (_WEIGHT, *layouts))
-        else:
-            self._weights = NumbersOfRanks(communicator, 1)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Do what must be done before the ranks agree on the call."""
+        rows = zip(arrays[1:], self._dtypes, self.results, strict=True)
         rooms = [
-            None if dtype == mean else np.empty(shape, mean)
-            for dtype, mean, (_, shape) in zip(self._dtypes, self.results, self.layouts, strict=True)
+            None if result == dtype or is_on_device(array) else np.empty(array.shape, result)
+            for array, dtype, result in rows
         ]
         if self._in_mailboxes is None:
             return rooms, self._weights.bring(arrays[0])
         self._in_mailboxes.put(arrays)
-        both = zip(self._dtypes, self.layouts, strict=True)
-        return rooms, [(np.empty(shape, dtype), np.empty(shape, dtype)) for dtype, (_, shape) in both]
+        return rooms, None
 
     @quietly
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the means; NaN where all weights are 0."""
-        rooms, room = memory
+        rooms, brought = memory
         if self._in_mailboxes is None:
-            weights, rank = self._weights.found(room).ravel().tolist(), self._communicator.rank
+            weights = self._weights.found(brought).ravel().tolist()
             factors, total = normalized(weights)
-            sums = self._sent(arrays[1:], weights[rank], factors[rank])
+            sums = self._sent(arrays[1:], weights[self._ranks.rank], factors[self._ranks.rank])
         else:
             seen = self._in_mailboxes.seen()
             weights = [float(theirs[0]) for theirs in seen]
             factors, total = normalized(weights)
-            sums = [_summed(seen, number, weights, factors, *each) for number, each in enumerate(room, 1)]
-        return [
-            np.true_divide(each, each.dtype.type(total), out=each if mean is None else mean, casting="unsafe")
-            for each, mean in zip(sums, rooms, strict=True)
-        ]
+            everyones = [self._products(each[1:], *both) for each, *both in zip(seen, weights, factors, strict=True)]
+            sums = [np.asarray(reduce(np.add, parts)) for parts in zip(*everyones, strict=True)]
+        rows = zip(sums, self.results, rooms, strict=True)
+        return [_mean(each, total, dtype, room) for each, dtype, room in rows]
+
+    def _products(self, arrays: Sequence[Array], weight: float, factor: float) -> list[Array]:
+        return [product(array, dtype, weight, factor) for array, dtype in zip(arrays, self._dtypes, strict=True)]
 
     def _sent(self, arrays: Sequence[Array], weight: float, factor: float) -> list[Array]:
         def brought() -> tuple[list[Array], Any]:
-            both = zip(arrays, self._dtypes, strict=True)
-            products = [product(array, dtype, weight, factor) for array, dtype in both]
-            return products, self._plan.bring(products)
+            products = self._products(arrays, weight, factor)
+            return products, self._sums.bring(products)
 
-        return self._plan.run(*self._communicator.guard.on_all(brought))
+        return self._sums.run(*self._ranks.guard.on_all(brought))
 
 
-def _summed(
-    seen: Sequence[Sequence[Array]], number: int, weights: list[float], factors: list[float], total: Array, room: Array
-) -> Array:
-    """Return the sum of the ranks' products of an array in rank order, in `total`; `room` takes one after the other."""
-    into = total
-    for theirs, weight, factor in zip(seen, weights, factors, strict=True):
-        product(theirs[number], total.dtype, weight, factor, into)
-        if into is room:
-            np.add(total, room, out=total)
-        into = room
-    return total
+def _mean(total: Array, weight: float, dtype: np.dtype[Any], room: Array | None) -> Array:
+    """Return the quotient of a sum and the weights of all: on the host in its own memory, or in `room`."""
+    if is_on_device(total):
+        return rounded(divide(total, weight), dtype)
+    out = total if room is None else room
+    return np.true_divide(total, total.dtype.type(weight), out=out, casting="unsafe")  # type: ignore[no-any-return]
 
 
 class WeightedPlan(NestPlan):

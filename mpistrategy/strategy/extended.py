@@ -31,7 +31,7 @@ from mpistrategy.options import CommunicationOptions, Op, ReduceOp
 from mpistrategy.reduction.arena import Arena
 from mpistrategy.reduction.inputs import unpacked, unwrapped
 from mpistrategy.reduction.layout.destinations import Destination, for_value, resolve
-from mpistrategy.reduction.plans import kind_of
+from mpistrategy.reduction.plan import kind_of
 from mpistrategy.reduction.reducer import AllReduce, Reducer
 from mpistrategy.strategy.replica_context import ReplicaContext
 from mpistrategy.variables.policies import table_of

@@ -33,11 +33,6 @@ _USED_LATER = (
     "mpistrategy.objects.other_names",
     *("difflib", "fcntl", "hashlib", "json", "numpy.ma", "numpy.random", "pwd", "termios"),
 )
-#: The same of ranks that drive GPUs.
-_USED_LATER_ON_GPUS = (
-    "mpistrategy.reduction.asynchronous_gpu",
-    "mpistrategy.reduction.routes.gpu",
-)
 
 
 class MirroredStrategy(Strategy):
@@ -127,7 +122,6 @@ class MirroredStrategy(Strategy):
                 if request is None or str(request) == "cpu":  # as all ranks have agreed
                     ranks.devices = tuple(Device(rank, "CPU", 0) for rank in range(ranks.size))
                 else:
-                    _load(_USED_LATER_ON_GPUS)
                     try:
                         device = choose_device(request, ranks)
                     except DeviceError as error:  # of all ranks, which have told each other what they found

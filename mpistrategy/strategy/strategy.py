@@ -45,8 +45,7 @@ from mpistrategy.options import (
     checked_member,
 )
 from mpistrategy.reduction.arena import Arena
-from mpistrategy.reduction.broadcast import Broadcast
-from mpistrategy.reduction.collectives import Gather
+from mpistrategy.reduction.collectives import Broadcast, Gather
 from mpistrategy.reduction.explain import explanation
 from mpistrategy.reduction.reducer import Reduce
 from mpistrategy.strategy.along_axis import ReduceAlong

@@ -28,7 +28,7 @@ from mpistrategy.mpi.over_mpi.background import Background
 from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message, exchange
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions
-from mpistrategy.reduction.broadcast import broadcast as that_of_root
+from mpistrategy.reduction.collectives import broadcast as that_of_root
 from mpistrategy.reduction.collectives import gather as side_by_side
 from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plan import run_plan, usual_plan

@@ -13,7 +13,7 @@ import torch
 from mpistrategy.checkpoint.storage.plain_values import NOT_PLAIN, from_json, to_json
 from mpistrategy.errors import OptionTypeError, UnsupportedError
 from mpistrategy.mpi.contract.call import Call
-from mpistrategy.reduction.broadcast import checked_root
+from mpistrategy.reduction.collectives import checked_root
 from mpistrategy.strategy.current import strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t

@@ -17,7 +17,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, local_component
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError
 from mpistrategy.objects.text import encoded
-from mpistrategy.reduction.plans import ArraysPlan
+from mpistrategy.reduction.plan import ArraysPlan
 from mpistrategy.strategy.current import get_strategy
 from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy

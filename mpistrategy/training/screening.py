@@ -88,7 +88,7 @@ def screened(
 
 def _gathered(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
     """Copy arrays into one for each dtype in GPU memory, which takes few launches; return these, and the copies."""
-    from mpistrategy.reduction.routes.gpu_copy import move  # here: on CPUs nothing reads it
+    from mpistrategy.reduction.routes.gpu import move  # here: on CPUs nothing reads it
 
     found = [array if is_on_device(array) else array.copy() for array in arrays]
     together = [array for array in found if not is_on_device(array)]

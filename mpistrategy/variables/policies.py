@@ -22,7 +22,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.options import ReduceOp
 from mpistrategy.options import VariableAggregation as Aggregation
 from mpistrategy.options import VariableSynchronization as Synchronization
-from mpistrategy.reduction.broadcast import broadcast
+from mpistrategy.reduction.collectives import broadcast
 from mpistrategy.variables.variable import Policy, Table, Variable, Write, own
 
 _REDUCE_OPS = {Aggregation.SUM: ReduceOp.SUM, Aggregation.MEAN: ReduceOp.MEAN}

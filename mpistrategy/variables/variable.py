@@ -53,6 +53,7 @@ from mpistrategy.options import (
     VariableSynchronization,
     checked_member,
 )
+from mpistrategy.reduction.collectives import broadcast
 from mpistrategy.reduction.reducer import Reducer
 from mpistrategy.variables.storage import VariableSlot, VariableStorage
 
@@ -382,10 +383,11 @@ class Variable(ArrayLike, Settable):
                 storage[...] = host_array(array)
                 communicator.bcast(storage, 0)
             else:
-                from mpistrategy.reduction.routes.on_device import write_that_of  # here, for the quick import
-
                 storage, slot = on_device, None
-                write_that_of(communicator, 0, array, on_device)
+                call.expect_more()
+                [own] = broadcast(communicator, [placed_as(array, on_device)], 0, call)
+                with on_device.device:
+                    storage[...] = own
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
         self.name = registry.next_name if name is None else name
         #: This replica's copy, which optimizers and checkpoints also change in place.

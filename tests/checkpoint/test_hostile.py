@@ -147,6 +147,7 @@ LIES: dict[str, Callable[[Any], Any]] = {
     "a shard that is none": lambda c: item(c, "x", 4, [10**6]),
     "another way of copying": lambda c: item(c, "x", 1, "product"),
     "no values": lambda c: item(c, "plain", 6, []),
+    "a shape of a value": lambda c: item(c, "plain", 3, ["x"]),
     "values of a rank": lambda c: item(c, "plain", 1, "own"),
     "shards without end": lambda c: item(c, "x", 4, [0] * 10**6),
     "no shard": lambda c: item(c, "x", 4, []),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 import subprocess
 import sys
@@ -17,9 +18,9 @@ import pytest
 from replicas import long_lane
 
 from mpistrategy.cli.bench import report
-from mpistrategy.cli.bench.case import Case, Variant, is_right
-from mpistrategy.cli.bench.shapes import LISTS, elements
-from mpistrategy.cli.bench.timing import measure, summary
+from mpistrategy.cli.bench.cases import Case, Variant
+from mpistrategy.cli.bench.shapes import LISTS
+from mpistrategy.cli.bench.timing import is_right, measure, summary
 
 pytestmark = pytest.mark.one_rank  # or starts jobs
 
@@ -147,7 +148,7 @@ def test_one_rank_is_told_how_to_start_more() -> None:
 
 
 def test_lists_are_those_of_the_models() -> None:
-    counted = {name: (len(make()), elements(make())) for name, make in LISTS.items()}
+    counted = {name: (len(make()), sum(map(math.prod, make()))) for name, make in LISTS.items()}
     assert counted["resnet50"] == (161, 25_557_032)
     assert counted["gpt2-small"] == (148, 124_439_808)
     assert counted["tiny1000"][0] == 1000
@@ -166,8 +167,8 @@ def test_a_wrong_result_is_found() -> None:
 def test_operands_are_rewritten_and_results_read_outside_the_time() -> None:
     written: list[float] = []
     mine = np.zeros(4)
-    variant = Variant("v", lambda: written.append(mine[0]), [mine], load=lambda: None)
-    rounds = measure(Case("suite", "case", 32, [variant], batch=1), Alone(), TINY)["rounds"]
+    variant = Variant("v", lambda: written.append(mine[0]), [mine])
+    rounds = measure(Case("suite", "case", 32, [variant]), Alone(), TINY)["rounds"]
     assert rounds >= 5  # and more, as many as it likes, where other programs take the core
     assert len(set(written)) > 2
 
@@ -195,7 +196,7 @@ def test_rows_are_printed_when_they_are_there_and_stay_after_a_kill(tmp_path: Pa
         assert job.stderr is not None
         try:
             assert "4 cases, each measured for up to about 2 s" in job.stderr.readline()
-            seen = next(line for line in job.stdout if line.startswith("| 8 B | mpi4py | "))
+            seen = next(line for line in job.stdout if line.startswith("| all_reduce | 8 B | mpi4py | "))
             assert job.poll() is None, "the row comes before the end"
         finally:
             launching._kill(job, mark)

@@ -110,9 +110,6 @@ FAULTS = {
         "if rank: os.environ['MPI4PY_RC_THREAD_LEVEL'] = 'serialized'", "thread level", "bad", "serialized on rank 1",
         "for all ranks alike",
     ),
-    "local rank 0 everywhere": Fault(
-        "", "local rank", "note", "SLURM_LOCALID is 0 on rank 1", "Split_type", env={"SLURM_LOCALID": "0"}
-    ),
     "two MPIs in one process": Fault(
         "import mmap, tempfile\nfolder = tempfile.TemporaryDirectory()\n"
         "file = open(f'{folder.name}/libmpi.so.99', 'w+b')\nfile.write(bytes(4096)); file.flush()\n"
@@ -153,7 +150,7 @@ OF_MPICH = {
 
 #: Faults that do not hide each other are planted in one job.
 TOGETHER = (
-    ("too many threads", "another version of NumPy", "local rank 0 everywhere", "a slow file system"),
+    ("too many threads", "another version of NumPy", "a slow file system"),
     ("another version of this package", "MPI for one thread", "two MPIs in one process", "one GPU for two ranks"),
     ("other variables on one rank", "no memory left in the control group", "GPUs that a variable hides"),
 )

@@ -65,7 +65,6 @@ def test_several_faults_at_once_and_no_secret(launch: Launch, tmp_path: Path) ->
     faults = {
         "MPI4PY_RC_THREAD_LEVEL": "single",
         "TMPDIR": str(tmp_path),
-        "SLURM_LOCALID": "0",
         "PYTHONPATH": str(PACKAGE.parent),
     }
     job = launch(2, [*DOCTOR, "--json", "--ranks", "3"], env={**PLANTED, **threads, **faults}, cwd=tmp_path)
@@ -75,7 +74,6 @@ def test_several_faults_at_once_and_no_secret(launch: Launch, tmp_path: Path) ->
     assert told["thread level"][0]["verdict"] == "bad"
     assert "OMP_NUM_THREADS=16" in told["cores"][0]["found"]
     assert told["cores"][0]["fix"].startswith("export OMP_NUM_THREADS=")
-    assert "SLURM_LOCALID is 0 on rank 1" in told["local rank"][0]["found"]
     output = job.stdout + job.stderr
     assert [name for name, value in PLANTED.items() if value in output] == [], job
 
@@ -103,7 +101,7 @@ def test_unequal_versions(launch: Launch, tmp_path: Path) -> None:
         r"BAD +versions +different versions of mpistrategy: \S+ on rank 0; 0\.0\.9 on rank 1.*\n +-> Give all",
         job.stdout,
     )
-    assert "not tried: the ranks run different versions" in job.stdout, job
+    assert "not tried: the ranks run different versions, or started MPI differently" in job.stdout, job
 
 
 CUPY = """

@@ -57,11 +57,3 @@ def over(counts: Counter[str], most: tuple[int, ...]) -> str:
     found = tuple(counts[column] for column in COLUMNS)
     is_over = any(mine > budget for mine, budget in zip(found, most, strict=True))
     return f"{found} and not {most}" if is_over else ""
-
-
-def guide_rows(budgets: Budgets) -> str:
-    """Return the rows of the guide's table."""
-    return "\n".join(
-        f"| {path} | {name} | {launches} | {own} | {out + back} | {records} | {waits} | {host} |"
-        for (path, name), (launches, own, out, back, records, waits, host) in budgets.items()
-    )

@@ -24,7 +24,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import span
 from mpistrategy.mpi.gpu.transports import ordered_keys
-from mpistrategy.reduction.routes import copy_kernel
+from mpistrategy.reduction.routes import gpu as gpu_route
 from mpistrategy.training import gpu_update
 
 _ARENA_BYTES = 2**30
@@ -596,17 +596,17 @@ class RawKernel:
 
 
 def _moves(grid: Any, block: Any, args: Sequence[Any]) -> tuple[Callable[[], None], list[np.ndarray]]:
-    """Do what `mpistrategy.reduction.routes.copy_kernel` says of its kernel."""
-    moves, count = args[0].view(copy_kernel.MOVES)[0], int(args[1])
+    """Do what `mpistrategy.reduction.routes.gpu` says of its kernel."""
+    moves, count = args[0].view(gpu_route.MOVES)[0], int(args[1])
     assert type(args[1]) is np.int32
     pairs: list[tuple[np.ndarray, np.ndarray]] = []
     blocks = 0
     for source, target, size, first in zip(*(moves[name][:count].tolist() for name in moves.dtype.names)):  # noqa: B905
         assert first == blocks
-        blocks += -(-size // copy_kernel.BLOCK_BYTES)
+        blocks += -(-size // gpu_route.BLOCK_BYTES)
         pairs.append((_at(source, size), _at(target, size)))
     assert grid == (blocks,)
-    assert block == (copy_kernel.THREADS,)
+    assert block == (gpu_route.THREADS,)
 
     def do() -> None:
         for source, target in pairs:
@@ -645,7 +645,7 @@ def _of_keys(to_keys: bool) -> Callable[[Any, Any, Sequence[Any]], tuple[Callabl
 
 #: What each kernel does: from the grid, the block and the arguments to its work and the memory that this touches.
 KERNELS: dict[str, Callable[[Any, Any, Sequence[Any]], tuple[Callable[[], None], list[np.ndarray]]]] = {
-    copy_kernel.NAME: _moves,
+    gpu_route.NAME: _moves,
     **{name: _of_keys(name == both[0]) for both in ordered_keys.NAMES.values() for name in both},
 }
 

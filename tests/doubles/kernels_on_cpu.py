@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.reduction.routes import copy_kernel, gpu_copy
+from mpistrategy.reduction.routes import gpu as gpu_route
 
 HAS_COMPILER = shutil.which("g++") is not None
 
@@ -106,8 +106,8 @@ class Kernels:
 def compiled(folder: Path) -> ctypes.CDLL:
     """Return the library, made in `folder`."""
     source = folder / "move.cpp"
-    driver = _DRIVER.replace("SIZE_OF_MOVES", str(copy_kernel.MOVES.itemsize))
-    source.write_text(_SHIM + copy_kernel.SOURCE + driver)
+    driver = _DRIVER.replace("SIZE_OF_MOVES", str(gpu_route.MOVES.itemsize))
+    source.write_text(_SHIM + gpu_route.SOURCE + driver)
     return _built(folder / "move.so", source)
 
 
@@ -126,9 +126,9 @@ def _compiled(made: Path, *what: str | Path) -> None:
 def move(library: ctypes.CDLL, sources: Sequence[np.ndarray], targets: Sequence[np.ndarray]) -> int:
     """Copy each source into its target by the kernel; return how often it was started."""
     moves = [(s.ctypes.data, t.ctypes.data, s.nbytes) for s, t in zip(sources, targets, strict=True)]
-    starts = range(0, len(moves), copy_kernel.ARRAYS)
+    starts = range(0, len(moves), gpu_route.ARRAYS)
     for start in starts:
-        argument, blocks, count = gpu_copy.launch(moves[start : start + copy_kernel.ARRAYS])
+        argument, blocks, count = gpu_route.launch(moves[start : start + gpu_route.ARRAYS])
         pointer: Any = ctypes.c_void_p(argument.ctypes.data)
-        library.run_move(pointer, count, blocks, copy_kernel.THREADS)
+        library.run_move(pointer, count, blocks, gpu_route.THREADS)
     return len(starts)

@@ -21,7 +21,7 @@ from replicas import SIZE, part_of
 
 from mpistrategy.cli.bench import shapes
 from mpistrategy.reduction.layout import packing
-from mpistrategy.reduction.routes import copy_kernel, gpu_copy
+from mpistrategy.reduction.routes import gpu as gpu_route
 from mpistrategy.reduction.routes.gpu import gpu_packs
 
 pytestmark = pytest.mark.skipif(SIZE > 1, reason="one rank's own work")
@@ -92,9 +92,9 @@ def test_the_kernel_copies_every_bit(library: Any, arrays: Any, seed: int) -> No
 
 def test_the_gradients_of_resnet50_are_one_launch() -> None:
     sizes = [4 * int(np.prod(shape)) for shape in shapes.resnet50()]
-    _, blocks, count = gpu_copy.launch([(0, 0, size) for size in sizes])
+    _, blocks, count = gpu_route.launch([(0, 0, size) for size in sizes])
     assert count == len(sizes) == 161
-    assert blocks == sum(-(-size // copy_kernel.BLOCK_BYTES) for size in sizes)
+    assert blocks == sum(-(-size // gpu_route.BLOCK_BYTES) for size in sizes)
 
 
 def test_lists_of_any_length_are_cut_into_launches(library: Any) -> None:
@@ -107,27 +107,27 @@ def test_lists_of_any_length_are_cut_into_launches(library: Any) -> None:
 def test_arrays_that_are_too_long_for_the_kernel_are_copied_one_by_one(
     cupy: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_copy, "LONGEST", 40)
+    monkeypatch.setattr(gpu_route, "LONGEST", 40)
     arrays = [cupy.asarray(np.arange(float(size))) for size in (5, 6, 3, 0, 7, 2)]
     targets = [cupy.empty(each.shape) for each in arrays]
     before = cupy_double.counts["kernels"]
-    gpu_copy.move(arrays, targets)
+    gpu_route.move(arrays, targets)
     assert cupy_double.counts["kernels"] == before + 1
     assert [each.get().tolist() for each in targets] == [list(range(size)) for size in (5, 6, 3, 0, 7, 2)]
 
 
 def test_the_argument_is_laid_out_as_cpp_does_and_small_enough_for_every_gpu() -> None:
-    assert copy_kernel.MOVES.itemsize + 4 <= 4096
-    offsets = [copy_kernel.MOVES.fields[name][1] for name in copy_kernel.MOVES.names]
+    assert gpu_route.MOVES.itemsize + 4 <= 4096
+    offsets = [gpu_route.MOVES.fields[name][1] for name in gpu_route.MOVES.names]
     assert offsets == sorted(offsets)
-    assert copy_kernel.MOVES.itemsize % 8 == 0
+    assert gpu_route.MOVES.itemsize % 8 == 0
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("nvcc") is None, reason="there is no nvcc")
 def test_nvcc_compiles_the_kernel_and_it_needs_no_memory_of_its_own(tmp_path: Path) -> None:
     source = tmp_path / "move.cu"
-    source.write_text(copy_kernel.SOURCE)
+    source.write_text(gpu_route.SOURCE)
     command = ["nvcc", "-std=c++14", "-arch=sm_80", "-Werror=all-warnings", "-Xptxas=-v", "-cubin"]
     told = subprocess.run(
         [*command, "-o", tmp_path / "move.cubin", source], capture_output=True, text=True, timeout=100, check=False
@@ -141,7 +141,7 @@ def packed(cupy: Any, arrays: list[Any]) -> list[np.ndarray]:
     buckets = []
     for pack in gpu_packs(packing.layouts_of(arrays), 0, 0):
         bucket = cupy.empty(pack.size, pack.dtype)
-        gpu_copy.fill(pack, arrays, bucket)
+        gpu_route.fill(pack, arrays, bucket)
         buckets.append((pack, bucket))
     return [without_gaps(pack, bucket.get()) for pack, bucket in buckets]
 
@@ -182,10 +182,10 @@ def test_one_kernel_packs_a_list_and_waits_for_what_is_still_computed(cupy: Any)
     stream = cupy.cuda.Stream(non_blocking=True)
     with stream:
         arrays = [cupy.asarray(np.full((3, 2), number, np.float32)) * 2 for number in range(161)]
-        (pack,) = packing.plan(packing.layouts_of(arrays))
+        (pack,) = gpu_packs(packing.layouts_of(arrays), 0, 0)
         bucket = cupy.empty(pack.size, pack.dtype)
         before = cupy_double.counts["kernels"]
-        gpu_copy.fill(pack, arrays, bucket)
+        gpu_route.fill(pack, arrays, bucket)
         assert cupy_double.counts["kernels"] == before + 1
         assert cupy_double.pending(bucket)
         assert all(map(cupy_double.pending, arrays))
@@ -206,7 +206,7 @@ def test_results_are_scattered_by_one_kernel_but_for_those_that_need_more(cupy: 
     results = [cupy.asarray(np.arange(6.0).reshape(2, 3) + number) for number in range(9)]
     targets = [cupy.empty((2, 3)) for _ in range(7)] + [cupy.empty((3, 2)).T, cupy.empty((2, 3), "float32")]
     before = cupy_double.counts["kernels"]
-    gpu_copy.move(results, targets)
+    gpu_route.move(results, targets)
     assert cupy_double.counts["kernels"] == before + 1
     for number, target in enumerate(targets):
         assert np.array_equal(target.get(), np.arange(6.0).reshape(2, 3) + number)

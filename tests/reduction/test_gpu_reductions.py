@@ -20,8 +20,8 @@ from replicas import RANK, SIZE, in_step
 from replicas import numbers_of as values
 
 import mpistrategy as ms
-from mpistrategy.mpi.gpu.transports import staged
-from mpistrategy.mpi.gpu.transports.staged import StagedPath
+from mpistrategy.mpi.gpu.transports import by_mpi as staged
+from mpistrategy.mpi.gpu.transports.by_mpi import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH as VARIABLE
 

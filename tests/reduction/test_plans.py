@@ -464,23 +464,6 @@ def test_underflow_and_invalid_do_not_raise(strategy: ms.Strategy, dtype: Any, s
                 assert np.isnan(np.asarray(call(strategy, "SUM", infinite, out=out), np.float32)).all()
 
 
-@pytest.mark.parametrize(
-    ("op", "dtype", "size"),
-    rows(2, ["MIN", "MAX"], [np.float16, BFLOAT16, np.float32, np.float64, np.longdouble], [1, 9, 5000, 40_000]),
-)
-def test_nan_wins(strategies: dict[str, ms.Strategy], op: str, dtype: Any, size: int) -> None:
-    value = np.zeros(size, dtype)
-    value[RANK % size] = np.nan
-    right = np.zeros(size, bool)
-    right[[rank % size for rank in RANKS]] = True
-    for strategy in strategies.values():
-        for call in (quick, general):
-            np.testing.assert_array_equal(np.isnan(call(strategy, op, value).astype(np.float64)), right)
-    if dtype == np.float64:
-        assert np.isnan(quick(strategies["the defaults"], op, np.nan if RANK == 0 else 1.0))
-        assert np.isnan(quick(strategies["the defaults"], op, {"a": np.nan if RANK == SIZE - 1 else 1.0})["a"])
-
-
 # ------------------------------------------------------------------------------------- what is kept, and who may call
 
 
@@ -631,32 +614,3 @@ def test_a_weighted_mean_is_the_same_either_way(
         assert all(map(np.array_equal, map(bits, nest.flatten(found)[0]), map(bits, nest.flatten(expected)[0])))
         assert same_everywhere(found)
         assert not more or all(map(operator.is_, nest.flatten(found)[0], nest.flatten(out)[0]))
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("bad", [-1.0, np.nan, np.inf, "2", [1, 2], np.ones(2)])
-@pytest.mark.parametrize("op", ["MEAN", "SUM"])
-def test_a_bad_weight_on_one_rank_raises_everywhere(strategy: ms.Strategy, bad: Any, op: str) -> None:
-    for size in (1, 30_000):
-        value = np.ones(size)
-        weight = bad if RANK == SIZE - 1 else 2.0
-
-        def ask(weight: Any = 2.0, op: str = "MEAN") -> Any:
-            return quick(strategy, op, value, weight=weight)  # noqa: B023
-
-        ask()  # it has a plan already
-        ends = outcomes(lambda: ask(weight, op))  # noqa: B023
-        assert all(
-            end.error is not None and issubclass(end.error, errors.OptionError | errors.OptionTypeError) for end in ends
-        ), ends
-        assert still_works(strategy)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_weights_on_some_ranks_only_are_a_mismatch(strategy: ms.Strategy) -> None:
-    value = np.ones(3)
-    more = {"weight": 2.0} if RANK else {}
-    for _ in range(2):
-        ends = outcomes(lambda: quick(strategy, "MEAN", value, **more))
-        assert {end.error for end in ends} == {errors.CollectiveMismatchError}
-    assert still_works(strategy)

@@ -191,3 +191,17 @@ def test_sparse_values_have_no_weights(strategy: ms.Strategy, weighted_mean: Any
     slices = ms.IndexedSlices(np.ones((1, 2)), [0], (3, 2))
     assert {one.error for one in outcomes(weighted_mean, slices, 1)} == {errors.UnsupportedError}
     assert still_works(strategy)
+
+
+class Own(ms.MpiAllReduce):
+    """Reduces as MpiAllReduce does, by code of the program."""
+
+    def batch_reduce_implementation(self, *args: Any) -> list[Any]:
+        return super().batch_reduce_implementation(*args)
+
+
+def test_an_algorithm_of_ones_own_reduces_the_products() -> None:
+    with ms.MirroredStrategy(cross_device_ops=Own()) as own:
+        found = own.reduce("MEAN", np.full(3, float(RANK)), weight=RANK + 1)
+    right = sum((r + 1) * r for r in RANKS) / sum(r + 1 for r in RANKS)
+    np.testing.assert_allclose(found, np.full(3, right), rtol=1e-14)

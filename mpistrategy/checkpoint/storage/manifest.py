@@ -235,7 +235,7 @@ def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: An
         _require(len(set(shards)) == len(shards) <= max(1, math.prod(shape)), "shards")
         _require(bool(shards) == (copies == ONE) and (copies != ROWS or bool(shape)), "shards")
     else:
-        _require(copies in ("", ONE, OWN) and len(values) == int(copies == ONE) and not shards, "values")
+        _require(copies in ("", ONE, OWN) and len(values) == int(copies == ONE) and not (shape or shards), "values")
     return Item(kind, copies, dtype, tuple(shape), tuple(shards), more, tuple(values))
 
 

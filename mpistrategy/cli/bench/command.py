@@ -9,17 +9,17 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import asdict, replace
-from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy import own_files
 from mpistrategy.cli.arguments import positive
-from mpistrategy.cli.bench.report import Report, environment, write_json
+from mpistrategy.cli.bench.cases import cases
+from mpistrategy.cli.bench.report import METHOD, environment, head, rows, write_json
 from mpistrategy.cli.bench.shapes import LISTS
-from mpistrategy.cli.bench.timing import FULL_SECONDS, QUICK_SECONDS
+from mpistrategy.cli.bench.timing import measure, tell
 from mpistrategy.errors import DeviceError, UnsupportedError
 from mpistrategy.mpi.job.launcher import claim_in
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, default_for, file_for, save, trying
@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from mpistrategy.strategy.strategy import Strategy
 
 _COULD_NOT = 2
+SIZES = tuple(4**power for power in range(1, 15))  # 4 B ... 256 MiB
+QUICK_SIZES = (4, 4 * 2**10, 64 * 2**10, 2**20, 16 * 2**20)
+QUICK_LISTS = ("resnet50", "tiny1000")
+#: For each case, about.
+QUICK_SECONDS, FULL_SECONDS = 1.0, 8.0
 UNITS = {"": 1, "b": 1, "k": 2**10, "kib": 2**10, "m": 2**20, "mib": 2**20, "g": 2**30, "gib": 2**30}
 
 
@@ -88,53 +93,53 @@ def start(program: str, devices: str = "cpu") -> tuple[RawRanks, Strategy] | Non
 
 
 def _measure(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy) -> int:
-    from mpistrategy.cli.bench import sums
-
-    sizes, lists, place = options.sizes or (), options.lists or (), sums.Place()
+    sizes, lists = options.sizes or (), options.lists or ()
     if not (sizes or lists):
-        sizes, lists = (sums.QUICK_SIZES, sums.QUICK_LISTS) if options.quick else (sums.SIZES, tuple(LISTS))
-    if options.devices != "cpu":
-        place = sums.gpus()
+        sizes, lists = (QUICK_SIZES, QUICK_LISTS) if options.quick else (SIZES, tuple(LISTS))
     seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
-    report = Report(ranks, seconds, len(sizes) + len(lists))
-    arrays = sums.one_array(ranks, strategy, sizes, place)
-    for case in chain(arrays, sums.gradient_lists(ranks, strategy, lists, place)):
-        report.add(case)
-    return 0 if report.end(options.json) else 1
+    tell(ranks, f"{len(sizes) + len(lists)} cases, each measured for up to about {seconds:g} s, and checked")
+    about, found = environment(ranks), list[dict[str, Any]]()
+    if ranks.rank == 0:
+        print(head(about), flush=True)
+    for case in cases(ranks, strategy, sizes, lists, options.devices != "cpu"):
+        found.append(measure(case, ranks, seconds))
+        for variant in case.variants:
+            variant.close()
+        if ranks.rank == 0:  # at once: what is printed stays when the job is killed
+            print("\n".join(rows(found[-1])), flush=True)
+    return _end(options, ranks, {"environment": about, "method": METHOD, "cases": found})
 
 
 def _save(options: argparse.Namespace, ranks: RawRanks) -> int:
     """Measure the thresholds and save them."""
     from mpistrategy.cli.bench import thresholds
 
-    def tell(line: str) -> None:
-        if ranks.rank == 0:
-            print(line, file=sys.stderr, flush=True)
-
-    def failed(action: Callable[[Path], object]) -> bool:
-        """Say on all ranks whether rank 0 could not do it."""
-        trouble = 0.0
-        try:
-            if ranks.rank == 0:
-                action(file_for(ranks.library, ranks.ranks_on_node, ranks.nodes))
-        except OSError as error:
-            trouble = 1.0
-            tell(f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
-        return bool(ranks.greatest(np.array([trouble]))[0])
-
-    if failed(lambda file: own_files.make_folders(str(file.parent))):
-        return 1
-    about, default = environment(ranks), default_for(ranks.library)
-    seconds, trials = (thresholds.QUICK_SECONDS, 1) if options.quick else (thresholds.SECONDS, 3)
-    search = thresholds.Search(ranks, tell, default, seconds, trials)
+    about, trouble = environment(ranks), 0.0
+    search = thresholds.Search(ranks, default_for(ranks.library), options.quick)
     found = replace(search.run(), source=f"measured {about['date']} on {about['cpu']}")
-    if failed(lambda file: save(found, file)):
+    try:
+        file = file_for(ranks.library, ranks.ranks_on_node, ranks.nodes)
+        if ranks.rank == 0:
+            own_files.make_folders(str(file.parent))
+            save(found, file)
+        told = f"Every new strategy of {ranks.ranks_on_node} ranks on each of {ranks.nodes} node(s) uses it."
+        tell(ranks, f"saved {file}. {told}")
+    except OSError as error:
+        trouble = 1.0
+        tell(ranks, f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
+    if ranks.greatest(np.array([trouble]))[0]:
         return 1
-    where = file_for(ranks.library, ranks.ranks_on_node, ranks.nodes)
-    tell(f"saved {where}. Every new strategy of {ranks.ranks_on_node} ranks on each of {ranks.nodes} node(s) uses it.")
+    return _end(options, ranks, {"environment": about, "cases": search.cases, "thresholds": asdict(found)})
+
+
+def _end(options: argparse.Namespace, ranks: RawRanks, report: dict[str, Any]) -> int:
+    """Write all figures to a file, if one is named; return the exit status."""
     if options.json and ranks.rank == 0:
-        write_json(options.json, {"environment": about, "cases": search.cases, "thresholds": asdict(found)})
-    return 0 if all(row["right"] for case in search.cases for row in case["variants"]) else 1
+        write_json(options.json, report)
+    right = all(row["right"] for case in report["cases"] for row in case["variants"])
+    if not right:
+        tell(ranks, "WRONG RESULTS: see the tables")
+    return 0 if right else 1
 
 
 def _fail(line: str) -> int:

@@ -13,7 +13,6 @@ from mpi4py import MPI
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.tuning.thresholds import library_name
-from mpistrategy.objects.text import decoded, encoded
 
 
 class RawRanks:
@@ -28,55 +27,39 @@ class RawRanks:
     """
 
     def __init__(self) -> None:
-        self.comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
-        self.rank: int = self.comm.rank
-        self.size: int = self.comm.size
-        self.barrier: Callable[[], None] = self.comm.Barrier
-        self.allreduce: Callable[..., None] = self.comm.Allreduce
-        self.sum: MPI.Op = MPI.SUM
+        comm: MPI.Intracomm = MPI.COMM_WORLD.Dup()
+        self._comm = comm
+        self.rank: int = comm.rank
+        self.size: int = comm.size
+        self.barrier: Callable[[], None] = comm.Barrier
+        self.allreduce: Callable[..., None] = comm.Allreduce
         self.in_place: Any = MPI.IN_PLACE
-        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         self.library: str = library_name(MPI.Get_library_version())
+        node = comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         self.ranks_on_node: int = int(self.greatest(np.array([node.size]))[0])
         leaders = np.array([int(node.rank == 0)])
-        self.comm.Allreduce(MPI.IN_PLACE, leaders)
+        comm.Allreduce(MPI.IN_PLACE, leaders)
         self.nodes: int = int(leaders[0])
         node.Free()
 
     def greatest(self, values: Array) -> Array:
         """Return the element-wise greatest over the ranks."""
         result = np.array(values)
-        self.comm.Allreduce(MPI.IN_PLACE, result, MPI.MAX)
+        self._comm.Allreduce(MPI.IN_PLACE, result, MPI.MAX)
         return result
-
-    def all_equal(self, digest: bytes) -> bool:
-        """Say whether all ranks came to the same bytes."""
-        mine = np.frombuffer(digest, np.uint8)
-        everyone = np.empty((self.size, mine.size), np.uint8)
-        self.comm.Allgather(mine, everyone)
-        return bool((everyone == everyone[0]).all())
 
     def sum_each_into(self, sources: Sequence[Array], targets: Sequence[Array]) -> None:
         """The usual loop over a list of gradients."""
-        allreduce = self.comm.Allreduce
+        allreduce = self._comm.Allreduce
         for source, target in zip(sources, targets, strict=True):
             allreduce(source, target)
 
     def sum_each_in_place(self, buffers: Sequence[Array]) -> None:
         """The loop in place."""
-        allreduce, in_place = self.comm.Allreduce, MPI.IN_PLACE
+        allreduce, in_place = self._comm.Allreduce, MPI.IN_PLACE
         for buffer in buffers:
             allreduce(in_place, buffer)
 
-    def broadcast_text(self, text: str, root: int = 0) -> str:
-        """Return the text of rank `root`."""
-        data = np.frombuffer(encoded(text), np.uint8)
-        length = np.array([data.size])
-        self.comm.Bcast(length, root)
-        buffer: Any = np.array(data) if self.rank == root else np.empty(int(length[0]), np.uint8)
-        self.comm.Bcast(buffer, root)
-        return decoded(buffer)
-
     def close(self) -> None:
         """Free the communicator."""
-        self.comm.Free()
+        self._comm.Free()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import prod
 
 import numpy as np
 
@@ -44,8 +43,3 @@ def tiny1000() -> Shapes:
 
 
 LISTS: dict[str, Callable[[], Shapes]] = {"resnet50": resnet50, "gpt2-small": gpt2_small, "tiny1000": tiny1000}
-
-
-def elements(shapes: Shapes) -> int:
-    """Return how many numbers arrays of these shapes hold."""
-    return sum(map(prod, shapes))

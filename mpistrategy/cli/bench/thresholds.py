@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cli.bench.case import Case, Variant
-from mpistrategy.cli.bench.timing import measure
+from mpistrategy.cli.bench.cases import Case, Variant
+from mpistrategy.cli.bench.timing import measure, tell
 from mpistrategy.mpi.tuning.thresholds import Thresholds, trying
 from mpistrategy.objects.shown import size_in_words
 from mpistrategy.strategy.current import get_replica_context
@@ -25,8 +25,6 @@ from mpistrategy.strategy.strategy import Strategy
 if TYPE_CHECKING:
     from mpistrategy.cli.bench.raw import RawRanks
 
-#: For each case.
-SECONDS, QUICK_SECONDS = 0.3, 0.05
 #: A value replaces the default only if its time is below this fraction of the default's.
 CLEARLY = 0.95
 NEVER = 2**40
@@ -49,16 +47,13 @@ class Search:
 
     Args:
         ranks: who measures.
-        tell: called with a line about each measurement.
         default: kept where nothing else is clearly faster.
-        seconds: for each case.
-        trials: how often each comparison is made, with new strategies.
+        quick: whether to measure each comparison once and for a moment.
     """
 
-    def __init__(
-        self, ranks: RawRanks, tell: Callable[[str], None], default: Thresholds, seconds: float, trials: int
-    ) -> None:
-        self._ranks, self._tell, self._seconds, self._trials = ranks, tell, seconds, trials
+    def __init__(self, ranks: RawRanks, default: Thresholds, quick: bool) -> None:
+        self._ranks = ranks
+        self._seconds, self._trials = (0.05, 1) if quick else (0.3, 3)
         self.found: Thresholds = default
         self.cases: list[dict[str, Any]] = []
 
@@ -92,7 +87,7 @@ class Search:
         best = min(costs, key=lambda value: costs[value])
         value = best if costs[best] < costs[present] + np.log(CLEARLY) else present
         words = ["never" if size == NEVER else size_in_words(size) for size in (value, present)]
-        self._tell(f"{name}: {words[0]} (default {words[1]})")
+        tell(self._ranks, f"{name}: {words[0]} (default {words[1]})")
         self.found = _with(self.found, {name: value})
 
     def _logs(

@@ -8,23 +8,24 @@ rank.
 from __future__ import annotations
 
 import random
+import sys
 import time
-from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.cli.bench.case import Case, Ranks, Variant, is_right
+from mpistrategy.cli.bench.cases import Case, Variant
 
-#: For each case, about.
-QUICK_SECONDS, FULL_SECONDS = 1.0, 8.0
+if TYPE_CHECKING:
+    from mpistrategy.cli.bench.raw import RawRanks
+
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 101
 #: Calls from this many seconds on are timed one by one; what a batch of shorter ones should take.
 ONE_BY_ONE, BATCH_SECONDS = 40e-6, 0.5e-3
 
 
-def measure(case: Case, ranks: Ranks, seconds: float) -> dict[str, Any]:
+def measure(case: Case, ranks: RawRanks, seconds: float) -> dict[str, Any]:
     """Check that all variants are right, time them, check again.  Collective.
 
     Args:
@@ -38,19 +39,28 @@ def measure(case: Case, ranks: Ranks, seconds: float) -> dict[str, Any]:
     with case.within:
         before = [is_right(variant, ranks) for variant in case.variants]
         times = _time(case, ranks, seconds)
-        right = [is_right(variant, ranks) and was for variant, was in zip(case.variants, before, strict=True)]
+        after = [is_right(variant, ranks) for variant in case.variants]
     rows = []
-    for row, variant in enumerate(case.variants):
-        rows.append({"name": variant.name, **summary(times[row], times[0]), "right": right[row]})
-        rows[-1]["bus_gb_s"] = round(case.nbytes * 2 * (1 - 1 / ranks.size) / np.median(times[row]) / 1e9, 4)
-    return {
-        "suite": case.suite,
-        "case": case.name,
-        "bytes": case.nbytes,
-        "reference": case.variants[0].name,
-        "rounds": times.shape[1],
-        "variants": rows,
-    }
+    for variant, own, *right in zip(case.variants, times, before, after, strict=True):
+        bus = case.nbytes * 2 * (1 - 1 / ranks.size) / np.median(own) / 1e9
+        rows.append({"name": variant.name, **summary(own, times[0]), "bus_gb_s": round(bus, 4), "right": all(right)})
+    case_of = {"suite": case.suite, "case": case.name, "bytes": case.nbytes, "reference": case.variants[0].name}
+    return {**case_of, "rounds": times.shape[1], "variants": rows}
+
+
+def tell(ranks: RawRanks, line: str) -> None:
+    """Say something about the run that is not one of its figures."""
+    if ranks.rank == 0:
+        print(line, file=sys.stderr, flush=True)
+
+
+def is_right(variant: Variant, ranks: RawRanks) -> bool:
+    """Return whether the sum of known numbers is right on every rank.  Collective."""
+    variant.write(ranks.rank + 1)
+    ranks.barrier()
+    expected = ranks.size * (ranks.size + 1) // 2
+    right = all(bool((leaf == expected).all()) for leaf in variant.leaves(variant.call()))
+    return not ranks.greatest(np.array([float(not right)]))[0]
 
 
 def summary(own: Array, reference: Array) -> dict[str, Any]:
@@ -74,38 +84,40 @@ def summary(own: Array, reference: Array) -> dict[str, Any]:
     return {name: round(float(figure), 4) for name, figure in figures.items()}
 
 
-def _time(case: Case, ranks: Ranks, seconds: float) -> Array:
+def _time(case: Case, ranks: RawRanks, seconds: float) -> Array:
     """Return the seconds of one call, by variant and round."""
-    once = [min(_round(variant, ranks, 1, 0, case.finish) for _ in range(3)) for variant in case.variants]
+    once = [min(_round(case, variant, ranks, 1, number) for number in range(3)) for variant in case.variants]
     once = ranks.greatest(np.array(once)).tolist()  # the same everywhere: the ranks decide alike
-    is_short = case.batch is None and once[0] < ONE_BY_ONE
-    calls = [max(int(BATCH_SECONDS / each), 1) if is_short else case.batch or 1 for each in once]
+    calls = [1] * len(once)
+    if once[0] < ONE_BY_ONE:
+        calls = [max(int(BATCH_SECONDS / each), 1) for each in once]
     began = time.perf_counter()
     for variant, count in zip(case.variants, calls, strict=True):
-        _round(variant, ranks, count, 0, case.finish)
+        _round(case, variant, ranks, count, 0)
     one_round = float(ranks.greatest(np.array([time.perf_counter() - began]))[0])
     rounds = int(min(max(seconds / one_round, _LEAST_ROUNDS), _MOST_ROUNDS))
-    order, times = random.Random(rounds), np.zeros((len(calls), rounds))  # so that no variant always follows the same
+    order = random.Random(rounds)  # so that no variant always follows the same one
+    times = np.zeros((len(calls), rounds))
     for number in range(rounds):
         for index in order.sample(range(len(calls)), len(calls)):
-            times[index, number] = _round(case.variants[index], ranks, calls[index], number, case.finish)
+            times[index, number] = _round(case, case.variants[index], ranks, calls[index], number)
     return np.maximum(ranks.greatest(times), 1e-9)
 
 
-def _round(variant: Variant, ranks: Ranks, calls: int, first: int, finish: Callable[[], object]) -> float:
+def _round(case: Case, variant: Variant, ranks: RawRanks, calls: int, first: int) -> float:
     """Return the seconds of one of so many calls on this rank; operands are `first`, then more.  Collective."""
+    if calls > 1:
+        variant.call()  # wakes threads that slept while other variants ran
     total = 0.0
-    with variant.within:
-        if calls > 1:
-            variant.call()  # wakes threads that slept while other variants ran
-        for number in range(calls):
-            variant.write(first + number)
-            finish()
-            if number == 0:
-                ranks.barrier()
-            start = time.perf_counter()
-            result = variant.call()
-            finish()
-            total += time.perf_counter() - start
-            variant.read(result)
+    for number in range(calls):
+        variant.write(first + number)
+        case.finish()
+        if number == 0:
+            ranks.barrier()
+        start = time.perf_counter()
+        result = variant.call()
+        case.finish()
+        total += time.perf_counter() - start
+        for leaf in variant.leaves(result):
+            leaf.max()
     return total / calls

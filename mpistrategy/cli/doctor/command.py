@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 import warnings
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from mpistrategy.cli.arguments import positive
@@ -113,35 +114,22 @@ def _meet(options: argparse.Namespace, ranks: Ranks, mine: Facts, end: float) ->
     texts = ranks.collect(json.dumps(mine), patience)
     if ranks.rank == 0 and len(texts) < ranks.size:
         return Job([mine], options.ranks, sorted({*range(ranks.size)} - texts.keys()), patience)
-    places = ranks.places()
-    everyone = [facts.UNKNOWN | json.loads(texts[rank]) | places[rank] for rank in sorted(texts)]
+    leaders, local_rank = ranks.places()
+    everyone = [facts.UNKNOWN | json.loads(texts[rank]) | {"leader": leaders[rank]} for rank in sorted(texts)]
     job = Job(everyone, options.ranks)
-    sums_right, untried = _sums(ranks, job)
+    differ = any(job.with_several(key) for key in ("mpistrategy", "python", "thread_level"))  # it may hang then
+    if ranks.told(int(differ)):
+        return replace(job, untried="the ranks run different versions, or started MPI differently")
+    if ranks.size > 1:
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FallbackWarning)  # a check says it
+                job = replace(job, sums_right=ranks.add_up_right())
+        except MpiStrategyError as error:  # on all ranks alike
+            job = replace(job, untried=str(error))
     from mpistrategy.cli.doctor import cuda_trial
 
-    trial = cuda_trial.try_all(ranks, places[ranks.rank]["local_rank"], job)
-    return Job(everyone, options.ranks, sums_right=sums_right, untried=untried, trial=trial)
-
-
-def _sums(ranks: Ranks, job: Job) -> tuple[bool | None, str]:
-    """Return whether the ranks add up right, or why it was not tried.  Collective."""
-    if ranks.size == 1:
-        return None, ""
-    reasons = {
-        "mpistrategy": "the ranks run different versions",
-        "python": "the ranks run different versions",
-        "thread_level": "the ranks started MPI differently",  # it may hang then
-    }
-    keys = list(reasons)
-    differ = next((number for number, key in enumerate(keys) if job.with_several(key)), -1)
-    if (number := ranks.told(differ)) >= 0:
-        return None, reasons[keys[number]]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FallbackWarning)  # a check says it
-            return ranks.add_up_right(), ""
-    except MpiStrategyError as error:  # on all ranks alike
-        return None, str(error)
+    return replace(job, trial=cuda_trial.try_all(ranks, local_rank, job))
 
 
 def _alone(options: argparse.Namespace, mine: Facts, finding: Finding) -> int:

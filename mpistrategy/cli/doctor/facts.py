@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 #: Every key, with what is taken for unknown: a rank may run another version of this package, which says less.
 UNKNOWN: Facts = {
-    # Its number, and how many MPI counts; its node; by MPI the node's first rank, its place there, the ranks there.
-    "rank": 0, "size": 1, "host": "", "leader": 0, "local_rank": 0, "local_size": 1,
+    # Its number, and how many MPI counts; its node; by MPI the node's first rank.
+    "rank": 0, "size": 1, "host": "", "leader": 0,
     # Versions, of the MPI library with its name; the MPI that mpi4py was built for; the files of MPI libraries that
     # the process has loaded; the one that MPI4PY_LIBMPI names, without links; what MPI was started with.
     "python": "", "mpistrategy": "", "numpy": "", "mpi4py": "", "library": "", "built_for": "", "libraries": (),
     "wanted": "", "thread_level": "multiple",
     # The launcher, how many processes it started (0: unknown), which this one is, and the variables that say so; what
-    # it offers for the ranks to meet; why the library would not start here, and the cure; local ranks by variables.
-    "launcher": "", "tasks": 0, "place": 0, "said": "", "pmi": (), "refusal": (), "local_hints": {},
+    # it offers for the ranks to meet; why the library would not start here, and the cure.
+    "launcher": "", "tasks": 0, "place": 0, "said": "", "pmi": (), "refusal": (),
     # The cores that it may use, and how many the node has; the threads of linear algebra, and how they are known.
     "cores": (), "machine_cores": 1, "threads": 0, "threads_source": "",
     # How many bytes the ranks of the node may still share, and what limits them; free in /dev/shm, -1 if unknown.
@@ -49,21 +49,11 @@ UNKNOWN: Facts = {
     # how many Slurm promises on the node; CUDA_VISIBLE_DEVICES; why no GPU memory is given to MPI.
     "sight": "", "gpu_devices": 0, "amd": False, "gpus_promised": 0, "visible": None, "cuda_refused": "",
     # `mpistrategy.cli.doctor.network`
-    "network": "", "fabric": "", "has_net_plugin": False,
+    "network": "", "fabric": "",
     # What killed jobs have left on the node, in words; "" for nothing.
     "leftovers": "",
 }  # fmt: skip
 _THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "BLIS_NUM_THREADS")
-#: Variables for the local rank; programs often choose a GPU by them.
-_LOCAL = (
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "MPI_LOCALRANKID",
-    "PALS_LOCAL_RANKID",
-    "MV2_COMM_WORLD_LOCAL_RANK",
-    "JSM_NAMESPACE_LOCAL_RANK",
-    "FLUX_TASK_LOCAL_ID",
-    "SLURM_LOCALID",
-)
 _VISIBLE = re.compile(r"(?:NoDevFiles|-?\d+|(?:GPU|MIG)-[\w/-]+)?(?:,(?:-?\d+|(?:GPU|MIG)-[\w/-]+))*")
 _PATH = re.compile(r"[\w./+-]{1,400}")
 
@@ -102,7 +92,6 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
         "mpistrategy": introductions.version(),
         "numpy": numpy.__version__,
         "pmi": offered(environment),
-        "local_hints": {name: int(environment[name]) for name in _LOCAL if environment.get(name, "").isdigit()},
         "cores": mine,
         "machine_cores": os.cpu_count() or 1,
         "threads": threads,
@@ -112,7 +101,6 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
         "gpu_devices": len(glob("/dev/nvidia[0-9]*")),
         "amd": os.path.exists("/dev/kfd"),
         "fabric": network.fabric(),
-        "has_net_plugin": network.has_plugin(environment),
         "gpus_promised": _number(environment, "SLURM_GPUS_ON_NODE"),
         "visible": visible if visible is None or _VISIBLE.fullmatch(visible) else "(something else)",
         "wanted": _library_wanted(environment.get("MPI4PY_LIBMPI", "")),

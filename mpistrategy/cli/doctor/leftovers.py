@@ -14,7 +14,6 @@ import stat
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
@@ -53,24 +52,28 @@ def found() -> list[str]:
     """Return the paths of what killed jobs of this user have left.
 
     Raises:
-        OSError: when a process of this user does not show what it has open.
+        OSError: when not all processes of this user show what they have open.
     """
-    memory, temporary = folders()
-    named = [each for each in Path(memory).iterdir() if _IN_MEMORY.match(each.name)]
-    candidates = [each for each in named if _is_old(each, stat.S_ISREG)]
-    for each in Path(temporary).iterdir():
-        launcher = _TEMPORARY.match(each.name)
-        if launcher and not os.path.exists(f"/proc/{launcher[1]}") and _is_old(each, stat.S_ISDIR):
-            candidates.append(each)
-    used = in_use() if candidates else ""
-    return sorted(path for path in map(str, candidates) if path not in used)
+    if not sees_all_processes():
+        raise OSError(0, "this process sees only those of its container: call it outside of the container")
+    old = []
+    for folder, pattern in zip(folders(), (_IN_MEMORY, _TEMPORARY), strict=True):
+        for path in Path(folder).iterdir():
+            match = pattern.match(path.name)
+            if match and _is_old(path, *match.groups()):
+                old.append(str(path))
+    used = in_use() if old else ""
+    return sorted(path for path in old if path not in used)
 
 
-def _is_old(path: Path, is_kind: Callable[[int], bool]) -> bool:
-    """Return whether this is an old file, or an old folder, of this user."""
+def _is_old(path: Path, launcher: str = "") -> bool:
+    """Return whether this is an old file of this user; or an old folder of a launcher, whose process is gone."""
     with suppress(OSError):  # some go meanwhile
         state = path.lstat()
-        return is_kind(state.st_mode) and state.st_uid == os.geteuid() and time.time() - state.st_ctime > _YOUNG_SECONDS
+        is_kind = stat.S_ISREG(state.st_mode)
+        if launcher:
+            is_kind = stat.S_ISDIR(state.st_mode) and not os.path.exists(f"/proc/{launcher}")
+        return is_kind and state.st_uid == os.geteuid() and time.time() - state.st_ctime > _YOUNG_SECONDS
     return False
 
 
@@ -109,31 +112,25 @@ def used_by(folder: str) -> list[str]:
 def in_words() -> str:
     """Return ``3 files of MPI``; "" where nothing is left, or that cannot be known."""
     with suppress(OSError):
-        if sees_all_processes() and (left := found()):
-            return count(len(left), "file") + " of MPI"
+        left = len(found())
+        return f"{count(left, 'file')} of MPI" if left else ""
     return ""
 
 
 def run() -> int:
     """Remove what killed jobs of this user have left on this node, and tell; return 2 where it could not be done."""
-    host, status = os.uname().nodename, 0
+    path, host = "", os.uname().nodename
     try:
-        if not sees_all_processes():
-            raise OSError(0, "this process sees only those of its container: call it outside of the container")
-        left = found()
-    except OSError as error:
-        sys.stderr.write(f"mpistrategy doctor: {host}: {printable(str(error.strerror))}; nothing was removed\n")
-        return 2
-    for path in left:
-        try:
+        for path in found():
             if os.path.isdir(path):
                 shutil.rmtree(path)  # follows no links
             else:
                 os.unlink(path)
             sys.stdout.write(f"{host}: removed {printable(path)}\n")
-        except OSError as error:
-            status = 2
-            sys.stderr.write(f"mpistrategy doctor: {host}: not removed: {printable(path)}: {error.strerror}\n")
-    if not left:
+    except OSError as error:
+        reason = printable(f"{path} {error.strerror}".strip())
+        sys.stderr.write(f"mpistrategy doctor: {host}: {reason}; nothing {'more ' * bool(path)}was removed\n")
+        return 2
+    if not path:
         sys.stdout.write(f"{host}: nothing of a killed job of yours is left\n")
-    return status
+    return 0

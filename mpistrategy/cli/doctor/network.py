@@ -1,19 +1,12 @@
-"""The networks between nodes: which MPI uses, as far as the process shows, and which are there for MPI and NCCL.
-
-NCCL itself speaks InfiniBand, also over Ethernet.  Slingshot and EFA it reaches by the plugin of OFI (aws-ofi-nccl),
-which pip's NCCL is without: it then takes sockets, which are several times slower, and does not say so.
-"""
+"""The networks between nodes: which MPI uses, as far as the process shows, and which are there."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import suppress
 from glob import glob
 from pathlib import Path
 
-#: The fabrics that NCCL needs a plugin for.
-BY_PLUGIN = ("Slingshot", "EFA")
 #: What stands for a network where a process has it open.
 _DEVICES = {
     "/dev/cxi": "Slingshot",
@@ -48,14 +41,3 @@ def fabric(root: str = "/sys/class") -> str:
         with suppress(OSError):
             layers.append(Path(path).read_text(encoding="utf-8").strip())
     return "InfiniBand" if "InfiniBand" in layers else "RoCE" if layers else ""
-
-
-def has_plugin(environment: Mapping[str, str], usual: tuple[str, ...] = ("/opt/amazon/ofi-nccl", "/usr")) -> bool:
-    """Return whether the loader finds a network plugin of NCCL's."""
-    wanted = environment.get("NCCL_NET_PLUGIN", "")
-    if os.path.isabs(wanted):
-        return os.path.exists(wanted)
-    name = f"libnccl-net-{wanted}.so*" if wanted else "libnccl-net.so*"
-    folders = [each for each in environment.get("LD_LIBRARY_PATH", "").split(":") if each]
-    folders += [os.path.join(root, "lib*") for root in usual]
-    return any(glob(os.path.join(folder, name)) for folder in folders)

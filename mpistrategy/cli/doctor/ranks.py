@@ -74,15 +74,15 @@ class Ranks:
         self.comm.Bcast(shared, 0)
         return int(shared[0])
 
-    def places(self) -> list[Facts]:
-        """Return of each rank the first rank of its node, its place there, and the ranks there.  Collective."""
+    def places(self) -> tuple[list[int], int]:
+        """Return the first rank of each rank's node, and this rank's place on its own.  Collective."""
         inside = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
-        mine = np.array([self.rank, inside.rank, inside.size], np.int64)
-        inside.Bcast(mine[:1], 0)
+        leader, place = np.array([self.rank], np.int64), int(inside.rank)
+        inside.Bcast(leader, 0)
         inside.Free()
-        everyone = np.empty((self.size, 3), np.int64)
-        self.comm.Allgather(mine, everyone)
-        return [dict(zip(("leader", "local_rank", "local_size"), row, strict=True)) for row in everyone.tolist()]
+        everyone = np.empty(self.size, np.int64)
+        self.comm.Allgather(leader, everyone)
+        return everyone.tolist(), place
 
     def slowest(self, seconds: float) -> float:
         """Return the greatest number of all ranks.  Collective."""

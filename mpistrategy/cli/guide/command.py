@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import inspect
 import sys
 from collections.abc import Iterable
 
+from mpistrategy.cli.guide import pages, terminal
+
 _COULD_NOT = 2
-_NEAREST = 4
 _HITS = 3  # of a page
 
 
@@ -20,17 +23,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Show what is asked for; return the exit status."""
-    # What reads pages is imported in functions: `mpistrategy run` imports this file on every rank.
     if options.search is not None:
         return _search(options.search)
-    if options.list or options.page is None:
-        return _list()
-    return _show(options.page)
-
-
-def _list() -> int:
-    from mpistrategy.cli.guide import pages
-
+    if options.page is not None and not options.list:
+        return _show(options.page)
     every = pages.pages()
     width = max(map(len, every))
     for page in every.values():
@@ -41,50 +37,36 @@ def _list() -> int:
 
 
 def _show(given: str) -> int:
-    from mpistrategy.cli.guide import pages, terminal
-
     every, classes = pages.pages(), pages.classes()
     name = given.removesuffix(".md").rpartition(".")[2]  # mpistrategy.errors.ShapeError
     by_lower_case = {each.lower(): each for each in (*every, *classes)}
     known = by_lower_case.get(name.lower())
     if known is None:
-        _refuse(f"there is no page {given!r}", name, by_lower_case.values(), "mpistrategy guide --list shows all pages")
-        return _COULD_NOT
+        return _refuse(f"there is no page {given!r}", name, by_lower_case.values())
     terminal.show(every[known].text if known in every else _about(classes[known]))
     return 0
 
 
 def _about(kind: type[BaseException]) -> str:
     """Return what an error's class says."""
-    import inspect
-
     bases = ", ".join(base.__name__ for base in kind.__mro__[1:] if base not in (Exception, BaseException, object))
     return f"# {kind.__name__}\n\nIs also: {bases}\n\n{inspect.getdoc(kind)}\n"
 
 
 def _search(word: str) -> int:
-    import itertools
-
-    from mpistrategy.cli.guide import pages
-
-    found = list(pages.search(word)) if word.strip() else []
-    if not found:
-        _refuse(f"no page has {word!r}", word, pages.words(), "mpistrategy guide --list shows all pages")
-        return _COULD_NOT
-    for page, of_page in itertools.groupby(found, key=lambda hit: hit[0]):
-        hits = list(of_page)
-        print(f"{page.name}: {page.title}")
-        for _, section, line in hits[:_HITS]:
-            print(f"  {section.heading}: {line}" if line != section.heading else f"  {line}")
-        if len(hits) > _HITS:
-            print(f"  and {len(hits) - _HITS} more")
-    return 0
+    found: dict[pages.Page, list[str]] = {}
+    for page, section, line in pages.search(word) if word.strip() else ():
+        found.setdefault(page, []).append(f"{section.heading}: {line}" if line != section.heading else line)
+    for page, lines in found.items():
+        print(f"{page.name}: {page.title}", *lines[:_HITS], sep="\n  ")
+        if len(lines) > _HITS:
+            print(f"  and {len(lines) - _HITS} more")
+    return 0 if found else _refuse(f"no page has {word!r}", word, pages.words())
 
 
-def _refuse(what: str, given: str, names: Iterable[str], else_say: str) -> None:
-    import difflib
-
+def _refuse(what: str, given: str, names: Iterable[str]) -> int:
     known = {name.lower(): name for name in names}
-    near = [known[each] for each in difflib.get_close_matches(given.lower(), known, _NEAREST, 0.6)]
-    more = f"the nearest: {', '.join(near)}" if near else else_say
+    near = [known[each] for each in difflib.get_close_matches(given.lower(), known, 4, 0.6)]
+    more = f"the nearest: {', '.join(near)}" if near else "mpistrategy guide --list shows all pages"
     sys.stderr.write(f"mpistrategy guide: {what}; {more}\n")
+    return _COULD_NOT

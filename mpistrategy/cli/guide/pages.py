@@ -22,16 +22,13 @@ ORDER = (
         "bad-days",
         "doctor",
         "gpus",
-        "gpu-operations",
-        "gpu-lane",
         "performance",
-        "figures",
         "many-nodes",
         "numerics",
     ),
     *("tracing", "testing", "faults"),
     *("tensorflow", "torch", "jax", "horovod", "mpi4py"),
-    *("assistants", "developers", "public", "changes"),
+    *("developers", "changes"),
 )
 _HEADING = re.compile(r"(#{1,6}) (.+)")
 

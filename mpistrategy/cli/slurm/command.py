@@ -1,25 +1,23 @@
-"""`mpistrategy slurm`: writes a job script, has Slurm check it, or submits it."""
+"""`mpistrategy slurm`: writes a job script."""
 
 from __future__ import annotations
 
 import argparse
 import os
-import secrets
 import shlex
-import shutil
-import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from mpistrategy import own_files
 from mpistrategy.cli.slurm import scripts, sites
 from mpistrategy.cli.slurm.keys import KEYS
-from mpistrategy.cli.slurm.scripts import SUBMIT, TEMPLATES
+from mpistrategy.cli.slurm.scripts import TEMPLATES
 from mpistrategy.errors import OptionError
 from mpistrategy.objects.text import encoded
 
-_REFUSED, _COULD_NOT = 1, 2
-_PATIENCE_SECONDS = 60
+_WHERE = "mpistrategy slurm"
+_COULD_NOT = 2
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +30,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--from", dest="source", metavar="FILE.toml", help="read keys from there; those above win")
     parser.add_argument("-o", "--output", metavar="FILE", help="write the script there; default: the screen")
     parser.add_argument("--force", action="store_true", help="overwrite files")
-    parser.add_argument("--check", action="store_true", help="check the script with sbatch --test-only")
-    parser.add_argument("--submit", action="store_true", help="submit it with sbatch (or qsub)")
     parser.add_argument("--list", action="store_true", help="show templates, keys and sites")
     parser.add_argument("--all", metavar="FOLDER", help="write all scripts as they stand, and what goes with them")
 
@@ -61,42 +57,27 @@ def _one(options: argparse.Namespace) -> int:
     site, given = scripts.checked(options.template, _stated(options))
     name = os.path.basename(options.output or "")
     text = scripts.written(options.template, site, given, shlex.quote(name) if name and name.isprintable() else "FILE")
-    if options.check or options.submit:
-        scripts.check_complete(site, given)
-    if options.output is not None:
-        _write(Path(options.output), text, options.force)
-    if options.check:
-        if site.batch != "slurm":
-            return _fail(f"mpistrategy slurm: PBS, which {site.name} has, cannot check a script without submitting it")
-        status = _hand_over(["sbatch", "--test-only"], text)
-        if status:
-            return status
-    if options.submit:
-        return _hand_over([SUBMIT[site.batch]], text)
-    if options.output is None and not options.check:
+    if options.output is None:
         sys.stdout.write(text)
+    else:
+        _check_new(Path(options.output), options.force)
+        _write(Path(options.output), text, 0o644)
     return 0
 
 
 def _stated(options: argparse.Namespace) -> Mapping[str, object]:
     """Return the statement: the keys of the file, overridden by those of the command line."""
-    statement: dict[str, object] = {}
-    if options.source is not None:
-        try:
-            statement |= sites.read_toml(options.source)
-        except ValueError as error:
-            raise OptionError.at(
-                "mpistrategy slurm", found=f"{options.source} ({error})", expected="a file in TOML"
-            ) from None
-    named: set[str] = set()
+    given: dict[str, object] = {}
     for word in options.statement:
         key, equals, value = word.partition("=")
-        if not equals or key in named:
+        if not equals or key in given:
             found = f"{key!r} twice" if equals else f"{word!r}"
-            raise OptionError.at("mpistrategy slurm", found=found, expected="each key once, as KEY=VALUE")
-        named.add(key)
-        statement[key] = value
-    return statement
+            raise OptionError.at(_WHERE, found=found, expected="each key once, as KEY=VALUE")
+        given[key] = value
+    try:
+        return (sites.read_toml(options.source) if options.source is not None else {}) | given
+    except ValueError as error:
+        raise OptionError.at(_WHERE, found=f"{options.source} ({error})", expected="a file in TOML") from None
 
 
 def listing() -> str:
@@ -114,56 +95,31 @@ def listing() -> str:
 def _write_all(folder: Path, force: bool) -> int:
     found = [path for path in sorted(scripts.FOLDER.rglob("*")) if path.suffix in (".sbatch", ".pbs", ".sh", ".py")]
     files = {folder / path.relative_to(scripts.FOLDER): path for path in found}
-    there = [str(path) for path in files if os.path.lexists(path)]
-    if there and not force:
-        raise _exists(there[0])
+    for path in files:
+        _check_new(path, force)
     for path, source in files.items():
         path.parent.mkdir(parents=True, exist_ok=True)
-        _write(path, source.read_text(encoding="utf-8"), force)
-        path.chmod(source.stat().st_mode & 0o777)
+        _write(path, source.read_text(encoding="utf-8"), source.stat().st_mode)
     return 0
 
 
-def _write(path: Path, text: str, force: bool) -> None:
-    """Write a file whole or not at all; replace an existing one only with force."""
-    there = Path(os.path.realpath(path))
-    if force and there.is_dir():
-        raise OptionError.at("mpistrategy slurm", found=f"a folder at {path}", expected="the name of a file")
-    if force and there.exists() and not there.is_file():  # such as /dev/stdout
+def _check_new(path: Path, force: bool) -> None:
+    if not force and os.path.lexists(path):
+        fix = "--force overwrites it."
+        raise OptionError.at(_WHERE, found=f"{path}, which is there", expected="a new file", fix=fix)
+
+
+def _write(path: Path, text: str, mode: int) -> None:
+    """Write a file whole or not at all; one that is there keeps its mode."""
+    there = path.resolve()
+    if there.exists() and not there.is_file():  # such as /dev/stdout
         path.write_bytes(encoded(text))
         return
-    made = there.with_name(f".{there.name}.{secrets.token_hex(8)}") if force else path
-    try:
-        file = open(made, "xb")  # noqa: SIM115  # what is there is not ours to remove
-    except FileExistsError:
-        raise _exists(str(path)) from None
-    try:
-        with file:
-            file.write(encoded(text))
-        if force:
-            if there.exists():
-                shutil.copymode(there, made)
-            os.replace(made, there)
-    except OSError:
-        made.unlink(missing_ok=True)
-        raise
-
-
-def _exists(path: str) -> OptionError:
-    return OptionError.at(
-        "mpistrategy slurm", found=f"{path}, which is there", expected="a new file", fix="--force overwrites it."
-    )
-
-
-def _hand_over(command: list[str], text: str) -> int:
-    """Give a script to the batch system; return 0 when it accepts it, and 1 when it does not."""
-    if shutil.which(command[0]) is None:
-        return _fail(f"mpistrategy slurm: there is no {command[0]} on this machine")
-    try:
-        done = subprocess.run(command, input=text, text=True, check=False, timeout=_PATIENCE_SECONDS)
-    except subprocess.TimeoutExpired:
-        return _fail(f"mpistrategy slurm: no answer from {command[0]} within {_PATIENCE_SECONDS} s")
-    return _REFUSED if done.returncode else 0
+    if there.exists():
+        mode = there.stat().st_mode
+    with own_files.whole_file(str(there)) as file:
+        file.write(encoded(text))
+        os.fchmod(file.fileno(), mode & 0o777)
 
 
 def _fail(text: str) -> int:

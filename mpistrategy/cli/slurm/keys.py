@@ -32,7 +32,7 @@ KEYS = {
     "qos": Key(values.word, "quality of service", "--qos={}"),
     "constraint": Key(values.word, "features that the nodes must have, e.g. gpu", "--constraint={}", "select"),
     "reservation": Key(values.word, "nodes reserved for you", "--reservation={}"),
-    "nodes": Key(values.count(1), "how many nodes [2]", "--nodes={}", "select"),
+    "nodes": Key(values.positive_number, "how many nodes [2]", "--nodes={}", "select"),
     "gpus_per_node": Key(
         values.gpus,
         "GPUs of each node, one rank for each, e.g. 4 or a100:4; 0 for none",
@@ -41,12 +41,12 @@ KEYS = {
     ),
     "gpu_option": Key(values.choice("gpus-per-node", "gres"), "how GPUs are asked for: gpus-per-node or gres"),
     "tasks_per_node": Key(
-        values.count(1),
+        values.positive_number,
         "ranks on each node [2]; as many as GPUs, where there are any",
         "--ntasks-per-node={}",
         "select",
     ),
-    "cpus_per_task": Key(values.count(1), "cores of each rank [1]", "--cpus-per-task={}", "select"),
+    "cpus_per_task": Key(values.positive_number, "cores of each rank [1]", "--cpus-per-task={}", "select"),
     "memory": Key(values.word, "memory of each node, e.g. 64G; 0 for all of it", "--mem={}", "select"),
     "exclusive": Key(values.choice("true", "false"), "whether no other job may use the nodes", "--exclusive", "place"),
     "time": Key(values.time, "time limit: minutes, H:MM:SS or D-HH:MM:SS [00:10:00]", "--time={}", "-l walltime={}"),
@@ -62,7 +62,10 @@ KEYS = {
     ),
     "array": Key(values.word, "indices, e.g. 0-9%2 for two at a time [0-3%2]", "--array={}", "-J {}"),
     "signal_lead": Key(
-        values.count(1), "seconds before the end at which the job is told [120]", "--signal=B:USR2@{}", "tell_after"
+        values.positive_number,
+        "seconds before the end at which the job is told [120]",
+        "--signal=B:USR2@{}",
+        "tell_after",
     ),
     "extra": Key(values.options, "further options for the batch system, e.g. --nice=10", "{}"),
     "mpi": Key(values.word, "how srun meets the MPI: pmi2, pmix, ...; none: as the cluster does"),
@@ -70,8 +73,8 @@ KEYS = {
     "venv": Key(values.path, "a Python environment to activate"),
     "program": Key(values.path, "the Python program [example.py]"),
     "arguments": Key(values.words, "its arguments"),
-    "max_restarts": Key(values.count(0), "how often the job may be requeued [10]"),
-    "max_links": Key(values.count(1), "how many jobs the chain may have [10]"),
+    "max_restarts": Key(values.number, "how often the job may be requeued [10]"),
+    "max_links": Key(values.positive_number, "how many jobs the chain may have [10]"),
     "mpiexec": Key(
         values.choice("openmpi", "mpich", "intel", "pals"),
         "whose mpiexec starts the ranks: openmpi, mpich, intel, or pals (PBS) [openmpi]",

@@ -18,7 +18,6 @@ from mpistrategy.cli.slurm.values import in_seconds
 from mpistrategy.errors import OptionError
 from mpistrategy.objects.nearest import did_you_mean
 
-_WHERE = "mpistrategy slurm"
 _HERE = Path(__file__).resolve().parent
 #: The scripts; in a checkout they lie beside the package.
 FOLDER = next(folder for folder in (_HERE / "scripts", _HERE.parents[2] / "slurm") if folder.is_dir())
@@ -34,8 +33,7 @@ TEMPLATES = {
     "pyxis": "in a container of NVIDIA's pyxis and enroot",
     "staged_env": "copies the Python environment to every node's own disk first",
 }
-#: The commands that take a script, and how directives begin.
-SUBMIT = {"slurm": "sbatch", "pbs": "qsub"}
+#: How directives begin.
 _MARK = {"slurm": "#SBATCH", "pbs": "#PBS"}
 #: How the ranks are started without srun, in lines of shell; of PBS's nodes, and bound to cores.
 _MPIEXEC = {
@@ -161,24 +159,20 @@ def checked(template: str, statement: Mapping[str, object]) -> tuple[Site, dict[
             together.
     """
     if template not in TEMPLATES:
-        found, fix = f"the template {template!r}", did_you_mean(template, TEMPLATES)
-        raise OptionError.at(_WHERE, found=found, expected=f"one of {', '.join(TEMPLATES)}", fix=fix)
+        near = did_you_mean(template, TEMPLATES)
+        raise _refusal(f"the template {template!r}", f"one of {', '.join(TEMPLATES)}", near)
     site = sites.load(statement["site"]) if "site" in statement else Site()
     if site.templates and template not in site.templates:
-        found = f"the template {template!r} for the site {site.name}"
-        raise OptionError.at(_WHERE, found=found, expected=f"one of {', '.join(site.templates)}")
+        raise _refusal(f"the template {template!r} for the site {site.name}", f"one of {', '.join(site.templates)}")
     eligible = keys_of(template, site)
     for key in statement:
         if key in site.skip and key != "cpus_per_task":  # which says how many threads a rank has, too
-            raise OptionError.at(
-                _WHERE, found=f"{key}=", expected=f"no such key: {site.name} refuses jobs that have it"
-            )
+            raise _refusal(f"{key}=", f"no such key: {site.name} refuses jobs that have it")
         if key not in (*eligible, "site"):
-            found = f"the key {key!r}"
-            expected = f"keys of the template {template}: {', '.join(['site', *eligible])}"
             others = "Others have it: another template, launcher or batch system."
             fix = others if key in KEYS else did_you_mean(key, ["site", *eligible])
-            raise OptionError.at(_WHERE, found=found, expected=expected, fix=fix)
+            expected = f"keys of the template {template}: {', '.join(['site', *eligible])}"
+            raise _refusal(f"the key {key!r}", expected, fix)
     given = {key: KEYS[key].parse(value, key) for key, value in statement.items() if key != "site"}
     defaults = {key: KEYS[key].parse(value, key) for key, value in site.defaults.items() if key in eligible}
     merged = defaults | given
@@ -187,30 +181,22 @@ def checked(template: str, statement: Mapping[str, object]) -> tuple[Site, dict[
         merged["tasks_per_node"] = str(gpus)
     if gpus > site.gpus:
         fix = "" if site.gpus else "Its GPUs are none that this library can use: leave gpus_per_node out."
-        expected = f"at most {site.gpus} on {site.name or 'a node'}"
-        raise OptionError.at(_WHERE, found=f"gpus_per_node={merged['gpus_per_node']}", expected=expected, fix=fix)
+        where = site.name or "a node"
+        raise _refusal(f"gpus_per_node={merged['gpus_per_node']}", f"at most {site.gpus} on {where}", fix)
     if gpus and int(merged["tasks_per_node"]) != gpus:
         found = f"tasks_per_node={merged['tasks_per_node']} and gpus_per_node={gpus}"
-        expected, fix = "as many ranks as GPUs: a rank drives one", "Leave tasks_per_node out."
-        raise OptionError.at(_WHERE, found=found, expected=expected, fix=fix)
+        raise _refusal(found, "as many ranks as GPUs: a rank drives one", "Leave tasks_per_node out.")
     limit, lead = merged.get("time", "00:10:00"), merged.get("signal_lead", "120")
     if "signal_lead" in eligible and int(lead) >= in_seconds(limit):
-        expected = "a signal_lead in seconds that is less than the time limit"
-        raise OptionError.at(_WHERE, found=f"signal_lead={lead} and time={limit}", expected=expected)
-    if merged.get("mpiexec") == "pals" and "bind_to" in given:
-        raise OptionError.at(_WHERE, found="bind_to= with mpiexec=pals", expected="none: PALS binds ranks to cores")
-    if merged.get("mpiexec") == "pals" and site.batch == "slurm":
-        expected = "openmpi, mpich or intel: PALS is there under PBS"
-        raise OptionError.at(_WHERE, found="mpiexec=pals", expected=expected)
+        found = f"signal_lead={lead} and time={limit}"
+        raise _refusal(found, "a signal_lead in seconds that is less than the time limit")
+    if merged.get("mpiexec") == "pals" and (site.batch == "slurm" or "bind_to" in given):
+        raise _refusal("mpiexec=pals", "PALS under PBS alone, and no bind_to=: it binds ranks to cores")
     return site, merged
 
 
-def check_complete(site: Site, given: Mapping[str, str]) -> None:
-    """Raise OptionError unless everything is stated without which the site accepts no job."""
-    for key in site.requires:
-        if key not in given:
-            expected = f"values for {', '.join(site.requires)}, which {site.name} wants"
-            raise OptionError.at(_WHERE, found=f"no {key}", expected=expected, fix=f"Add {key}=... .")
+def _refusal(found: str, expected: str, fix: str = "") -> OptionError:
+    return OptionError.at("mpistrategy slurm", found=found, expected=expected, fix=fix)
 
 
 def written(template: str, site: Site, given: Mapping[str, str], file: str = "") -> str:
@@ -246,6 +232,8 @@ def _write_header(lines: Lines, template: str, site: Site, file: str) -> None:
         if site.pages:
             notes.append(f"# Not tried on the machine itself; held on {site.checked} against copies of these pages:")
             notes += [f"#   {page.split()[0]}" for page in site.pages]
+        if site.requires:
+            notes.append(f"# {site.name} wants: {', '.join(site.requires)}.")
         at = lines.lines.index("")
         lines.lines[at:at] = [*notes, *(f"# {line}" for line in site.unchecked)]
 
@@ -283,8 +271,6 @@ def _write_slurm(lines: Lines, site: Site, given: Mapping[str, str]) -> None:
     if each > 1:
         threads = f"$(((SLURM_CPUS_PER_TASK + {each - 1}) / {each}))"
     lines.assign("export OMP_NUM_THREADS", threads)
-    if site.requires:
-        lines.lines.insert(lines.find("# EDIT 1") + 1, f"# {site.name} wants: {', '.join(site.requires)}.")
 
 
 def _write_pbs(lines: Lines, template: str, site: Site, given: Mapping[str, str]) -> None:

@@ -82,33 +82,28 @@ def load(name: object) -> Site:
     Raises:
         OptionError: when there is none, or the file is not as it must be.
     """
-    text = values.one_line(name, "site")
-    if not text.endswith(".toml") and text not in names():
-        raise OptionError.at(
-            "mpistrategy slurm",
-            found=f"site={name!r}",
-            expected=f"one of {', '.join(names())}, or the path of a profile that ends in .toml",
-            fix=did_you_mean(text, names()),
-        )
+    text, where = values.one_line(name, "site"), f"mpistrategy slurm, the profile {name}"
     path = Path(os.path.expanduser(text)) if text.endswith(".toml") else FOLDER / f"{text}.toml"
-    where = f"mpistrategy slurm, the profile {path}"
+    if not text.endswith(".toml") and text not in names():
+        expected = f"one of {', '.join(names())}, or the path of a profile that ends in .toml"
+        fix = did_you_mean(text, names())
+        raise OptionError.at("mpistrategy slurm", found=f"site={name!r}", expected=expected, fix=fix)
     try:
         table = read_toml(path)
     except (OSError, ValueError) as error:
         raise OptionError.at(where, found=str(error), expected="a file in TOML that can be read") from None
     for key, given in table.items():
-        if key not in _KINDS:
-            raise OptionError.at(where, found=f"the unknown key {key!r}", expected=f"keys out of {', '.join(_KINDS)}")
-        if type(given) is not _KINDS[key]:
-            raise OptionError.at(where, found=f"{key}={given!r}", expected=f"a {_KINDS[key].__name__}")
-        for part in given if type(given) is list else [given] if type(given) is str else []:
+        if key not in _KINDS or type(given) is not _KINDS[key]:
+            kinds = ", ".join(f"{known} ({kind.__name__})" for known, kind in _KINDS.items())
+            raise OptionError.at(where, found=f"the key {key!r}", expected=f"keys out of {kinds}")
+        for part in given if isinstance(given, list) else [given] if isinstance(given, str) else []:
             values.one_line(part, f"{key} of {path}")
     if table.get("batch", "slurm") not in ("slurm", "pbs"):
         raise OptionError.at(where, found=f"batch={table['batch']!r}", expected="slurm or pbs")
     for key in [*table.get("defaults", {}), *table.get("requires", []), *table.get("skip", [])]:
         if key not in KEYS:
             raise OptionError.at(where, found=f"an unknown key {key!r}", expected=f"keys out of {', '.join(KEYS)}")
-    whole: dict[str, Any] = {key: tuple(given) if type(given) is list else given for key, given in table.items()}
+    whole: dict[str, Any] = {key: tuple(given) if isinstance(given, list) else given for key, given in table.items()}
     return Site(name=path.stem, **whole)
 
 

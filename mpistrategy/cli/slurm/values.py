@@ -25,50 +25,40 @@ def _refuse(key: str, found: object, expected: str, fix: str = "") -> NoReturn:
 
 def one_line(given: object, key: str) -> str:
     """Return a text without line ends, control characters and other characters that cannot be seen."""
-    text = str(given) if isinstance(given, int) and not isinstance(given, bool) else given
-    if not isinstance(text, str):
+    if isinstance(given, bool) or not isinstance(given, (str, int)):
         _refuse(key, given, "a text")
-    hidden = [character for character in text if not character.isprintable()]
-    if hidden:
-        _refuse(key, given, "one line of characters that can be seen", f"Take {hidden[0]!r} out.")
-    if not text or text != text.strip():
-        _refuse(key, given, "a text that neither is empty nor begins or ends with a blank")
+    text = str(given)
+    hidden = next((character for character in text if not character.isprintable()), "")
+    if hidden or not text or text != text.strip():
+        fix = f"Take {hidden!r} out." if hidden else ""
+        _refuse(key, given, "one line of characters that can be seen, without blanks around it", fix)
     return text
 
 
-def word(given: object, key: str) -> str:
-    """Return a word for the batch system, which splits its lines at blanks and takes quotes apart."""
-    text = one_line(given, key)
-    if re.search(r"[\s\"'\\\\#$`]", text) or text.startswith("-"):
-        _refuse(key, given, "a word without blanks, quotes, backslashes, #, $ and `, not beginning with -")
-    return text
-
-
-def count(least: int) -> Parse:
-    """Return a check for whole numbers from a bound on."""
+def matching(pattern: str, expected: str) -> Parse:
+    """Return a check for texts that match a pattern as a whole."""
 
     def parse(given: object, key: str) -> str:
         text = one_line(given, key)
-        if not re.fullmatch(r"[0-9]{1,9}", text) or int(text) < least:
-            _refuse(key, given, f"a whole number from {least} on")
+        if not re.fullmatch(pattern, text, re.ASCII):
+            _refuse(key, given, expected)
         return text
 
     return parse
 
 
-def gpus(given: object, key: str) -> str:
-    """Return how many GPUs: a whole number, with the type of the GPUs and a colon before it or not."""
-    text = word(given, key)
-    if not re.fullmatch(r"(?:[^:]+:)?[0-9]{1,9}", text, re.ASCII):
-        _refuse(key, given, "a number, or a type and a number such as a100:4")
-    return text
+#: A word for the batch system, which splits its lines at blanks and takes quotes apart.
+word = matching(r"(?!-)[^\s\"'\\#$`]+", "a word without blanks, quotes, backslashes, #, $ and `, not beginning with -")
+number = matching(r"[0-9]{1,9}", "a whole number")
+positive_number = matching(r"0*[1-9][0-9]{0,8}", "a whole number from 1 on")
+gpus = matching(r"(?:[^\s:\"'\\#$`-][^\s:\"'\\#$`]*:)?[0-9]{1,9}", "a number, or a type and a number such as a100:4")
 
 
 def choice(*eligible: str) -> Parse:
     """Return a check for one of some words; of "true" and "false", a boolean is one, too."""
 
     def parse(given: object, key: str) -> str:
-        text = one_line(str(given).lower() if isinstance(given, bool) else given, key)
+        text = str(given).lower() if isinstance(given, bool) else one_line(given, key)
         if text not in eligible:
             _refuse(key, given, f"one of {', '.join(eligible)}", did_you_mean(text, eligible))
         return text
@@ -79,16 +69,15 @@ def choice(*eligible: str) -> Parse:
 def time(given: object, key: str) -> str:
     """Return a time limit as HH:MM:SS, which every batch system takes for the same."""
     text = one_line(given, key)
-    expected = "minutes, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; more than 0"
-    if re.fullmatch(r"[0-9]+:[0-9][0-9]", text):
-        _refuse(key, given, expected, "Slurm takes two numbers for minutes and seconds; write H:MM:SS.")
     match = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,6})(?::(\d\d))?(?::(\d\d))?", text, re.ASCII)
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
     if text.isdigit():
         hours, minutes = divmod(hours, 60)
     whole = ((24 * days + hours) * 60 + minutes) * 60 + seconds
-    if not whole:
-        _refuse(key, given, expected)
+    two_numbers = re.fullmatch(r"[0-9]+:[0-9][0-9]", text)
+    if two_numbers or not whole:
+        fix = "Slurm takes two numbers for minutes and seconds; write H:MM:SS." if two_numbers else ""
+        _refuse(key, given, "minutes, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; more than 0", fix)
     return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
@@ -101,41 +90,34 @@ def in_seconds(limit: str) -> int:
 def path(given: object, key: str) -> str:
     """Return the path of a file as a word of the shell; a leading ~/ is the home folder."""
     text = one_line(given, key)
-    if "$" in text or "`" in text or (text.startswith("~") and not text.startswith("~/")):
-        _refuse(key, given, "a path as it is", "Nothing is expanded but a leading ~/; write the whole path out.")
-    if text.startswith("-"):
-        _refuse(key, given, "a path that does not look like an option", "Put ./ in front.")
-    if not text.startswith("~/"):
-        return shlex.quote(text)
-    return '"$HOME"/' + (shlex.quote(text[2:]) if text[2:] else "")
+    if re.search(r"[$`]|^-|^~(?!/)", text):
+        fix = "Nothing is expanded but a leading ~/; write the whole path out. Put ./ before a -."
+        _refuse(key, given, "a path as it is", fix)
+    if text.startswith("~/"):
+        return '"$HOME"/' + (shlex.quote(text[2:]) if text[2:] else "")
+    return shlex.quote(text)
 
 
 def parts(given: object, key: str) -> list[str]:
     """Return a list of texts; one text is split like a command line."""
-    if isinstance(given, list):
-        return [one_line(part, key) for part in given]
     try:
-        return [one_line(part, key) for part in shlex.split(one_line(given, key))]
+        split = given if isinstance(given, list) else shlex.split(one_line(given, key))
     except ValueError as error:
         _refuse(key, given, "words as on a command line", f"{error}.")
+    return [one_line(part, key) for part in split]
 
 
 def words(given: object, key: str) -> str:
     """Return a list of texts as words of the shell."""
-    return " ".join(shlex.quote(part) for part in parts(given, key))
+    return " ".join(map(shlex.quote, parts(given, key)))
 
 
 def options(given: object, key: str) -> str:
     """Return further options for the batch system, as --name or --name=value, separated by blanks."""
-    found = parts(given, key)
-    for option in found:
-        if not option.startswith("--"):
-            _refuse(key, option, "options such as --nice=10 or --contiguous")
-        word(option[2:], key)
-    return " ".join(found)
+    option = matching(r"--(?!-)[^\s\"'\\#$`]+", "options such as --nice=10 or --contiguous")
+    return " ".join(option(part, key) for part in parts(given, key))
 
 
 def mounts(given: object, key: str) -> str:
     """Return folders for a container, FROM:TO, separated by commas, as one word of the shell."""
-    found = [path(part, key) for part in parts(given, key)]
-    return ",".join(found)
+    return ",".join(path(part, key) for part in parts(given, key))

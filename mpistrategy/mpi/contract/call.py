@@ -42,6 +42,15 @@ class Call(CurrentCall):
         CollectiveMismatchError: when calls that differed were found after their data had moved.
     """
 
+    # Said again: a type checker takes what is set in tuples below for new attributes.
+    where: str
+    structure: str
+    name: str
+    place: str
+    step: int
+    number: int
+    entered: float
+    left: float
     _outer: CurrentCall | None = None
     _is_in_own_work: bool = False
     _on_gpu: AbstractContextManager[Any] | None = None

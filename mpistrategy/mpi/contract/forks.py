@@ -1,7 +1,7 @@
 """Strategies are closed in a forked child, since MPI belongs to the parent; and when MPI is finalized.
 
 A child that took part in a collective would do so in place of its parent.  A child must not finalize MPI when it ends,
-either: see `job.child_exit`.  For shared memory in a child see `shared_memory.segments`.
+either: see `job.exit_hooks`.  For shared memory in a child see `shared_memory.segments`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from typing import Any, NoReturn
 #: Called before this rank ends the job: what other threads have begun must not be lost.
 before_abort: list[Callable[[], object]] = []
 #: The exit status of a program that Ctrl-C has ended, as in a shell.
-INTERRUPTED = 130
+_INTERRUPTED = 130
 
 
 def status_of(error: BaseException | None) -> int:
@@ -31,7 +31,7 @@ def status_of(error: BaseException | None) -> int:
     if isinstance(error, SystemExit):
         code = error.code
         return 0 if code is None else code & 0xFF if isinstance(code, int) else 1
-    return INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error is not None)
+    return _INTERRUPTED if isinstance(error, KeyboardInterrupt) else int(error is not None)
 
 
 class ProgramEnd:

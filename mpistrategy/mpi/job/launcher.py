@@ -98,22 +98,25 @@ def claim_in(environment: Mapping[str, str]) -> Claim | None:
     return inner
 
 
-def refusal(
-    environment: Mapping[str, str], world_size: int, library: str = "", where: str = "MirroredStrategy"
-) -> LaunchError | None:
-    """Return why this process must not go on; None when all is well.
+def check_world(
+    world_size: int,
+    library: str = "",
+    where: str = "MirroredStrategy",
+    environment: Mapping[str, str] = os.environ,
+) -> None:
+    """Raise LaunchError on a rank that MPI takes for the only one while a launcher started several.
 
     Args:
-        environment: the variables of the process.
         world_size: how many ranks MPI says there are.
         library: the MPI library; `mpistrategy.mpi.tuning.thresholds.library_name`.
         where: the public name that the error speaks of.
+        environment: the variables of the process.
     """
     claim = claim_in(environment)
     if world_size > 1 or is_on(environment.get(ALONE, "")) or claim is None or claim.tasks <= 1:
-        return None
+        return
     said = ", ".join(f"{name}={environment[name]}" for name in claim.variables)
-    return LaunchError.at(
+    raise LaunchError.at(
         where,
         found=f"an MPI ({library or 'unknown'}) that takes this process for the only one, while "
         f"{claim.launcher} started it as rank {claim.rank} of {claim.tasks} ({said})",
@@ -140,19 +143,6 @@ def cure(launcher: str, library: str) -> str:
         "The process cannot reach its launcher: does something in between close files or clear the environment? "
         f"Start it directly: `{mpiexec} -n N python program.py`."
     )
-
-
-def check_world(world_size: int, library: str, where: str = "MirroredStrategy") -> None:
-    """Raise LaunchError on a rank that MPI takes for the only one while a launcher started several.
-
-    Args:
-        world_size: how many ranks MPI says there are.
-        library: the MPI library.
-        where: the public name that the error speaks of.
-    """
-    error = refusal(os.environ, world_size, library, where)
-    if error is not None:
-        raise error
 
 
 def tell_children() -> None:

@@ -137,6 +137,8 @@ class Background(Freed):
         try:
             self._awaited.append(job)
             job.exception()
+            if self._last is job:
+                self._last = None  # its result is the program's
         finally:
             if job in self._awaited:
                 self._awaited.remove(job)
@@ -150,11 +152,14 @@ class Background(Freed):
 
     def wait(self) -> None:
         """Wait until all is done; raise the first error that nobody was told.  Does nothing in the thread itself."""
-        if self._last is not None and not self.is_here:
-            self.join(self._last)
-            for job in self._failed[:1]:
-                self._failed.clear()
-                job.result()
+        if self.is_here:
+            return
+        last = self._last
+        if last is not None:
+            self.join(last)
+        for job in self._failed[:1]:
+            self._failed.clear()
+            job.result()
 
     def pause(self, looks: int) -> None:
         """Give the core away between two looks at the messages, and let them move on."""
@@ -195,7 +200,8 @@ class Background(Freed):
             while not wait_patiently(guard.peers_have_left):
                 guard.tell_peers("it starts no further all_reduce_async")
             self.communicator.free()
-        for job in self._failed:
+        failed, self._failed, self._last = self._failed, [], None
+        for job in failed:
             warn(f"a reduction in the background failed and nobody waited for it: {job.exception()}", RuntimeWarning)
 
 

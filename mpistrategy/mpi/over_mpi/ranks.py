@@ -137,10 +137,8 @@ class MpiRanks(Ranks):
 
     def _leader(self, node_key: int | None) -> int:
         """Return the first rank of this node."""
-        if node_key is None:
-            inside = self._comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
-        else:
-            inside = self._comm.Split(node_key, self.rank)
+        comm = self._comm
+        inside = comm.Split_type(MPI.COMM_TYPE_SHARED) if node_key is None else comm.Split(node_key)
         leader = np.array([self.rank])
         inside.Bcast(leader, 0)
         inside.Free()

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from math import prod
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -172,8 +171,7 @@ class NodeSum:
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return memory for a result, a target of `run`."""
-        is_large = prod(shape) * dtype.itemsize >= LEAST_BYTES
-        return np.empty(shape, dtype) if self._results is None or not is_large else self._results.new(shape, dtype)
+        return np.empty(shape, dtype) if self._results is None else self._results.new(shape, dtype)
 
     @quietly
     def run(

@@ -82,7 +82,6 @@ def call_the_roll(groups: Sequence[Group], title: str) -> RollCall:
     """
     widest, others = max(groups, key=lambda group: len(group.ranks)), list[RankStatus]()
     guards, began = [group.guard for group in groups], time.monotonic()
-    reports.finish(title, FILE_SECONDS)
     record = f"{local_process.now_doing(guards)}\n\n{local_process.record(guards)}"
     for group in groups:
         group.directory.leave()
@@ -90,12 +89,14 @@ def call_the_roll(groups: Sequence[Group], title: str) -> RollCall:
         group.board.put("state", ANSWERED)
     _until(lambda: min(widest.board.all("state")) >= ANSWERED, began + _NODE_SECONDS)
     states = widest.board.all("state")
-    if CALLED not in states and next(local for local, each in enumerate(states) if each) == widest.board.local_rank:
+    first = next(local for local, each in enumerate(states) if each)
+    speaks = CALLED not in states and first == widest.board.local_rank
+    if speaks:
         _speak(widest, others, title)
-        for group in groups:
-            group.board.put("state", CALLED)
-    else:
-        _until(lambda: CALLED in widest.board.all("state"), began + _NODE_SECONDS + _SPEAKING_SECONDS)
+    reports.finish(title, FILE_SECONDS)
+    for group in groups if speaks else ():
+        group.board.put("state", CALLED)
+    _until(lambda: CALLED in widest.board.all("state"), began + _NODE_SECONDS + _SPEAKING_SECONDS)
     known = _on_this_node(widest) + others
     # Only the rank that calls the roll hears of other nodes; what another one does not know is not missing.
     knows_all = bool(others) or widest.nodes == 1
@@ -133,7 +134,6 @@ def _speak(widest: Group, others: list[RankStatus], title: str) -> None:
             reports.say(f"{title}record of rank {each.rank}: ", each.record)
         called = RollCall(here + others, widest.ranks)
         reports.say(title, called.text(f"{_RECORDS} are above.", widest.guard.contains_errors))
-    reports.finish(title, FILE_SECONDS)
 
 
 def _tell_by_files(widest: Group, here: Sequence[RankStatus], others: list[RankStatus], title: str) -> bool:

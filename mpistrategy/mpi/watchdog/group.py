@@ -73,12 +73,14 @@ class Group:
 
     # ------------------------------------------------------------------------------------------- is a collective late?
 
-    def waits(self, now: float, not_before: float) -> list[tuple[float, float]]:
-        """Return how long this rank and its GPU have waited in a collective, from `not_before` on; and their limits."""
+    def wait(self, now: float, not_before: float) -> tuple[float, float]:
+        """Return how long this rank, or its GPU, has waited in a collective from `not_before` on, and the limit."""
         current, flight, usual = self.guard.current, self.guard.gpu_progress, self.guard.timeout
         limit = usual if current is None or current.timeout is None else current.timeout
-        on_gpu = [] if flight is None else [flight.wait(now, not_before, usual)]
-        return [(self.host_waited(now, not_before), limit), *on_gpu]
+        waits = [(self.host_waited(now, not_before), limit)]
+        if flight is not None:
+            waits.append(flight.wait(now, not_before, usual))
+        return max(waits, key=lambda wait: wait[0] / wait[1])
 
     def host_waited(self, now: float, not_before: float = -math.inf) -> float:
         """Return how long this rank itself has waited in a collective, from `not_before` on; 0 in none."""
@@ -86,10 +88,10 @@ class Group:
         return 0.0 if entry is None else max(0.0, now - max(entry.entered, self.guard.since, not_before))
 
     def limit_passed(self, now: float, not_before: float) -> float:
-        """Return the least limit that is over, for this rank's own GPU a longer one; infinity where none is."""
-        waits = self.waits(now, not_before)
-        own_gpu = now - max(self.guard.own_gpu_since, not_before), _OWN_GPU * waits[0][1]
-        return min((limit for waited, limit in (*waits, own_gpu) if waited > limit), default=math.inf)
+        """Return the limit that is over, for this rank's own GPU a longer one; infinity where none is."""
+        waited, limit = self.wait(now, not_before)
+        own_gpu = now - max(self.guard.own_gpu_since, not_before)
+        return limit if waited > limit or own_gpu > _OWN_GPU * limit else math.inf
 
     def is_alarmed(self) -> bool:
         """Return whether this rank knows of a rank that has found a collective late."""

@@ -103,7 +103,7 @@ class Watchdog:
     def _run(self) -> None:
         last = time.monotonic()
         while self.groups and self._thread is threading.current_thread():
-            limits = [limit for group in list(self.groups.values()) for _, limit in group.waits(last, last)]
+            limits = [group.wait(last, last)[1] for group in list(self.groups.values())]
             tick = min(max(min(limits, default=0) / 10, _SHORTEST_TICK), _LONGEST_TICK)
             self._changed.wait(tick)
             self._changed.clear()
@@ -148,7 +148,7 @@ class Watchdog:
     def _show(self, groups: list[Group]) -> None:
         """Write the status of this moment."""
         now, text = time.monotonic(), local_process.now_doing(group.guard for group in groups)
-        waits = [wait for group in groups for wait in group.waits(now, self._resumed)]
+        waits = [group.wait(now, self._resumed) for group in groups]
         waited, limit = max(waits, key=lambda wait: wait[0] / wait[1], default=(0.0, math.inf))
         for group in groups:
             group.board.write(RankStatus(self.rank, self.pid, stack_signal, now, waited, limit, text))
@@ -171,10 +171,9 @@ stack_signal = 0
 
 
 def of_this_process(rank: int, size: int, end: Callable[[int], object] | None = None) -> Watchdog:
-    """Return the watchdog of this process, made by the first call; a child of a rank gets one of its own."""
+    """Return the watchdog of this process, made by the first call."""
     global running
-    if running is None or running.pid != os.getpid():
-        running = Watchdog(rank, size, end)
+    running = running or Watchdog(rank, size, end)
     return running
 
 

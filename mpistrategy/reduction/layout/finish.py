@@ -1,4 +1,4 @@
-"""From a sum to the result: the division of MEAN, weights, and the one rounding of the 16-bit floats."""
+"""From a sum to the result: the division of MEAN, and the one rounding of the 16-bit floats."""
 
 from __future__ import annotations
 

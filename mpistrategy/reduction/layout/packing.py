@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array, host_wire_dtype, wire_dtype
+from mpistrategy.arrays.dtypes import Array, host_wire_dtype
 from mpistrategy.options import ReduceOp
 
 #: What bytes_per_pack=0 stands for.
@@ -89,9 +89,9 @@ def plan(
     layouts: tuple[Layout, ...],
     bytes_per_pack: float = 0,
     num_packs: float = 0,
-    wire: _Wire = wire_dtype,
+    wire: _Wire = host_wire_dtype,
     alone_bytes: float | None = None,
-    alignment: int | None = None,
+    alignment: int = 1,
 ) -> tuple[Pack, ...]:
     """Return the packs of arrays with these layouts.
 
@@ -99,13 +99,10 @@ def plan(
         layouts: dtype and shape of each array.
         bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
         num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
-        wire: returns the dtype in which one travels: `wire_dtype`, or `host_wire_dtype` for arrays on the host.
+        wire: returns the dtype in which one travels.
         alone_bytes: arrays of so many bytes and more travel by themselves; None: all are packed.
-        alignment: each array begins at a multiple of so many bytes.  None: packs in GPU memory are padded, so that
-            kernels move 16 bytes at a time; those on the host are not.
+        alignment: each array begins at a multiple of so many bytes: in GPU memory of 16, which kernels move at a time.
     """
-    if alignment is None:
-        alignment = GPU_ALIGNMENT if wire is wire_dtype else 1
     together: dict[tuple[np.dtype[Any], int | None], list[int]] = {}
     for index, (own_dtype, shape) in enumerate(layouts):
         dtype = wire(own_dtype)
@@ -129,9 +126,14 @@ def plan(
     return tuple(packs)
 
 
+def own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """Return the dtype of the packs of arrays that travel as they are."""
+    return dtype
+
+
 def host_packs(layouts: tuple[Layout, ...], alone_bytes: float, bytes_per_pack: float) -> tuple[Pack, ...]:
     """Return packs of small arrays on the host, and one pack for each of `alone_bytes` and more."""
-    return plan(layouts, bytes_per_pack, 0, host_wire_dtype, alone_bytes)
+    return plan(layouts, bytes_per_pack, alone_bytes=alone_bytes)
 
 
 def is_simple(dtype: np.dtype[Any], op: ReduceOp) -> bool:

@@ -1,88 +1,88 @@
-"""What a plan of a call is, and what a route is.
+"""What a transfer is: what becomes of a list of arrays in a call that all ranks make; and how `explain` hears of it.
 
-A route is one way in which the arrays of a list travel, are combined over the ranks, and come back.
+A route is the transfer of arrays in the dtypes in which they are combined: one way for bytes to travel.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
 
 from mpistrategy.arrays.dtypes import Array, is_buffer
-from mpistrategy.mpi.contract.call import Call
-from mpistrategy.mpi.interface.ranks import Ranks
-from mpistrategy.reduction.layout.packing import Pack
+from mpistrategy.reduction.layout.packing import Layout, Pack
 
 #: For each array memory that a result in its own dtype may be written to, contiguous and sharing none with another
 #: array; or None.
 Targets: TypeAlias = "Sequence[Array | None] | None"
-
-#: How much of the packs is copied, and where to, in words.
-Copies: TypeAlias = "tuple[str, ...]"
-
-
-class CallPlan(ABC):
-    """How one kind of value is reduced at one call site."""
-
-    @abstractmethod
-    def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the reduction of a value; inside `call`.
-
-        Args:
-            call: the public call, entered by the caller.
-            value: of the kind that the plan was made for.
-            out: where the result goes, or the destinations; None for new memory on every rank.
-            weight: of this rank's values, where the plan is one of weighted means.
-        """
+#: How a pack travels, and what is copied on this rank, and where to; in words.
+Way: TypeAlias = "tuple[str, tuple[str, ...]]"
 
 
-class Route(Protocol):
-    """The route of arrays of certain dtypes and shapes.
+class Description(NamedTuple):
+    """What `Strategy.explain` says of a buffer.
+
+    Attributes:
+        dtype: in which it travels.
+        nbytes: its length.
+        arrays: how many arrays are in it.
+        way: how it travels, and what is copied.
+    """
+
+    dtype: np.dtype[Any]
+    nbytes: int
+    arrays: int
+    way: Way
+
+
+class Transfer(ABC):
+    """What is done with arrays of certain layouts before the ranks agree on a call, and after it.
 
     Attributes:
         packs: the buffers that travel: several arrays in one, or one array by itself.
+        layouts: dtype and shape of each array.
+        results: the dtype of each result.
+        writes_targets: whether results may be written to their targets at once.
+        sparingly: whether `run` needs no barrier before it; see `Call.agree`.
     """
 
-    packs: tuple[Pack, ...]
+    packs: tuple[Pack, ...] = ()
+    layouts: tuple[Layout, ...] = ()
+    results: Sequence[np.dtype[Any]] = ()
+    writes_targets: bool = False
+    sparingly: bool = True
 
+    @abstractmethod
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Do what must be done before the ranks agree on the call: that may fail.  Return the memory for the results.
+        """Do all that can fail, before the ranks agree on the call: copy, and take memory for the results.
 
-        They may be written to `targets`, which hold what they held until `run`.
+        Returns:
+            The memory, for `run`.  Results may be written to `targets`, which hold what they held until then.
         """
 
+    @abstractmethod
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
-        """Return the combinations after the agreement, in the dtypes of the wire; floats divided, for MEAN."""
+        """Return the results, after that."""
 
-    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        """Return what `run` would do with these arrays, for `Strategy.explain`."""
+    def carried_out(self, arrays: Sequence[Array], agree: Callable[[], object], targets: Targets = None) -> list[Array]:
+        """Take memory, let the ranks agree on the call, and return the results."""
+        memory = self.bring(arrays, targets)
+        agree()
+        return self.run(arrays, memory)
 
+    def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
+        """Return how a pack of these arrays travels."""
+        raise NotImplementedError(type(self).__name__)
 
-@dataclass(frozen=True)
-class Description:
-    """What happens to a pack.
-
-    Attributes:
-        pack: the pack.
-        way: how it travels, and where it is combined.
-        copies: what is copied on this rank, and where to.
-        in_arena: how many arrays of an arena are in it, which is a bucket; 0 for other packs.
-    """
-
-    pack: Pack
-    way: str
-    copies: Copies
-    in_arena: int = 0
-
-    @property
-    def arrays(self) -> int:
-        """How many arrays are in it."""
-        return self.in_arena or len(self.pack.members)
+    def describe(self, arrays: Sequence[Array]) -> list[Description]:
+        """Return what `Strategy.explain` says of these arrays."""
+        packs = [pack for pack in self.packs if pack.size]
+        return [Description(each.dtype, each.nbytes, len(each.members), self.way(each, arrays)) for each in packs]
 
 
-def copies_of(pack: Pack, arrays: Sequence[Array]) -> Copies:
+def copies_of(pack: Pack, arrays: Sequence[Array]) -> tuple[str, ...]:
     """Return what is copied of arrays before a pack of them travels, and after it."""
     if any(each.dtype != pack.dtype for each in pack.chosen(arrays)):
         return (f"all into {pack.dtype.name} and the results back",)

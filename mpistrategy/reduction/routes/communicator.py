@@ -15,14 +15,14 @@ from mpistrategy.mpi.shared_memory import node_results
 from mpistrategy.mpi.tuning.thresholds import RouteName
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets, copies_of
+from mpistrategy.reduction.routes.base import Targets, Transfer, Way, copies_of
 
 #: Writes the combination of a source into its target, which may be the source itself: flat arrays of one dtype.
 ReducePair = Callable[[Array, Array], None]
 
 
-class CommunicatorRoute:
-    """See `mpistrategy.reduction.routes.base.Route`.
+class CommunicatorRoute(Transfer):
+    """The route of all arrays on the host that no other route is for.
 
     Args:
         ranks: who takes part.
@@ -42,21 +42,17 @@ class CommunicatorRoute:
         reduce_pair: ReducePair | None = None,
         wire: str | None = None,
     ) -> None:
-        self.packs: tuple[Pack, ...] = packs
-        self._ranks, self._text, self._name, self._wire, self._reduce_pair = (
-            ranks,
-            op._on_the_wire,
-            name,
-            wire,
-            reduce_pair,
-        )
+        self.packs = packs
+        self.writes_targets = any(len(pack.members) == 1 for pack in packs)
+        self._ranks, self._text, self._name, self._wire = ranks, op._on_the_wire, name, wire
+        self._reduce_pair = reduce_pair
         self._nbytes = sum(pack.nbytes for pack in packs)
-        self._node = ranks.node_sum if "node_sum" in map(self._way, packs) else None
+        self._node = ranks.node_sum if "node_sum" in map(self._name_of, packs) else None
         self._divisors = {pack.dtype: op._divisor(pack.dtype, ranks.size) for pack in packs}
         self._count = sum(len(pack.members) for pack in packs)
         self._lone = [m.index for p in packs if p.size > FEW_ELEMENTS for m in p.members if m.stop - m.start == 1]
 
-    def _way(self, pack: Pack) -> RouteName:
+    def _name_of(self, pack: Pack) -> RouteName:
         """Return the name of the way that a pack takes."""
         if self._name is not None:
             return self._name
@@ -116,19 +112,20 @@ class CommunicatorRoute:
                 self._ranks.allreduce(target, self._text, source)
             divide_by(divisor, target)
 
-    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        return [
-            described(pack, self._way(pack), copies_of(pack, arrays), self._dtype_between_nodes(pack.dtype))
-            for pack in self.packs
-            if pack.size
-        ]
+    def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
+        """Return how a pack travels; see `Transfer.way`."""
+        name, copies, wire = self._name_of(pack), copies_of(pack, arrays), self._dtype_between_nodes(pack.dtype)
+        stays = name == "node_sum" and pack.nbytes >= node_results.LEAST_BYTES
+        text, more = _WAYS["node_results" if stays else name]
+        text = text if wire is None else f"{text}, as {wire.name} between them"
+        return text, (copies or more) if name in ("root", "none") else copies + more
 
     def _dtype_between_nodes(self, dtype: np.dtype[Any]) -> Wire:
         return None if self._wire is None else between_nodes(self._ranks, self._wire, dtype, self._text)
 
 
 #: How the packs of a way travel, and what is copied besides.
-_WAYS: dict[str, tuple[str, Copies]] = {
+_WAYS: dict[str, Way] = {
     "node_sum": (
         "through memory of the node, a share by each rank",
         ("the others' shares into it", "the result out of it"),
@@ -147,18 +144,3 @@ _WAYS: dict[str, tuple[str, Copies]] = {
     "threads": ("between the threads of this process", ()),
     "none": ("stays here, the only replica", ("all into the result",)),
 }
-
-
-def described(pack: Pack, name: str, copies: Copies, wire: Wire = None) -> Description:
-    """Return what becomes of a pack on a way of the communicator, or of an algorithm.
-
-    Args:
-        pack: the pack.
-        name: the name of the way.
-        copies: what is copied before and after.
-        wire: the dtype in which it travels between nodes, where that is another one.
-    """
-    stays = name == "node_sum" and pack.nbytes >= node_results.LEAST_BYTES
-    way, more = _WAYS["node_results" if stays else name]
-    way = way if wire is None else f"{way}, as {wire.name} between them"
-    return Description(pack, way, copies or more if name in ("root", "none") else copies + more)

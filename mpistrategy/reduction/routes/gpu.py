@@ -1,34 +1,214 @@
-"""The route of arrays in GPU memory: packed on the device, combined on the strategy's path.
+"""Arrays in GPU memory: copied many at once, packed and combined on the strategy's path, broadcast and gathered.
 
-Small and large arrays of a dtype are packed into buckets by one kernel; the results are views of the buckets.  The
+One launch of a kernel copies up to `ARRAYS` arrays, each from anywhere to anywhere.  The whole table goes along as the
+kernel's argument, by value: nothing is uploaded first, nothing has to be kept until the kernel has run, and calls on
+several streams cannot disturb each other.  The same source is C++ but for a few words, and tests run it on the CPU.
+
+Small and large arrays of a dtype are packed into buckets by this kernel; the results are views of the buckets.  The
 16-bit floats are combined in float32 and rounded once, as on the host, and integers of 8 and 16 bits in 32 bits: in a
 copy of the whole bucket.
+
+Broadcasts and gathers send nothing to the host.  They are made inside an agreed call by all ranks, with the device of
+the arrays current or not; `prepare` comes before the agreement, since it may fail.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
+from itertools import accumulate
+from math import prod
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
+from mpistrategy.arrays.devices import gpu_of
+from mpistrategy.arrays.dtypes import Array, divide_by, mean_dtype, sum_dtype_of_mean, wire_dtype
 from mpistrategy.arrays.gpu import (
     DeviceArray,
+    are_apart,
+    by_value,
+    check_device,
     check_no_capture,
     cupy_for,
+    own_result,
 )
-from mpistrategy.mpi.gpu.transports.choice import device_path
+from mpistrategy.mpi.gpu.transports.choice import any_path, device_path
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_memory, device_paths
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import by_nccl
+from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import FEW_ELEMENTS, Layout, Member, Pack
-from mpistrategy.reduction.routes.base import Copies, Description, Targets
-from mpistrategy.reduction.routes.gpu_copy import fill
+from mpistrategy.reduction.routes.base import Targets, Transfer, Way
+
+NAME = "mpistrategy_move"
+#: How many arrays go into one launch: with them the argument is just below the 4 KiB that every GPU takes.
+ARRAYS = 170
+THREADS = 256
+#: How many bytes one block copies.  Each thread then moves 64 bytes, all of them on the way at the same time.
+BLOCK_BYTES = 16384
+
+#: The argument.  `size` counts bytes; `first` is the first of an array's blocks.
+MOVES = np.dtype(
+    {
+        "names": ["source", "target", "size", "first"],
+        "formats": [(each, ARRAYS) for each in (np.uint64, np.uint64, np.uint32, np.uint32)],
+        "offsets": [each * ARRAYS for each in (0, 8, 16, 20)],
+        "itemsize": 24 * ARRAYS,
+    }
+)
+
+SOURCE = (
+    f"""
+#define ARRAYS {ARRAYS}
+#define THREADS {THREADS}
+#define BLOCK_BYTES {BLOCK_BYTES}u
+#define NAME {NAME}
+"""
+    + r"""
+typedef unsigned long long address;
+
+struct Moves {
+    address source[ARRAYS];
+    address target[ARRAYS];
+    unsigned int size[ARRAYS];
+    unsigned int first[ARRAYS];
+};
+
+// ---- one block's part of one array
+
+// Copy in units, where source and target are aligned alike; copy the bytes before and after them one by one.
+template <typename Unit>
+__device__ __forceinline__ void copy_units(address source, address target, unsigned int bytes) {
+    const unsigned int before_first = (unsigned int)(0 - source) & (unsigned int)(sizeof(Unit) - 1);
+    const unsigned int head = before_first < bytes ? before_first : bytes;
+    const unsigned int units = (bytes - head) / (unsigned int)sizeof(Unit);
+    const Unit* from = (const Unit*)(source + head);
+    Unit* to = (Unit*)(target + head);
+    unsigned int at = threadIdx.x;
+    for (; at + 3 * THREADS < units; at += 4 * THREADS) {
+        const Unit a = from[at], b = from[at + THREADS], c = from[at + 2 * THREADS], d = from[at + 3 * THREADS];
+        to[at] = a;
+        to[at + THREADS] = b;
+        to[at + 2 * THREADS] = c;
+        to[at + 3 * THREADS] = d;
+    }
+    for (; at < units; at += THREADS) to[at] = from[at];
+    const unsigned int rest = head + units * (unsigned int)sizeof(Unit);
+    for (at = threadIdx.x; at < head; at += THREADS) ((char*)target)[at] = ((const char*)source)[at];
+    for (at = rest + threadIdx.x; at < bytes; at += THREADS) ((char*)target)[at] = ((const char*)source)[at];
+}
+
+__device__ __forceinline__ void copy(address source, address target, unsigned int bytes) {
+    const unsigned int apart = (unsigned int)(source ^ target);
+    if ((apart & 15u) == 0) copy_units<uint4>(source, target, bytes);
+    else if ((apart & 7u) == 0) copy_units<uint2>(source, target, bytes);
+    else if ((apart & 3u) == 0) copy_units<unsigned int>(source, target, bytes);
+    else if ((apart & 1u) == 0) copy_units<unsigned short>(source, target, bytes);
+    else copy_units<unsigned char>(source, target, bytes);
+}
+
+// ---- all arrays
+
+// With fewer registers than five blocks leave to each, the compiler would keep some in memory.
+extern "C" __global__ void __launch_bounds__(THREADS, 5) NAME(const Moves moves, int count) {
+    int low = 0, high = count - 1;  // the last array whose first block is not after this one
+    while (low < high) {
+        const int middle = (low + high + 1) / 2;
+        if (moves.first[middle] <= blockIdx.x) low = middle;
+        else high = middle - 1;
+    }
+    const unsigned int start = (blockIdx.x - moves.first[low]) * BLOCK_BYTES, left = moves.size[low] - start;
+    copy(moves.source[low] + start, moves.target[low] + start, left < BLOCK_BYTES ? left : BLOCK_BYTES);
+}
+"""
+)
+
+
+@lru_cache(maxsize=1)
+def kernel(cupy: Any) -> Any:
+    """Return the kernel.
+
+    CuPy compiles it with NVRTC the first time, for each device, and keeps the result in its cache on disk.
+    """
+    return cupy.RawModule(code=SOURCE, options=("-std=c++14",)).get_function(NAME)
+
+
+#: Longer arrays are copied one by one: the kernel's numbers have 32 bits, and one launch more is nothing then.
+LONGEST = 2**27
+_ON_DEVICE = 3  # cudaMemcpyDeviceToDevice
+
+
+def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None:
+    """Copy each source into its target, which has as many elements, on the current stream of the current device.
+
+    One kernel does it for 170 arrays.  Targets that are not contiguous, or of another dtype, are left to CuPy, one by
+    one.
+    """
+    plain = []
+    for source, target in zip(sources, targets, strict=True):
+        if source.dtype == target.dtype and target.flags.c_contiguous:
+            plain.append((source, target.data.ptr))
+        else:
+            target[...] = source.reshape(target.shape)
+    _copy([source for source, _ in plain], [place for _, place in plain])
+
+
+def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None:
+    """Copy the arrays of a pack, which are of its dtype, into `bucket`, on the current stream of the current device."""
+    places = pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)
+    _copy(pack.chosen(arrays), places.tolist())
+
+
+def _copy(sources: Sequence[DeviceArray], places: Sequence[int]) -> None:
+    """Copy each source, which is on the current device, to a contiguous place, on its current stream."""
+    cupy, one_by_one = cupy_for("arrays in GPU memory"), len(sources) == 1
+    # Copies that somebody needs to read from here: CuPy's pools give their memory to work that comes later on the
+    # stream, so that they can be forgotten once the kernel is on it.
+    sources = [each if each.flags.c_contiguous else cupy.ascontiguousarray(each) for each in sources]
+    moves = []
+    for source, place in zip(sources, places, strict=True):
+        nbytes = source.nbytes
+        if nbytes and (one_by_one or nbytes > LONGEST):
+            cupy.cuda.runtime.memcpyAsync(
+                place, source.data.ptr, nbytes, _ON_DEVICE, cupy.cuda.get_current_stream().ptr
+            )
+        elif nbytes:
+            moves.append((source.data.ptr, place, nbytes))
+    for start in range(0, len(moves), ARRAYS):
+        argument, blocks, count = launch(moves[start : start + ARRAYS])
+        kernel(cupy)((blocks,), (THREADS,), (by_value(argument), np.int32(count)))
+
+
+def launch(moves: Sequence[tuple[int, int, int]]) -> tuple[Array, int, int]:
+    """Return the kernel's argument, how many blocks it takes, and how many copies these are.
+
+    Args:
+        moves: from where, to where, and how many bytes; at most `ARRAYS`.
+    """
+    from_where, to_where, sizes = zip(*moves, strict=True)
+    template, blocks = _template(sizes)
+    argument, count = template.copy(), len(moves)  # ranks that are threads share the template
+    argument["source"][0, :count] = from_where
+    argument["target"][0, :count] = to_where
+    return argument, blocks, count
+
+
+@lru_cache(maxsize=256)
+def _template(sizes: tuple[int, ...]) -> tuple[Array, int]:
+    """Return the kernel's argument for arrays of so many bytes, without addresses; and how many blocks it takes."""
+    template = np.zeros(1, MOVES)
+    blocks = -(-np.array(sizes, np.int64) // BLOCK_BYTES)
+    template["size"][0, : len(sizes)] = sizes
+    template["first"][0, : len(sizes)] = np.cumsum(blocks) - blocks
+    return template, int(blocks.sum())
+
+
+# ------------------------------------------------------------------------------------------------- reductions
+
 
 _PATHS = {
     "alone": "on the only replica",
@@ -42,14 +222,8 @@ _ALONE_BYTES = 8 * 2**20
 
 def gpu_packs(layouts: tuple[Layout, ...], bytes_per_pack: float, num_packs: float) -> tuple[Pack, ...]:
     """Return the packs of arrays in GPU memory: one for each large array, unless a number of packs is asked for."""
-    if num_packs >= 1:
-        return packing.plan(layouts, bytes_per_pack, num_packs, _own_dtype, None, packing.GPU_ALIGNMENT)
-    return packing.plan(layouts, bytes_per_pack, 0, _own_dtype, _ALONE_BYTES, packing.GPU_ALIGNMENT)
-
-
-def _own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype of the packs of arrays: their own, whatever they are combined in."""
-    return dtype
+    alone_bytes = None if num_packs >= 1 else _ALONE_BYTES
+    return packing.plan(layouts, bytes_per_pack, num_packs, packing.own_dtype, alone_bytes, packing.GPU_ALIGNMENT)
 
 
 @dataclass
@@ -75,8 +249,10 @@ class _Bucket:
     rounded: DeviceArray | None = None
 
 
-class GpuRoute:
-    """See `mpistrategy.reduction.routes.base.Route`; its results need no more rounding or division.
+class GpuRoute(Transfer):
+    """The route of arrays in GPU memory; its results need no more rounding or division.
+
+    MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
 
     Args:
         ranks: who takes part.
@@ -88,7 +264,12 @@ class GpuRoute:
         sends: whether `root` sends the result to the others.
         targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own.
             Only arrays that travel one by one have one.
+
+    Attributes:
+        word: as given.
     """
+
+    sparingly = False
 
     def __init__(
         self,
@@ -102,27 +283,31 @@ class GpuRoute:
         sends: bool = False,
         targets: Targets = None,
     ) -> None:
-        self.packs: tuple[Pack, ...] = packs
+        self.packs = packs
         self._root, self._sends, self._targets = root, sends, targets
-        self._ranks, self._op, self._word, self._wire = ranks, op, word, wire
+        self.word: str = word
+        self._ranks, self._op, self._wire = ranks, op, wire
+
+    def own_results(self, arrays: Sequence[DeviceArray], outs: Sequence[Any]) -> Targets:
+        """Return the targets of arrays that are their own `outs`, and can be reduced where they are."""
+        targets: list[Any] = [None] * len(arrays)
+        for pack in self.packs:
+            if len(pack.members) == 1:
+                index = pack.members[0].index
+                targets[index] = own_result(arrays[index], outs[index])
+        found = [each for each in targets if each is not None]
+        return targets if are_apart(found) else None  # what they have in common would be combined twice
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
-        """Pack: memory may be short, which all ranks hear of when they agree."""
+        """Put together what travels together, on the current stream; `targets` take the place of the route's."""
+        prepare(self._ranks, arrays, "a reduction of arrays in GPU memory")
+        cupy, given = cupy_for(_WHAT), self._targets if targets is None else targets
         with arrays[0].device:
-            device_paths(self._ranks).check()
-            return self.pack(arrays, targets)
+            return [self._filled(cupy, pack, arrays, given) for pack in self.packs]
 
     def _sent_as(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Return the dtype in which a pack is combined: integers of a MEAN have 64 bits."""
         return sum_dtype_of_mean(dtype) if self._op is ReduceOp.MEAN and dtype.kind in "iu" else wire_dtype(dtype)
-
-    def pack(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
-        """Put together what travels together, on the current stream; `targets` take the place of the route's."""
-        cupy = cupy_for("arrays in GPU memory")
-        check_no_capture(cupy, "a reduction of arrays in GPU memory")
-        given = self._targets if targets is None else targets
-        with arrays[0].device:
-            return [self._filled(cupy, pack, arrays, given) for pack in self.packs]
 
     def _filled(self, cupy: Any, pack: Pack, arrays: Sequence[DeviceArray], targets: Targets) -> _Bucket:
         take, first = partial(communication_memory, cupy, pack.size), pack.members[0].index
@@ -148,12 +333,8 @@ class GpuRoute:
     def run(self, arrays: Sequence[DeviceArray], memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results, on the current stream."""
         with arrays[0].device:
-            self.send(self._ranks, self.path(self._ranks), memory)
-            return self.results(memory)
-
-    def path(self, ranks: Ranks, word: str = "") -> DevicePath:
-        """Return the path of these ranks for a word; the first time they choose it together."""
-        return device_path(ranks, word or self._word)
+            self.send(self._ranks, device_path(self._ranks, self.word), memory)
+            return self.unpacked(memory)
 
     def send(self, ranks: Ranks, path: DevicePath, memory: list[_Bucket]) -> None:
         """Combine what has been packed, on the current stream of its device."""
@@ -178,7 +359,7 @@ class GpuRoute:
             elif sent.dtype != each.memory.dtype:
                 each.memory[...] = sent.reshape(each.memory.shape)
 
-    def results(self, memory: list[_Bucket]) -> list[DeviceArray]:
+    def unpacked(self, memory: list[_Bucket]) -> list[DeviceArray]:
         """Return the results of what has been sent, on the current stream of its device, pack after pack."""
         results: list[Any] = [None] * sum(len(pack.members) for pack in self.packs)
         for each in memory:
@@ -188,28 +369,22 @@ class GpuRoute:
                 results[member.index] = view
         return results
 
-    def describe(self, ranks: Ranks, arrays: Sequence[DeviceArray]) -> list[Description]:
-        found = []
-        for pack in self.packs:
-            first = pack.members[0].index
-            target = None if self._targets is None or len(pack.members) > 1 else self._targets[first]
-            dtype = self._sent_as(pack.dtype)
-            copies: Copies = ("all into a bucket",)
-            if dtype != pack.dtype:
-                copies = (*(copies if target is None else ()), f"into {dtype.name} and back")
-            elif target is not None:
-                copies = () if target is arrays[first] else ("all into the result",)
-            found.append(Description(pack, self._way(ranks), copies))
-        return found
-
-    def _way(self, ranks: Ranks) -> str:
-        paths = device_paths(ranks)
-        if self._word not in paths.known:
-            return "in GPU memory, on a path that the ranks choose at the first such call"
-        name = paths.known[self._word].name
+    def way(self, pack: Pack, arrays: Sequence[DeviceArray]) -> Way:
+        """Return how a pack travels; see `Transfer.way`."""
+        first, dtype = pack.members[0].index, self._sent_as(pack.dtype)
+        target = None if self._targets is None or len(pack.members) > 1 else self._targets[first]
+        copies: tuple[str, ...] = ("all into a bucket",) if target is None else ()
+        if dtype != pack.dtype:
+            copies = (*copies, f"into {dtype.name} and back")
+        elif target is not None and target is not arrays[first]:
+            copies = ("all into the result",)
+        paths = device_paths(self._ranks)
+        if self.word not in paths.known:
+            return "in GPU memory, on a path that the ranks choose at the first such call", copies
+        name = paths.known[self.word].name
         sent = " and sent from there" if self._sends else ""
         how = "" if self._root is None else f", combined on rank {self._root}{sent}"
-        return f"in GPU memory, {_PATHS[name]}{how} ({name}: {paths.reasons[self._word]})"
+        return f"in GPU memory, {_PATHS[name]}{how} ({name}: {paths.reasons[self.word]})", copies
 
 
 def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:
@@ -219,3 +394,65 @@ def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:
     if bucket.size <= FEW_ELEMENTS:
         return views
     return [view.copy() if view.size == 1 else view for view in views]
+
+
+# ----------------------------------------------------------------------------------------- broadcasts and gathers
+
+
+_WHAT = "arrays in GPU memory"
+
+
+def prepare(ranks: Ranks, arrays: Sequence[DeviceArray], where: str) -> None:
+    """Raise where the ranks cannot send these arrays; before they agree on the call.
+
+    Raises:
+        DeviceError: for arrays that are not on the GPU that this rank drives, or on several.
+        UnsupportedError: while the current stream is captured.
+    """
+    check_device(arrays, gpu_of(ranks.devices, ranks.rank), where)
+    check_no_capture(cupy_for(_WHAT), where)
+    with arrays[0].device:
+        device_paths(ranks).check()
+
+
+def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray]]:
+    """Return memory that every path takes, as bytes, with copies of the arrays; and the copies.  One kernel."""
+    cupy: Any = cupy_for(_WHAT)
+    with arrays[0].device:
+        starts = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
+        memory = communication_memory(cupy, starts[-1], np.dtype(np.uint8))
+        made = [
+            memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
+            for start, array in zip(starts, arrays, strict=False)
+        ]
+        move(arrays, made)
+    return memory, made
+
+
+def bcast(communicator: Ranks, array: DeviceArray, root: int) -> None:
+    """Write rank `root`'s array, which is contiguous and in memory that every path takes, into everybody's."""
+    if array.size:
+        with array.device:
+            any_path(communicator).bcast(communicator, array.reshape(-1), root)
+
+
+def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) -> tuple[DeviceArray, DeviceArray]:
+    """Return memory for the blocks of all ranks along the first axis, and in it this rank's block, which comes first.
+
+    ``rows[r]`` is the length of rank r's block.
+    """
+    with block.device:
+        width = prod(block.shape[1:])
+        together = communication_memory(cupy_for(_WHAT), sum(rows) * width, block.dtype)
+        mine = together[sum(rows[: communicator.rank]) * width :][: block.size]
+        mine[...] = block.reshape(-1)
+        device_paths(communicator).check()
+        return mine, together.reshape((sum(rows), *block.shape[1:]))
+
+
+def gather_rows(communicator: Ranks, mine: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+    """Fill the memory of `room_for_rows`; ``counts[r]`` elements are of rank r."""
+    if together.size:
+        with together.device:
+            path = any_path(communicator)
+            path.allgather(communicator, mine, counts, together.reshape(-1))

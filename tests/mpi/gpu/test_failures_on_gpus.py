@@ -16,7 +16,7 @@ from replicas import RANK, SIZE, in_step, outcomes
 import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.gpu.transports.staged import StagedPath
+from mpistrategy.mpi.gpu.transports.by_mpi import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import communication_memory
 from mpistrategy.options import GPU_PATH
 from mpistrategy.reduction.routes import gpu

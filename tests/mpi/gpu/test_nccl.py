@@ -21,8 +21,8 @@ from replicas import numbers_of as values
 import mpistrategy as ms
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import Guard
+from mpistrategy.mpi.gpu.transports import by_mpi as staged_path
 from mpistrategy.mpi.gpu.transports import nccl
-from mpistrategy.mpi.gpu.transports import staged as staged_path
 from mpistrategy.mpi.gpu.transports.nccl import NcclPath
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.mpi.watchdog import gpu_progress

@@ -20,7 +20,7 @@ from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 import mpistrategy as ms
 from mpistrategy.errors import LaunchError
 from mpistrategy.mpi.job.introductions import Introduction, introductions
-from mpistrategy.mpi.job.launcher import ALONE, refusal
+from mpistrategy.mpi.job.launcher import ALONE, check_world
 from mpistrategy.mpi.over_mpi import ranks as over_mpi
 
 Launch = Callable[..., launching.Finished]
@@ -156,22 +156,22 @@ VALID = {
 @pytest.mark.parametrize("name", BROKEN)
 def test_a_broken_launch_is_refused(name: str) -> None:
     environment, library, rank, launcher, cure = BROKEN[name]
-    error = refusal(environment, 1, library)
-    assert isinstance(error, LaunchError)
-    text = str(error)
+    with pytest.raises(LaunchError) as refused:
+        check_world(1, library, environment=environment)
+    text = str(refused.value)
     tasks = 2 if "only of its node" in name else 4
     assert f"rank {rank} of {tasks}" in text
     assert launcher in text
     assert cure in text
     assert "MPISTRATEGY_ALONE=1" in text
-    assert refusal(environment | {ALONE: "1"}, 1, library) is None
-    assert refusal(environment, 4, library) is None, "MPI sees them all"
+    check_world(1, library, environment=environment | {ALONE: "1"})
+    check_world(4, library, environment=environment)  # MPI sees them all
 
 
 @pytest.mark.parametrize("name", VALID)
 def test_a_valid_launch_is_not_refused(name: str) -> None:
     environment, size = VALID[name]
-    assert refusal(environment, size, MPICH) is None
+    check_world(size, MPICH, environment=environment)
 
 
 # ------------------------------------------------------------------------------------- real launches

@@ -15,7 +15,7 @@ import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops import built_in
 from mpistrategy.errors import ContextError, RemoteError
-from mpistrategy.reduction import collectives, plans
+from mpistrategy.reduction import collectives, plan
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -131,7 +131,7 @@ PAIR = Pair(np.ones(3), np.ones(4))
 
 CALLS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "the kind of array that was given": (built_in, "in_kind", lambda c: c.all_reduce("SUM", np.ones(3, ">f8"))),
-    "numbers in a list": (plans, "as_leaf", lambda c: c.all_reduce("SUM", [1.0, 2.0])),
+    "numbers in a list": (plan, "as_leaf", lambda c: c.all_reduce("SUM", [1.0, 2.0])),
     "a nest of the program's": (Pair, "__post_init__", lambda c: c.all_reduce("SUM", PAIR).second),
     "a gather": (collectives, "like_given", lambda c: c.all_gather(np.ones(3, ">f8"), 0)),
 }

@@ -19,8 +19,8 @@ from mpistrategy.cross_device_ops import ordered, reduction_to_one_device
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.options import GPU_PATH
-from mpistrategy.reduction import broadcast, plan, sparse, weights
-from mpistrategy.reduction.routes import communicator, first_message, gpu, on_device
+from mpistrategy.reduction import collectives, plan, weights
+from mpistrategy.reduction.routes import communicator, gpu, with_the_check
 from mpistrategy.variables import policies, storage
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -130,7 +130,7 @@ def check_the_others_hear(strategy: ms.Strategy, memory: Memory, call: Callable[
 
 
 def test_after_the_first_message(contained: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
-    memory.limit(first_message, "_read")
+    memory.limit(with_the_check, "_read")
     check_the_others_hear(contained, memory, lambda: summed(2))
 
 
@@ -165,7 +165,7 @@ def limit_new(memory: Memory, module: Any, monkeypatch: pytest.MonkeyPatch, *nam
 
 def test_gather_and_slices(apart: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch) -> None:
     """The memory depends on what the ranks bring, which they learn after the agreement."""
-    limit_new(memory, sparse, monkeypatch, "empty")
+    limit_new(memory, collectives, monkeypatch, "empty")
     mine = np.full((RANK + 1, 2), float(RANK))
     every = np.concatenate([np.full((rank + 1, 2), float(rank)) for rank in range(SIZE)])
     check_first_call(apart, memory, lambda: apart.run(lambda: context().all_gather(mine, 0)), every)
@@ -179,7 +179,7 @@ def test_a_variable_with_the_value_of_replica_0(
     with apart.scope():
         variable = ms.Variable(np.zeros((3, 2)), aggregation="ONLY_FIRST_REPLICA")
     limit_new(memory, policies, monkeypatch, "array")
-    limit_new(memory, broadcast, monkeypatch, "array")
+    limit_new(memory, collectives, monkeypatch, "array")
     value = np.full((3, 2), RANK + 1.0)
     check_first_call(apart, memory, lambda: apart.run(lambda: variable.assign(value).numpy()), np.ones((3, 2)))
     rows = ms.IndexedSlices(value[:2] * 2, np.arange(2))
@@ -248,12 +248,12 @@ def test_gather_and_slices_on_gpus(
 ) -> None:
     mine = cupy.asarray(np.full((RANK + 1, 2), float(RANK)))
     every = np.concatenate([np.full((rank + 1, 2), float(rank)) for rank in range(SIZE)])
-    memory.limit(on_device, "room_for_rows")
+    memory.limit(gpu, "room_for_rows")
     check_first_call(on_gpus, memory, lambda: on_gpus.run(lambda: context().all_gather(mine, 0)).get(), every)
 
 
 def test_a_variable_on_gpus(on_gpus: ms.Strategy, memory: Memory, cupy: Any) -> None:
-    memory.limit(on_device, "communication_memory")
+    memory.limit(gpu, "communication_memory")
 
     def call() -> Any:
         with on_gpus.scope():

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from mpistrategy.cli.doctor.checks import gpu, launch, mpi, node
+from mpistrategy.cli.doctor.checks import gpu, launch, node
 from mpistrategy.cli.doctor.findings import Finding, Job
 
 Check = Callable[[Job], list[Finding]]
@@ -15,20 +15,18 @@ Check = Callable[[Job], list[Finding]]
 #: For every job, also where ranks are missing.
 ALWAYS: tuple[Check, ...] = (launch.launch, launch.pmi)
 #: For jobs whose ranks all answered, also where the library refuses to start.
-ALONE: tuple[Check, ...] = (mpi.versions, mpi.library)
+ALONE: tuple[Check, ...] = (launch.versions, launch.library)
 #: For jobs that the library can start on.
 TOGETHER: tuple[Check, ...] = (
-    mpi.thread_level,
+    launch.thread_level,
     launch.nodes,
-    launch.local_rank,
     node.cores,
     node.shared_memory,
     gpu.gpus,
     gpu.cuda_aware,
-    gpu.nccl,
     node.network,
     node.start,
-    mpi.sums,
+    launch.sums,
     node.leftovers,
 )
 

@@ -1,8 +1,7 @@
-"""Which GPUs the ranks see, who would drive which, and whether MPI and NCCL reach them."""
+"""Which GPUs the ranks see, who would drive which, and whether MPI takes their memory."""
 
 from __future__ import annotations
 
-from mpistrategy.cli.doctor import network
 from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, Facts, Finding, Job, count, parts_of, ranks_of
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.gpu.cuda_aware import VARIABLE
@@ -50,8 +49,10 @@ def _hidden(hidden: list[Facts]) -> Finding:
     found = f"{there}, but {ranks_in_words(ranks_of(hidden))} see none: {sight.reason or 'no driver shows them'}"
     fix = sight.fix or "Ask for them with --gpus-per-node=N"
     if each["visible"] in ("", "-1", "NoDevFiles"):
-        found = f"{there}, but CUDA_VISIBLE_DEVICES={each['visible']!r} hides them: {ranks_in_words(ranks_of(hidden))} "
-        found += "see none"
+        found = (
+            f"{there}, but CUDA_VISIBLE_DEVICES={each['visible']!r} hides them: {ranks_in_words(ranks_of(hidden))} "
+            "see none"
+        )
         fix = "unset CUDA_VISIBLE_DEVICES; in Slurm ask with --gpus-per-node=N, and start without --gpu-bind=none"
     # Where Slurm promised no GPU, the user may want CPUs.
     return Finding("gpus", BAD if each["gpus_promised"] else NOTE, found, fix, tuple(ranks_of(hidden)))
@@ -64,8 +65,10 @@ def cuda_aware(job: Job) -> list[Finding]:
         return [Finding(name, OK, "not applicable: no rank sees a GPU")]
     refused = next((each["cuda_refused"] for each in job.facts if each["cuda_refused"]), "")
     if trial is not None and trial.outcome == "wrong":
-        fix = f"export {VARIABLE}=0; or load the module of an MPI that was built with CUDA (for Cray MPICH: the GTL "
-        fix += "library, and MPICH_GPU_SUPPORT_ENABLED=1)"
+        fix = (
+            f"export {VARIABLE}=0; or load the module of an MPI that was built with CUDA (for Cray MPICH: the GTL "
+            "library, and MPICH_GPU_SUPPORT_ENABLED=1)"
+        )
         return [Finding(name, BAD, f"GPU memory that was given to MPI came back wrong: {trial.reason}", fix)]
     if trial is not None and trial.outcome == "right":
         found = path if trial.is_slower else "without NCCL arrays travel by MPI (mpi)"
@@ -73,20 +76,9 @@ def cuda_aware(job: Job) -> list[Finding]:
     if refused:
         fix = "Faster with NCCL, or an MPI that was built with CUDA: ask for your cluster's module of one"
         return [Finding(name, NOTE, f"no, {refused}: {path}", fix)]
-    why = "one rank alone" if trial is None else trial.reason
+    why = (trial.reason if trial is not None else job.untried) or "one rank alone"
     return [Finding(name, NOTE, f"not tried, {why}: {path}", f"If you know it: export {VARIABLE}=1, or 0")]
 
 
 def _sees_gpus(job: Job) -> bool:
     return any(_sight(each).gpus for each in job.facts)
-
-
-def nccl(job: Job) -> list[Finding]:
-    """Find a fast network that NCCL needs a plugin for, and has none."""
-    without = [each for each in job.facts if each["fabric"] in network.BY_PLUGIN and not each["has_net_plugin"]]
-    if len(job.nodes) < 2 or not _sees_gpus(job) or not without:
-        return []
-    found = f"{without[0]['fabric']} is here, and NCCL has no plugin for it: between nodes it would use sockets"
-    fix = "Load your cluster's module of aws-ofi-nccl, so that libnccl-net.so is on LD_LIBRARY_PATH, and export "
-    fix += "NCCL_NET='AWS Libfabric': NCCL then refuses to start without it"
-    return [Finding("nccl", NOTE, found, fix, tuple(ranks_of(without)))]

@@ -23,13 +23,17 @@ def _cores_of(ranks: list[Facts]) -> Finding:
     threads, many = sum(each["threads"] for each in ranks), count(len(ranks), "rank")
     there = f"{count(available, 'core')} on {first['host']}"
     if available < min(len(ranks), first["machine_cores"]):
-        fix = "Give each its own: srun --cpu-bind=cores --cpus-per-task=N; mpiexec --bind-to none (Open MPI), "
-        fix += "-bind-to none (MPICH)"
+        fix = (
+            "Give each its own: srun --cpu-bind=cores --cpus-per-task=N; mpiexec --bind-to none (Open MPI), "
+            "-bind-to none (MPICH)"
+        )
         return Finding(name, BAD, f"{many} share {there}, which has {first['machine_cores']}", fix, members)
     if threads > max(available, len(ranks)):
         most = max(ranks, key=lambda each: int(each["threads"]))
-        found = f"{threads} threads of linear algebra on {there}: {many} with up to {most['threads']} each "
-        found += f"({most['threads_source']})"
+        found = (
+            f"{threads} threads of linear algebra on {there}: {many} with up to {most['threads']} each "
+            f"({most['threads_source']})"
+        )
         return Finding(name, BAD, found, f"export OMP_NUM_THREADS={max(1, available // len(ranks))}", members)
     if len(ranks) > available:
         fix = f"Start at most {available} ranks on a node, or ask for more cores: --cpus-per-task"
@@ -46,10 +50,14 @@ def shared_memory(job: Job) -> list[Finding]:
     for ranks in several:
         first = ranks[0]
         if first["library"].startswith("Open MPI") and 0 <= first["shm_free"] < _OPEN_MPI_BYTES:
-            found = f"{mebibytes(first['shm_free'])} are free in /dev/shm on {first['host']}, and {first['library']} "
-            found += "wants 16 MiB for each rank: its own calls go by TCP within the node, far slower, or end the job"
-            fix = "Give a container more: docker run --shm-size=1g, or --ipc=host; or another folder: export "
-            fix += "OMPI_MCA_btl_sm_backing_directory=/tmp"
+            found = (
+                f"{mebibytes(first['shm_free'])} are free in /dev/shm on {first['host']}, and {first['library']} "
+                "wants 16 MiB for each rank: its own calls go by TCP within the node, far slower, or end the job"
+            )
+            fix = (
+                "Give a container more: docker run --shm-size=1g, or --ipc=host; or another folder: export "
+                "OMPI_MCA_btl_sm_backing_directory=/tmp"
+            )
             findings.append(Finding("shared memory", BAD, found, fix, tuple(ranks_of(ranks))))
             break
     tightest = min(several, key=lambda ranks: int(ranks[0]["room_free"]))
@@ -61,8 +69,10 @@ def _room(ranks: list[Facts], has_others: bool, is_told: bool) -> list[Finding]:
     first, size, free = ranks[0], len(ranks), ranks[0]["room_free"]
     needed = size * _bytes_of_a_rank(size)
     large = min(size * _LARGE_BYTES, _MOST_LARGE_BYTES) if has_others else 0
-    found = f"{mebibytes(free)} are free ({first['room_of'] or 'unknown'}) on {first['host']}; {size} ranks share "
-    found += f"{mebibytes(needed)} for each strategy"
+    found = (
+        f"{mebibytes(free)} are free ({first['room_of'] or 'unknown'}) on {first['host']}; {size} ranks share "
+        f"{mebibytes(needed)} for each strategy"
+    )
     if large:
         found += f", and {mebibytes(large)} more from the first large sum between nodes on"
     if not first["room_of"] or free >= max(2 * needed, needed + large):
@@ -92,8 +102,10 @@ def network(job: Job) -> list[Finding]:
     said = f"between nodes {first['library']} talks by {first['network'] or 'a network that cannot be seen'}"
     fabric = next((each["fabric"] for each in job.facts if each["fabric"]), "")
     if first["network"] == "TCP" and fabric:
-        fix = "Unset variables that choose a network (FI_PROVIDER, UCX_TLS, OMPI_MCA_btl, ...). The cluster's own MPI "
-        fix += "knows its network: load its module and name it, export MPI4PY_LIBMPI=/path/to/its/libmpi.so "
+        fix = (
+            "Unset variables that choose a network (FI_PROVIDER, UCX_TLS, OMPI_MCA_btl, ...). The cluster's own MPI "
+            "knows its network: load its module and name it, export MPI4PY_LIBMPI=/path/to/its/libmpi.so "
+        )
         return [Finding("network", BAD, f"{said}, beside {fabric}", f"{fix}(mpistrategy guide mpi)")]
     return [Finding("network", OK, said)]
 
@@ -104,8 +116,10 @@ def start(job: Job) -> list[Finding]:
     took = "imports took {start_seconds:.1f} s on rank {rank} ({host}), MPI {mpi_seconds:.1f} s; from {home}"
     if slowest["start_seconds"] < _SLOW_SECONDS:
         return [Finding("start", OK, took.format_map(slowest))]
-    fix = f"Is that a shared file system (findmnt -T {slowest['home']})? Copy the environment to the nodes' own disks "
-    fix += "first: mpistrategy slurm staged_env; or use a container. On a local disk: is the node busy?"
+    fix = (
+        f"Is that a shared file system (findmnt -T {slowest['home']})? Copy the environment to the nodes' own disks "
+        "first: mpistrategy slurm staged_env; or use a container. On a local disk: is the node busy?"
+    )
     return [Finding("start", NOTE, took.format_map(slowest), fix, (slowest["rank"],))]
 
 
@@ -116,8 +130,10 @@ def leftovers(job: Job) -> list[Finding]:
         left = next((each["leftovers"] for each in ranks if each["leftovers"]), "")
         if left:
             host = ranks[0]["host"]
-            found = f"{left} on {host}, of jobs of yours that were killed; no running job uses them. Where ompi.* is "
-            found += "among them, an mpiexec that gets the number of such a job does not start"
+            found = (
+                f"{left} on {host}, of jobs of yours that were killed; no running job uses them. Where ompi.* is "
+                "among them, an mpiexec that gets the number of such a job does not start"
+            )
             fix = f"On {host}: mpistrategy doctor --remove-leftovers"
             findings.append(Finding("leftovers", NOTE, found, fix, tuple(ranks_of(ranks))))
     return findings

@@ -18,8 +18,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.gpu import cuda_aware, device_selection
 from mpistrategy.mpi.gpu.transports import nccl
-from mpistrategy.mpi.gpu.transports.direct import DirectPath
-from mpistrategy.mpi.gpu.transports.staged import StagedPath
+from mpistrategy.mpi.gpu.transports.by_mpi import DirectPath, StagedPath
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, device_paths
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import GPU_PATH, CommunicationOptions, path_word

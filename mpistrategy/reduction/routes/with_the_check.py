@@ -1,30 +1,39 @@
-"""The route of small arrays on one node: the ranks' mailboxes, where the data travel with the check of the call.
+"""The routes of small arrays, whose data travel with the check of the call.
 
-Each rank writes its arrays into its mailbox, next to the digest of its call.  When all digests are equal, all data are
-there, too, and every rank adds them up in rank order: the same bits everywhere.
+On one node each rank writes its arrays into its mailbox, next to the digest of its call.  When all digests are equal,
+all data are there, too, and every rank adds them up in rank order: the same bits everywhere.
+
+Between nodes a few sums go in the first message, which compares the calls.  Each number travels as float64 and is added
+up by MPI; a complex one as two.  An integer travels as two halves of 32 bits, so that sums are exact, and wrap around
+as NumPy's do.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, division, host_wire_dtype
+from mpistrategy.arrays.dtypes import COMBINE, Array, Combine, divide_by, division, host_wire_dtype, quietly
+from mpistrategy.mpi.contract.channel import ControlChannel
+from mpistrategy.mpi.contract.check_level import ALWAYS
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes, MailboxSlot
 from mpistrategy.mpi.shared_memory.segments import aligned
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.layout import packing
 from mpistrategy.reduction.layout.packing import Layout, Pack
-from mpistrategy.reduction.routes.base import Description, Targets
+from mpistrategy.reduction.routes.base import Targets, Transfer, Way
+
+# ------------------------------------------------------------------------------------------------- mailboxes
 
 
-def fits(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
+def fits_mailbox(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
     """Return whether these arrays go into a mailbox together: every rank reads all mailboxes, so few bytes each."""
-    return MailboxArrays.has_room(mailboxes, _flat(_packs(layouts)), mailboxes.size)
+    return MailboxArrays.has_room(mailboxes, _flat(packing.plan(layouts)), mailboxes.size)
 
 
 class MailboxArrays:
@@ -71,21 +80,17 @@ def _arrays_in(memory: Array, layouts: tuple[Layout, ...]) -> list[Array]:
     return arrays
 
 
-class MailboxRoute:
-    """See `mpistrategy.reduction.routes.base.Route`."""
+class MailboxRoute(Transfer):
+    """The route of arrays that fit into a mailbox."""
 
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self._mailboxes = mailboxes
         self._combine: Combine = COMBINE[op._on_the_wire]
-        self.packs: tuple[Pack, ...] = _packs(layouts)
+        self.packs = packing.plan(layouts)
         self._count = len(layouts)
         layouts = _flat(self.packs)
         arrays = MailboxArrays(mailboxes, layouts)
-        divisors = [op._divisor(dtype, mailboxes.size) for dtype, _ in layouts]
-        divisions = [
-            None if divisor == 1 else division(divisor, dtype)
-            for divisor, (dtype, _) in zip(divisors, layouts, strict=True)
-        ]
+        divisions = [_division(op, dtype, mailboxes.size) for dtype, _ in layouts]
         #: For each slot and pack: its arrays; what the ranks have of it, also as the rows of one array where
         #: `combine_rows` takes these (None on a node of few ranks); and how the sum is divided.
         self._seen = [
@@ -133,9 +138,15 @@ class MailboxRoute:
                         results[m.index] = total[m.start : m.stop].reshape(m.shape)
         return results
 
-    def describe(self, ranks: Ranks, arrays: Sequence[Array]) -> list[Description]:
-        way, copies = "in the ranks' mailboxes, with the check of the call", ("all into this rank's mailbox",)
-        return [Description(pack, way, copies) for pack in self.packs if pack.size]
+    def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
+        """Return how a pack travels; see `Transfer.way`."""
+        return "in the ranks' mailboxes, with the check of the call", ("all into this rank's mailbox",)
+
+
+def _division(op: ReduceOp, dtype: np.dtype[Any], count: int) -> tuple[Any, Any] | None:
+    """Return how a sum is divided, and by what; None for those that are the result."""
+    divisor = op._divisor(dtype, count)
+    return None if divisor == 1 else division(divisor, dtype)
 
 
 def combine_rows(combine: Any, rows: Array, total: Array) -> None:
@@ -149,9 +160,81 @@ def combine_rows(combine: Any, rows: Array, total: Array) -> None:
         combine.reduce(rows, axis=0, dtype=rows.dtype, initial=None, out=total)
 
 
-def _packs(layouts: tuple[Layout, ...]) -> tuple[Pack, ...]:
-    return packing.plan(layouts, wire=host_wire_dtype)
-
-
 def _flat(packs: Sequence[Pack]) -> tuple[Layout, ...]:
     return tuple((pack.dtype, (pack.size,)) for pack in packs)
+
+
+# ------------------------------------------------------------------------------------------------- the first message
+
+
+_LOW, _HALF = 0xFFFFFFFF, 32
+
+
+#: How many float64 carry one element exactly, by the kind of its dtype; and the most bytes of such an element.
+_NUMBERS = {"f": (1, 8), "c": (2, 16), "i": (2, 8), "u": (2, 8)}
+
+
+def _numbers_of(dtype: np.dtype[Any]) -> float:
+    """Return how many float64 carry one element exactly; more than there are for dtypes that do not travel so."""
+    count, most_bytes = _NUMBERS.get(dtype.kind, (1, 0))
+    return count if dtype.itemsize <= most_bytes else math.inf
+
+
+def fits_message(communicator: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> bool:
+    """Return whether the sums of these arrays travel in the first message."""
+    message = communicator.first_message
+    if message is None or op._on_the_wire != "SUM" or communicator.guard.level != ALWAYS:
+        return False
+    counts = [_numbers_of(dtype) * prod(shape) for dtype, shape in layouts]
+    return sum(counts) <= len(message.values)
+
+
+class FirstMessageRoute(Transfer):
+    """The route of arrays whose numbers fit into the first message.
+
+    Args:
+        communicator: the ranks.
+        message: their first message.
+        layouts: of arrays that fit.
+        op: SUM or MEAN.
+    """
+
+    def __init__(self, communicator: Ranks, message: ControlChannel, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
+        self.packs = packing.plan(layouts)
+        #: For each array its numbers in the message, their sums, its dtype on the wire, and what MEAN divides by.
+        self._rows: list[tuple[Array, Array, np.dtype[Any], int]] = []
+        start = 0
+        for dtype, shape in layouts:
+            stop = start + int(_numbers_of(dtype)) * prod(shape)
+            kind: Any = np.complex128 if dtype.kind == "c" else np.float64
+            full = (2, *shape) if dtype.kind in "iu" else shape
+            mine, sums = (each[start:stop].view(kind).reshape(full) for each in (message.values, message.sums))
+            wire, start = host_wire_dtype(dtype), stop
+            self._rows.append((mine, sums, wire, op._divisor(wire, communicator.size)))
+
+    def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
+        """Write this rank's numbers into the message."""
+        for (mine, _, dtype, _), array in zip(self._rows, arrays, strict=True):
+            if dtype.kind in "iu":
+                number = np.asarray(array).astype(np.uint64)
+                mine[0], mine[1] = number & np.uint64(_LOW), number >> np.uint64(_HALF)
+            else:
+                mine[...] = array
+
+    @quietly
+    def run(self, arrays: Sequence[Any], memory: None) -> list[Array]:
+        """Return the sums, each rounded once to its dtype, in new memory."""
+        return [_read(sums, dtype, divisor) for _, sums, dtype, divisor in self._rows]
+
+    def way(self, pack: Pack, arrays: Sequence[Array]) -> Way:
+        """Return how a pack travels; see `Transfer.way`."""
+        return "in the first message of the call, with its check", ()
+
+
+def _read(sums: Array, dtype: np.dtype[Any], divisor: int) -> Array:
+    if dtype.kind in "iu":
+        low, high = sums.astype(np.uint64)
+        return np.asarray(low + (high << np.uint64(_HALF))).astype(dtype)
+    total = sums.copy()
+    divide_by(divisor, total)
+    return total.astype(dtype)

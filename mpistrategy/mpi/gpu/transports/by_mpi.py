@@ -1,8 +1,8 @@
-"""The staged path: through pinned memory on the host, in chunks of which two are under way.
+"""The two paths on which MPI moves buffers in GPU memory: it gets pointers to that memory, or to a copy on the host.
 
-While the host reduces one chunk with its peers, the result of the one before goes back to the device, and the next one
-comes.  All copies are on the program's current stream, in this order.  MPI sees memory of the host only: this path is
-right with every MPI library.
+The staged path goes through pinned memory on the host, in chunks of which two are under way.  While the host reduces
+one chunk with its peers, the result of the one before goes back to the device, and the next one comes.  All copies are
+on the program's current stream, in this order.  MPI sees memory of the host only: this path is right with every MPI.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.gpu import DeviceArray, cupy_for
+from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.mpi.interface.gpu_transport import DevicePath, PathName, own_part
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.mpi.multi_node.reduced_precision import between_nodes
@@ -145,17 +146,13 @@ class StagedPath(DevicePath):
                 if number + _SLOTS < len(pieces):
                     arrived.append(self._bring(number + _SLOTS, pieces[number + _SLOTS], stream))
         finally:
-            self._done = self._noted(stream)
-
-    def _noted(self, stream: Any) -> Any:
-        """Return an event behind what is on a stream so far."""
-        return stream.record(self._cuda.Event(disable_timing=True))
+            self._done = stream.record(self._cuda.Event(disable_timing=True))
 
     def _bring(self, number: int, piece: _Piece, stream: Any) -> Any:
         """Start to copy a piece into its slot; return what tells when it is there."""
         for address, start, nbytes in piece.brought:
             self._copy(self._slots[number % _SLOTS].ctypes.data + start, address, nbytes, _TO_HOST, stream)
-        return self._noted(stream)
+        return stream.record(self._cuda.Event(disable_timing=True))
 
     def _copy(self, target: int, source: int, nbytes: int, kind: int, stream: Any) -> None:
         if nbytes:
@@ -166,3 +163,47 @@ class StagedPath(DevicePath):
         if self._done is not None:
             self._done.synchronize()
         self._slots = []
+
+
+class DirectPath(DevicePath):
+    """See `gpu_transport.DevicePath`; for a CUDA-aware MPI only: any other fails on the first pointer.
+
+    A wire has no effect: MPI sends all digits.
+    """
+
+    name: PathName = "mpi"
+
+    def __init__(self) -> None:
+        self._cupy = cupy_for("an array in GPU memory")
+        ordered_keys.compile_for(self._cupy)
+
+    def reduce(
+        self,
+        ranks: Any,
+        buffer: DeviceArray,
+        op: str,
+        root: int | None = None,
+        wire: str | None = None,
+    ) -> None:
+        """Replace `buffer` by its combination over the ranks, on `root` or on all."""
+        with ordered_keys.in_order(self._cupy, buffer, op) as values:
+            self._wait(ranks)
+            ranks.reduce(values, root, op)
+
+    def bcast(self, ranks: Any, buffer: DeviceArray, root: int) -> None:
+        """Replace `buffer` by that of `root`."""
+        self._wait(ranks)
+        ranks.bcast(buffer, root)
+
+    def allgather(self, ranks: Any, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+        """Write all ranks' blocks into `together`."""
+        super().allgather(ranks, block, counts, together)
+        self._wait(ranks)
+        ranks.allgatherv(None, counts, together)
+
+    def _wait(self, ranks: Any) -> None:
+        """Wait until nothing on the current stream writes any buffer: MPI knows no streams."""
+        event = self._cupy.cuda.Event(disable_timing=True)
+        self._cupy.cuda.get_current_stream().record(event)
+        with ranks.guard.own_gpu():
+            event.synchronize()

@@ -1,0 +1,138 @@
+"""What is measured: one array of every size, and lists of gradients, summed in several ways; on CPUs or GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from mpistrategy.arrays.gpu import cupy_for
+from mpistrategy.cli.bench.shapes import LISTS
+from mpistrategy.objects.shown import size_in_words
+from mpistrategy.strategy.replica_context import ReplicaContext
+from mpistrategy.strategy.strategy import Strategy
+
+if TYPE_CHECKING:
+    from mpistrategy.cli.bench.raw import RawRanks
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One implementation of a case.
+
+    Attributes:
+        name: its row in the tables.
+        call: runs it; returns the result (an array, or a list of them), or None when it is in `results`.
+        operands: this rank's arrays that are rewritten before every call.
+        results: where `call` writes to; empty for the operands themselves.
+        close: frees what the variant holds.  Collective.
+    """
+
+    name: str
+    call: Callable[[], Any]
+    operands: Sequence[Any]
+    results: Sequence[Any] = ()
+    close: Callable[[], object] = lambda: None
+
+    def write(self, value: float) -> None:
+        """Rewrite every operand."""
+        for operand in self.operands:
+            operand.fill(value)
+
+    def leaves(self, result: Any) -> Sequence[Any]:
+        """Return the arrays of what a call has returned."""
+        if result is None:
+            return self.results or self.operands
+        return result if isinstance(result, list) else [result]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One operation and its variants; ratios are relative to the first.
+
+    Attributes:
+        suite: the group that it belongs to.
+        name: e.g. ``"64 MiB"``.
+        nbytes: what each rank contributes.
+        variants: at least one.
+        finish: waits until a call is done, where calls return before that: on GPUs.
+        within: what is entered while the variants are called.
+    """
+
+    suite: str
+    name: str
+    nbytes: int
+    variants: Sequence[Variant]
+    finish: Callable[[], object] = lambda: None
+    within: AbstractContextManager[object] = field(default_factory=nullcontext)
+
+
+def cases(
+    ranks: RawRanks, strategy: Strategy, sizes: Sequence[int], lists: Sequence[str], on_gpu: bool
+) -> Iterator[Case]:
+    """Yield a case for every size in bytes, of one float32 array, and for every list in `LISTS`.
+
+    Args:
+        ranks: for what is compared.
+        strategy: what is measured.
+        sizes, lists: which.
+        on_gpu: whether operands lie in GPU memory.
+    """
+    ctx = ReplicaContext(strategy, strategy.replica_id_in_sync_group)
+    zeros: Any = np.zeros
+    finish: Callable[[], object] = Case.finish
+    if on_gpu:
+        cupy = cupy_for("mpistrategy bench --devices")
+        zeros, finish = cupy.zeros, cupy.cuda.get_current_stream().synchronize
+    for nbytes in sizes:
+        array = zeros(nbytes // 4, dtype=np.float32)
+        by_mpi = _through_the_host(ranks, [array]) if on_gpu else _one_by_mpi(ranks, array)
+        ours = _by_strategy(strategy, ctx, array, [array])
+        yield Case("all_reduce", size_in_words(nbytes), nbytes, [*by_mpi, *ours], finish, ctx)
+    for name in lists:
+        arrays = [zeros(shape, dtype=np.float32) for shape in LISTS[name]()]
+        by_mpi = _through_the_host(ranks, arrays) if on_gpu else _each_by_mpi(ranks, arrays)
+        ours = _by_strategy(strategy, ctx, arrays, arrays)
+        yield Case("lists", name, sum(array.nbytes for array in arrays), [*by_mpi, *ours], finish, ctx)
+
+
+def _by_strategy(strategy: Strategy, ctx: ReplicaContext, value: Any, operands: Sequence[Any]) -> Iterator[Variant]:
+    all_reduce = ctx.all_reduce
+    yield Variant("mpistrategy", partial(all_reduce, "SUM", value), operands)
+    yield Variant("mpistrategy out=", partial(all_reduce, "SUM", value, out=value), operands)
+    for name, shared_result in (("mpistrategy arena", False), ("mpistrategy arena, shared result", True)):
+        arena = strategy.arena(value, shared_result=shared_result)
+        inside = arena.values if isinstance(arena.values, list) else [arena.values]
+        yield Variant(name, partial(all_reduce, "SUM", arena), inside, close=arena.close)
+
+
+def _one_by_mpi(ranks: RawRanks, mine: Any) -> list[Variant]:
+    total = np.zeros_like(mine)
+    return [
+        Variant("mpi4py", partial(ranks.allreduce, mine, total), [mine], [total]),
+        Variant("mpi4py in place", partial(ranks.allreduce, ranks.in_place, mine), [mine]),
+    ]
+
+
+def _each_by_mpi(ranks: RawRanks, mine: Sequence[Any]) -> list[Variant]:
+    totals = [np.zeros_like(array) for array in mine]
+    return [
+        Variant("mpi4py loop", partial(ranks.sum_each_into, mine, totals), mine, totals),
+        Variant("mpi4py loop in place", partial(ranks.sum_each_in_place, mine), mine),
+    ]
+
+
+def _through_the_host(ranks: RawRanks, mine: Sequence[Any]) -> list[Variant]:
+    hosts = [np.zeros(array.shape, np.float32) for array in mine]
+
+    def call() -> None:
+        for array, host in zip(mine, hosts, strict=True):
+            array.get(out=host)
+            ranks.allreduce(ranks.in_place, host)
+            array.set(host)
+
+    return [Variant("mpi4py, through the host", call, mine)]
