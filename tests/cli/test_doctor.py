@@ -175,11 +175,11 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     ),
     "too little memory": (
         job(on({2, 3}, room_free=60 * 2**10)), "shared memory", BAD,
-        ["0.1 MiB are free (the node's memory, 4096.0 MiB) on node2; 2 ranks share ", "no room"], "--mem",
-        {2, 3},
+        ["0.1 MiB are free (the node's memory, 4096.0 MiB) on node2; the strategies of 2 ranks share ", "no room"],
+        "--mem", {2, 3},
     ),
     "little memory": (
-        job(on(ALL, room_free=17 * MIB)), "shared memory", NOTE, ["or too little for large sums"], "--memory",
+        job(on(ALL, room_free=17 * MIB)), "shared memory", NOTE, ["or too little for large arrays"], "--memory",
         {0, 1},
     ),
     "hidden GPUs": (
@@ -188,7 +188,7 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
         "unset CUDA_VISIBLE_DEVICES", ALL,
     ),
     "GPUs and no CuPy": (
-        job(on(ALL, gpu_devices=4)), "gpus", NOTE, ["4 GPUs on node1", "CuPy is not installed"], "pip install", ALL,
+        job(on(ALL, gpu_devices=4)), "gpus", NOTE, ["4 GPUs are on node1", "CuPy is not installed"], "pip install", ALL,
     ),
     "two ranks on one GPU": (
         job(seeing(gpus_of(1, 0), gpus_of(1, 0), gpus_of(2, 0), gpus_of(2, 0))), "gpus", BAD,
@@ -215,7 +215,7 @@ FAULTS: dict[str, tuple[Job, str, str, list[str], str, set[int]]] = {
     ),
     "wrong sums": (job(sums_right=False), "sums", BAD, ["came out wrong"], "another MPI", set()),
     "leftovers": (
-        job(on({0}, leftovers="2 files of MPI")), "leftovers", NOTE,
+        job(on({0, 1}, leftovers="2 files of MPI")), "leftovers", NOTE,
         ["2 files of MPI on node1", "does not start"], "mpistrategy doctor --remove-leftovers", {0, 1},
     ),
 }  # fmt: skip

@@ -83,6 +83,20 @@ def ranks_of(facts: Iterable[Facts]) -> list[int]:
     return [each["rank"] for each in facts]
 
 
+def told(check: str, verdict: str, facts: Sequence[Facts], found: str, fix: str, **others: object) -> Finding:
+    """Return a finding about some ranks.
+
+    Args:
+        check, verdict: as in `Finding`.
+        facts: of the ranks.
+        found, fix: in words, with facts of the first of these ranks in braces, ``{those}`` for all, and `others`.
+        others: further values.
+    """
+    ranks = ranks_of(facts)
+    values = {**facts[0], "those": ranks_in_words(ranks), **others}
+    return Finding(check, verdict, found.format_map(values), fix.format_map(values), tuple(ranks))
+
+
 def odd_ones(found: dict[Any, list[int]]) -> tuple[int, ...]:
     """Return the ranks that do not have what most of them have, of `Job.with_several`; all, without a majority."""
     groups = list(found.values())

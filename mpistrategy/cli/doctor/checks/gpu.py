@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, Facts, Finding, Job, count, parts_of, ranks_of
+from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, Facts, Finding, Job, parts_of, told
 from mpistrategy.errors import DeviceError
 from mpistrategy.mpi.gpu.cuda_aware import VARIABLE
 from mpistrategy.mpi.gpu.device_selection import Sight, bind
-from mpistrategy.objects.shown import ranks_in_words
 
 
 def _sight(each: Facts) -> Sight:
@@ -33,29 +32,25 @@ def gpus(job: Job) -> list[Finding]:
     drives = [f"rank {rank} drives GPU:{n} ({sights[rank].gpus[n].name})" for rank, n in enumerate(bound[:4])]
     shown = ", ".join(drives) + (" and so on" if len(bound) > 4 else "")
     for ranks in job.nodes.values():
-        seen = [sights[rank].gpus for rank in ranks_of(ranks)]
+        seen = [sights[each["rank"]].gpus for each in ranks]
         if max(map(len, seen)) == 1 < len({gpu.name for gpus in seen for gpu in gpus}):
-            found = f"{shown}; the ranks on {ranks[0]['host']} see only their own, so that no GPU can copy from "
+            found = "{shown}; the ranks on {host} see only their own, so that no GPU can copy from another directly"
             fix = "Let every rank see all GPUs of its node: --gpus-per-node=N, and no --gpus-per-task or --gpu-bind"
-            return [Finding(name, NOTE, f"{found}another directly", fix, tuple(ranks_of(ranks)))]
+            return [told(name, NOTE, ranks, found, fix, shown=shown)]
     return [Finding(name, OK, shown)]
 
 
 def _hidden(hidden: list[Facts]) -> Finding:
     each, sight = hidden[0], _sight(hidden[0])
-    there = f"{count(each['gpu_devices'], 'GPU')} on {each['host']}"
-    if each["gpus_promised"]:
-        there = f"Slurm gave the job {each['gpus_promised']} on {each['host']}"
-    found = f"{there}, but {ranks_in_words(ranks_of(hidden))} see none: {sight.reason or 'no driver shows them'}"
-    fix = sight.fix or "Ask for them with --gpus-per-node=N"
-    if each["visible"] in ("", "-1", "NoDevFiles"):
-        found = (
-            f"{there}, but CUDA_VISIBLE_DEVICES={each['visible']!r} hides them: {ranks_in_words(ranks_of(hidden))} "
-            "see none"
-        )
-        fix = "unset CUDA_VISIBLE_DEVICES; in Slurm ask with --gpus-per-node=N, and start without --gpu-bind=none"
     # Where Slurm promised no GPU, the user may want CPUs.
-    return Finding("gpus", BAD if each["gpus_promised"] else NOTE, found, fix, tuple(ranks_of(hidden)))
+    verdict, found = NOTE, "{gpu_devices} GPUs are on {host}, but {those} see none: "
+    if each["gpus_promised"]:
+        verdict, found = BAD, "Slurm gave the job {gpus_promised} on {host}, but {those} see none: "
+    if each["visible"] in ("", "-1", "NoDevFiles"):
+        fix = "unset CUDA_VISIBLE_DEVICES; in Slurm ask with --gpus-per-node=N, and start without --gpu-bind=none"
+        return told("gpus", verdict, hidden, found + "CUDA_VISIBLE_DEVICES={visible!r} hides them", fix)
+    fix = sight.fix or "Ask for them with --gpus-per-node=N"
+    return told("gpus", verdict, hidden, found + "{reason}", fix, reason=sight.reason)
 
 
 def cuda_aware(job: Job) -> list[Finding]:

@@ -5,51 +5,49 @@ from __future__ import annotations
 import os
 import re
 
-from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, Finding, Job, by, count, in_words, odd_ones, ranks_of
+from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, Finding, Job, by, count, in_words, odd_ones, ranks_of, told
 from mpistrategy.objects.shown import ranks_in_words
 
 #: What to type to a launcher for so many ranks; for others as for srun.
 _LINES = {"": "srun --ntasks={0}, mpiexec -n {0}", "jsrun": "jsrun -n {0} -a 1", "flux run": "flux run -n {0}"}
-#: How a launcher is told to offer a kind of PMI: for an MPI that speaks PMIx, and for others.
+_BY_SRUN = "srun --mpi={0}, or for all steps: export SLURM_MPI_TYPE={0} (srun --mpi=list shows what there is)"
+#: How a launcher is told to offer a kind of PMI, and how it calls PMIx and PMI.
 _SPEAK = {
-    "srun": tuple(
-        f"srun --mpi={kind}, or for all steps: export SLURM_MPI_TYPE={kind} (srun --mpi=list shows what there is)"
-        for kind in ("pmix", "pmi2")
-    ),
-    "flux run": ("flux run -o pmi=pmix, which needs flux-pmix", "flux run -o pmi=simple"),
+    "srun": (_BY_SRUN, "pmix", "pmi2"),
+    "flux run": ("flux run -o pmi={0}", "pmix, which needs flux-pmix", "simple"),
+    "": ("Use the mpiexec that comes with the library", "", ""),
 }
 _PARTS = {name: name for name in ("python", "mpistrategy", "numpy", "mpi4py")} | {"library": "the MPI library"}
 
 
 def launch(job: Job) -> list[Finding]:
     """Find programs of one rank each, ranks that are missing, and another number than was asked for."""
-    first, name = job.facts[0], "launch"
+    first, wanted = job.facts[0], job.wanted_ranks
     if job.missing:
         found = f"no answer from {ranks_in_words(job.missing)} of {first['size']} within {job.patience:.0f} s"
         fix = "Do they start at all? Look for their errors above, and at their nodes: srun --ntasks-per-node=1 hostname"
-        return [Finding(name, BAD, found, fix, tuple(job.missing))]
+        return [Finding("launch", BAD, found, fix, tuple(job.missing))]
     if first["refusal"]:
         found, fix = first["refusal"]
-        return [Finding(name, BAD, f"{first['tasks']} programs of one rank each, not one job: {found}", fix)]
+        return [Finding("launch", BAD, f"{first['tasks']} programs of one rank each, not one job: {found}", fix)]
     ranks = count(first["size"], "rank")
-    if job.wanted_ranks not in (0, first["size"]):
-        start = _LINES.get(first["launcher"], _LINES[""])
-        fix = f"Start {job.wanted_ranks}: {start.format(job.wanted_ranks)}"
-        return [Finding(name, BAD, f"{ranks} where {job.wanted_ranks} were asked for", fix)]
-    started = f"started by {first['launcher']} ({first['said']})" if first["launcher"] else "started by no launcher"
-    return [Finding(name, OK, f"{ranks} in one job, {started}")]
+    if wanted not in (0, first["size"]):
+        fix = _LINES.get(first["launcher"], _LINES[""]).format(wanted)
+        return [Finding("launch", BAD, f"{ranks} where {wanted} were asked for", f"Start {wanted}: {fix}")]
+    started = "started by {launcher} ({said})" if first["launcher"] else "started by no launcher"
+    return [Finding("launch", OK, f"{ranks} in one job, {started.format_map(first)}")]
 
 
 def pmi(job: Job) -> list[Finding]:
     """Find a launcher that offers another kind of PMI than the MPI library speaks."""
-    first, spoken = job.facts[0], speaks(job.facts[0]["library"])
-    offered = " and ".join(first["pmi"])
+    first = job.facts[0]
+    spoken, offered = speaks(first["library"]), " and ".join(first["pmi"])
     if first["refusal"] and not set(first["pmi"]) & set(spoken):
-        library = first["library"] or "this MPI"
+        text, pmix, other = _SPEAK.get(first["launcher"], _SPEAK[""])
+        fix = text.format(pmix if "PMIx" in spoken else other)
         offers = f"offers {offered} only" if offered else "offers none (--mpi=none?)"
-        of_pmix, of_pmi = _SPEAK.get(first["launcher"], (f"Use the mpiexec that comes with {library}",) * 2)
-        found = f"{first['launcher']} {offers}; {library} speaks {' or '.join(spoken)}"
-        return [Finding("pmi", BAD, found, of_pmix if "PMIx" in spoken else of_pmi)]
+        speak = f"{first['library'] or 'this MPI'} speaks {' or '.join(spoken)}"
+        return [Finding("pmi", BAD, f"{first['launcher']} {offers}; {speak}", fix)]
     if first["size"] > 1 or offered:
         return [Finding("pmi", OK, f"the launcher offers {offered or 'a way of its own'}; the ranks met")]
     return []
@@ -65,20 +63,20 @@ def speaks(library: str) -> tuple[str, ...]:
 
 def nodes(job: Job) -> list[Finding]:
     """Find ranks of one host that share no memory."""
-    hosts, name = by(job.facts, "host"), "nodes"
-    for host, ranks in hosts.items():
+    hosts = by(job.facts, "host")
+    for ranks in hosts.values():
         parts = list(by(ranks, "leader").values())
         if len(parts) > 1:
-            shown = " and ".join(ranks_in_words(ranks_of(part)) for part in parts[:4])
-            found = f"{shown} are all on {host}, but share no memory: they would talk through the network"
+            found = "{parts} are all on {host}, but share no memory: they would talk through the network"
             fix = (
                 "Start one container for all ranks of a node, or let them share: docker run --ipc=host, apptainer "
                 "without --containall; and a host name of its own for every node"
             )
-            return [Finding(name, BAD, found, fix, tuple(ranks_of(ranks)))]
-    named = [f"{count(len(ranks), 'rank')} on {host}" for host, ranks in hosts.items()]
-    more = f" and {len(hosts) - 4} more" if len(hosts) > 4 else ""
-    return [Finding(name, OK, f"{count(len(hosts), 'node')}: {', '.join(named[:4])}{more}")]
+            shown = " and ".join(ranks_in_words(ranks_of(part)) for part in parts[:4])
+            return [told("nodes", BAD, ranks, found, fix, parts=shown)]
+    named = [f"{count(len(ranks), 'rank')} on {host}" for host, ranks in hosts.items()][:4]
+    more = " ..." if len(hosts) > len(named) else ""
+    return [Finding("nodes", OK, f"{count(len(hosts), 'node')}: {', '.join(named)}{more}")]
 
 
 def versions(job: Job) -> list[Finding]:
@@ -86,14 +84,13 @@ def versions(job: Job) -> list[Finding]:
     findings = []
     for part, name in _PARTS.items():
         if found := job.with_several(part):
-            odd = odd_ones(found)
-            host = next(each["host"] for each in job.facts if each["rank"] in odd)
-            told = f"different versions of {name}: {in_words(found)} ({host})"
+            odd = [each for each in job.facts if each["rank"] in odd_ones(found)]
             fix = (
-                "Give all nodes one environment: the same venv, container or modules; on "
-                f"{host}: which python3; echo $PYTHONPATH"
+                "Give all nodes one environment: the same venv, container or modules; on {host}: which python3; echo "
+                "$PYTHONPATH"
             )
-            findings.append(Finding("versions", BAD, told, fix, odd))
+            differ = f"different versions of {name}: {in_words(found)} ({odd[0]['host']})"
+            findings.append(told("versions", BAD, odd, "{differ}", fix, differ=differ))
     shown = "Python {python}, mpistrategy {mpistrategy}, NumPy {numpy}, mpi4py {mpi4py}".format_map(job.facts[0])
     return findings or [Finding("versions", OK, shown)]
 
@@ -101,33 +98,33 @@ def versions(job: Job) -> list[Finding]:
 def library(job: Job) -> list[Finding]:
     """Find two MPIs in one process, an mpi4py for another MPI, and another library than MPI4PY_LIBMPI names."""
     findings = []
-    mixed = [each for each in job.facts if len({os.path.dirname(path) for path in each["libraries"]}) > 1]
+    mixed = [each for each in job.facts if len(set(map(os.path.dirname, each["libraries"]))) > 1]
     if mixed:
-        paths = mixed[0]["libraries"]
-        found = f"two MPIs in one process on {ranks_in_words(ranks_of(mixed))}: {' and '.join(paths)}"
+        found = "two MPIs in one process on {those}: {paths}"
         fix = (
             "Something loads a second one (an LD_PRELOAD, another package that is linked with MPI). Find it with: "
-            f"LD_DEBUG=libs python3 program.py 2>&1 | grep {os.path.basename(paths[-1])}; and build all with one MPI"
+            "LD_DEBUG=libs python3 program.py 2>&1 | grep libmpi; and build all with one MPI"
         )
-        findings.append(Finding("mpi", BAD, found, fix, tuple(ranks_of(mixed))))
+        findings.append(told("mpi", BAD, mixed, found, fix, paths=" and ".join(mixed[0]["libraries"])))
     foreign = [each for each in job.facts if _is_open_mpi(each["built_for"]) != _is_open_mpi(each["library"])]
     if foreign:
-        built, loaded = foreign[0]["built_for"], foreign[0]["library"]
-        found = f"mpi4py was built for {built}, and {loaded} is loaded on {ranks_in_words(ranks_of(foreign))}"
-        fix = "Build it for this one: pip install --force-reinstall --no-binary=mpi4py mpi4py; or load the module of "
-        findings.append(Finding("mpi", BAD, found, f"{fix}{built}", tuple(ranks_of(foreign))))
+        found = "mpi4py was built for {built_for}, and {library} is loaded on {those}"
+        fix = (
+            "Build it for this one: pip install --force-reinstall --no-binary=mpi4py mpi4py; or load the module of "
+            "{built_for}"
+        )
+        findings.append(told("mpi", BAD, foreign, found, fix))
     unheard = [each for each in job.facts if each["libraries"] and not _is_heeded(each["wanted"], each["libraries"])]
     if unheard:
-        found = f"MPI4PY_LIBMPI={unheard[0]['wanted']}, but {unheard[0]['libraries'][0]} is loaded on "
+        found = "MPI4PY_LIBMPI={wanted}, but {libraries[0]} is loaded on {those}"
         fix = (
-            "Set it before Python starts, to a library that is there; or take it away: unset MPI4PY_LIBMPI. "
-            "An mpi4py that was built for one MPI does not heed it"
+            "Set it before Python starts, to a library that is there; or take it away: unset MPI4PY_LIBMPI. An mpi4py "
+            "that was built for one MPI does not heed it"
         )
-        ranks = ranks_of(unheard)
-        findings.append(Finding("mpi", BAD, found + ranks_in_words(ranks), fix, tuple(ranks)))
+        findings.append(told("mpi", BAD, unheard, found, fix))
     first = job.facts[0]
-    place = f" ({first['libraries'][0]})" if first["libraries"] else ""
-    return findings or [Finding("mpi", OK, f"{first['library']}{place}; mpi4py is built for {first['built_for']}")]
+    place = " ".join(first["libraries"][:1])
+    return findings or [Finding("mpi", OK, f"{first['library']} {place}; mpi4py is built for {first['built_for']}")]
 
 
 def _is_open_mpi(name: str) -> bool:
@@ -144,21 +141,22 @@ def _is_heeded(wanted: str, libraries: list[str]) -> bool:
 
 def thread_level(job: Job) -> list[Finding]:
     """Find an MPI that several threads must not call."""
-    name = "thread level"
     if found := job.with_several("thread_level"):
         fix = "Set MPI4PY_RC_THREAD_LEVEL, or mpi4py.rc.thread_level, for all ranks alike, or for none"
-        return [Finding(name, BAD, f"the ranks started MPI differently: {in_words(found)}", fix, odd_ones(found))]
+        differ = f"the ranks started MPI differently: {in_words(found)}"
+        return [Finding("thread level", BAD, differ, fix, odd_ones(found))]
     level = job.facts[0]["thread_level"]
     if level == "multiple":
-        return [Finding(name, OK, "multiple: all_reduce_async works behind the program's back")]
-    told = f"{level}: only one thread may call MPI, so that all_reduce_async overlaps with nothing"
-    if level == "single":
-        told += ", and a program with threads is against the rules of MPI"
+        return [Finding("thread level", OK, "multiple: all_reduce_async works behind the program's back")]
+    lower = f"{level}: only one thread may call MPI, so that all_reduce_async overlaps with nothing"
     fix = (
         "unset MPI4PY_RC_THREAD_LEVEL, and no mpi4py.rc.thread_level or rc.threads in the program; else the library "
         "was built without: ask for one with MPI_THREAD_MULTIPLE"
     )
-    return [Finding(name, BAD if level == "single" else NOTE, told, fix)]
+    if level == "single":
+        against = ", and a program with threads is against the rules of MPI"
+        return [Finding("thread level", BAD, lower + against, fix)]
+    return [Finding("thread level", NOTE, lower, fix)]
 
 
 def sums(job: Job) -> list[Finding]:
