@@ -24,7 +24,6 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import as_tensor, library_of
-from mpistrategy.arrays.values import DistributedValues
 from mpistrategy.checkpoint.delivering import deliver, store
 from mpistrategy.checkpoint.generators import checked_state, set_state
 from mpistrategy.checkpoint.reading import Reading
@@ -54,8 +53,6 @@ from mpistrategy.variables.variable import Variable
 _UNSOUND = (ValueError, TypeError, LookupError, AttributeError, OverflowError, RecursionError)
 #: The longest text about one problem, and how many problems are shown.
 _LONGEST, _MOST_PROBLEMS = 1000, 10
-#: The longest text of a value in a note; buckets of gradients are long lists.
-_LONGEST_NOTE = 500
 _IN_PART = "; partial=True restores the others"
 #: Below these, arrays and values are those of the checkpoint, whatever is here.
 _FREE = KEPT | {"object"}
@@ -240,8 +237,6 @@ class Comparison:
             return self._has_layout(path, item)
         if kind == "plain" or kind in ARRAYS:
             return item.is_array == (kind != "plain") and not _is_in_place(value) and self._may_go(path, value)
-        if kind == "component":
-            return isinstance(live, DistributedValues) and here is not None and here.more == item.more
         if kind == "tuple":
             names = getattr(live, "_fields", ())
             return value is ABSENT or (is_tuple(value) and (not names or len(names) == item.more))
@@ -305,10 +300,9 @@ class Comparison:
             if type(more) is not list or len({str(key) for key in more if type(key) in (str, int)}) != len(more):
                 raise ValueError(f"the keys {shown(more)}")
             return more
-        count = more[1] if item.kind == "component" else more
-        if type(count) is not int or count < 0:
-            raise ValueError(f"{shown(count)} elements")
-        return range(count)
+        if type(more) is not int or more < 0:
+            raise ValueError(f"{shown(more)} elements")
+        return range(more)
 
     def _value(self, path: str, item: Item) -> Any:
         """Return the plain value of this rank; if it was not there, of another one."""
@@ -441,9 +435,7 @@ def _notes(manifest: Manifest, now: dict[str, Any]) -> list[str]:
     # Gradient buckets are often made after a checkpoint was restored.
     no_news = {"source"} if now.get("gradient_buckets") else {"source", "gradient_buckets"}
     return [
-        printable(
-            f"{key}: {repr(then)[:_LONGEST_NOTE]} when it was saved, {repr(now.get(key))[:_LONGEST_NOTE]} now", ""
-        )
+        printable(f"{key}: {then!r:.500} when it was saved, {now.get(key)!r:.500} now", "")
         for key, then in manifest.layout.items()
         if now.get(key) != then and key not in no_news
     ]

@@ -121,7 +121,7 @@ class State:
             self.items[path] = Item(value._kept_as)  # its place in the table
             kept.append((path, value))
         elif isinstance(value, DistributedValues):
-            self._add_all(path, "component", [type(value).__name__, len(value.values)], value.values, kept)
+            self._add_all(path, "component", len(value.values), value.values, kept)
         elif type(value) in DICTS:
             if not all(type(key) in (str, int) for key in value) or len(set(map(str, value))) < len(value):
                 found = f"the keys {[*value]!r:.80} of {path!r}"

@@ -100,17 +100,12 @@ class _UnderWay:
         guard: of the program's ranks.
 
     Attributes:
-        job: ends with it.
+        job: its result to be.
     """
 
     def __init__(self, work: Callable[[], Any], background: Background, guard: Guard) -> None:
-        #: Not kept by the job, which outlives this.
-        self._found: Any = None
-        self.job: Future[Any] = background.submit(partial(self._do, work), _WHERE)
+        self.job: Future[Any] = background.submit(work, _WHERE)
         self._background, self._guard, self._number = background, guard, background.submitted
-
-    def _do(self, work: Callable[[], Any]) -> None:
-        self._found = work()
 
     def result(self) -> Any:
         """Wait for the job, together with the other ranks; return its result or raise its error."""
@@ -122,8 +117,7 @@ class _UnderWay:
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
                 call.agree("wait", patiently=True)
             background.known_to_all = started
-        background.result(self.job)
-        return self._found
+        return background.result(self.job)
 
 
 def start_all_reduce(

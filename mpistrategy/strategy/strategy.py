@@ -20,13 +20,24 @@ from typing import (
     overload,
 )
 
+import numpy as np
 from numpy.typing import NDArray
 
 from mpistrategy import context
 from mpistrategy.arrays import nest
+from mpistrategy.arrays.convert import host_array
+from mpistrategy.arrays.digests import digest, outliers
+from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.arrays.values import DistributedValues, PerReplica, ValueContext, local_component
 from mpistrategy.context import Scope
-from mpistrategy.errors import CopyError, OptionError, RemoteError
+from mpistrategy.errors import (
+    CopyError,
+    EmptyBatchError,
+    OptionError,
+    OptionTypeError,
+    RemoteError,
+    ReplicasDivergedError,
+)
 from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
 from mpistrategy.input.first_batches import LEVELS, FirstBatches
 from mpistrategy.input.iterators import DatasetIterator, DistributedIterator, InputFunctionIterator
@@ -42,6 +53,7 @@ from mpistrategy.options import (
     InputReplicationMode,
     Op,
     ReplicationMode,
+    VariableSynchronization,
     checked_member,
 )
 from mpistrategy.reduction.arena import Arena
@@ -50,7 +62,6 @@ from mpistrategy.reduction.explain import explanation
 from mpistrategy.reduction.reducer import Reduce
 from mpistrategy.strategy.along_axis import ReduceAlong
 from mpistrategy.strategy.extended import StrategyExtended
-from mpistrategy.strategy.mirrored_check import check_mirrored
 from mpistrategy.strategy.random_streams import Streams
 from mpistrategy.variables.variable import Variable
 
@@ -60,6 +71,9 @@ E = TypeVar("E")
 Ts = TypeVarTuple("Ts")
 #: What is compared of the first batches, as an argument.
 CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"]
+#: The most variables that a report names.
+_MOST_ROWS = 10
+_FIX = "Look for values that differ by rank (random numbers, an assign outside a step), and restore the variables."
 
 
 class Strategy(NotPickled, NamesOurs):
@@ -443,7 +457,29 @@ class Strategy(NotPickled, NamesOurs):
         ...     weights = ms.Variable([1.0, 2.0])
         >>> strategy.assert_mirrored([weights])
         """
-        check_mirrored(self.extended, variables, name)
+        extended, communicator = self.extended, self.extended.communicator
+        with Call(communicator.guard, "Strategy.assert_mirrored", called=name) as call:
+            if variables is None:
+                numbered = {number: var for number, var in extended._registry.alive() if is_mirrored(var)}
+                call.structure = f"all of {extended._registry.made} variables"
+            else:
+                numbered = dict(enumerate(_named(extended, variables, call.where)))
+                call.structure = ", ".join(var._key for var in numbered.values())
+            if communicator.size == 1:
+                return
+            # A rank that cannot read its copy, for lack of memory, still tells the others.
+            call.expect_more()
+            mine = {number: digest(host_array(var.local_view)) for number, var in numbered.items()}
+            call.agree("compare copies")
+            if len({*communicator.allgather_text(f"{digest(np.array([*mine.items()], np.uint64)):x}")}) == 1:
+                return
+            told = communicator.allgather_text(" ".join(f"{number}={one:x}" for number, one in mine.items()))
+            of_ranks = [dict(each.split("=") for each in text.split()) for text in told]
+            # Variables that some rank has collected are left out.
+            common = [number for number in numbered if all(str(number) in theirs for theirs in of_ranks)]
+            found = [(numbered[number], [theirs[str(number)] for theirs in of_ranks]) for number in common]
+            if differing := [(var, *outliers(digests)) for var, digests in found if len({*digests}) > 1]:
+                raise _diverged(call.where, differing, len(numbered))
 
     # ------------------------------------------------------------------------------------------------ input
 
@@ -695,3 +731,47 @@ def _default_strategy() -> Strategy:
 
 
 context.set_default_strategy_factory(_default_strategy)
+
+
+# -------------------------------------------------------------------------------------------------- assert_mirrored
+
+
+def is_mirrored(var: Variable) -> bool:
+    """Return whether the copies of a variable should be equal at all times."""
+    return var.synchronization is not VariableSynchronization.ON_READ
+
+
+def _named(extended: StrategyExtended, variables: Any, where: str) -> list[Variable]:
+    """Return the mirrored variables of a nest of variables, and of objects with an attribute `variables`, each once."""
+    found: dict[int, Variable] = {}
+    for leaf in nest.flatten(variables)[0]:
+        if isinstance(leaf, Variable) and not is_mirrored(leaf):
+            expected = "variables whose copies should be equal"
+            raise OptionError.at(where, found=f"{leaf.name!r}, which is ON_READ", expected=expected)
+        members = [leaf] if isinstance(leaf, Variable) else getattr(leaf, "variables", None)
+        if not isinstance(members, (list, tuple)):
+            raise OptionTypeError.at(where, found=f"{leaf!r}", expected="variables and optimizers")
+        for var in members:
+            if not extended.variable_created_in_scope(var):
+                expected = "a variable created in the scope of this strategy"
+                raise OptionError.at(where, found=f"{var!r}", expected=expected)
+        found |= {id(var): var for var in members if is_mirrored(var)}
+    if not found:
+        raise EmptyBatchError.at(where, found="no mirrored variables", expected="at least one, or None for all")
+    return list(found.values())
+
+
+def _diverged(where: str, differing: Sequence[tuple[Variable, list[int], str]], count: int) -> ReplicasDivergedError:
+    rows = [
+        f"  {var._key} {dtype_name(var.dtype)}{list(var.shape)}: {words}" for var, _, words in differing[:_MOST_ROWS]
+    ]
+    more = [f"  and {len(differing) - _MOST_ROWS} more"] if len(differing) > _MOST_ROWS else []
+    error = ReplicasDivergedError.at(
+        where,
+        found=f"copies that differ in {len(differing)} of {count} variables",
+        expected="the same bits on every rank",
+        fix="\n".join(["These differ:", *rows, *more, _FIX]),
+    )
+    error.variables = tuple(var.name for var, _, _ in differing)
+    error.ranks = tuple(sorted({rank for _, ranks, _ in differing for rank in ranks}))
+    return error

@@ -210,6 +210,15 @@ cudaError_t cudaStreamGetFlags(cudaStream_t handle, unsigned* flags) {
 cudaError_t cudaStreamGetPriority(cudaStream_t, int* priority) { return *priority = 0, cudaSuccess; }
 cudaError_t cudaDeviceGetStreamPriorityRange(int* least, int* greatest) { return *least = *greatest = 0, cudaSuccess; }
 
+// The driver's: a number of 32 bits, written to memory that the host sees too.
+int cuStreamWriteValue32_v2(void* handle, unsigned long long address, std::uint32_t value, unsigned) {
+    Stream* stream = stream_of(handle);
+    Memory memory;
+    if (!stream || !find((void*)address, &memory)) return cudaErrorInvalidValue;
+    put(stream, [=] { *(volatile std::uint32_t*)address = value; });
+    return cudaSuccess;
+}
+
 cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
     initialize();
     *event = (cudaEvent_t) new Event{nullptr, !(flags & cudaEventDisableTiming)};

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import SIZE, outcomes
+from replicas import SIZE
 
 import mpistrategy as ms
-from mpistrategy.errors import CopyError, OptionError, OptionTypeError, ReduceOpError
+from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 
 pytestmark = pytest.mark.mpi
@@ -18,10 +18,13 @@ pytestmark = pytest.mark.mpi
 BAD: list[tuple[type[Optimizer], str, Any, type[Exception]]] = [
     (SGD, "learning_rate", 0, OptionError),
     (SGD, "learning_rate", "fast", OptionTypeError),
+    (SGD, "learning_rate", np.inf, OptionError),
+    (SGD, "learning_rate", True, OptionTypeError),
+    (SGD, "learning_rate", None, OptionTypeError),
     (SGD, "momentum", 1.5, OptionError),
     (SGD, "nesterov", "yes", OptionTypeError),
     (SGD, "aggregation", "MAX", OptionError),
-    (SGD, "aggregation", "mena", ReduceOpError),
+    (SGD, "aggregation", "mena", OptionError),
     (SGD, "global_clipnorm", -1.0, OptionError),
     (SGD, "mirrored_check_steps", -1, OptionError),
     (SGD, "mirrored_check_steps", 1.5, OptionTypeError),
@@ -85,17 +88,10 @@ def test_a_repr_tells_the_settings_that_are_no_defaults() -> None:
     assert repr(ms.MpiAllReduce()) == "MpiAllReduce()"
 
 
-def test_a_copy_is_another_optimizer_or_an_error(strategy: ms.MirroredStrategy) -> None:
-    optimizer = Adam(0.5)
-    copied = copy.copy(optimizer)
-    copied.learning_rate = 0.25
-    assert (optimizer.learning_rate, copied.learning_rate) == (0.5, 0.25)
-    with strategy.scope():
-        variable = ms.Variable(np.zeros(3))
-    strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), variable)]))
-    assert {one.error for one in outcomes(copy.copy, optimizer)} == {CopyError}
-    strategy.run(lambda: copied.apply_gradients([(np.ones(3), variable)]))
-    assert int(optimizer.iterations) == int(copied.iterations) == 1  # type: ignore[arg-type]
+def test_an_optimizer_is_not_copied() -> None:
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(CopyError, match="make one with the same arguments"):
+            copied(Adam(0.5))
 
 
 def test_the_repr_of_an_accumulator_says_how_far_it_is() -> None:
@@ -114,7 +110,7 @@ def test_reprs_of_metrics_say_what_this_rank_has(strategy: ms.MirroredStrategy) 
 def test_reprs_of_telemetry_say_what_is_on() -> None:
     assert repr(ms.telemetry.span("load")) == "<Span 'load'>"
     assert repr(ms.telemetry.trace("folder")) == "<Trace into 'folder', not begun>"
-    assert repr(ms.telemetry.nvtx()) == "<Nvtx, off, by nothing yet>"
+    assert repr(ms.telemetry.nvtx()) == "<Nvtx, off>"
     assert repr(ms.telemetry.progress(range(4), title="train")) == "<Progress 'train', 0 of 4>"
 
 
@@ -128,14 +124,9 @@ def test_a_variable_may_be_a_key(strategy: ms.MirroredStrategy) -> None:
     assert (first == second).all()  # elements are compared, as before
 
 
-def test_a_copied_iterator_goes_on_by_itself(strategy: ms.MirroredStrategy) -> None:
-    batches = [np.full(SIZE, number) for number in range(4)]
-    iterator = iter(strategy.distribute_dataset(batches))
+def test_an_iterator_is_not_copied(strategy: ms.MirroredStrategy) -> None:
+    iterator = iter(strategy.distribute_dataset([np.full(SIZE, number) for number in range(4)]))
     next(iterator)
-    copied = copy.copy(iterator)
-    assert [int(part[0]) for part in iterator] == [1, 2, 3]
-    assert [int(part[0]) for part in copied] == [1, 2, 3]
-    once = iter(strategy.distribute_dataset(iter(batches)))
-    with pytest.raises(CopyError, match="only once"):
-        copy.copy(once)
-    assert "at element 4 of global batches" in repr(iterator)
+    with pytest.raises(CopyError, match="save its position with a Checkpoint"):
+        copy.copy(iterator)
+    assert "at element 1 of global batches" in repr(iterator)

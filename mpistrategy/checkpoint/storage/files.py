@@ -71,8 +71,8 @@ def reading(where: str, path: str) -> Iterator[None]:
         yield
     except CheckpointError:
         raise
-    except FileNotFoundError as error:
-        raise CheckpointMissingError.at(where, found=f"nothing at {path!r}", expected="a checkpoint") from error
+    except FileNotFoundError:
+        raise CheckpointMissingError.at(where, found=f"nothing at {path!r}", expected="a checkpoint") from None
     except (OSError, MemoryError) as error:
         text = f"{getattr(error, 'strerror', '') or str(error) or 'not enough memory'} at {path!r}"
         if getattr(error, "errno", 0) in _DAMAGED:

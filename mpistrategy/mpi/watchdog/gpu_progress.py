@@ -2,15 +2,16 @@
 
 An all-reduce on a stream outlives the call that began it.  A program that waits for its result is in no collective of
 ours, so the watchdog has to look at the GPU itself.  It must not ask CUDA: a query may wait for a lock that the hanging
-call holds.  Instead the GPU copies the numbers of the collectives that it begins and ends, in the order of the stream,
+call holds.  Instead the GPU writes the numbers of the collectives that it begins and ends, in the order of the stream,
 into memory of the host, where any thread can read them.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 from mpistrategy.mpi.contract.flight_recorder import CurrentCall, in_words
 from mpistrategy.mpi.watchdog.roll_call import FAILED
@@ -21,6 +22,43 @@ _RING = 2048
 MOST = _RING // 2
 _NUMBER_BYTES = 8
 _TO_HOST = 2  # cudaMemcpyKind
+
+
+#: Puts the writing of a number on a stream: ``write(stream, address, number)``.
+_Write: TypeAlias = Callable[[int, int, int], None]
+
+
+def stream_writer(stream: int, address: int) -> _Write | None:
+    """Return what puts the writing of a number of 32 bits to pinned memory on a stream: the least work for a GPU.
+
+    Args:
+        stream, address: a stream and pinned memory, to try it with: a 0 is written there.
+
+    Returns:
+        None where the driver does not offer it, or not for this memory.
+    """
+    try:
+        call = ctypes.CDLL("libcuda.so.1").cuStreamWriteValue32_v2
+    except (OSError, AttributeError):
+        return None
+    call.argtypes = [ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint]
+
+    def write(stream: int, address: int, number: int) -> None:
+        code = call(stream, address, number, 0)
+        if code:
+            raise RuntimeError(f"cuStreamWriteValue32: error {code} of the CUDA driver")
+
+    return None if call(stream, address, 0, 0) else write
+
+
+def _copy_of(cupy: Any) -> _Write:
+    """Return what copies one of the numbers, which are in GPU memory, to the host."""
+    numbers, copy = cupy.arange(_RING, dtype="int64"), cupy.cuda.runtime.memcpyAsync
+
+    def write(stream: int, address: int, number: int) -> None:
+        copy(address, numbers.data.ptr + number * _NUMBER_BYTES, _NUMBER_BYTES, _TO_HOST, stream)
+
+    return write
 
 
 class GpuProgress:
@@ -43,13 +81,11 @@ class GpuProgress:
         self._check = check
         self._reached = empty_pinned((1,), "int64")
         self._reached[:] = 0
-        #: All numbers, in GPU memory, to be copied from.
-        self._numbers = cupy.arange(_RING, dtype="int64")
-        self._source, self._target = self._numbers.data.ptr, self._reached.ctypes.data
-        self._given = 0
+        self._given, self._address = 0, self._reached.ctypes.data
         #: The entry of each in the flight record, and its timeout, by the number where it ends.
         self._entries: list[tuple[CurrentCall | None, float | None]] = [(None, None)] * _RING
         stream = cupy.cuda.get_current_stream()
+        self._write = stream_writer(stream.ptr, self._address) or _copy_of(cupy)
         self._last = cupy.cuda.Event(disable_timing=True)
         self._last.record(stream)
         self._last.synchronize()  # other streams read the numbers, too
@@ -86,17 +122,13 @@ class GpuProgress:
         if stream.ptr != self._stream:
             stream.wait_event(self._last)  # one after the other, whatever streams the program uses
             self._stream = stream.ptr
-        self._entries[(self._given + 2) % _RING] = entry, limit
-        self._write_next()
+        end = (self._given + 2) % _RING
+        self._entries[end] = entry, limit
+        self._write(stream.ptr, self._address, (end - 1) % _RING)
+        self._given = end
         yield stream.ptr
-        self._write_next()
+        self._write(stream.ptr, self._address, end)
         self._last.record(stream)
-
-    def _write_next(self) -> None:
-        """Put the writing of the next number on the stream."""
-        self._given = (self._given + 1) % _RING
-        source = self._source + self._given * _NUMBER_BYTES
-        self._cupy.cuda.runtime.memcpyAsync(self._target, source, _NUMBER_BYTES, _TO_HOST, self._stream)
 
     def look(self, now: float) -> None:
         """Look how far the GPU has come; for the watchdog."""

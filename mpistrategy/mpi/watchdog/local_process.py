@@ -63,9 +63,8 @@ def now_doing(guards: Iterable[Guard]) -> str:
 
 def inside_of(guard: Guard) -> CurrentCall | None:
     """Return the entry of the collective that this rank is in; None when it is in none."""
-    if guard.current is None:
-        return None
-    entry = guard.record.last()  # looked at after `current`: an entry is written before that is set
+    # The entry is looked at after `current`: it is written before that is set.
+    entry = None if guard.current is None else guard.record.last()
     return None if entry is None or entry.left else entry
 
 
@@ -73,13 +72,12 @@ def _place() -> str:
     """Return where the main thread is in the program's own code, not in Python's library."""
     with _frames_stay():
         frame = innermost = outside(sys._current_frames().get(threading.main_thread().ident or 0))
-        if innermost is None:
-            return "its main thread has ended"
         while frame is not None and frame.f_code.co_filename.startswith((_LIBRARY, "<frozen")):
             frame = outside(frame.f_back)
     frame = frame or innermost
-    code = frame.f_code
-    return f"at {code.co_filename}:{frame.f_lineno} in {code.co_name}"
+    if frame is None:
+        return "its main thread has ended"
+    return f"at {frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
 
 
 @contextmanager
