@@ -8,9 +8,10 @@ rank reduces and updates its share of every copy (`training.sliced`).  Both upda
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, ClassVar, NoReturn, cast
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 
@@ -494,9 +495,20 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         if self.schedule is None:
             self.learning_rate = saved["learning_rate"]
 
-    def __copy__(self) -> NoReturn:
-        """Raise CopyError: two optimizers share no slots."""
-        self.__reduce_ex__(2)
+    def __copy__(self) -> Self:
+        """Return `copy.deepcopy(self)`: two optimizers share no slots."""
+        return copy.deepcopy(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """Return another optimizer with the same settings.
+
+        Raises:
+            CopyError: after the first step, or `build`: variables are created by all ranks together.
+        """
+        result = super().__copy__()
+        memo[id(self)] = result
+        result.__dict__.update((name, copy.deepcopy(value, memo)) for name, value in vars(self).items())
+        return result
 
     def _step_counter(self) -> Variable:
         if self.iterations is None:

@@ -88,10 +88,17 @@ def test_a_repr_tells_the_settings_that_are_no_defaults() -> None:
     assert repr(ms.MpiAllReduce()) == "MpiAllReduce()"
 
 
-def test_an_optimizer_is_not_copied() -> None:
-    for copied in (copy.copy, copy.deepcopy):
-        with pytest.raises(CopyError, match="make one with the same arguments"):
-            copied(Adam(0.5))
+def test_a_copy_is_another_optimizer_or_an_error(strategy: ms.MirroredStrategy) -> None:
+    optimizer = Adam(0.5)
+    copied = copy.copy(optimizer)
+    copied.learning_rate = 0.25
+    assert (optimizer.learning_rate, copied.learning_rate) == (0.5, 0.25)
+    with strategy.scope():
+        variable = ms.Variable(np.zeros(3))
+    strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), variable)]))
+    assert {one.error for one in outcomes(copy.copy, optimizer)} == {CopyError}
+    strategy.run(lambda: copied.apply_gradients([(np.ones(3), variable)]))
+    assert int(optimizer.iterations) == int(copied.iterations) == 1  # type: ignore[arg-type]
 
 
 def test_the_repr_of_an_accumulator_says_how_far_it_is() -> None:
