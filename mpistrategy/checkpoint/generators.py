@@ -77,12 +77,13 @@ def _from_plain(state: Any) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in state.items():
         found[name] = value
-        if isinstance(value, dict):
+        if name in _LARGEST:
+            if not (type(value) is int and 0 <= value <= _LARGEST[name]):
+                raise ValueError(f"{name}={shown(value)} in the state of a generator, at most {_LARGEST[name]}")
+        elif isinstance(value, dict):
             found[name] = _from_plain(value)
         elif isinstance(value, tuple) and len(value) == 3 and value[0] == _ARRAY:
             if value[1] not in _WORDS:  # some dtypes make a large array of a short list
                 raise ValueError(f"an array of dtype {value[1]!r:.80}")
             found[name] = np.array(value[2], value[1])
-        elif name in _LARGEST and not (type(value) is int and 0 <= value <= _LARGEST[name]):
-            raise ValueError(f"{name}={shown(value)} in the state of a generator, at most {_LARGEST[name]}")
     return found

@@ -19,6 +19,7 @@ from mpistrategy.checkpoint.storage.lock import OneWriter
 from mpistrategy.checkpoint.storage.manifest import is_checkpoint
 from mpistrategy.errors import (
     CheckpointDamagedError,
+    CheckpointError,
     CheckpointMissingError,
     CheckpointReadError,
     OptionError,
@@ -129,8 +130,7 @@ class CheckpointManager(NamesOurs, Settable):
             name: is compared between the ranks instead of the call site.
 
         Raises:
-            CheckpointExistsError: on every rank, if the step has a checkpoint, another job saves here, or another user
-                owns the lock.
+            CheckpointExistsError: on every rank, if the step has a checkpoint, or another job saves here.
             Exception: what `Checkpoint.save` raises, on every rank.
         """
         strategy = self.checkpoint.strategy
@@ -269,11 +269,13 @@ class CheckpointManager(NamesOurs, Settable):
         """
         call.expect_more()
         if self.keep is not None and self._lock is not None:  # not another rank than 0, and something has been saved
-            with contextlib.suppress(OSError):
+            steps: list[int] = []
+            with contextlib.suppress(CheckpointError):
                 steps = [step for step in self.steps() if step not in self._damaged]
-                others = [step for step in steps if step != self._saved]
-                for step in others[: max(0, len(steps) - self.keep)]:
-                    hidden = os.path.join(self.directory, SAVING.format(f"step-{step:012}") + "0" * 16)
+            others = [step for step in steps if step != self._saved]
+            for step in others[: max(0, len(steps) - self.keep)]:
+                hidden = os.path.join(self.directory, SAVING.format(f"step-{step:012}") + "0" * 16)
+                with contextlib.suppress(OSError):
                     files.rename(self.path_of(step), hidden)  # if the job ends meanwhile, the next one sweeps the rest
                     files.remove(hidden)
         call.agree("remove old checkpoints", options=f"keep={self.keep}")

@@ -249,10 +249,10 @@ class PreemptionCheckpointHandler(Settable):
     # ------------------------------------------------------------------------------------------------- the signal
 
     def _give_back(self) -> None:
-        for number, previous in self._previous.items():
+        for number, previous in [*self._previous.items()]:
             if signal.getsignal(number) in (self._note, signal.SIG_IGN):  # else another handler was set later
                 signal.signal(number, signal.SIG_DFL if previous is None else previous)
-        self._previous.clear()
+                del self._previous[number]
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         if self._process != os.getpid():  # closed in another thread; or a forked worker, which must end as it is told
@@ -275,6 +275,7 @@ class PreemptionCheckpointHandler(Settable):
         watcher = self._config.termination_watcher_fn
         if watcher is not None and watcher():
             self._told = self._told or ("termination_watcher_fn", time.monotonic())
+        if self._told is not None:  # again, after a signal: another handler, which was closed, has lowered the flag
             self._raise_flag()
         self._unchecked = 0 if met else self._unchecked + 1
         if self._unchecked >= self._steps_between_votes and not self._guard.flag_was_seen:

@@ -33,7 +33,7 @@ from mpistrategy.checkpoint.collecting import collect
 from mpistrategy.checkpoint.state import State
 from mpistrategy.checkpoint.storage import files
 from mpistrategy.checkpoint.storage.lock import Lock
-from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Manifest, Shard, is_checkpoint
+from mpistrategy.checkpoint.storage.manifest import NAME, ONE, Item, Manifest, Shard, is_checkpoint
 from mpistrategy.checkpoint.storage.shards import check_can_be_read, shard_name
 from mpistrategy.errors import CheckpointError, CheckpointExistsError, CheckpointWriteError
 from mpistrategy.mpi.contract.call import Call
@@ -80,11 +80,12 @@ class Saving(NotPickled):
         self._communicator = communicator
         self._overwrite = overwrite
         self._layout = layout
-        #: The folder while it is written, and its lock; the writers and the objects.
+        #: The folder while it is written, and its lock; the writers, and the table and the values of the objects.
         self._folder = ""
         self._lock: Lock | None = None
         self._writers: list[int] = []
-        self._state: State | None = None
+        self._items: dict[str, Item] = {}
+        self._values: dict[str, Any] = {}
         #: The thread, where there is one; whether this rank has written its shard, and whether another rank has failed.
         self._thread: threading.Thread | None = None
         self._written, self._cancelled = threading.Event(), threading.Event()
@@ -111,7 +112,7 @@ class Saving(NotPickled):
         call.agree("make a folder")
         self._folder = self._communicator.allgather_text(self._folder)[0]
         state.decide(digests, self._communicator)
-        self._state = state
+        self._items, self._values = state.items, state.values  # not the arrays: the program may be done with them
         self._writers, pieces = collect(state, self._communicator, call)
         if pieces is not None and not files.is_folder(self._folder):
             raise CheckpointWriteError.at(
@@ -338,10 +339,8 @@ class Saving(NotPickled):
 
     def _text(self, where: str, shards: Sequence[Shard]) -> bytes:
         """Return the manifest; raise OptionError for one that `restore` would refuse."""
-        state = self._state
-        assert state is not None
-        items = dict(state.items)
-        for path, value in state.values.items():
+        items = dict(self._items)
+        for path, value in self._values.items():
             if items[path].copies == ONE:
                 items[path] = dataclasses.replace(items[path], values=(value,))
         names = tuple(path for path in items if "/" not in path)
@@ -407,7 +406,7 @@ class Saving(NotPickled):
         """Note the outcome, which all ranks know now."""
         self._is_known = True
         self.is_committed, self.has_failed = committed, not committed
-        self._state = None
+        self._items, self._values = {}, {}
         self._close()
 
     def _close(self) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import errno
+import gc
 import os
 import threading
+import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -127,6 +129,20 @@ def test_a_step_is_the_latest_when_it_is_in_place(strategy: ms.MirroredStrategy,
         manager.wait()
     assert (manager.latest, manager.steps(), saving.is_committed) == (2, [1, 2], True)
     manager.close()
+
+
+def test_it_does_not_keep_the_arrays_of_the_program(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
+    """Of JAX, each step makes a new one, on the GPU."""
+    arrays = [np.ones(5)]
+    seen = weakref.ref(arrays[0])
+    with strategy.scope():
+        checkpoint = ms.Checkpoint(x=lambda: arrays[0])
+    saving = checkpoint.save(shared_folder(tmp_path) / "c", wait=False)
+    arrays.clear()
+    gc.collect()
+    assert seen() is None
+    saving.wait()
+    assert ms.Checkpoint.arrays(saving.path)["x"].tolist() == [1.0] * 5
 
 
 @pytest.mark.parametrize("again", [True, False], ids=["for good", "once"])

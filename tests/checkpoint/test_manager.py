@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 import signal
@@ -135,6 +136,19 @@ def test_what_is_somebodys_own_stays(folder: Path, what: str) -> None:
         manager.checkpoint.save(folder / "c", overwrite=True)
     manager.close()
     assert {path: sorted(os.listdir(path)) for path in theirs} == before
+
+
+def test_one_that_cannot_be_removed_stays_alone(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    def refuse(what: str, name: str) -> None:
+        if what == "rename" and name.startswith("step-000000000001 "):
+            raise OSError(errno.EACCES, os.strerror(errno.EACCES))
+
+    _, manager = made(strategy, folder, 1)
+    with watched(refuse):
+        for step in (1, 2, 3):
+            manager.save(step)
+        assert manager.steps() == [1, 3]
+    manager.close()
 
 
 def test_all_ranks_see_what_was_removed(strategy: ms.MirroredStrategy, folder: Path) -> None:

@@ -406,6 +406,30 @@ def test_others_get_their_signals_back(made: Callable[..., ms.PreemptionCheckpoi
             signal.signal(number, handler)
 
 
+def test_a_signal_to_one_handler_outlives_the_close_of_another(
+    made: Callable[..., ms.PreemptionCheckpointHandler],
+) -> None:
+    outer, inner = made(signals=[USR1]), made(signals=[USR2])
+    tell(USR1)
+    inner.close()
+    with pytest.raises(Stop):
+        outer.run(lambda: None)
+
+
+def test_after_handlers_closed_in_the_order_of_their_making_signals_are_the_programs(
+    made: Callable[..., ms.PreemptionCheckpointHandler],
+) -> None:
+    heard: list[int] = []
+    before = signal.signal(USR2, lambda number, frame: heard.append(number))
+    try:
+        for handler in (made(signals=[USR2]), made(signals=[USR2])):
+            handler.close()
+        os.kill(os.getpid(), USR2)
+        assert heard == [USR2]
+    finally:
+        signal.signal(USR2, before)
+
+
 def test_closed_in_another_thread_the_next_signal_is_the_programs(
     strategy: ms.MirroredStrategy, made: Callable[..., ms.PreemptionCheckpointHandler]
 ) -> None:
