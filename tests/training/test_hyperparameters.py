@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import SIZE
+from replicas import SIZE, outcomes
 
 import mpistrategy as ms
 from mpistrategy.errors import CopyError, OptionError, OptionTypeError
