@@ -16,7 +16,6 @@ from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf
 from mpistrategy.objects.settings import Fixed, Settable, checked_count, checked_number, positive
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import checked_slices
-from mpistrategy.training.gpu.norm import norm_of
 
 __all__ = [
     "GradientAccumulator",
@@ -27,6 +26,10 @@ __all__ = [
 
 def __dir__() -> list[str]:
     return list(__all__)
+
+
+#: How many elements in GPU memory are squared at once.
+_PART = 2**24
 
 
 def global_norm(arrays: Sequence[Any]) -> float:
@@ -40,11 +43,19 @@ def global_norm(arrays: Sequence[Any]) -> float:
         LeafError, DTypeError, ShapeError: for values that are no numeric arrays.
     """
     dense = [_rows_added(array, "global_norm") for array in arrays if array is not None]
-    if (on_gpu := norm_of(dense)) is not None:
-        return on_gpu.read()[0]
     with on_device_of_any(dense):
-        squares = [np.square(np.abs(array), dtype=np.float64).sum() for array in dense]
-    return float(np.sqrt(sum(float(square) for square in squares)))
+        return float(np.sqrt(float(sum(map(_sum_of_squares, dense)))))
+
+
+def _sum_of_squares(array: Any) -> Any:
+    """Return a number of float64, where the array is; in GPU memory in parts, since all would take much room."""
+    if not is_on_device(array):
+        return np.square(np.abs(array), dtype=np.float64).sum()
+    flat = array.ravel()
+    if array.dtype.kind == "c":
+        flat = np.abs(flat)
+    parts = (flat[start : start + _PART] for start in range(0, flat.size, _PART))
+    return sum(np.square(part, dtype=np.float64).sum() for part in parts)
 
 
 def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[Any], float]:
@@ -75,9 +86,16 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         if array.dtype.kind in "iu":
             raise DTypeError.at(where, found=f"dtype {dtype_name(array.dtype)}", expected="a floating dtype")
     norm = global_norm(parts)
-    scale = np.nan if not np.isfinite(norm) else min(1.0, clip_norm / norm) if norm else 1.0
-    results = iter([_like(*each) for each in zip(parts, scaled_by(values, scale), given, strict=True)])
+    scaled = scaled_by(values, scale_for(norm, clip_norm))
+    results = iter([_like(*each) for each in zip(parts, scaled, given, strict=True)])
     return [None if array is None else next(results) for array in arrays], norm
+
+
+def scale_for(norm: float, most: float) -> float:
+    """Return what makes a norm at most `most`; NaN for one that is not finite."""
+    if not np.isfinite(norm):
+        return np.nan
+    return min(1.0, most / norm) if norm else 1.0
 
 
 def _checked(gradient: Any, where: str) -> Any:
@@ -278,5 +296,4 @@ def as_dense(gradient: Any, like: Any) -> Array:
         dense = np.zeros(like.shape, like.dtype)
         np.add.at(dense, host_array(gradient.indices), host_array(gradient.values).astype(like.dtype, copy=False))
         gradient = dense
-    where = like.local_view if hasattr(like, "local_view") else like
-    return placed_as(gradient, where).astype(like.dtype, copy=False)
+    return placed_as(gradient, like.local_view).astype(like.dtype, copy=False)

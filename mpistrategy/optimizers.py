@@ -6,17 +6,17 @@ Gradients are summed over the replicas, so divide the loss by the global batch s
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 import numpy as np
 
 from mpistrategy.arrays.convert import any_array
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.objects.settings import Setting, amount, checked_switch, decay
+from mpistrategy.objects.settings import Setting, amount, checked_switch, decay, number
 from mpistrategy.options import NonFinite, SumOrMean
 from mpistrategy.schedules import Schedule
-from mpistrategy.training import kernels
-from mpistrategy.training.hyperparameters import Momentum, refuses_others
+from mpistrategy.training import formulas
+from mpistrategy.training.hyperparameters import refuses_others
 from mpistrategy.training.optimizer import Optimizer
 from mpistrategy.variables.variable import Variable
 
@@ -50,7 +50,7 @@ class SGD(Optimizer):
     """
 
     only_named_rows = True
-    momentum: Setting[float] = Momentum()
+    momentum: Setting[float] = number("a number from 0 to 1", lambda value: 0 <= value <= 1)
     nesterov: Setting[bool] = Setting(checked_switch)
 
     @refuses_others
@@ -75,20 +75,20 @@ class SGD(Optimizer):
         self.momentum = momentum
         self.nesterov = nesterov
 
+    @property
+    def slot_values(self) -> Mapping[str, float]:  # type: ignore[override]
+        """The momentum, which begins at 0; none where it has no use."""
+        return {"momentum": 0.0} if self.momentum else {}
+
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Update the momentum; return what the variable loses."""
-        step = float(self.learning_rate) * gradient
-        if not self.momentum:
-            return any_array(step)
-        velocity = slots["momentum"]
-        _store(velocity, self.momentum * velocity - step)
-        return any_array(step - self.momentum * velocity if self.nesterov else -velocity[...])
+        return formulas.change_of(SGD._kernel(self), gradient, slots)
 
-    def _kernel(self) -> kernels.Kernel | None:
-        """Return `change` as one pass over memory."""
-        if not self.momentum:
-            return kernels.Sgd(float(self.learning_rate))
-        return kernels.Momentum(float(self.learning_rate), float(self.momentum), bool(self.nesterov))
+    def _kernel(self) -> formulas.Kernel:
+        rate, decay = float(self.learning_rate), float(self.momentum)
+        if not decay:
+            return partial(formulas.sgd, rate=rate)
+        return partial(formulas.momentum, rate=rate, decay=decay, nesterov=bool(self.nesterov))
 
 
 class Adam(Optimizer):
@@ -139,16 +139,11 @@ class Adam(Optimizer):
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Update m and v; return the step."""
-        m, v = slots["m"], slots["v"]
-        _store(m, self.beta_1 * m + (1 - self.beta_1) * gradient)
-        _store(v, self.beta_2 * v + (1 - self.beta_2) * gradient * np.conj(gradient))
-        return any_array(self.step_size(self.next_step()) * m / (np.sqrt(v) + self.epsilon))
+        return formulas.change_of(Adam._kernel(self), gradient, slots)
 
-    def _kernel(self) -> kernels.Kernel | None:
-        """Return `change` as one pass over memory."""
-        return kernels.Adam(
-            self.step_size(self.next_step()), float(self.beta_1), float(self.beta_2), float(self.epsilon)
-        )
+    def _kernel(self) -> formulas.Kernel:
+        size = self.step_size(self.next_step())
+        return partial(formulas.adam, size=size, beta_1=self.beta_1, beta_2=self.beta_2, epsilon=self.epsilon)
 
     def step_size(self, t: int) -> float:
         """Override: return the learning rate of step `t` (from 1 on), with the correction of the bias of m and v."""
@@ -205,12 +200,6 @@ class AdamW(Adam):
         var.assign_sub(any_array(decay * var).astype(var.dtype, copy=False))
         super().update(var, gradient, slots, rows)
 
-    def _kernel(self) -> kernels.Kernel | None:
-        """Return the decay and Adam's step as one pass over memory."""
-        adam = super()._kernel()
-        return adam and kernels.AfterDecay(float(self.learning_rate) * float(self.weight_decay), adam)
-
-
-def _store(slot: Variable, value: Any) -> None:
-    # bfloat16 times a Python number is float32.
-    slot.assign(any_array(value).astype(slot.dtype, copy=False))
+    def _kernel(self) -> formulas.Kernel:
+        decay = float(self.learning_rate) * float(self.weight_decay)
+        return partial(formulas.decayed, decay=decay, then=super()._kernel())

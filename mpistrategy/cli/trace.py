@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
 import sys
 
@@ -19,12 +18,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", metavar="DIR", help="the folder that MPISTRATEGY_TRACE, or telemetry.trace, was given"
     )
-    parser.add_argument(
-        "-o", dest="output", metavar="FILE", help=f"what to write (default: DIR/{_NAME}); .gz compresses"
-    )
+    parser.add_argument("-o", dest="output", metavar="FILE", help=f"what to write (default: DIR/{_NAME})")
     parser.add_argument("--png", metavar="FILE", help="draw a picture, too; needs matplotlib")
-    parser.add_argument("--from", dest="start", type=float, default=0.0, metavar="S", help="only from this second on")
-    parser.add_argument("--to", dest="end", type=float, default=math.inf, metavar="S", help="only up to this second")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -34,11 +29,8 @@ def run(options: argparse.Namespace) -> int:
     from mpistrategy.telemetry.tracing.timeline import timeline_of
 
     output = options.output or os.path.join(options.folder, _NAME)
-    part = None if (options.start, options.end) == (0.0, math.inf) else (options.start, options.end)
     try:
         timeline = timeline_of(options.folder)
-        if part is not None:
-            timeline = timeline.between(*part)
         timeline.write(output)
     except TraceError as error:
         sys.stderr.write(f"{printable(str(error))}\n")
@@ -47,7 +39,7 @@ def run(options: argparse.Namespace) -> int:
         print(printable(line))  # whoever has made the program up
     print(f"{output}: open it in https://ui.perfetto.dev (it stays on your machine) or in chrome://tracing")
     if options.png:
-        why_not = plot.draw(timeline, options.png, part)
+        why_not = plot.draw(timeline, options.png)
         print(why_not or f"{options.png}: a picture of it", file=sys.stderr if why_not else sys.stdout)
         return _COULD_NOT if why_not else 0
     return 0

@@ -13,7 +13,7 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import to_array
 from mpistrategy.arrays.digests import digest, outliers
-from mpistrategy.arrays.dtypes import Array, dtype_name
+from mpistrategy.arrays.dtypes import dtype_name
 from mpistrategy.errors import CollectiveMismatchError, DatasetWarning, MpiStrategyError
 from mpistrategy.input.datasets import common_length, to_rows
 from mpistrategy.input.iterators import END
@@ -95,23 +95,23 @@ def _values_and_rows(batch: Any) -> tuple[tuple[tuple[str, tuple[int, ...]], ...
     """Return the dtypes and shapes of the arrays of a batch, and a digest of their rows."""
     arrays = [to_rows(leaf) for leaf in nest.flatten(batch)[0]]
     common_length(arrays, WHERE)
-    found = [_dtype_and_ends(array, MOST_BYTES // len(arrays)) for array in arrays]
+    found = [_dtype_and_digest(array, MOST_BYTES // len(arrays)) for array in arrays]
     values = tuple((dtype, tuple(array.shape)) for (dtype, _), array in zip(found, arrays, strict=True))
-    return values, f"{digest(np.array([digest(end) for _, ends in found for end in ends], np.uint64)):x}"
+    return values, " ".join(rows for _, rows in found)
 
 
-def _dtype_and_ends(array: Any, most: int) -> tuple[str, list[Array]]:
-    """Return the dtype of an array, and its first and last rows, in all about `most` bytes; no rows for objects.
+def _dtype_and_digest(array: Any, most: int) -> tuple[str, str]:
+    """Return the dtype of an array, and a digest of its first and last rows, of each half of `most` bytes, about.
 
-    Only these rows are read from a file.
+    Only these rows are read from a file; none of objects.
     """
     length = int(array.shape[0])
     try:
         first = to_array(array[:1], WHERE)
     except MpiStrategyError:  # objects, sparse arrays
-        return f"{type(array).__name__} of {getattr(array, 'dtype', '?')}", []
-    rows = max(1, most // max(1, 2 * first.nbytes))
-    parts = [slice(0, length)] if 2 * rows >= length else [slice(0, rows), slice(length - rows, length)]
-    flat = [to_array(array[part], WHERE).reshape(-1) for part in parts]
-    count = max(1, most // len(parts) // max(1, first.itemsize))  # a single row may be larger than `most`
-    return dtype_name(first.dtype), [np.ascontiguousarray(part[:count]) for part in flat]
+        return f"{type(array).__name__} of {getattr(array, 'dtype', '?')}", ""
+    rows = min(length, max(1, most // max(1, 2 * first.nbytes)))
+    count = max(1, most // 2 // max(1, first.itemsize))  # a single row may be larger than `most`
+    ends = array[:rows], array[length - rows :]
+    flat = [np.ascontiguousarray(to_array(end, WHERE).reshape(-1)[:count]) for end in ends]
+    return dtype_name(first.dtype), " ".join(f"{digest(end):x}" for end in flat)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, Generic, Self, TypeVar
+from dataclasses import dataclass
+from typing import Any, Generic, NoReturn, TypeVar
 
-from mpistrategy.errors import CopyError, OutOfRangeError
+from mpistrategy.errors import OutOfRangeError
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
@@ -86,24 +86,9 @@ class DistributedIterator(Kept, NotPickled, Iterator[E]):
         at = "" if self._walk is None else f" at element {self._walk.position} of {self._walk.of}"
         return f"<{type(self).__name__}{at}>"
 
-    def __copy__(self) -> Self:
-        """Return another iterator that goes on from the same element.
-
-        Raises:
-            CopyError: over what can be iterated only once.
-        """
-        walk = self._walk
-        if walk is None or walk.is_one_shot:
-            raise CopyError.at(
-                "copy.copy(iterator)",
-                found="an iterator over what can be iterated only once",
-                expected="an iterator over a Dataset or a list",
-                fix="Use the iterator itself, or make a list of its elements.",
-            )
-        copied = super().__copy__()
-        copied._walk = replace(walk)
-        copied._go_to(walk.position)
-        return copied
+    def __copy__(self) -> NoReturn:
+        """Raise CopyError: two iterators share no elements."""
+        self.__reduce_ex__(2)
 
     @collective("next")
     def __next__(self) -> E:

@@ -54,6 +54,8 @@ OF_CLASS: Mapping[str, Mapping[str, str]] = {
         "get_weights": "Write Checkpoint(optimizer=optimizer).save(path)",
         "set_weights": "Write Checkpoint(optimizer=optimizer).restore(path)",
         "get_slot": "Write slots_of(variable)[name]",
+        "lr": "Write learning_rate",
+        "clipnorm": "Write global_clipnorm",
     },
     "Metric": {
         "reset_states": "Write reset_state()",

@@ -34,40 +34,28 @@ class RankFilter(logging.Filter):
         ranks: who logs from `level` on: a rank, several, or "all".
         level: a level or its name.
         others: from which level on the other ranks log; None for never.
-        levels: levels of single ranks, which override the above.
+
+    Attributes:
+        level, others: as numbers.
 
     Raises:
         OptionError, OptionTypeError: for unknown levels, and for what is not a rank.
     """
 
     def __init__(
-        self,
-        ranks: int | str | Collection[int] = 0,
-        level: int | str = "NOTSET",
-        others: int | str | None = "ERROR",
-        levels: Mapping[int, int | str] | None = None,
+        self, ranks: int | str | Collection[int] = 0, level: int | str = "NOTSET", others: int | str | None = "ERROR"
     ) -> None:
         super().__init__()
-        if levels is not None and not isinstance(levels, Mapping):
-            raise OptionTypeError.at(_WHERE, found=f"levels={levels!r}", expected="a dict from ranks to levels")
         self._ranks = _checked_ranks(ranks)
-        self._level = _level_number(level, "level")
-        self._others = _NEVER if others is None else _level_number(others, "others")
-        self._levels = {rank: _level_number(each, "levels") for rank, each in (levels or {}).items()}
-
-    @property
-    def lowest(self) -> int:
-        """The lowest level that any rank lets through."""
-        return min([self._level, self._others, *self._levels.values()])
+        self.level: int = _level_number(level, "level")
+        self.others: int = _NEVER if others is None else _level_number(others, "others")
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether this rank logs the record."""
-        rank = own_place()[0]
-        asked = getattr(record, "ranks", None)
-        if asked is not None:
-            return _has(asked, rank) and record.levelno >= self._level
-        chosen = self._level if _has(self._ranks, rank) else self._others
-        return record.levelno >= self._levels.get(rank, chosen)
+        rank, asked = own_place()[0], getattr(record, "ranks", None)
+        if _has(self._ranks if asked is None else asked, rank):
+            return record.levelno >= self.level
+        return asked is None and record.levelno >= self.others
 
 
 class RankFormatter(logging.Formatter):
@@ -121,7 +109,6 @@ def setup_logging(
     *,
     ranks: int | str | Collection[int] = 0,
     others: int | str | None = "ERROR",
-    levels: Mapping[int, int | str] | None = None,
     logger: str | logging.Logger = "",
     format: str | None = None,
     stream: IO[str] | None = None,
@@ -139,7 +126,6 @@ def setup_logging(
         level: from which level on `ranks` log.
         ranks: a rank of the job, several, or "all".
         others: from which level on the other ranks log; None for never.
-        levels: levels of single ranks: ``{3: "DEBUG"}``.
         logger: which logger is set up, and those below it; "" is the root logger.
         format: as in `logging`, with ``%(rank)d`` and ``%(size)d`` if you like; None for time, level, logger, message.
         stream: where to; None for stderr.
@@ -155,7 +141,7 @@ def setup_logging(
     if not isinstance(logger, (str, logging.Logger)):
         raise OptionTypeError.at(_WHERE, found=f"logger={logger!r}", expected="a logger, or its name")
     chosen = logging.getLogger(logger) if isinstance(logger, str) else logger
-    handler, by_rank = RankHandler(stream), RankFilter(ranks, level, others, levels)
+    handler, by_rank = RankHandler(stream), RankFilter(ranks, level, others)
     if format is not None:
         handler.setFormatter(RankFormatter(format, _DATES))
     handler.addFilter(by_rank)
@@ -164,7 +150,7 @@ def setup_logging(
             chosen.removeHandler(each)
             each.close()
     chosen.addHandler(handler)
-    chosen.setLevel(by_rank.lowest)
+    chosen.setLevel(min(by_rank.level, by_rank.others))
     return handler
 
 
@@ -179,9 +165,9 @@ def _level_number(level: int | str, argument: str) -> int:
 
 
 def _checked_ranks(ranks: Any) -> Any:
+    several = [ranks] if isinstance(ranks, int) else ranks
     if isinstance(ranks, str) and ranks.lower() == "all":
         return "all"
-    several = [ranks] if isinstance(ranks, int) else ranks
     if isinstance(several, str) or not isinstance(several, Collection):
         raise OptionTypeError.at(_WHERE, found=f"ranks={ranks!r}", expected='a rank, a list of ranks, or "all"')
     if not all(isinstance(rank, int) and rank >= 0 for rank in several):

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
-from mpistrategy.arrays.convert import as_device_array, host_array, is_on_device, may_share_memory
-from mpistrategy.arrays.dtypes import Array, dtype_name, span
+from mpistrategy.arrays.convert import as_device_array, host_array, is_on_device
+from mpistrategy.arrays.dtypes import Array, dtype_name
 from mpistrategy.arrays.values import IndexedSlices
 from mpistrategy.errors import ContextError, DTypeError, OptionError, ShapeError
 from mpistrategy.strategy.current import get_replica_context
@@ -99,20 +98,3 @@ def check_gradient(gradient: Any, var: Variable, where: str) -> None:
             found=f"a gradient of shape {values.shape} for {var.name!r}",
             expected=f"the variable's shape {var.shape}{', or rows of it' if sparse else ''}",
         )
-
-
-def apart_from(changed: Sequence[Array], arrays: Sequence[Array]) -> list[Array]:
-    """Return `arrays`, with copies of those that may share memory with `changed`."""
-    if any(map(is_on_device, (*arrays, *changed))):
-        return [array.copy() if any(may_share_memory(array, one) for one in changed) else array for array in arrays]
-    views = [array for array in arrays if array.base is not None]  # an array that owns its memory shares none
-    if not views:
-        return list(arrays)
-    bounds = [span(array) for array in changed]
-    low, high = min(begin for begin, _ in bounds), max(end for _, end in bounds)
-
-    def is_inside(array: Array) -> bool:
-        begin, end = span(array)
-        return begin < high and low < end
-
-    return [array.copy() if array.base is not None and is_inside(array) else array for array in arrays]

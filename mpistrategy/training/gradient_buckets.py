@@ -1,33 +1,27 @@
-"""Memory for gradients: arenas, whose gradients a step does not copy, and buckets, which are reduced one by one.
+"""Gradients in buckets, which are reduced one by one.
 
 On several nodes a bucket is reduced while the gradients of later buckets are computed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from mpistrategy.arrays.convert import is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.errors import ContextError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.objects.jax_traces import refuse_in_jax_trace
-from mpistrategy.objects.settings import Fixed, checked_count
-from mpistrategy.options import CommunicationOptions, ReduceOp
+from mpistrategy.objects.settings import Fixed, whole_number
+from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.asynchronous import AllReduceHandle
-from mpistrategy.strategy.current import get_replica_context, get_strategy
+from mpistrategy.strategy.current import get_replica_context
 from mpistrategy.strategy.replica_context import ReplicaContext
-from mpistrategy.training.checks import check_variable, required_context
-from mpistrategy.training.plans import StepPlans
-from mpistrategy.training.sliced.step import GradientArena
+from mpistrategy.training.checks import required_context
+from mpistrategy.training.sliced import GradientArena
 from mpistrategy.variables.variable import Variable
-
-if TYPE_CHECKING:
-    from mpistrategy.reduction.arena import Arena
 
 #: Large enough for the line rate of a network, small enough that the first one is soon full.
 DEFAULT_BYTES_PER_BUCKET = 4 * 2**20
@@ -44,15 +38,6 @@ class Bucket:
 
     members: tuple[int, ...]
     memory: Array
-
-
-class Memory(Protocol):
-    """What buckets are cut of: an arena, and the variables, or what else has a name and a dtype, of its arrays."""
-
-    @property
-    def arena(self) -> Arena[Any]: ...
-    @property
-    def variables(self) -> tuple[Any, ...]: ...
 
 
 class GradientBuckets:
@@ -77,7 +62,6 @@ class GradientBuckets:
         gradients: the memory of the gradients.
         op: how they are combined.
         bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
-        options: hints for their reduction; None for the strategy's own.
 
     Attributes:
         values: the arrays to write the gradients into, like the variables.
@@ -91,11 +75,8 @@ class GradientBuckets:
     op: Fixed[ReduceOp] = Fixed()
     starts_early: Fixed[bool] = Fixed()
 
-    def __init__(
-        self, gradients: Memory, op: ReduceOp, bytes_per_bucket: int, options: CommunicationOptions | None = None
-    ) -> None:
-        self._gradients = gradients
-        self._options = options
+    def __init__(self, gradients: GradientArena, op: ReduceOp, bytes_per_bucket: int) -> None:
+        self._strategy = gradients.arena.strategy
         self.values = gradients.arena.values
         self.variables = gradients.variables
         self.op = op
@@ -103,7 +84,7 @@ class GradientBuckets:
         self._buckets: list[Bucket] = _cut(gradients, bytes_per_bucket)
         self._bucket_of = {number: at for at, bucket in enumerate(self._buckets) for number in bucket.members}
         self._index = {id(var): number for number, var in enumerate(self.variables)}
-        extended = gradients.arena.strategy.extended
+        extended = self._strategy.extended
         extended._bucket_orders[tuple(bucket.members for bucket in self._buckets)] = None
         communicator = extended._reducer.communicator
         self.starts_early = communicator.nodes > 1 or (is_on_device(self.values[0]) and communicator.size > 1)
@@ -133,7 +114,7 @@ class GradientBuckets:
         refuse_in_jax_trace(where)
         number = self._number(which, where)
         context: ReplicaContext | None = get_replica_context()
-        if context is None or context.strategy is not self._gradients.arena.strategy:
+        if context is None or context.strategy is not self._strategy:
             raise ContextError.at(
                 where, found="a call elsewhere", expected="a call in a step function of the variables' strategy"
             )
@@ -188,19 +169,15 @@ class GradientBuckets:
         number = len(self._handles)
         memory = self._buckets[number].memory
         name = f"gradient bucket {number} of {len(self._buckets)}"
-        self._handles.append(context.all_reduce_async(self.op, memory, self._options, name=name, out=memory))
+        self._handles.append(context.all_reduce_async(self.op, memory, name=name, out=memory))
 
     def _clear(self) -> None:
         self._ready: set[int] = set()
         self._missing = [len(bucket.members) for bucket in self._buckets]
 
     def _number(self, which: Any, where: str) -> int:
-        if isinstance(which, Variable):
-            number = self._index.get(id(which), -1)
-        elif isinstance(which, (int, np.integer)) and not isinstance(which, bool):
-            number = int(which)
-        else:
-            raise OptionTypeError.at(where, found=f"{which!r}", expected="a variable or its number")
+        is_variable = isinstance(which, Variable)
+        number = self._index.get(id(which), -1) if is_variable else whole_number(where, "which", which)
         if not 0 <= number < len(self.variables):
             raise OptionError.at(
                 where, found=f"{which!r}", expected=f"one of the {len(self.variables)} variables of these buckets"
@@ -212,91 +189,18 @@ class GradientBuckets:
         return f"<GradientBuckets of {len(self.variables)} variables: {sizes}>"
 
 
-def _cut(gradients: Memory, bytes_per_bucket: int) -> list[Bucket]:
+def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
     """Return the buckets: neighbours in memory of one dtype, from the last variable to the first."""
     places = gradients.arena._places
-    open_members: dict[int, list[int]] = {}
     made: list[Bucket] = []
-
-    def close(memory_number: int) -> None:
-        members = open_members.pop(memory_number)
-        start, stop = places[members[-1]][1].start, places[members[0]][1].stop
-        made.append(Bucket(tuple(members), gradients.arena._buckets[memory_number].mine[start:stop]))
-
-    for number in range(len(places) - 1, -1, -1):
-        memory_number, place = places[number]
-        members = open_members.setdefault(memory_number, [])
-        members.append(number)
-        nbytes = (places[members[0]][1].stop - place.start) * gradients.variables[number].dtype.itemsize
-        if nbytes >= bytes_per_bucket:
-            close(memory_number)
-    for memory_number in list(open_members):
-        close(memory_number)
+    for at, flat in enumerate(gradients.arena._buckets):
+        members: list[int] = []
+        of_dtype = [number for number, (bucket, _) in enumerate(places) if bucket == at]
+        for number in reversed(of_dtype):
+            members.append(number)
+            memory = flat.mine[places[number][1].start : places[members[0]][1].stop]
+            if memory.nbytes >= bytes_per_bucket or number == of_dtype[0]:
+                made.append(Bucket(tuple(members), memory))
+                members = []
     # In the order of backward propagation.
     return sorted(made, key=lambda bucket: -bucket.members[-1])
-
-
-class GradientArenas:
-    """The part of Optimizer that makes memory for gradients."""
-
-    aggregation: ReduceOp
-    _plans: StepPlans
-
-    def gradient_arena(self, variables: Iterable[Variable], *, name: str | None = None) -> Arena[list[Array]]:
-        """Return an arena for the gradients of `variables`: a step does not copy gradients in it.  Collective.
-
-        Write them in place (``np.matmul(x.T, d, out=arena.values[0])``) and give `apply_gradients` pairs of
-        ``arena.values[i]`` and the i-th variable.  A step does not change them.
-
-        Args:
-            variables: variables of one strategy.  The same ones in the same order always have the same arena.
-            name: is compared between the ranks instead of the call site.
-
-        Returns:
-            An Arena whose `values` are a list like the variables.
-
-        Raises:
-            EmptyBatchError: without variables.
-            OptionError: for elements that are no variables, and for variables of several strategies.
-        """
-        return self._gradients_of(variables, "gradient_arena", name).arena
-
-    def gradient_buckets(
-        self,
-        variables: Iterable[Variable],
-        bytes_per_bucket: int = DEFAULT_BYTES_PER_BUCKET,
-        *,
-        name: str | None = None,
-    ) -> GradientBuckets:
-        """Return the gradient arena of `variables` in buckets, whose reduction overlaps with computation.  Collective.
-
-        Args:
-            variables: as in `gradient_arena`; in the order of the model's layers.
-            bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
-            name: is compared between the ranks instead of the call site.
-
-        Returns:
-            GradientBuckets, for `apply_gradients` instead of pairs.
-
-        Raises:
-            OptionError, OptionTypeError: for a number of bytes that is not a positive int; else as `gradient_arena`.
-        """
-        checked_count(f"{type(self).__name__}.gradient_buckets", "bytes_per_bucket", bytes_per_bucket)
-        return GradientBuckets(
-            self._gradients_of(variables, "gradient_buckets", name, f"{bytes_per_bucket=}"),
-            self.aggregation,
-            bytes_per_bucket,
-        )
-
-    def _gradients_of(
-        self, variables: Iterable[Variable], method: str, name: str | None, options: str = ""
-    ) -> GradientArena:
-        where = f"{type(self).__name__}.{method}"
-        listed: tuple[Any, ...] = tuple(variables)
-        strategy = next((var.strategy for var in listed if isinstance(var, Variable)), None) or get_strategy()
-        with Call(strategy.extended.communicator.guard, where, called=name) as call:
-            for var in listed:
-                check_variable(var, strategy, where)
-            call.structure = ", ".join(var._key for var in listed)
-            call.agree("place gradients", op=self.aggregation.value, options=options)
-            return self._plans.sliced.arena(strategy, listed)

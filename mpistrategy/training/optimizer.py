@@ -2,7 +2,7 @@
 
 A step takes one of two paths, with the same results.  *Plain*: the gradients are reduced to every rank, and each rank
 updates its copies.  *Sliced*: where variables, slots and gradients are in memory that the ranks of the node share, each
-rank reduces and updates its share of every copy (`training.sliced.update`).  Both update in place, in pieces
+rank reduces and updates its share of every copy (`training.sliced`).  Both update in place, in pieces
 (`training.kernels`).  A subclass that overrides `change` or `update` takes the plain path, and its method is called.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterable, Mapping, Sequence
 from operator import is_
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import numpy as np
 
@@ -19,28 +19,27 @@ from mpistrategy.arrays.convert import any_array, host_array, placed_as
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.values import IndexedSlices, local_component
 from mpistrategy.context import Mode, cross_replica, current_frame, warn_if_alone
-from mpistrategy.errors import ContextError, UnsupportedError
+from mpistrategy.errors import ContextError, OptionError, UnsupportedError
 from mpistrategy.gradients import as_dense
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.kept import Kept, Leaf, ObjectAt, PathOf, is_stateful
 from mpistrategy.objects.nearest import NamesOurs
-from mpistrategy.objects.settings import Settable, Setting, checked_count, checked_number, or_none, positive
+from mpistrategy.objects.settings import Settable, Setting, checked_count, checked_number, one_of, or_none, positive
 from mpistrategy.options import NonFinite, ReduceOp, SumOrMean, VariableAggregation
+from mpistrategy.reduction.arena import Arena
 from mpistrategy.schedules import Schedule
 from mpistrategy.strategy.current import get_strategy
-from mpistrategy.strategy.extended import StrategyExtended
 from mpistrategy.strategy.strategy import Strategy, is_mirrored
 from mpistrategy.training import hyperparameters as setting
 from mpistrategy.training.checks import check_variable, required_context
-from mpistrategy.training.gpu.updates import room_for
-from mpistrategy.training.gradient_buckets import GradientArenas, GradientBuckets
-from mpistrategy.training.kernels import STEP_METHODS, Kernel, has_current_kernel, has_kernel
-from mpistrategy.training.nonfinite import warn_of
+from mpistrategy.training.formulas import Kernel
+from mpistrategy.training.gradient_buckets import DEFAULT_BYTES_PER_BUCKET, GradientBuckets
+from mpistrategy.training.kernels import Scratch
 from mpistrategy.training.plans import Slots, StepPlan, StepPlans
-from mpistrategy.training.screening import Screened, screened
-from mpistrategy.training.sliced.step import SlicedStep
+from mpistrategy.training.screening import screened, warn_of
+from mpistrategy.training.sliced import GradientArena, GradientArenas, SlicedStep, can_be_sliced
 from mpistrategy.variables.variable import Variable
 
 Arrays = Sequence[Array] | None
@@ -48,7 +47,7 @@ Arrays = Sequence[Array] | None
 _OUTSIDE_STEPS = "Make variables inside strategy.scope(), and call it in the function given to strategy.run."
 
 
-class Optimizer(Kept, NamesOurs, GradientArenas, NotPickled, Settable):
+class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     """Base of optimizers: reduces gradients over the replicas and applies them.
 
     A subclass says in `slot_values` which slots each variable has, and returns from `change` what a step subtracts.
@@ -94,12 +93,12 @@ class Optimizer(Kept, NamesOurs, GradientArenas, NotPickled, Settable):
         lambda where, name, value: checked_number(where, name, value, "a positive number or None", positive)
     )
     mirrored_check_steps: Setting[int] = Setting(lambda where, name, value: checked_count(where, name, value, least=0))
-    nonfinite: Setting[NonFinite | None] = setting.policy()
+    nonfinite: Setting[NonFinite | None] = or_none(
+        lambda where, name, value: cast("NonFinite", one_of(where, name, value, ("raise", "skip", "warn")))
+    )
     iterations: Setting[Variable | None] = setting.counter()
     skipped_steps: int
     schedule: Schedule | None
-    lr: setting.Misnamed = setting.Misnamed("learning_rate")
-    clipnorm: setting.Misnamed = setting.Misnamed("global_clipnorm")
 
     @setting.refuses_others
     def __init__(
@@ -119,13 +118,19 @@ class Optimizer(Kept, NamesOurs, GradientArenas, NotPickled, Settable):
         self.nonfinite = nonfinite
         self.iterations, self.skipped_steps = None, 0
         self._slots = Slots(where)
-        self._plans = StepPlans(self._slots)
+        self._plans, self._arenas, self._scratch = StepPlans(), GradientArenas(), Scratch()
+        #: How many steps it was asked for, and how the latest was made.
+        self._calls, self._latest_path = 0, ""
         #: The settings that ranks compare, in order; other attributes are the program's own.
         self._declared: tuple[str, ...] = tuple(sorted(setting.declared(type(self))))
         #: What `_settings` has put into words, and the words.
         self._told: tuple[tuple[Any, ...], str] = ((), "")
-        #: The step counter that has been checked, its strategy, and its value.
-        self._counted: tuple[Any, Any, Array] = (None, None, np.zeros((), np.int64))
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name in setting.RIGHT_NAMES:
+            right, where = setting.RIGHT_NAMES[name], f"{type(self).__name__}.{name}"
+            raise OptionError.at(where, found="an attribute that optimizers do not have", expected=f"{right!r}")
+        super().__setattr__(name, value)
 
     def build(self, variables: Iterable[Variable], *, name: str | None = None) -> None:
         """Create the step counter and the slots of `variables`.  Collective; inside scope().
@@ -158,13 +163,69 @@ class Optimizer(Kept, NamesOurs, GradientArenas, NotPickled, Settable):
     @property
     def latest_path(self) -> str:
         """How the latest step was made: "sliced", "plain", "buckets" or "skipped"; "" before the first."""
-        return self._plans.latest_path
+        return self._latest_path
 
     @property
     def variables(self) -> tuple[Variable, ...]:
         """The optimizer's own variables: the step counter, once there is one, and all slots."""
         slots = [slot for _, slots in self._slots.by_id.values() for slot in slots.values()]
         return (*([] if self.iterations is None else [self.iterations]), *slots)
+
+    def gradient_arena(self, variables: Iterable[Variable], *, name: str | None = None) -> Arena[list[Array]]:
+        """Return an arena for the gradients of `variables`: a step does not copy gradients in it.  Collective.
+
+        Write them in place (``np.matmul(x.T, d, out=arena.values[0])``) and give `apply_gradients` pairs of
+        ``arena.values[i]`` and the i-th variable.  A step does not change them.
+
+        Args:
+            variables: variables of one strategy.  The same ones in the same order always have the same arena.
+            name: is compared between the ranks instead of the call site.
+
+        Returns:
+            An Arena whose `values` are a list like the variables.
+
+        Raises:
+            EmptyBatchError: without variables.
+            OptionError: for elements that are no variables, and for variables of several strategies.
+        """
+        return self._gradients_of(variables, "gradient_arena", name).arena
+
+    def gradient_buckets(
+        self,
+        variables: Iterable[Variable],
+        bytes_per_bucket: int = DEFAULT_BYTES_PER_BUCKET,
+        *,
+        name: str | None = None,
+    ) -> GradientBuckets:
+        """Return the gradient arena of `variables` in buckets, whose reduction overlaps with computation.  Collective.
+
+        Args:
+            variables: as in `gradient_arena`; in the order of the model's layers.
+            bytes_per_bucket: a bucket is complete when it has so many bytes of gradients.
+            name: is compared between the ranks instead of the call site.
+
+        Returns:
+            GradientBuckets, for `apply_gradients` instead of pairs.
+
+        Raises:
+            OptionError, OptionTypeError: for a number of bytes that is not a positive int; else as `gradient_arena`.
+        """
+        checked_count(f"{type(self).__name__}.gradient_buckets", "bytes_per_bucket", bytes_per_bucket)
+        gradients = self._gradients_of(variables, "gradient_buckets", name, f"{bytes_per_bucket=}")
+        return GradientBuckets(gradients, self.aggregation, bytes_per_bucket)
+
+    def _gradients_of(
+        self, variables: Iterable[Variable], method: str, name: str | None, options: str = ""
+    ) -> GradientArena:
+        where = f"{type(self).__name__}.{method}"
+        listed: tuple[Any, ...] = tuple(variables)
+        strategy = next((var.strategy for var in listed if isinstance(var, Variable)), None) or get_strategy()
+        with Call(strategy.extended.communicator.guard, where, called=name) as call:
+            for var in listed:
+                check_variable(var, strategy, where)
+            call.structure = ", ".join(var._key for var in listed)
+            call.agree("place gradients", op=self.aggregation.value, options=options)
+            return self._arenas.of(strategy, listed)
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
         """Override: update the slots and return what to subtract from the variable; in update context.
@@ -202,24 +263,17 @@ class Optimizer(Kept, NamesOurs, GradientArenas, NotPickled, Settable):
         strategy: Any = frame.strategy if frame is not None and in_step else required_context(where).strategy
         if strategy._is_default:
             warn_if_alone(strategy, where, "was called outside every step", _OUTSIDE_STEPS)
-        extended = strategy.extended
-        with Call(extended.communicator.guard, where, name) as call:
-            gradients, plan, ordinary = self._plans.find(grads_and_vars, strategy, where)
+        with Call(strategy.extended.communicator.guard, where, name) as call:
+            gradients, plan = self._plans.find(grads_and_vars, strategy, where)
+            arrays = plan.ordinary(gradients, where)
             call.step = self._steps_made(strategy, where)
             call.structure = plan.in_words(self._settings())
-            buckets = grads_and_vars if isinstance(grads_and_vars, GradientBuckets) else None
-            totals = None if buckets is None else buckets._reduced_early(self.aggregation, call)
-            if ordinary and totals is None and plan.prepared is not None and self._is_current(plan, extended):
-                trouble = self._make(plan, gradients, self._kernel(), call)
-            else:
-                arrays = gradients if ordinary else plan.ordinary(gradients, where)
-                with cross_replica(strategy):
-                    trouble = self._prepare_and_make(strategy, gradients, arrays, plan, totals, call)
-            if trouble and self.nonfinite == "skip":
-                self._plans.latest_path = "skipped"
-                self.skipped_steps += 1
-            self._plans.calls += 1
-            if self.mirrored_check_steps and self._plans.calls % self.mirrored_check_steps == 0:
+            totals = None
+            if isinstance(grads_and_vars, GradientBuckets):
+                totals = grads_and_vars._reduced_early(self.aggregation, call)
+            trouble = self._step(plan, gradients, arrays, totals, call)
+            self._calls += 1
+            if self.mirrored_check_steps and self._calls % self.mirrored_check_steps == 0:
                 self._check_mirrored(strategy)
             number = self.next_step() - 1 if trouble else 0
         if trouble and self.nonfinite == "warn":  # after the call, since the program may make it an error
@@ -227,12 +281,10 @@ class Optimizer(Kept, NamesOurs, GradientArenas, NotPickled, Settable):
 
     def _steps_made(self, strategy: Strategy, where: str) -> int:
         """Return the number of steps made, which a schedule follows."""
-        steps, counter = 0, self.iterations
-        if counter is not None:
-            if self._counted[0] is not counter or self._counted[1] is not strategy:
-                check_variable(counter, strategy, where)
-                self._counted = (counter, strategy, counter.local_view)
-            steps = int(self._counted[2])
+        steps = 0
+        if self.iterations is not None:
+            check_variable(self.iterations, strategy, where)
+            steps = int(self.iterations._storage)
         if self.schedule is not None:
             setting.follow(self, self.schedule, steps)
         return steps
@@ -247,93 +299,99 @@ class Optimizer(Kept, NamesOurs, GradientArenas, NotPickled, Settable):
             self._told = found, (words := f"{numbers}, nonfinite={self.nonfinite}, {self.aggregation.name}")
         return words
 
-    def _is_current(self, plan: StepPlan, extended: StrategyExtended) -> bool:
-        """Return whether the prepared step of a plan still does what this optimizer and its strategy say."""
-        return plan.counter is self.iterations and plan.key == self._key(extended)
+    def _step(self, plan: StepPlan, gradients: Sequence[Any], arrays: Arrays, totals: Arrays, call: Call) -> str:
+        """Make a step; return what of the reduced gradients is not finite.
 
-    def _key(self, extended: StrategyExtended) -> tuple[Any, ...]:
-        """Return what a prepared step depends on, besides its variables and the step counter."""
-        mine, theirs = type(self), type(extended)
-        return (
-            *(mine._kernel, mine.change, mine.update, vars(self).keys().isdisjoint(STEP_METHODS)),
-            *(theirs.batch_reduce_to, theirs.update, extended._reducer.changes, extended.communicator.guard.level),
-            *(self.aggregation, self.global_clipnorm, self.nonfinite, self._plans.sliced.arenas_made),
-        )
-
-    def _make(self, plan: StepPlan, gradients: Sequence[Array], kernel: Kernel | None, call: Call) -> str:
-        """Make the prepared step of a plan; return what of the reduced gradients is not finite."""
-        step, trouble = plan.prepared, ""
-        assert kernel is not None
-        assert step is not None
-        if isinstance(step, SlicedStep):
-            step.run(gradients, kernel, self.aggregation, call)
-            self._plans.latest_path = "sliced"
-        else:
-            totals, _, trouble = self._screened(step.totals(gradients, call), plan, gradients, call)
-            if trouble and self.nonfinite == "skip":
-                return trouble
-            step.update(totals, kernel)
-            self._plans.latest_path = "plain"
-        np.add(plan.count, 1, out=plan.count)
-        return trouble
-
-    def _prepare_and_make(
-        self, strategy: Strategy, gradients: Sequence[Any], arrays: Arrays, plan: StepPlan, totals: Arrays, call: Call
-    ) -> str:
-        """Make a step of any gradients; return what of them is not finite."""
-        extended = strategy.extended
-        self._step_counter()
-        if not plan.has_slots:
-            self._slots.make(plan.variables, self.slot_values)
-            plan.has_slots = True
-        call.expect_more()
-        kernel = self._kernel() if has_current_kernel(self, Optimizer) else None
-        room = room_for(kernel, plan.variables) if extended._drives_gpu else []
+        Args:
+            plan: the plan.
+            gradients: this rank's, of any kind.
+            arrays: the same as ordinary arrays; None where some are not.
+            totals: the reduced gradients, where buckets have reduced them; else None.
+            call: the call that all ranks make.
+        """
+        if self.iterations is None or not plan.has_slots:
+            with cross_replica(plan.strategy):
+                self._step_counter()
+                self._slots.make(plan.variables, self.slot_values)
+            plan.use(self._slots, self._scratch)
+            call.expect_more()
+        kernel = self._formula() if plan.is_usual else None
         if totals is None and arrays is not None:
-            if not self._is_current(plan, extended):
-                screens = self.global_clipnorm is not None or self.nonfinite is not None
-                self._plans.prepare(plan, kernel, self._step_counter(), self.aggregation, screens, call)
-                plan.key = self._key(extended)
-            if plan.prepared is not None:
-                return self._make(plan, arrays, kernel, call)
-        if totals is None:
-            pairs = list(zip(gradients, plan.variables, strict=True))
-            results = extended.batch_reduce_to(self.aggregation, pairs)
+            self._make_ready(plan, kernel, call)
+        if totals is None and arrays is not None and kernel is not None and plan.sliced is not None:
+            plan.sliced.run(arrays, kernel, self.aggregation, call)
+            self._latest_path, trouble = "sliced", ""
         else:
-            results = list(totals)
-            if extended._drives_gpu:
-                call.agree("update", options="with memory for it")
-        room.clear()  # the updates use this memory now
-        trouble = self._update_all(results, plan, gradients if totals is None else None, call)
-        self._plans.latest_path = "plain" if totals is None else "buckets"
+            self._latest_path = "plain" if totals is None else "buckets"
+            brought = gradients if totals is None else None  # buckets have been overwritten
+            dense, rows = self._dense(plan, gradients, arrays, totals, call)
+            reduced, trouble = screened(dense, plan, brought, call, clip=self.global_clipnorm, policy=self.nonfinite)
+            if trouble and self.nonfinite == "skip":
+                self._latest_path = "skipped"
+                self.skipped_steps += 1
+                return trouble
+            self._update_all(plan, kernel, reduced, rows)
+        counter = self._step_counter()
+        if plan.is_usual:
+            np.add(counter._storage, 1, out=counter._storage)
+        else:
+            plan.strategy.extended.update(counter, lambda steps: steps.assign_add(1))
         return trouble
 
-    def _screened(
-        self, reduced: Sequence[Array], plan: StepPlan, brought: Sequence[Any] | None, call: Call, scales: bool = True
-    ) -> Screened:
-        if self.global_clipnorm is None and self.nonfinite is None:
-            return reduced, None, ""
-        return screened(reduced, plan, brought, call, clip=self.global_clipnorm, policy=self.nonfinite, scales=scales)
-
-    def _update_all(self, results: Sequence[Any], plan: StepPlan, brought: Sequence[Any] | None, call: Call) -> str:
-        """Update all of this rank's copies with what has been reduced; return what of it is not finite."""
+    def _make_ready(self, plan: StepPlan, kernel: Kernel | None, call: Call) -> None:
+        """Prepare how ordinary gradients are reduced, unless that is done.  Collective where it is not."""
         extended, variables = plan.strategy.extended, plan.variables
-        totals = [local_component(result) for result in results]
-        dense = [as_dense(total, var) for total, var in zip(totals, variables, strict=True)]
-        names_rows = self.only_named_rows
-        rows = [total.indices if names_rows and isinstance(total, IndexedSlices) else None for total in totals]
-        in_place = has_current_kernel(self, Optimizer)
-        by_kernels = in_place and not any(rows_of is not None for rows_of in rows) and plan.has_kernels
-        reduced, scale, trouble = self._screened(dense, plan, brought, call, not by_kernels)
-        if trouble and self.nonfinite == "skip":
-            return trouble
-        if in_place:  # one update for all
-            extended.update(variables[0], lambda _: self._update_in_place(reduced, variables, rows, scale))
-        else:
-            for gradient, var, named in zip(reduced, variables, rows, strict=True):
-                extended.update(var, self.update, args=(gradient, self.slots_of(var), named))
-        extended.update(self._step_counter(), lambda steps: steps.assign_add(1))
-        return trouble
+        screens = self.global_clipnorm is not None or self.nonfinite is not None
+        reducer, mine = extended._reducer, (kernel is None, screens, self.aggregation)
+        key = (*mine, reducer.changes, extended.communicator.guard.level, self._arenas.made)
+        if key == plan.key or not plan.is_usual or not plan.is_on_host:
+            return
+        slots = [self._slots.of(var) for var in variables]
+        plan.sliced = plan.reduction = None
+        may_slice = kernel is not None and not screens and reducer.algorithm._in_rank_order
+        if kernel is not None and may_slice and can_be_sliced(plan.strategy, variables, slots):
+            call.agree("prepare an update")
+            with cross_replica(plan.strategy):
+                gradients = self._arenas.covering(plan.strategy, variables)
+            if gradients.arena.is_shared:
+                plan.sliced = SlicedStep(plan.strategy, gradients, variables, slots, kernel, self._scratch)
+            call.expect_more()
+        plan.reduces_nothing = extended.communicator.size == 1 and reducer.algorithm._in_rank_order
+        if plan.sliced is None and not plan.reduces_nothing:
+            plan.reduction = reducer.plan_of_arrays(self.aggregation, plan.layouts)
+        plan.key = (*key[:-1], self._arenas.made)
+
+    def _dense(
+        self, plan: StepPlan, gradients: Sequence[Any], arrays: Arrays, totals: Arrays, call: Call
+    ) -> tuple[Sequence[Array], dict[int, Array]]:
+        """Return the reduced gradients of this rank as arrays that no update changes, and which rows they name."""
+        if totals is None and arrays is not None and plan.reduction is not None:
+            return plan.reduction.run(call, arrays), {}
+        if totals is None and arrays is not None and plan.reduces_nothing:
+            return plan.changed.apart(arrays), {}
+        results: Sequence[Any] = totals or ()
+        if totals is None:
+            with cross_replica(plan.strategy):
+                pairs = list(zip(gradients, plan.variables, strict=True))
+                results = [*map(local_component, plan.strategy.extended.batch_reduce_to(self.aggregation, pairs))]
+        named = {number: each.indices for number, each in enumerate(results) if isinstance(each, IndexedSlices)}
+        dense = [as_dense(total, var) for total, var in zip(results, plan.variables, strict=True)]
+        return plan.changed.apart(dense), named if self.only_named_rows else {}
+
+    def _update_all(
+        self, plan: StepPlan, kernel: Kernel | None, totals: Sequence[Array], rows: dict[int, Array]
+    ) -> None:
+        """Update all of this rank's copies; of some variables only these rows."""
+        if plan.sparse != rows.keys():
+            plan.use(self._slots, self._scratch, rows.keys())
+        if kernel is not None:
+            for numbers, update in plan.updates:
+                update.run(kernel, [totals[number] for number in numbers])
+        for number in range(len(totals)) if kernel is None else plan.others:
+            with cross_replica(plan.strategy):
+                var = plan.variables[number]
+                given = totals[number], self.slots_of(var), rows.get(number)
+                plan.strategy.extended.update(var, self.update, args=given)
 
     def _check_mirrored(self, strategy: Strategy) -> None:
         slotted = [var for var, _ in self._slots.by_id.values()]
@@ -341,18 +399,16 @@ class Optimizer(Kept, NamesOurs, GradientArenas, NotPickled, Settable):
         if mirrored:
             strategy.assert_mirrored(mirrored)
 
-    def _update_in_place(
-        self, gradients: Sequence[Array], variables: Sequence[Variable], rows: Sequence[Array | None], scale: Any
-    ) -> None:
-        kernel = self._kernel()
-        assert kernel is not None
-        chosen: list[tuple[Array, Variable]] = []
-        for gradient, var, named in zip(gradients, variables, rows, strict=True):
-            if named is not None or not has_kernel(var.dtype):
-                self.update(var, gradient, self.slots_of(var), named)
-            else:
-                chosen.append((gradient, var))
-        self._plans.update(kernel, [gradient for gradient, _ in chosen], [var for _, var in chosen], scale)
+    def _formula(self) -> Kernel | None:
+        """Return the next step as a kernel; None where `change` or `update` is overridden, and is called instead."""
+        if not vars(self).keys().isdisjoint(("change", "update")):
+            return None
+        for kind in type(self).__mro__:
+            if "_kernel" in vars(kind):
+                return self._kernel()
+            if "change" in vars(kind) or "update" in vars(kind):
+                break
+        return None
 
     def _kernel(self) -> Kernel | None:
         """Return the next step as a kernel that does what `change` and `update` do; None where there is none.

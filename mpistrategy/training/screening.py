@@ -1,23 +1,29 @@
-"""What happens to reduced gradients before a step: their norm is limited, and they are checked to be finite."""
+"""What happens to reduced gradients before a step: their norm is limited, and they are checked to be finite.
+
+The check has the same result on all ranks.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 
-from mpistrategy.arrays.dtypes import Array
-from mpistrategy.arrays.gpu import DeviceArray
-from mpistrategy.gradients import clip_by_global_norm, scaled_by
+from mpistrategy.arrays.convert import host_array, is_on_device, on_device_of_any
+from mpistrategy.arrays.dtypes import Array, wire_dtype
+from mpistrategy.arrays.gpu import cupy_for
+from mpistrategy.arrays.values import IndexedSlices, contribution
+from mpistrategy.errors import NonFiniteError, NonFiniteWarning
+from mpistrategy.gradients import global_norm, scale_for, scaled_by
 from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.interface.ranks import Ranks
+from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.options import NonFinite
-from mpistrategy.training.gpu.norm import norm_of
-from mpistrategy.training.nonfinite import first_not_finite, screen
 from mpistrategy.training.plans import StepPlan
 
-#: The gradients; what they are still to be multiplied by, in GPU memory, or None; what of them is not finite.
-Screened: TypeAlias = tuple[Sequence[Array], DeviceArray | None, str]
+_PIECE = 2**16
 
 
 def screened(
@@ -28,9 +34,11 @@ def screened(
     *,
     clip: float | None,
     policy: NonFinite | None,
-    scales: bool,
-) -> Screened:
-    """Return gradients ready for the step.  Nothing waits for a GPU unless there is a policy.
+) -> tuple[Sequence[Array], str]:
+    """Return gradients ready for the step, and which of them is not finite, in words; "" where all are.
+
+    Collective where there is a policy: the ranks exchange one number.  What they see may differ, with different
+    Mirrored gradients on each rank or with broken memory.
 
     Args:
         reduced: the gradients.
@@ -38,28 +46,96 @@ def screened(
         brought: this rank's gradients before the reduction; None if they have been overwritten.
         call: the call that all ranks make.
         clip: the most that their norm may be; None for no limit.
-        policy: what is done if they are not finite; None: nobody looks.  One of the two is given.
-        scales: whether gradients in GPU memory are multiplied here; else the update does it.
+        policy: what is done if they are not finite; None: nobody looks.
 
     Raises:
         NonFiniteError: on all ranks, where the policy is "raise".
     """
-    norm, broken, scale = 0.0, None, None
-    on_gpu = norm_of(reduced, np.inf if clip is None else clip)
-    if on_gpu is not None:
-        if policy is not None:
-            norm, broken = on_gpu.read()
-        if clip is not None:
-            scale = on_gpu.scale
-            if scales:
-                reduced, scale = scaled_by(reduced, float(scale.get()[0])), None
-    else:
-        if policy is not None:
-            broken = first_not_finite(reduced)
-        if clip is not None:
-            reduced, norm = clip_by_global_norm(reduced, clip)
+    if clip is None and policy is None:
+        return reduced, ""
+    on_gpu = any(map(is_on_device, reduced))
+    parts, reduced = _gathered(reduced) if on_gpu else (reduced, reduced)
+    norm = global_norm(parts) if on_gpu or clip is not None else 0.0
+    broken = None if policy is None or (on_gpu and np.isfinite(norm)) else first_not_finite(reduced)
+    if clip is not None and on_gpu:
+        for part in parts:
+            part[...] = scaled_by([part], scale_for(norm, clip))[0]
+    elif clip is not None:
+        reduced = scaled_by(reduced, scale_for(norm, clip))
     if policy is None:
-        return reduced, scale, ""
-    communicator = plan.strategy.extended.communicator
-    trouble = screen(communicator, call, broken, 0.0 if clip is None else norm, plan.variables, brought, policy)
-    return reduced, scale, trouble
+        return reduced, ""
+    first = len(reduced) if broken is None else broken
+    if broken is None and (clip is None or np.isfinite(norm)):
+        first += 1
+    ranks = plan.strategy.extended.communicator
+    call.expect_more()
+    if ranks.size > 1:
+        call.agree("screen gradients", op=policy)
+        least = np.array([first], np.int64)
+        ranks.allreduce(least, "MIN")
+        first = int(least[0])
+    if first > len(reduced):
+        return reduced, ""
+    what = "a global norm of the gradients that is not finite"
+    if first < len(reduced):
+        what = f"a reduced gradient of {plan.variables[first]._key} that is not finite"
+        if policy != "skip" and brought is not None:
+            what += f" ({_of_ranks(ranks, contribution(brought[first]))})"
+    if policy == "raise":
+        raise NonFiniteError.at(call.where, found=what, expected="finite numbers", fix="Nothing has changed.")
+    return reduced, what
+
+
+def _gathered(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
+    """Copy arrays into one for each dtype in GPU memory, which takes few launches; return these, and the copies."""
+    from mpistrategy.reduction.routes.gpu import move  # here: on CPUs nothing reads it
+
+    found = [array if is_on_device(array) else array.copy() for array in arrays]
+    together = [array for array in found if not is_on_device(array)]
+    with on_device_of_any(arrays):
+        for dtype in dict.fromkeys(array.dtype for array in arrays if is_on_device(array)):
+            numbers = [n for n, array in enumerate(arrays) if is_on_device(array) and array.dtype == dtype]
+            flat = cupy_for("gradients in GPU memory").empty(sum(arrays[n].size for n in numbers), dtype)
+            start = 0
+            for number in numbers:
+                stop = start + arrays[number].size
+                found[number] = flat[start:stop].reshape(arrays[number].shape)
+                start = stop
+            move([arrays[n] for n in numbers], [found[n] for n in numbers])
+            together.append(flat)
+    return together, found
+
+
+def all_finite(array: Array) -> bool:
+    """Return whether all numbers of a floating or complex array are finite, without a temporary array of its size."""
+    with np.errstate(all="ignore"):
+        # A sum with an infinity or NaN is not finite.  A sum of large numbers may overflow: each is checked then.
+        wide = wire_dtype(array.dtype)
+        total = array.sum(dtype=wide) if is_on_device(array) else np.add.reduce(array, axis=None, dtype=wide)
+        if np.isfinite(total):
+            return True
+    return all(np.isfinite(piece).all() for piece in _pieces(array))
+
+
+def first_not_finite(arrays: Sequence[Array]) -> int | None:
+    """Return the number of the first array that is not finite; None if all are."""
+    return next((number for number, array in enumerate(arrays) if not all_finite(array)), None)
+
+
+def _pieces(array: Array) -> Iterator[Array]:
+    flat = array.ravel("K")  # a view, if the array is contiguous in any order of its axes
+    for start in range(0, flat.size, _PIECE):
+        yield flat[start : start + _PIECE]
+
+
+def _of_ranks(ranks: Ranks, gradient: Any) -> str:
+    """Return in words which ranks' gradients are not finite.  Collective."""
+    mine = all_finite(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
+    told = [rank for rank, text in enumerate(ranks.allgather_text("" if mine else "not finite")) if text]
+    return f"of {ranks_in_words(told)}" if told else "no rank had such numbers: their sum overflowed"
+
+
+def warn_of(trouble: str, where: str, step: int, rank: int) -> None:
+    """Warn on replica 0, at the line of the program that makes the call."""
+    if rank == 0:
+        warn(f"{where}: {trouble}; the step was made, as nonfinite='warn' says (step {step})", NonFiniteWarning)

@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -276,40 +276,6 @@ def test_faults_at_saving(launch: Launch, tmp_path: Path) -> None:
 
 def alone(folder: Path) -> ms.CheckpointManager:
     return made(ms.OneDeviceStrategy("CPU:0"), folder)[1]
-
-
-@pytest.fixture
-def child_that_waits() -> Iterator[Callable[[], None]]:
-    """Fork a child that lives on to the end of the test."""
-    reading, writing = os.pipe()
-    children = []
-
-    def fork() -> None:
-        child = os.fork()
-        if child == 0:
-            os.close(writing)
-            os.read(reading, 1)
-            os._exit(0)
-        children.append(child)
-
-    yield fork
-    os.close(writing)
-    os.close(reading)
-    for child in children:
-        os.waitpid(child, 0)
-
-
-@pytest.mark.one_rank
-def test_a_forked_child_does_not_keep_the_lock(folder: Path, child_that_waits: Callable[[], None]) -> None:
-    manager = alone(folder)
-    manager.save(1)
-    child_that_waits()
-    with pytest.raises(errors.CheckpointExistsError, match="another manager of this one"):
-        alone(folder).save(2)
-    manager.close()
-    with alone(folder) as other:
-        other.save(2)
-        assert other.steps() == [1, 2]
 
 
 @pytest.mark.one_rank

@@ -25,6 +25,7 @@ import numpy as np
 from mpistrategy.arrays.dtypes import span
 from mpistrategy.mpi.gpu.transports import ordered_keys
 from mpistrategy.reduction.routes import gpu as gpu_route
+from mpistrategy.training import gpu_update
 
 _ARENA_BYTES = 2**30
 _ALIGNMENT = 512
@@ -573,21 +574,24 @@ class RawModule:
 
     def get_function(self, name: str) -> RawKernel:
         assert name in self.code
-        return RawKernel(name)
+        return RawKernel(name, self.code)
 
 
 class RawKernel:
     """A kernel, which starts when somebody waits for it; what it is given by value it has from then on."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, code: str) -> None:
+        self.name, self.code = name, code
 
     def __call__(self, grid: Sequence[int], block: Sequence[int], args: Sequence[Any], *, shared_mem: int = 0) -> None:
         counts["kernels"] += 1
         for each in args:  # as CuPy: an ndarray of one element goes by value
             assert not isinstance(each, np.ndarray) or each.size == 1
         own = [each.copy() if isinstance(each, (np.ndarray, np.generic)) else each for each in args]
-        do, memory = KERNELS[self.name](tuple(grid), tuple(block), own)
+        if self.name == gpu_update.NAME:
+            do, memory = fused_double.update(_at, self.code, tuple(grid), tuple(block), own)
+        else:
+            do, memory = KERNELS[self.name](tuple(grid), tuple(block), own)
         get_current_stream().put(do, *memory)
 
 
@@ -642,7 +646,6 @@ def _of_keys(to_keys: bool) -> Callable[[Any, Any, Sequence[Any]], tuple[Callabl
 #: What each kernel does: from the grid, the block and the arguments to its work and the memory that this touches.
 KERNELS: dict[str, Callable[[Any, Any, Sequence[Any]], tuple[Callable[[], None], list[np.ndarray]]]] = {
     gpu_route.NAME: _moves,
-    **fused_double.kernels_on(_at),
     **{name: _of_keys(name == both[0]) for both in ordered_keys.NAMES.values() for name in both},
 }
 

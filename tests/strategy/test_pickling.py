@@ -96,7 +96,6 @@ def test_what_could_be_copied_still_can(strategy: ms.MirroredStrategy) -> None:
     assert variable.numpy().tolist() == [0.75, 0.75]
     assert fresh.iterations is None
     assert fresh.learning_rate == 0.5
-    assert copy.copy(iterator(strategy))._walk.position == 1
 
 
 @pytest.mark.parametrize("copied", [lambda x: pickle.loads(pickle.dumps(x)), copy.copy, copy.deepcopy])

@@ -45,10 +45,6 @@ CASES = {
     "several": ({"ranks": [1, 2, 3], "others": None}, ["all", "info warning error all", "info warning error all"]),
     "another": ({"ranks": 1}, ["error all", "info warning error all", "error all"]),
     "others warn": ({"others": "WARNING"}, ["info warning error all", "warning error all", "warning error all"]),
-    "levels": (
-        {"levels": {1: "debug"}, "others": logging.CRITICAL},
-        ["info warning error all", "debug info warning error all", "all"],
-    ),
     "a higher level": ({"level": "WARNING"}, ["warning error", "error", "error"]),
 }
 

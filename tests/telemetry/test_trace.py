@@ -20,7 +20,8 @@ from traces import overlapping, plant, read_events
 import mpistrategy as ms
 from mpistrategy.cli import main
 from mpistrategy.mpi.contract import observers
-from mpistrategy.telemetry.tracing import recorder, recordings
+from mpistrategy.telemetry.tracing import recorder
+from mpistrategy.telemetry.tracing import timeline as timeline_module
 from mpistrategy.telemetry.tracing.report import report
 from mpistrategy.telemetry.tracing.timeline import timeline_of
 from mpistrategy.testing import run_replicas
@@ -75,7 +76,7 @@ def test_all_ranks_are_on_one_clock_and_viewers_can_read_it(strategy: ms.Strateg
     if RANK:
         return
     timeline = timeline_of(str(folder))
-    assert timeline.ranks == list(range(SIZE))
+    assert list(timeline.by_rank()) == list(range(SIZE))
     assert [each.is_whole for each in timeline.recordings] == [True] * SIZE
     meetings = overlapping(timeline, SIZE)
     assert meetings >= 5 * STEPS + 1 if SIZE > 1 else meetings == 0
@@ -149,7 +150,7 @@ def test_simulated_replicas_have_rows_of_their_own(folder: Path) -> None:
     with ms.telemetry.trace(folder / str(RANK)):
         run_replicas(lambda: ms.MirroredStrategy().run(lambda: context().all_reduce("SUM", 1.0)), 3)
     timeline = timeline_of(str(folder / str(RANK)))
-    assert timeline.ranks[:3] == [0, 1, 2]
+    assert list(timeline.by_rank())[:3] == [0, 1, 2]
     calls = [each for each in timeline.events if each["args"].get("call") == "ReplicaContext.all_reduce"]
     assert sorted(each["pid"] for each in calls) == [0, 1, 2]
 
@@ -172,7 +173,6 @@ def test_two_recordings_at_a_time_and_one_after_the_other(strategy: ms.Strategy,
         strategy.reduce("SUM", 1.0)
         again.stop()
         again.stop()
-        assert {each.error for each in outcomes(again.start)} == {ms.errors.ContextError}
     gather_texts("all have written")
     if RANK == 0:
         counts = {
@@ -224,11 +224,9 @@ def test_saves_of_checkpoints_are_there(strategy: ms.Strategy, folder: Path) -> 
         assert len({each["tid"] for each in mine}) == 2
 
 
-@pytest.mark.parametrize("bad", [3, "", None, "a\0b"])
+@pytest.mark.parametrize("bad", [3, "", None])
 def test_what_is_no_folder_is_refused(bad: Any) -> None:
-    kinds = {each.error for each in outcomes(lambda: ms.telemetry.trace(bad))}
-    assert kinds <= {ms.errors.OptionTypeError, ms.errors.OptionError}
-    assert len(kinds) == 1
+    assert {each.error for each in outcomes(lambda: ms.telemetry.trace(bad))} == {ms.errors.OptionTypeError}
 
 
 def test_where_nothing_can_be_written_the_job_goes_on(
@@ -246,35 +244,17 @@ def test_where_nothing_can_be_written_the_job_goes_on(
     assert "Not a directory. The job goes on without." in said
 
 
-def test_a_rank_writes_so_much_and_no_more(
+def test_a_rank_records_so_much_and_no_more(
     strategy: ms.Strategy, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(recorder, "MOST_BYTES", 100)
+    monkeypatch.setattr(recorder, "MOST_EVENTS", 2)
     with ms.telemetry.trace(folder):
-        strategy.reduce("SUM", 1.0)
-        time.sleep(3 * recorder.SECONDS_BETWEEN_WRITES)
-        strategy.reduce("SUM", 1.0)
+        for _ in range(3):
+            strategy.reduce("SUM", 1.0)
     assert "cannot write its trace" in capsys.readouterr().err
     gather_texts("all have written")
     if RANK == 0:
-        assert len(timeline_of(str(folder)).events) == SIZE
-
-
-def test_what_cannot_be_written_in_time_is_counted(
-    strategy: ms.Strategy, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(recorder, "MOST_WAITING", 10)
-    with ms.telemetry.trace(folder):
-        for _ in range(50):
-            with ms.telemetry.span("short"):
-                pass
-    gather_texts("all have written")
-    if RANK == 0:
-        timeline = timeline_of(str(folder))
-        for each in timeline.recordings:
-            assert each.lost > 0
-            assert each.lost + len(each.events) == 50
-        assert " events were lost" in "\n".join(report(timeline))
+        assert len(timeline_of(str(folder)).events) == 2 * SIZE
 
 
 def test_a_forked_child_leaves_the_file_alone(strategy: ms.Strategy, folder: Path) -> None:
@@ -289,7 +269,7 @@ def test_a_forked_child_leaves_the_file_alone(strategy: ms.Strategy, folder: Pat
         assert os.waitpid(child, 0)[1] == 0
         with ms.telemetry.span("after"):
             pass
-    found = recordings.read(trace.path)
+    found = timeline_module.read(trace.path)
     assert found is not None
     assert [each["name"] for each in found.events] == ["before", "after"]
 
@@ -301,15 +281,13 @@ def a_trace(folder: Path, group: str = "", **header: Any) -> Path:
     """Write a small recording by hand."""
     folder.mkdir(exist_ok=True)
     told = {
-        "version": 2, "rank": 0, "size": 2, "host": "n", "process": 1, "program": "p.py", "clock": "c",
+        "version": 3, "rank": 0, "size": 2, "host": "n", "process": 1, "program": "p.py", "clock": "c",
         "monotonic_us": 0.0, "wall_us": 0.0, "begun": "2026-01-01T00:00:00",
     } | header  # fmt: skip
     track = {"pid": told["rank"], "tid": 0}
     events: list[dict[str, Any]] = [
         {"name": "mpistrategy", "ph": "M", "ts": 0, **track, "args": told},
-        {"name": "thread_name", "ph": "M", "ts": 0, **track, "args": {"name": "MainThread"}},
         {"name": "a", "cat": "span", "ph": "X", "ts": 10, "dur": 10, **track, "args": {}},
-        {"name": "b", "cat": "span", "ph": "B", "ts": 30, **track, "args": {}},
         {"name": "c", "cat": "collective", "ph": "X", "ts": 40, "dur": 10, **track, "args": {"number": 1}},
     ]
     if group:
@@ -324,7 +302,7 @@ def test_a_line_that_was_cut_costs_only_itself(tmp_path: Path) -> None:
     a_trace(tmp_path / "t")
     timeline = timeline_of(str(tmp_path / "t"))
     found = [(each["name"], each["ts"], each["dur"]) for each in timeline.events]
-    assert found == [("a", 0, 10), ("b (not left)", 20, 20), ("c", 30, 10)]
+    assert found == [("a", 0, 10), ("c", 30, 10)]
     text = "\n".join(report(timeline))
     assert "no recording of rank 1 of 2" in text
     assert "not ended in order (killed, or still running): rank 0" in text
@@ -342,7 +320,7 @@ def test_only_the_newest_run_is_taken(tmp_path: Path) -> None:
     assert "left out: 5 files of other runs in the same folder" in list(report(timeline))
 
 
-@pytest.mark.parametrize("what", ["no folder", "empty", "foreign", "newer", "nonsense", "unwritable"])
+@pytest.mark.parametrize("what", ["no folder", "empty", "foreign", "newer", "unwritable"])
 def test_the_command_says_what_it_cannot_do(tmp_path: Path, what: str, capsys: pytest.CaptureFixture[str]) -> None:
     folder = tmp_path / "t"
     if what != "no folder":
@@ -350,10 +328,7 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, what: str, capsys: p
     if what == "foreign":
         (folder / "rank-0.json").write_text("hello\n")
     elif what == "newer":
-        a_trace(folder, version=3)
-    elif what == "nonsense":
-        path = a_trace(folder)
-        path.write_text(path.read_text().replace('"tid": 0, "args": {}}', '"tid": 0}'))
+        a_trace(folder, version=4)
     elif what == "unwritable":
         a_trace(folder)
         (folder / "trace.json").mkdir()
@@ -361,7 +336,7 @@ def test_the_command_says_what_it_cannot_do(tmp_path: Path, what: str, capsys: p
     said = capsys.readouterr().err
     expected = {
         "no folder": "No such file", "empty": "no recordings in", "foreign": "no recordings in",
-        "newer": "version 3 of the format", "nonsense": "a line that is not of a trace", "unwritable": "directory",
+        "newer": "version 4 of the format", "unwritable": "directory",
     }  # fmt: skip
     assert status == 2
     assert expected[what] in said
@@ -397,12 +372,12 @@ def test_a_program_as_it_stands(launch: Launch, tmp_path: Path, how: str, capsys
     else:
         launch(3, ["-m", "mpistrategy", "run", "--trace", folder, program]).check()
     timeline = timeline_of(str(folder))
-    assert timeline.ranks == [0, 1, 2]
+    assert list(timeline.by_rank()) == [0, 1, 2]
     assert all(each.is_whole for each in timeline.recordings)
     assert overlapping(timeline, 3) >= 6
     for path in folder.glob("rank-*.json"):
         assert json.loads(path.read_text())[-1]["name"] == "end", "each file opens in a viewer as it is"
-    assert main.main(["trace", str(folder), "-o", str(tmp_path / "out.json"), "--from", "0", "--to", "1000"]) == 0
+    assert main.main(["trace", str(folder), "-o", str(tmp_path / "out.json")]) == 0
     said = capsys.readouterr().out
     assert "3 ranks on 1 node" in said
     assert "ui.perfetto.dev" in said
@@ -410,23 +385,14 @@ def test_a_program_as_it_stands(launch: Launch, tmp_path: Path, how: str, capsys
 
 
 @pytest.mark.slow
-def test_a_killed_job_leaves_what_its_ranks_were_in(launch: Launch, tmp_path: Path) -> None:
+def test_a_killed_job_leaves_what_its_ranks_did(launch: Launch, tmp_path: Path) -> None:
     folder = tmp_path / "trace"
     job = launch(3, [launching.program(PROGRAM, tmp_path), "die"], env={"MPISTRATEGY_TRACE": str(folder)})
     assert job.returncode != 0
     timeline = timeline_of(str(folder))
-    assert timeline.ranks == [0, 1, 2]
+    assert list(timeline.by_rank()) == [0, 1, 2]
     assert not any(each.is_whole for each in timeline.recordings)
     overlapping(timeline, 3)
-    left_open = {(each["pid"], each["name"]) for each in timeline.events if "not_left" in each["args"]}
-    assert (1, "step 5 (not left)") in left_open
-    assert {rank for rank, name in left_open if name.startswith("all_reduce")} == {0, 2}
-    lines = "\n".join(report(timeline))
-    assert re.search(
-        r"rank 0 never left #\d+ all_reduce SUM 32 B at program_\w+\.py:\d+, entered 0\.\d+ s before", lines
-    )
-    timeline.write(str(folder / "trace.json"))
-    assert any(event["name"] == "all_reduce SUM 32 B (not left)" for event in read_events(folder / "trace.json"))
 
 
 def test_a_picture(tmp_path: Path) -> None:
@@ -438,5 +404,4 @@ def test_a_picture(tmp_path: Path) -> None:
         train(ms.OneDeviceStrategy("CPU:0"))
     assert plot.draw(timeline_of(str(folder)), str(tmp_path / "a.png")) == ""
     assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    assert "nothing was recorded" in plot.draw(timeline_of(str(folder)), str(tmp_path / "b.png"), (1e6, 2e6))
     assert "No such file" in plot.draw(timeline_of(str(folder)), str(tmp_path / "none" / "b.png"))

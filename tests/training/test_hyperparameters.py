@@ -10,7 +10,7 @@ import pytest
 from replicas import SIZE, outcomes
 
 import mpistrategy as ms
-from mpistrategy.errors import CopyError, OptionError, OptionTypeError, ReduceOpError
+from mpistrategy.errors import CopyError, OptionError, OptionTypeError
 from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 
 pytestmark = pytest.mark.mpi
@@ -18,10 +18,13 @@ pytestmark = pytest.mark.mpi
 BAD: list[tuple[type[Optimizer], str, Any, type[Exception]]] = [
     (SGD, "learning_rate", 0, OptionError),
     (SGD, "learning_rate", "fast", OptionTypeError),
+    (SGD, "learning_rate", np.inf, OptionError),
+    (SGD, "learning_rate", True, OptionTypeError),
+    (SGD, "learning_rate", None, OptionTypeError),
     (SGD, "momentum", 1.5, OptionError),
     (SGD, "nesterov", "yes", OptionTypeError),
     (SGD, "aggregation", "MAX", OptionError),
-    (SGD, "aggregation", "mena", ReduceOpError),
+    (SGD, "aggregation", "mena", OptionError),
     (SGD, "global_clipnorm", -1.0, OptionError),
     (SGD, "mirrored_check_steps", -1, OptionError),
     (SGD, "mirrored_check_steps", 1.5, OptionTypeError),
@@ -114,7 +117,7 @@ def test_reprs_of_metrics_say_what_this_rank_has(strategy: ms.MirroredStrategy) 
 def test_reprs_of_telemetry_say_what_is_on() -> None:
     assert repr(ms.telemetry.span("load")) == "<Span 'load'>"
     assert repr(ms.telemetry.trace("folder")) == "<Trace into 'folder', not begun>"
-    assert repr(ms.telemetry.nvtx()) == "<Nvtx, off, by nothing yet>"
+    assert repr(ms.telemetry.nvtx()) == "<Nvtx, off>"
     assert repr(ms.telemetry.progress(range(4), title="train")) == "<Progress 'train', 0 of 4>"
 
 
@@ -128,14 +131,9 @@ def test_a_variable_may_be_a_key(strategy: ms.MirroredStrategy) -> None:
     assert (first == second).all()  # elements are compared, as before
 
 
-def test_a_copied_iterator_goes_on_by_itself(strategy: ms.MirroredStrategy) -> None:
-    batches = [np.full(SIZE, number) for number in range(4)]
-    iterator = iter(strategy.distribute_dataset(batches))
+def test_an_iterator_is_not_copied(strategy: ms.MirroredStrategy) -> None:
+    iterator = iter(strategy.distribute_dataset([np.full(SIZE, number) for number in range(4)]))
     next(iterator)
-    copied = copy.copy(iterator)
-    assert [int(part[0]) for part in iterator] == [1, 2, 3]
-    assert [int(part[0]) for part in copied] == [1, 2, 3]
-    once = iter(strategy.distribute_dataset(iter(batches)))
-    with pytest.raises(CopyError, match="only once"):
-        copy.copy(once)
-    assert "at element 4 of global batches" in repr(iterator)
+    with pytest.raises(CopyError, match="save its position with a Checkpoint"):
+        copy.copy(iterator)
+    assert "at element 1 of global batches" in repr(iterator)

@@ -146,21 +146,6 @@ def test_a_function_put_onto_the_instance_is_asked(strategy: ms.Strategy) -> Non
     np.testing.assert_array_equal(variable, [-1, -1])
 
 
-def test_a_kernel_of_ones_own(strategy: ms.Strategy) -> None:
-    class Sign(Optimizer):
-        def _kernel(self) -> kernels.Kernel | None:
-            def step(parameter: Array, gradient: Array, slots: Any, scratch: Any) -> None:
-                np.sign(gradient, out=scratch[0])
-                np.subtract(parameter, scratch[0], out=parameter)
-
-            return step
-
-    with strategy.scope():
-        variable, optimizer = ms.Variable(np.zeros((2, 2))), Sign(0.1)
-    strategy.run(lambda: optimizer.apply_gradients([(np.array([[1.0, -2.0], [0.0, 5.0]]), variable)]))
-    np.testing.assert_array_equal(variable, [[-1, 1], [0, -1]])
-
-
 @pytest.mark.parametrize("name", FORMULAS)
 def test_a_step_takes_no_memory_of_the_variables_size(alone: ms.Strategy, name: str) -> None:
     size = 2**21
@@ -190,11 +175,3 @@ def test_a_gradient_that_is_the_variable_or_its_slot(alone: ms.Strategy) -> None
     alone.run(lambda: optimizer.apply_gradients([(velocity.local_view, variable)]))
     np.testing.assert_array_equal(velocity, [0.0] * 3)  # 0.5 * -0.5 - 0.5 * -0.5
     np.testing.assert_array_equal(variable, [0.5] * 3)
-
-
-def test_an_update_reads_a_gradient_before_it_writes_over_it() -> None:
-    parameter, velocity = np.ones(5), np.ones(5)
-    update = kernels.FlatUpdate(parameter, {"momentum": velocity}, kernels.Scratch())
-    update.run(kernels.Momentum(1.0, 0.5, True), velocity)
-    np.testing.assert_array_equal(velocity, [-0.5] * 5)
-    np.testing.assert_array_equal(parameter, [1 - (1 + 0.25)] * 5)

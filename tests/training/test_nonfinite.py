@@ -27,9 +27,10 @@ from replicas import (
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
 from mpistrategy.testing import run_replicas
-from mpistrategy.training.nonfinite import all_finite, what_is_not
+from mpistrategy.training.screening import all_finite
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -110,7 +111,7 @@ def test_raise_changes_nothing_and_names_the_variable(
         assert len({one.text for one in ended}) == 1
         assert f"a reduced gradient of {training.variables[which]._key} that is not finite" in ended[0].text
         early = place[1] == "buckets" and SIZE > 1 and max(place[0].extended.communicator.node_of) > 0
-        brought = f"(rank {rank} brought 1 {'NaN' if np.isnan(value) else 'infinite'})"
+        brought = f"(of rank {rank})"
         assert (brought in ended[0].text) is not early, "what the buckets summed in place is gone"
         assert training.state() == before
     training.step()
@@ -212,7 +213,7 @@ def test_sums_that_overflow_and_cancel(strategy: ms.Strategy) -> None:
     mine = np.full(3, np.inf if RANK % 2 else -np.inf, np.float32)
     ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(mine, var)])))
     assert {one.error for one in ended} == {errors.NonFiniteError}
-    assert all(f"rank {rank} brought 3 infinite" in ended[0].text for rank in RANKS)
+    assert f"(of {ranks_in_words(RANKS)})" in ended[0].text
 
 
 def test_large_finite_gradients_pass(strategy: ms.Strategy) -> None:
@@ -241,7 +242,7 @@ def test_sparse_gradients(strategy: ms.Strategy) -> None:
     rows = ms.IndexedSlices(values, np.array([1]), (4, 2))
     ended = outcomes(lambda: strategy.run(lambda: optimizer.apply_gradients([(rows, var)])))
     assert {one.error for one in ended} == {errors.NonFiniteError}
-    assert f"(rank {SIZE - 1} brought 2 NaN)" in ended[0].text
+    assert f"(of rank {SIZE - 1})" in ended[0].text
 
 
 @several
@@ -282,18 +283,16 @@ def test_every_dtype(strategy: ms.Strategy, dtype: Any) -> None:
 def test_one_number_among_many(size: int, dtype: str, place: float, kind: str, large: bool) -> None:
     array: Array = np.full(size, np.finfo(dtype).max if large else 1, dtype)
     assert all_finite(array)
-    assert what_is_not(array) == ""
     if size:
         array[int(place * size)] = KINDS[kind]
         assert not all_finite(array)
         assert not all_finite(array[::-1])
-        assert what_is_not(array) == ("1 NaN" if kind == "NaN" else "1 infinite")
 
 
 @pytest.mark.parametrize("bad", ["raises", "ignore", "", 1, True, ["skip"]])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_unknown_policy_is_refused_with_the_allowed_ones(name: str, bad: Any) -> None:
-    with pytest.raises(errors.OptionError, match='"raise", "skip", "warn" or None'):
+    with pytest.raises(errors.OptionError, match='"raise" or "skip" or "warn"'):
         OPTIMIZERS[name](nonfinite=bad)
 
 

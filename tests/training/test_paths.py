@@ -9,12 +9,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, bits, outcomes, same_everywhere, still_works
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, bits, outcomes, part_of, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.training import kernels
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -103,6 +106,34 @@ def test_hundreds_of_small_variables_are_one_run(strategy: ms.Strategy) -> None:
         gradients = gradients_for(ours, step)
         apply(strategy, one, gradients, ours)
         apply(strategy, two, gradients, theirs)
+    assert state(one, ours) == state(two, theirs)
+    assert one.latest_path == PATH
+
+
+@several
+@settings(max_examples=part_of(60))
+@given(
+    name=st.sampled_from(["SGD", "nesterov", "Adam"]),
+    shapes=st.lists(
+        st.tuples(st.tuples(st.integers(0, 120)), st.sampled_from(["float32", "float64"])), min_size=1, max_size=6
+    ),
+    chunk=st.sampled_from([64, 256, 2**19]),
+    built=st.booleans(),
+)
+def test_shares_of_any_layout(strategy: ms.Strategy, name: str, shapes: Any, chunk: int, built: bool) -> None:
+    """Odd sizes, fewer elements than ranks, several dtypes, other variables in between, and pieces of any size."""
+    ours, theirs = model(strategy, shapes), model(strategy, shapes)
+    one, two = OPTIMIZERS[name](), plain(OPTIMIZERS[name]())
+    if built:  # the slots of one variable after the other
+        with strategy.scope():
+            for variable in ours:
+                one.build([variable])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "CHUNK_BYTES", chunk)
+        for step in range(2):
+            gradients = gradients_for(ours, step)
+            apply(strategy, one, gradients, ours)
+            apply(strategy, two, gradients, theirs)
     assert state(one, ours) == state(two, theirs)
     assert one.latest_path == PATH
 

@@ -201,8 +201,7 @@ def parse(data: bytes, where: str) -> Manifest:
     except CheckpointDamagedError:
         raise
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
-        found = f"a manifest that contradicts itself ({type(error).__name__}: {str(error)[:80]})"
-        raise damaged(where, found) from error
+        raise damaged(where, f"a manifest that contradicts itself ({str(error)[:80]})") from error
 
 
 def _manifest(*, ranks: Any, shards: Any, names: Any, items: Any, layout: Any, written_by: Any) -> Manifest:

@@ -144,7 +144,7 @@ def parsed(read: Callable[[int, int], bytes], size: int, where: str) -> dict[str
     try:
         entries = [(path, _stored(end, **entry)) for path, entry in header.items() if path != _METADATA]
     except (TypeError, ValueError, AttributeError) as error:
-        raise damaged(where, f"the header {shown(header)} ({str(error)[:80]})") from error
+        raise damaged(where, "a header with an entry that is no array") from error
     entries.sort(key=lambda item: item[1][:2])
     for path, stored in entries:
         if stored.start != end:
@@ -159,7 +159,7 @@ def _stored(begin: int, *, dtype: Any, shape: Any, data_offsets: Any) -> Stored:
     """Return an entry of a header, of a shard whose arrays begin at a byte."""
     start, stop = data_offsets
     if not (isinstance(dtype, str) and is_shape([start, stop], 0) and start <= stop and is_shape(shape, 0)):
-        raise ValueError(f"{dtype} {shape} {data_offsets}"[:80])
+        raise ValueError("no array")
     return Stored(begin + start, begin + stop, dtype, tuple(shape))
 
 

@@ -122,7 +122,7 @@ def mebibytes(nbytes: float) -> str:
 
 def parts_of(error: MpiStrategyError) -> tuple[str, str]:
     """Return what an error of this library found, and its fix."""
-    return error.found or str(error), error.fix or f"Expected {error.expected}"
+    return error.found or str(error), error.fix or (f"Expected {error.expected}" if error.expected else "")
 
 
 def worst(findings: Iterable[Finding]) -> str:

@@ -20,7 +20,6 @@ VARIABLES = {
     "MPISTRATEGY_INJECT": "faults to inject",
     "MPISTRATEGY_NVTX": "whether ranges are made for NVIDIA's profilers",
     "MPISTRATEGY_PATHS": "the file of thresholds",
-    "MPISTRATEGY_PROGRESS": "how progress is shown",
     "MPISTRATEGY_RUN_DIR": "the folder of run directories",
     "MPISTRATEGY_TIMEOUT_SECONDS": "how long a collective may take",
     "MPISTRATEGY_TRACE": "the folder of a recording",

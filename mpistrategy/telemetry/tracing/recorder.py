@@ -3,14 +3,12 @@
 A file is one JSON array with an event a line, which ui.perfetto.dev and chrome://tracing open as it is, whole or cut
 off.  Times are microseconds of CLOCK_MONOTONIC, which all processes of a machine share.  Events:
 
-* ``X``: a collective, a step or a span that has ended.  ``B``: one that lasts already; ``E``: its end.
-* ``i`` "alive": at this time the rank was still in what it was in.
-* ``M``: names of ranks and threads, for viewers.  For `mpistrategy trace`: "mpistrategy" says what the file is,
-  "lost" how many events were not written, "end" that the recording was ended in order.
+* ``X``: a collective, a step or a span that has ended.
+* ``M``: for `mpistrategy trace`: "mpistrategy" says what the file is, "end" that the recording was ended in order.
 
 The program's threads only put events into a queue; a thread of the recorder writes whole lines, ten times a second.  So
-a job that is killed leaves everything but the last tenth of a second, and one that hangs leaves what each rank was in.
-Nothing here may stop the job: what cannot be written is not written, after one warning.
+a job that is killed leaves everything but the last tenth of a second.  Nothing here may stop the job: what cannot be
+written is not written, after one warning.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ from collections import deque
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from mpistrategy import own_files
 from mpistrategy.mpi.contract import observers
@@ -37,19 +35,13 @@ from mpistrategy.objects.shown import size_in_words
 from mpistrategy.telemetry.own_rank import own_place
 
 #: The version of the format.
-VERSION = 2
+VERSION = 3
 #: How the files are called.
 PREFIX, SUFFIX = "rank-", ".json"
 #: How often lines are written.
 SECONDS_BETWEEN_WRITES = 0.1
-#: So many events may wait to be written, where the file system is slow; further ones are lost, and counted.
-MOST_WAITING = 200_000
-#: The most that a rank writes.
-MOST_BYTES = 2**28
-#: An interval that lasts longer is written before it ends.
-_LONG_NS = 300_000_000
-#: How often a rank writes a sign of life while nothing else happens.
-_ALIVE_NS = 1_000_000_000
+#: The most events that a rank records: about 256 MiB.
+MOST_EVENTS = 700_000
 #: How long the end of the program waits for a file system that hangs.
 _PATIENCE_SECONDS = 5.0
 #: What some rank may leave before others have come.
@@ -67,8 +59,7 @@ class _Interval:
         category: "collective", "step" or "span".
         what: of a collective, its group and its call; of others name and number.
         start, end: nanoseconds; no end while it lasts.
-        track: the rank and the thread.
-        is_written: whether its beginning is; set by the recorder's thread alone.
+        track: the rank, and the number of the thread.
     """
 
     category: str
@@ -76,7 +67,6 @@ class _Interval:
     start: int
     track: tuple[int, int]
     end: int = 0
-    is_written: bool = False
 
 
 class Recorder:
@@ -90,14 +80,12 @@ class Recorder:
         self.directory = directory
         #: The file, once something was recorded.
         self.path: str = ""
-        self._waiting: deque[_Interval | dict[str, Any]] = deque()
-        self._lost = self._steps = self._written = 0
+        self._waiting: deque[_Interval] = deque()
+        self._steps = self._count = 0
         self._open: dict[Any, _Interval] = {}
         self._tracks: dict[int, tuple[int, int]] = {}
         self._groups: dict[Guard, str] = {}
-        self._told = _now()
-        self._file: int | None = None
-        self._process = os.getpid()
+        self._file: IO[str] | None = None
         self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="mpistrategy trace", daemon=True)
 
@@ -107,11 +95,10 @@ class Recorder:
         observers.observers.append(self)
 
     def stop(self) -> None:
-        """Write down what is left, and end; in a child of the rank do nothing: the file is the rank's."""
+        """Write down what is left, and end.  A forked child has no such thread: it leaves the rank's file alone."""
         observers.unwatch(self)
-        if os.getpid() == self._process:
-            self._is_over.set()
-            self._thread.join(_PATIENCE_SECONDS)
+        self._is_over.set()
+        self._thread.join(_PATIENCE_SECONDS)
 
     # ------------------------------------------------------------------------------- in the program's threads
 
@@ -137,23 +124,23 @@ class Recorder:
         """Put what began into the queue."""
         interval = self._open.pop(token)
         interval.end = _now()
-        if len(self._waiting) < MOST_WAITING:
-            self._waiting.append(interval)
-        else:
-            self._lost += 1
+        self._waiting.append(interval)
+        self._count += 1
+        if self._count == MOST_EVENTS:
+            self._give_up(f"it has {MOST_EVENTS} events")
 
     def _track(self) -> tuple[int, int]:
-        """Return the rank and the number of this thread; the names of a new one go into the queue."""
-        known = self._tracks.get(threading.get_ident())
-        if known is None:
-            rank = own_place()[0]
-            known = self._tracks[threading.get_ident()] = rank, len(self._tracks)
-            self._waiting += (
-                _about(rank, "process_name", name=f"rank {rank} on {os.uname().nodename}"),
-                _about(rank, "process_sort_index", sort_index=rank),
-                _about(rank, "thread_name", name=threading.current_thread().name) | {"tid": known[1]},
-            )
-        return known
+        """Return the rank and the number of this thread."""
+        thread = threading.get_ident()
+        if thread not in self._tracks:
+            self._tracks[thread] = own_place()[0], len(self._tracks)
+        return self._tracks[thread]
+
+    def _give_up(self, why: str) -> None:
+        observers.unwatch(self)
+        rank, size = own_place()
+        told = f"[rank {rank}/{size}] mpistrategy cannot write its trace to"
+        sys.stderr.write(f"{told} {self.path or self.directory}: {why}. The job goes on without.\n")
 
     # ------------------------------------------------------------------------------- in the recorder's thread
 
@@ -162,72 +149,49 @@ class Recorder:
         try:
             while not is_over:
                 is_over = self._is_over.wait(SECONDS_BETWEEN_WRITES)
-                self._write_out(self._events())
-                if self._written > MOST_BYTES:
-                    raise OSError(0, f"it has {MOST_BYTES // 2**20} MiB")
+                self._write([_event(self._waiting.popleft()) for _ in range(len(self._waiting))])
             if self._file is not None:
-                os.write(self._file, _json(_about(own_place()[0], "end")).encode() + b"\n]\n")
-                os.close(self._file)
+                self._write([_about(own_place()[0], "end")], "\n]\n")
+                self._file.close()
         except Exception as error:  # an error of the recorder must not end the job
-            observers.unwatch(self)
-            why = error.strerror if isinstance(error, OSError) else repr(error)
-            told = f"[rank {own_place()[0]}/{own_place()[1]}] mpistrategy cannot write its trace to"
-            sys.stderr.write(f"{told} {self.path or self.directory}: {why}. The job goes on without.\n")
+            self._give_up((error.strerror if isinstance(error, OSError) else None) or repr(error))
 
-    def _events(self) -> list[dict[str, Any]]:
-        """Return what waits to be written."""
-        found: list[dict[str, Any]] = []
-        while self._waiting:
-            each = self._waiting.popleft()
-            found.append(each if isinstance(each, dict) else _event(each, "E" if each.is_written else "X"))
-        now = _now()
-        for opened in list(self._open.values()):
-            if not opened.is_written and now - opened.start > _LONG_NS:
-                found.append(_event(opened, "B"))
-                opened.is_written = True
-        if self._open and (found or now - self._told > _ALIVE_NS):
-            self._told = now
-            found.append(_about(own_place()[0], "alive") | {"ph": "i", "s": "t", "ts": now / 1e3})
-        if self._lost:
-            found.append(_about(own_place()[0], "lost", events=self._lost))
-            self._lost = 0
-        return found
+    def _write(self, events: list[dict[str, Any]], after: str = ",\n") -> None:
+        if not events:
+            return
+        if self._file is None:
+            own_files.make_folders(self.directory)
+            name = f"{PREFIX}{own_place()[0]}.{time.time_ns()}.{os.getpid()}{SUFFIX}"
+            self.path = os.path.join(self.directory, name)
+            self._file = os.fdopen(own_files.new_file(self.path), "w", encoding="utf-8")
+            self._file.write(f"[\n{_json(_header())},\n")
+        self._file.write("".join(_json(event) + after for event in events))
+        self._file.flush()
 
-    def _write_out(self, events: list[dict[str, Any]]) -> None:
-        if events and self._file is None:
-            events = [self._begin_file(), *events]
-        text = "".join(f"{_json(event)},\n" for event in events)
-        data = memoryview(("" if self._written or not events else "[\n").encode() + text.encode())
-        self._written += len(data)
-        while data:
-            data = data[os.write(self._file or 0, data) :]
 
-    def _begin_file(self) -> dict[str, Any]:
-        rank, size = own_place()
-        own_files.make_folders(self.directory)
-        self.path = os.path.join(self.directory, f"{PREFIX}{rank}.{time.time_ns()}.{os.getpid()}{SUFFIX}")
-        self._file = own_files.new_file(self.path)
-        return _about(
-            rank,
-            "mpistrategy",
-            version=VERSION,
-            rank=rank,
-            size=size,
-            host=os.uname().nodename,
-            process=os.getpid(),
-            program=os.path.basename(sys.argv[0] if sys.argv else "") or "python",
-            clock=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),  # equal where clocks are one
-            monotonic_us=_now() / 1e3,
-            wall_us=time.time_ns() / 1e3,
-            begun=datetime.now().astimezone().isoformat(timespec="seconds"),
-        )
+def _header() -> dict[str, Any]:
+    rank, size = own_place()
+    return _about(
+        rank,
+        "mpistrategy",
+        version=VERSION,
+        rank=rank,
+        size=size,
+        host=os.uname().nodename,
+        process=os.getpid(),
+        program=os.path.basename(sys.argv[0] if sys.argv else "") or "python",
+        clock=Path("/proc/sys/kernel/random/boot_id").read_text().strip(),  # equal where clocks are one
+        monotonic_us=_now() / 1e3,
+        wall_us=time.time_ns() / 1e3,
+        begun=datetime.now().astimezone().isoformat(timespec="seconds"),
+    )
 
 
 def _about(pid: int, what: str, **args: Any) -> dict[str, Any]:
     return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": 0, "args": args}
 
 
-def _event(interval: _Interval, phase: str) -> dict[str, Any]:
+def _event(interval: _Interval) -> dict[str, Any]:
     name, number = interval.what
     args: dict[str, Any] = {}
     if interval.category == "collective":
@@ -238,11 +202,9 @@ def _event(interval: _Interval, phase: str) -> dict[str, Any]:
         args = args | {"number": call.number} | ({"group": group} if group and _is_meeting(known) else {})
     elif interval.category == "step":
         name, args = f"step {number}", {"function": name, "number": number}
-    times = {"ts": (interval.end if phase == "E" else interval.start) / 1e3}
-    if phase == "X":
-        times["dur"] = (interval.end - interval.start) / 1e3
+    times = {"ts": interval.start / 1e3, "dur": (interval.end - interval.start) / 1e3}
     track = {"pid": interval.track[0], "tid": interval.track[1]}
-    return {"name": name, "cat": interval.category, "ph": phase, **times, **track, "args": args}
+    return {"name": name, "cat": interval.category, "ph": "X", **times, **track, "args": args}
 
 
 def _group_of(guard: Guard) -> str:

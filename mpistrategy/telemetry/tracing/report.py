@@ -14,38 +14,30 @@ _MOST_PLACES = 3
 
 def report(timeline: Timeline) -> Iterator[str]:
     """Yield the lines."""
-    first = timeline.recordings[0].header
-    nodes, ranks = len({each.header["host"] for each in timeline.recordings}), len(timeline.ranks)
+    recordings, by_rank = timeline.recordings, timeline.by_rank()
+    first, ranks, nodes = recordings[0].header, len(by_rank), len({each.header["host"] for each in recordings})
     on = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
     yield f"{first['program']}, {on}, {timeline.seconds:.3f} s, {len(timeline.events)} events, begun {first['begun']}"
-    yield from _what_is_missing(timeline)
-    yield from _clocks(timeline)
-    yield from _table(timeline)
-    yield from _late(timeline)
-    yield from _never_left(timeline)
-
-
-def _what_is_missing(timeline: Timeline) -> Iterator[str]:
-    recordings, others = timeline.recordings, timeline.other_files
-    size = max(each.header["size"] for each in recordings)
-    if absent := set(range(size)) - set(timeline.ranks):
-        yield f"no recording of {ranks_in_words(absent)} of {size}"
+    if absent := set(range(first["size"])) - by_rank.keys():
+        yield f"no recording of {ranks_in_words(absent)} of {first['size']}"
     if cut := {each.header["rank"] for each in recordings if not each.is_whole}:
         yield f"not ended in order (killed, or still running): {ranks_in_words(cut)}"
-    if lost := sum(each.lost for each in recordings):
-        yield f"{lost} events were lost: they came faster than they could be written"
     if damaged := [each for each in recordings if each.damaged]:
-        count = sum(each.damaged for each in damaged)
-        yield f"{count} lines could not be read, in {damaged[0].path} and the like"
-    if others:
+        yield f"{sum(each.damaged for each in damaged)} lines could not be read, in {damaged[0].path} and the like"
+    if others := timeline.other_files:
         yield f"left out: {others} file{'s' * (others > 1)} of other runs in the same folder"
+    yield from _clocks(timeline)
+    yield f"{'rank':>6} {'steps':>8} {'in steps':>12} {'in collectives':>16} {'of it waiting':>15} {'came last':>11}"
+    for rank, mine in by_rank.items():
+        yield _row(rank, mine)
+    yield from _late(timeline)
 
 
 def _clocks(timeline: Timeline) -> Iterator[str]:
     reference, *headers = [each.header for each in timeline.recordings]
     first_of = {each["clock"]: each for each in reversed(headers) if each["clock"] != reference["clock"]}
-    for each in sorted(first_of.values(), key=lambda each: int(each["rank"])):
-        clock = timeline.clocks[each["clock"]]
+    for name, each in sorted(first_of.items(), key=lambda item: int(item[1]["rank"])):
+        clock = timeline.clocks[name]
         ahead = f"{-clock.offset / 1e6:+.6f} s against {reference['host']} (rank {reference['rank']})"
         told = f"known to {clock.uncertainty:.3g} us from {clock.meetings} collectives"
         if not clock.meetings:
@@ -55,19 +47,15 @@ def _clocks(timeline: Timeline) -> Iterator[str]:
         yield f"clock of {each['host']} (rank {each['rank']}): {ahead}, {told}"
 
 
-def _table(timeline: Timeline) -> Iterator[str]:
-    yield f"{'rank':>6} {'steps':>8} {'in steps':>12} {'in collectives':>16} {'of it waiting':>15} {'came last':>11}"
-    for rank, mine in timeline.by_rank().items():
-        steps, calls = ([each for each in mine if each["cat"] == kind] for kind in ("step", "collective"))
-        met = [each["args"]["last_rank"] == rank for each in calls if "last_rank" in each["args"]]
-        share = f"{100 * sum(met) / len(met):.0f} %" if met else "-"
-        waited = sum(each["args"].get("waited_us", 0) for each in calls) / 1e6
-        seconds = f"{_seconds(steps):>10.3f} s {_seconds(calls):>14.3f} s {waited:>13.3f} s"
-        yield f"{rank:>6} {len(steps):>8} {seconds} {share:>11}"
-
-
-def _seconds(events: list[dict[str, Any]]) -> float:
-    return sum(float(each["dur"]) for each in events) / 1e6
+def _row(rank: int, mine: list[dict[str, Any]]) -> str:
+    """Return how a rank spent its time."""
+    calls = [each for each in mine if each["cat"] == "collective"]
+    steps = [float(each["dur"]) for each in mine if each["cat"] == "step"]
+    met = [each["args"]["last_rank"] == rank for each in calls if "last_rank" in each["args"]]
+    share = f"{100 * sum(met) / len(met):.0f} %" if met else "-"
+    waited = sum(each["args"].get("waited_us", 0) for each in calls) / 1e6
+    inside = sum(float(each["dur"]) for each in calls) / 1e6
+    return f"{rank:>6} {len(steps):>8} {sum(steps) / 1e6:>10.3f} s {inside:>14.3f} s {waited:>13.3f} s {share:>11}"
 
 
 def _late(timeline: Timeline) -> Iterator[str]:
@@ -81,18 +69,6 @@ def _late(timeline: Timeline) -> Iterator[str]:
     for place, microseconds in waited.most_common(_MOST_PLACES):
         rank, times = late[place].most_common(1)[0]
         yield f"waited {microseconds / 1e6:.3f} s in {place}: rank {rank} came last to {times} of {late[place].total()}"
-
-
-def _never_left(timeline: Timeline) -> Iterator[str]:
-    """Yield what each rank was in at the end: its collective, or else its step or span."""
-    for rank, events in timeline.by_rank().items():
-        mine = [each for each in events if "not_left" in each["args"]]
-        calls = [each for each in mine if each["cat"] == "collective"]
-        for each in calls or mine[-1:]:
-            number = f"#{each['args'].get('number')} " if calls else ""
-            text = f"{number}{each['name'].removesuffix(' (not left)')}{_at(each)}"
-            ago = f"entered {timeline.seconds - each['ts'] / 1e6:.3f} s before the end of the trace"
-            yield f"rank {rank} never left {text}, {ago}{'' if calls else ', in no collective'}"
 
 
 def _at(event: dict[str, Any]) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import functools
 import os
-from typing import Any, cast
+from typing import Any
 
-from mpistrategy.errors import ContextError, OptionError, OptionTypeError
+from mpistrategy.errors import OptionTypeError
 from mpistrategy.objects.settings import Fixed, Settable
 from mpistrategy.telemetry.spans import Switched
 from mpistrategy.telemetry.tracing.recorder import Recorder
@@ -38,14 +38,8 @@ class Trace(Switched, Settable):
         return "" if self._recorder is None else self._recorder.path
 
     def start(self) -> None:
-        """Begin to record.
-
-        Raises:
-            ContextError: when it has begun before.
-        """
-        if self._recorder is not None:
-            found = "a trace that has begun before"
-            raise ContextError.at("telemetry.trace", found=found, expected="a new one for each recording")
+        """Begin to record, into a new file."""
+        self.stop()
         self._recorder = Recorder(os.path.abspath(self.directory))
         self._recorder.start()
         atexit.register(self.stop)
@@ -61,7 +55,7 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
     """Record collectives, steps and spans of this rank into a folder, as a context manager or between start and stop.
 
     Every rank for itself: nothing is sent, and ranks may record at different times, or not at all.  Each writes a file
-    of its own while it goes on, so that a job that is killed, or hangs, leaves its trace, too.
+    of its own while it goes on, so that a job that is killed leaves its trace, too.
     ``mpistrategy trace folder`` puts the files of all ranks together on one clock; a single one opens in a viewer as
     it is.
 
@@ -74,22 +68,16 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
         A `Trace`: a context manager with ``start()``, ``stop()`` and ``path``.
 
     Raises:
-        OptionTypeError, OptionError: for what is not a path.
+        OptionTypeError: for what is not a path.
     """
-    where, expected, given = "telemetry.trace", "the path of a folder", cast("Any", directory)
-    if not isinstance(given, (str, os.PathLike)):
-        raise OptionTypeError.at(where, found=f"{directory!r}", expected=expected)
-    if not os.fspath(given) or "\0" in os.fspath(given):
-        raise OptionError.at(where, found=f"{directory!r}", expected=expected)
+    given: Any = directory
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise OptionTypeError.at("telemetry.trace", found=f"{directory!r}", expected="the path of a folder")
     return Trace(os.fspath(given))
 
 
+@functools.cache
 def start_from_environment() -> None:
     """Record the rest of the program where MPISTRATEGY_TRACE says so."""
     if folder := os.environ.get(VARIABLE, ""):
-        _record(folder)
-
-
-@functools.cache
-def _record(folder: str) -> None:
-    Trace(folder).start()
+        Trace(folder).start()

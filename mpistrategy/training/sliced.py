@@ -1,0 +1,311 @@
+"""The sliced step: each rank of a node reduces and updates its share of all variables, in every rank's copy.
+
+It needs variables, slots and gradients in memory that the ranks of the node share.  One rank then reads, adds and
+steps each number, instead of all of them, while the number is in that rank's cache.  The bits are those of the plain
+path: sums are made in rank order, a mean is divided after the sum, and the kernel is the same.
+
+Small variables that follow one another in the memory of every rank are one run, so hundreds of them need few calls of
+NumPy.  A large variable is a run by itself: of its gradient only the part that other ranks read is copied to shared
+memory, unless it is there already.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from mpistrategy.arrays.dtypes import Array, divide_by, span
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, aligned
+from mpistrategy.options import ReduceOp, VariableSynchronization
+from mpistrategy.reduction.arena import Arena
+from mpistrategy.strategy.strategy import Strategy
+from mpistrategy.training import kernels
+from mpistrategy.training.formulas import SCRATCH_ARRAYS, Kernel
+from mpistrategy.training.kernels import ChangedMemory, Scratch, chunk_size, chunks
+from mpistrategy.variables.variable import Variable
+
+#: Dtypes that are added without conversion, and whose sums do not depend on the alignment of the arrays.
+_DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+
+
+class Place(NamedTuple):
+    """Where an array is: at the same offset in the memory of every rank of the node.
+
+    Attributes:
+        memory: flat uint8 arrays, by local rank.
+        offset: in bytes, a multiple of `ALIGNMENT`.
+    """
+
+    memory: tuple[Array, ...]
+    offset: int
+
+    def replicas(self, piece: slice, dtype: np.dtype[Any]) -> tuple[Array, ...]:
+        """Return a piece, in elements from the offset on, of every rank's copy."""
+        start, stop = (self.offset + at * dtype.itemsize for at in (piece.start, piece.stop))
+        return tuple(one[start:stop].view(dtype) for one in self.memory)
+
+
+class GradientArena:
+    """The gradients of some variables, in memory that the ranks of the node share where they can.
+
+    Attributes:
+        arena: the memory; its values are like the variables, in their order.
+        variables: the variables.
+        numbers: which of them each is, by its id.
+    """
+
+    def __init__(self, arena: Arena[Any], variables: tuple[Variable, ...]) -> None:
+        self.arena = arena
+        self.variables = variables
+        self.numbers: dict[int, int] = {id(var): number for number, var in enumerate(variables)}
+        self._memory = [tuple(array.view(np.uint8) for array in bucket.arrays) for bucket in arena._buckets]
+
+    def place_of(self, var: Variable) -> Place:
+        """Return where the gradient of `var` is."""
+        bucket, place = self.arena._places[self.numbers[id(var)]]
+        return Place(self._memory[bucket], place.start * var.dtype.itemsize)
+
+
+class GradientArenas:
+    """The gradient arenas of one optimizer.
+
+    Attributes:
+        made: how many have been made: a step that was prepared before one of them is prepared again.
+    """
+
+    def __init__(self) -> None:
+        self.made: int = 0
+        self._known: list[GradientArena] = []
+
+    def of(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
+        """Return the arena of exactly these variables.  Collective when there is none yet."""
+        for known in self._known:
+            if [*map(id, known.variables)] == [*map(id, variables)]:
+                return known
+        self._known.append(GradientArena(strategy.arena(list(variables)), variables))
+        self.made += 1
+        return self._known[-1]
+
+    def covering(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
+        """Return an arena that has these variables among others.  Collective when there is none yet."""
+        wanted = {*map(id, variables)}
+        found = next((known for known in reversed(self._known) if wanted <= known.numbers.keys()), None)
+        return found or self.of(strategy, variables)
+
+
+def can_be_sliced(strategy: Strategy, variables: Sequence[Variable], slots: Sequence[Mapping[str, Variable]]) -> bool:
+    """Return whether all these are in memory that the ranks share; the same on all ranks."""
+    ranks = strategy.extended.communicator
+    one_node = ranks.size > 1 and ranks.nodes == 1
+    everything = [*variables, *(slot for beside in slots for slot in beside.values())]
+    return one_node and len({*map(id, variables)}) == len(variables) and all(map(_is_shared, everything))
+
+
+def _is_shared(var: Variable) -> bool:
+    kept_equal = var.synchronization is VariableSynchronization.ON_WRITE
+    return kept_equal and var.dtype in _DTYPES and var._memory_slot is not None
+
+
+def _place_of(var: Variable) -> Place:
+    assert var._memory_slot is not None
+    return Place(var._memory_slot.slab.segments, var._memory_slot.offset)
+
+
+@dataclass
+class _Run:
+    """Variables of one dtype that follow one another in the memory of every rank.
+
+    Attributes:
+        dtype: the dtype of all arrays.
+        places: where the first variable is, its gradient, and its slots.
+        nbytes: from the first element of the first variable to the last of the last.
+        numbers: which variables these are.
+    """
+
+    dtype: np.dtype[Any]
+    places: list[Place]
+    nbytes: int
+    numbers: list[int]
+
+    def takes(self, dtype: np.dtype[Any], places: list[Place], nbytes: int) -> bool:
+        """Return whether a variable continues this run: both are small, and nothing is between them."""
+        is_small = len(self.numbers) > 1 or self.nbytes < kernels.CHUNK_BYTES
+        distance = aligned(self.nbytes)
+        return (
+            (is_small and nbytes < kernels.CHUNK_BYTES and dtype == self.dtype)
+            and all(its.offset == mine.offset + distance for mine, its in zip(self.places, places, strict=True))
+            and all(its.memory[0] is mine.memory[0] for mine, its in zip(self.places, places, strict=True))
+        )
+
+
+class _Chunk(NamedTuple):
+    """What is updated at once.
+
+    Attributes:
+        number: the variable that it is a piece of; None for a run of several.
+        piece: which elements of the run.
+        gradients: of all ranks.
+        total: for their sum.
+        parameter, slots: this rank's copies.
+        scratch: temporary arrays for the kernel.
+        copies: which of these arrays goes to which peer's copy.
+    """
+
+    number: int | None
+    piece: slice
+    gradients: tuple[Array, ...]
+    total: Array
+    parameter: Array
+    slots: dict[str, Array]
+    scratch: tuple[Array, ...]
+    copies: list[tuple[Array, Array]]
+
+
+class SlicedStep:
+    """This rank's share of a step, cut into chunks once; `run` makes it.
+
+    Args:
+        strategy: whose ranks; all of one node.
+        gradients: the shared memory for the gradients.
+        variables: the variables, in the same order on all ranks.
+        slots: the slots of each.
+        kernel: a step as they will be made.
+        scratch: temporary arrays for sums and kernels.
+    """
+
+    def __init__(
+        self,
+        strategy: Strategy,
+        gradients: GradientArena,
+        variables: Sequence[Variable],
+        slots: Sequence[Mapping[str, Variable]],
+        kernel: Kernel,
+        scratch: Scratch,
+    ) -> None:
+        self._ranks = strategy.extended.communicator
+        self._values = [gradients.arena._leaves[gradients.numbers[id(var)]] for var in variables]
+        self._scratch = scratch
+        runs = self._runs(gradients, variables, slots, kernel)
+        me = self._ranks.local_rank
+        #: What a step writes, and where it collects gradients.
+        self._changed = ChangedMemory([place.memory[me] for run in runs for place in run.places])
+        #: Of large variables, the part of this rank's gradient that only this rank reads.
+        self._own: dict[int, slice] = {}
+        self._chunks: list[_Chunk] = []
+        for run, share in _shares(runs, me, self._ranks.size):
+            number = run.numbers[0] if len(run.numbers) == 1 else None
+            if number is not None:
+                self._own[number] = share
+            for piece in chunks(share.start, share.stop, chunk_size(run.dtype)):
+                self._chunks.append(self._chunk(run, number, piece, tuple(slots[0])))
+
+    def _runs(
+        self,
+        gradients: GradientArena,
+        variables: Sequence[Variable],
+        slots: Sequence[Mapping[str, Variable]],
+        kernel: Kernel,
+    ) -> list[_Run]:
+        """Return the runs of the variables.  Padding is part of a run: it is zero at first, and stays so."""
+        merged = all(self._leaves_zeros_alone(kernel, dtype, slots[0]) for dtype in {var.dtype for var in variables})
+        runs: list[_Run] = []
+        for number, (var, beside) in enumerate(zip(variables, slots, strict=True)):
+            places = [_place_of(var), gradients.place_of(var), *map(_place_of, beside.values())]
+            nbytes = var.local_view.nbytes
+            if not (merged and runs and runs[-1].takes(var.dtype, places, nbytes)):
+                runs.append(_Run(var.dtype, places, nbytes, [number]))
+                continue
+            runs[-1].nbytes = aligned(runs[-1].nbytes) + nbytes
+            runs[-1].numbers.append(number)
+        return runs
+
+    def _leaves_zeros_alone(self, kernel: Kernel, dtype: np.dtype[Any], slots: Mapping[str, Variable]) -> bool:
+        parameter, gradient, *beside = (np.zeros(1, dtype) for _ in range(2 + len(slots)))
+        with np.errstate(all="ignore"):
+            kernel(parameter, gradient, dict(zip(slots, beside, strict=True)), self._scratch.of(dtype, 1)[:-1])
+        return not any(each.any() for each in (parameter, *beside))
+
+    def _chunk(self, run: _Run, number: int | None, piece: slice, names: Sequence[str]) -> _Chunk:
+        me, scratch = self._ranks.local_rank, self._scratch.of(run.dtype, piece.stop - piece.start)
+        parameters, gradients, *slots = (place.replicas(piece, run.dtype) for place in run.places)
+        return _Chunk(
+            number,
+            piece,
+            gradients,
+            scratch[SCRATCH_ARRAYS],
+            parameters[me],
+            {name: replicas[me] for name, replicas in zip(names, slots, strict=True)},
+            scratch[:SCRATCH_ARRAYS],
+            [(all_of[me], peer) for all_of in (parameters, *slots) for peer in all_of if peer is not all_of[me]],
+        )
+
+    def run(self, gradients: Sequence[Array], kernel: Kernel, op: ReduceOp, call: Call) -> None:
+        """Combine the gradients and make one step in every copy, on all ranks.
+
+        Args:
+            gradients: arrays of the variables' shapes and dtypes.
+            kernel: the step.
+            op: SUM or MEAN.
+            call: the call that all ranks make.
+        """
+        elsewhere = self._collect(gradients)
+        # Shapes and dtypes are those of the variables, and which variables they are is in call.structure.
+        call.agree("update", op=op.value, options="each rank its share")
+        size, me, mean = self._ranks.size, self._ranks.local_rank, op is ReduceOp.MEAN
+        for chunk in self._chunks:
+            parts, total = chunk.gradients, chunk.total
+            if chunk.number in elsewhere:
+                parts = (*parts[:me], elsewhere[chunk.number][chunk.piece], *parts[me + 1 :])
+            with np.errstate(over="ignore", invalid="ignore"):
+                np.add(parts[0], parts[1], out=total)
+                for part in parts[2:]:
+                    np.add(total, part, out=total)
+                if mean:
+                    divide_by(size, total)
+            kernel(chunk.parameter, total, chunk.slots, chunk.scratch)
+            for source, target in chunk.copies:
+                target[...] = source
+        self._ranks.node_barrier()
+
+    def _collect(self, gradients: Sequence[Array]) -> dict[int | None, Array]:
+        """Copy what other ranks read to shared memory.
+
+        Returns:
+            By the numbers of variables: flat gradients of which this rank's part is read where it is.
+        """
+        pairs = enumerate(zip(gradients, self._values, strict=True))
+        moved = [number for number, (mine, value) in pairs if mine.base is None or not _is_same(mine, value)]
+        elsewhere: dict[int | None, Array] = {}
+        # What shares memory with another gradient, or with what the step changes, is copied before either is written.
+        for number, gradient in zip(moved, self._changed.apart([gradients[at] for at in moved]), strict=True):
+            value, own = self._values[number], self._own.get(number)
+            if own is None or not gradient.flags.c_contiguous:
+                value[...] = gradient
+                continue
+            source, target = gradient.reshape(-1), value.reshape(-1)
+            target[: own.start] = source[: own.start]
+            target[own.stop :] = source[own.stop :]
+            elsewhere[number] = source
+        return elsewhere
+
+
+def _is_same(gradient: Array, value: Array) -> bool:
+    """Return whether two arrays of one shape and dtype are the same memory, the second one contiguous."""
+    return gradient is value or (gradient.flags.c_contiguous and span(gradient) == span(value))
+
+
+def _shares(runs: Sequence[_Run], local_rank: int, size: int) -> Iterator[tuple[_Run, slice]]:
+    """Yield this rank's parts of the runs, in elements: equal shares of all bytes."""
+    lines = [aligned(run.nbytes) // ALIGNMENT for run in runs]
+    total, before = sum(lines), 0
+    first, last = total * local_rank // size, total * (local_rank + 1) // size
+    for run, count in zip(runs, lines, strict=True):
+        begin, end = max(first - before, 0), min(last - before, count)
+        before += count
+        start, stop = begin * ALIGNMENT, min(end * ALIGNMENT, run.nbytes)
+        if start < stop:
+            yield run, slice(start // run.dtype.itemsize, stop // run.dtype.itemsize)

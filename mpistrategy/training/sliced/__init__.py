@@ -1,1 +1,0 @@
-"""Steps whose gradients are reduced and applied by slices: each rank of a node updates its share of every copy."""
