@@ -14,7 +14,7 @@ from mpistrategy import errors
 #: In which order the pages are listed; a page that is not named here comes after them.
 ORDER = (
     *("tutorial", "concepts", "variables", "input", "training", "checkpoints", "preemption"),
-    *("disagreement", "errors", "troubleshooting"),
+    *("disagreement", "errors"),
     *(
         "environment",
         "mpi",
