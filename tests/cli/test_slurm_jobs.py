@@ -61,7 +61,7 @@ def test_multi_node(user: User) -> None:
     job = user.run("multi_node.sbatch")
     check(job, 4)
     assert job.output.index("4 ranks meet and add up right") < job.output.index("example.py on 4 ranks: begins")
-    assert "2 nodes (node1, node2), 2 ranks on each" in job.output
+    assert "2 nodes: 2 ranks on node1, 2 ranks on node2" in job.output, job
 
 
 @pytest.mark.skipif(not launching.IS_OPEN_MPI, reason="needs Open MPI")
