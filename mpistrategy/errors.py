@@ -426,10 +426,10 @@ class CheckpointExistsError(CheckpointError, FileExistsError):
 
 
 class CheckpointWriteError(CheckpointError, OSError):
-    """Writing failed on some rank (a full disk, no permission).  Old files are unchanged; a note names what is left.
+    """Writing failed on some rank (a full disk, no permission).  The older checkpoints are unchanged.
 
-    Cause: a full disk, no permission, or a file system that not all nodes share. What was written is removed; if that
-    fails, a note says where it is left.
+    Cause: a full disk, no permission, or a file system that not all nodes share. What was written is removed, at the
+    latest by the next save to that place.
     Cure: as the message says; the older checkpoints are unchanged.
     """
 

@@ -110,7 +110,7 @@ def _npz(path: str) -> dict[str, Array]:
 _READERS = {".safetensors": _safetensors, ".npy": _npy, ".npz": _npz}
 
 
-def _mapped(path: str, size: int | None = None) -> Array:
+def _mapped(path: str) -> Array:
     """Return the bytes of a file, mapped into memory; it stays mapped, and open, as long as an array in it exists."""
-    with opened(path, MOST_BYTES, size) as file:
+    with opened(path, MOST_BYTES) as file:
         return np.frombuffer(mmap.mmap(file.fileno(), 0, flags=_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE), np.uint8)

@@ -37,7 +37,7 @@ from mpistrategy.mpi.over_mpi.background import Background, background_of
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.jax_traces import in_jax_trace, refuse_in_jax_trace
 from mpistrategy.options import CommunicationOptions, ReduceOp, path_word
-from mpistrategy.reduction.arena import Arena
+from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.inputs import check_order, in_kind, leaves_like
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.packing import layouts_of
@@ -54,11 +54,11 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
     _instead_of_pickling = "Send what wait() returns."
 
-    def __init__(self, result: Any, under_way: _UnderWay | None = None, begun: _Begun | None = None) -> None:
-        """Keep the result, or the job that will have it, and what was begun on a GPU."""
-        self._result, self._under_way, self._begun = result, under_way, begun
-        #: Of an arena, which are the result.
-        self._values: Any = None
+    def __init__(
+        self, result: Any, under_way: _UnderWay | None = None, begun: _Begun | None = None, values: Any = None
+    ) -> None:
+        """Keep the result, or the job that will have it, and what was begun on a GPU; of an arena its values."""
+        self._result, self._under_way, self._begun, self._values = result, under_way, begun, values
 
     def done(self) -> bool:
         """Return whether `wait` would find a result or an error at once on this rank; never waits.
@@ -124,21 +124,7 @@ def start_all_reduce(
     reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions | None, name: str | None, out: Any
 ) -> AllReduceHandle[Any]:
     """Start an all-reduce; see `ReplicaContext.all_reduce_async`."""
-    ranks = reducer.communicator
-    if isinstance(value, Arena):
-        with Call(ranks.guard, _CALL, name):  # the other ranks hear of an error
-            value._check(reducer, _WHERE, out)
-            if not value._in_place and out is None:
-                raise UnsupportedError.at(
-                    _WHERE,
-                    found="an arena with shared_result=True",
-                    expected="a reduction in place",
-                    fix="Pass out=arena, or use all_reduce.",
-                )
-        if value._on_device or ranks.nodes > 1:  # bucket by bucket
-            handle = start_all_reduce(reducer, reduce_op, [*value._mine], options, name, [*value._mine])
-            handle._values = value.values
-            return handle
+    ranks, arena = reducer.communicator, value if isinstance(value, Arena) else None
     is_on_gpu = type(value) is not np.ndarray and _is_on_device(value)
     background: Background | None = None
     if is_on_gpu or ranks.nodes > 1:
@@ -152,9 +138,12 @@ def start_all_reduce(
             if begun is not None:
                 return begun
     if background is None:  # of arrays on a host and a GPU together, too: another thread has another stream
+        if arena is not None:
+            with Call(ranks.guard, _CALL, name):  # the other ranks hear of an error
+                _parts(reducer, ReduceOp._parse(reduce_op, _WHERE), arena, out)
         return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
     try:
-        ReduceOp._parse(reduce_op, _WHERE)
+        value, out = _parts(reducer, ReduceOp._parse(reduce_op, _WHERE), value, out)
         given, structure = nest.flatten_without_none(value)
         leaves_like(out, structure, _WHERE)
         # The caller may put other arrays into the nest meanwhile.
@@ -165,7 +154,27 @@ def start_all_reduce(
     except Exception as error:  # the peers start theirs: they must hear of it there
         work = partial(_fail, background.communicator.guard, name, error)
     # The thread has entered nothing; an algorithm of the program's own may ask for its strategy.
-    return _started(ranks, background, work, in_step=current_frame() or nullcontext())
+    return _started(ranks, background, work, arena=arena, in_step=current_frame() or nullcontext())
+
+
+def _parts(reducer: Reducer, op: ReduceOp, value: Any, out: Any) -> tuple[Any, Any]:
+    """Return what is reduced, and where to: of an arena its buckets, in place.
+
+    Raises:
+        MpiStrategyError: for an arena that cannot be reduced in place, with this operation.
+    """
+    if not isinstance(value, Arena):
+        return value, out
+    value._check(reducer, _WHERE, out)
+    if not value._in_place and out is None:
+        raise UnsupportedError.at(
+            _WHERE,
+            found="an arena with shared_result=True",
+            expected="a reduction in place",
+            fix="Pass out=arena, or use all_reduce.",
+        )
+    check_dtypes(value._buckets, op, _WHERE)
+    return [*value._mine], [*value._mine]
 
 
 def _started(
@@ -173,13 +182,15 @@ def _started(
     background: Background | None,
     work: Callable[[], Any],
     begun: _Begun | None = None,
+    arena: Arena[Any] | None = None,
     in_step: AbstractContextManager[Any] | None = None,
 ) -> AllReduceHandle[Any]:
-    """Return the handle of work that is done in the background, or here without one."""
+    """Return the handle of work that is done in the background, or here without one; its result is that of an arena."""
     work = partial(_in_background, _ranks_of(ranks, background), call_site(), in_step or nullcontext(), work)
+    values = None if arena is None else arena._values
     if background is None:
-        return AllReduceHandle(work(), begun=begun)
-    return AllReduceHandle(None, _UnderWay(work, background, ranks.guard), begun)
+        return AllReduceHandle(work(), begun=begun, values=values)
+    return AllReduceHandle(None, _UnderWay(work, background, ranks.guard), begun, values)
 
 
 def _ranks_of(ranks: Ranks, background: Background | None) -> Ranks:
@@ -205,6 +216,8 @@ def _first_call(guard: Guard, name: str | None, make: Callable[[], Any]) -> Any:
 
 
 def _is_on_device(value: Any) -> bool:
+    if isinstance(value, Arena):
+        return value._on_device
     try:
         return any(is_on_device(contribution(leaf)) for leaf in nest.flatten_without_none(value)[0])
     except Exception:  # of other libraries, too: an array that was deleted, say
@@ -223,10 +236,11 @@ def _begun_on_gpu(
     reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions, name: str | None, out: Any
 ) -> AllReduceHandle[Any] | None:
     """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
-    ranks = reducer.communicator
+    ranks, arena = reducer.communicator, value if isinstance(value, Arena) else None
     begun: _Begun | None = None
     try:
-        begun = _Begun(reducer, ReduceOp._parse(reduce_op, _WHERE), value, options, out)
+        op = ReduceOp._parse(reduce_op, _WHERE)
+        begun = _Begun(reducer, op, *_parts(reducer, op, value, out), options)
         if begun.path is None:
             return None
         path: DevicePath | None = begun.path
@@ -240,7 +254,7 @@ def _begun_on_gpu(
     where = _ranks_of(ranks, background)
     if begun is None:
         return _started(ranks, background, partial(_fail, where.guard, name, failure))
-    return _started(ranks, background, partial(begun.work, where, name, options), begun)
+    return _started(ranks, background, partial(begun.work, where, name, options), begun, arena)
 
 
 class _Stream(Freed):
@@ -290,8 +304,8 @@ class _Begun:
         reducer: reduces them.
         op: how they are combined.
         value: a nest.
+        out: where the results go, or None.
         options: of the strategy and the call.
-        out: of the call.
 
     Attributes:
         path: of the strategy, which all ranks know from here on; None where nothing has begun: the arrays are not all
@@ -303,7 +317,7 @@ class _Begun:
 
     path: DevicePath | None = None
 
-    def __init__(self, reducer: Reducer, op: ReduceOp, value: Any, options: CommunicationOptions, out: Any) -> None:
+    def __init__(self, reducer: Reducer, op: ReduceOp, value: Any, out: Any, options: CommunicationOptions) -> None:
         leaves, self._structure = nest.flatten_without_none(value)
         targets, paths = leaves_like(out, self._structure, _WHERE), partial(nest.paths_without_none, value)
         given, self._arrays, memory = looked_at(op, leaves, paths, _WHERE, None, targets)

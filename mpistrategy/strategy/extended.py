@@ -343,11 +343,6 @@ class StrategyExtended(NotPickled, Settable):
             )
         return self._registry.colocating_with(colocate_with_variable)
 
-    @property
-    def _drives_gpu(self) -> bool:
-        """Whether this rank's device is a GPU."""
-        return self._registry.drives_gpu
-
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether `v` is a variable of this strategy."""
         return isinstance(v, Variable) and v.strategy is self._container_strategy

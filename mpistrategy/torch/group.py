@@ -98,7 +98,8 @@ class Reduction(dist.Work):  # type: ignore[misc]
         self._background, self._job = background, job
         #: It has the tensors after an error, too: torch would end the process over an exception in it.
         self._future: Any = torch.futures.Future()
-        job.add_done_callback(lambda _: self._future.set_result(tensors))
+        future = self._future  # the job does not keep this object, which keeps the job
+        job.add_done_callback(lambda _: future.set_result(tensors))
 
     def get_future(self) -> Any:
         """Return the future of the results."""

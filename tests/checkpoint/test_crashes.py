@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import os
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import launching
@@ -201,6 +203,26 @@ def test_one_rank_fails_at_every_change(
     strategy.barrier("all have looked")
     assert not [name for name in os.listdir(folder) if name.startswith(REPLACED.format("c"))]
     assert still_works(strategy)
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize(("number", "fails"), [(errno.EIO, True), (errno.EINVAL, False)])
+def test_names_that_do_not_reach_the_disk(
+    strategy: ms.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, fails: bool
+) -> None:
+    """Some file systems cannot sync a folder, and say EINVAL."""
+    sync = os.fsync
+
+    def refuse(descriptor: int) -> None:
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode):
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with strategy.scope():
+        checkpoint = ms.Checkpoint(x=ms.Variable(1.0))
+    with pytest.raises(errors.CheckpointWriteError, match="EIO") if fails else nullcontext():
+        checkpoint.save(tmp_path / "c")
 
 
 def test_folders_without_permission(launch: Launch, tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from mpi4py import MPI
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.multi_node.two_level import across_nodes, allreduce_across
-from mpistrategy.mpi.shared_memory import segments
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
@@ -124,10 +123,7 @@ class PretendedRanks(MPI.Intracomm):
 @contextlib.contextmanager
 def whole_files(local: int) -> Iterator[None]:
     """Let this rank reserve the shared memory of the node's other ranks, which do not come."""
-    with (
-        mock.patch.object(segments, "_hand_out"),
-        mock.patch.object(os, "posix_fallocate", lambda file, start, nbytes: os.ftruncate(file, local * nbytes)),
-    ):
+    with mock.patch.object(os, "posix_fallocate", lambda file, start, nbytes: os.ftruncate(file, local * nbytes)):
         yield
 
 

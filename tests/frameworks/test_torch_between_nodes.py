@@ -13,6 +13,7 @@ if tuple(map(int, torch.__version__.split(".")[:2])) < (2, 7):
 pytestmark = pytest.mark.one_rank
 
 PROGRAM = """
+import gc, weakref
 import torch, torch.distributed as dist
 import mpistrategy as ms, mpistrategy.torch as mst
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
@@ -54,7 +55,7 @@ if rank == 0:
 try:
     dist.barrier() if rank == 0 else loss.backward()
 except ms.errors.CollectiveMismatchError as error:
-    print("named" if ":41, reduction 2 of this backward" in str(error) else error, flush=True)
+    print("named" if ":42, reduction 2 of this backward" in str(error) else error, flush=True)
 dist.barrier()
 works = [dist.all_reduce(torch.ones(90_000 + (rank == 0)), async_op=True) for _ in range(2)]
 for work in works[::-1]:  # the one behind a failed one was not made either
@@ -78,6 +79,13 @@ assert (sent == 1).all()
 for piece in pieces.chunk(16):  # not in the background
     dist.all_reduce(piece)
 assert torch.equal(whole, pieces)
+gc.collect()
+gc.disable()  # a large tensor must not stay until the garbage is collected
+large = torch.ones(90_000)
+kept = weakref.ref(large)
+dist.all_reduce(large, async_op=True).wait()
+del large
+assert kept() is None
 print("right", flush=True)
 """
 

@@ -89,6 +89,22 @@ def test_starts_that_are_interrupted_everywhere_leave_no_wait_for_ever() -> None
     assert 3 <= line < 11
 
 
+@pytest.mark.parametrize("line", range(1, 9))
+def test_nobody_waits_for_a_job_whose_start_was_interrupted(line: int) -> None:
+    strategy = OnNodes(list(RANKS), ms.MpiAllReduce(), contains_errors=True)
+    strategy.run(lambda: context().all_reduce_async("SUM", 1.0)).wait()
+    ranks: Any = strategy.extended.communicator
+    background = ranks.once.made[Background]
+    with contextlib.suppress(KeyboardInterrupt), interrupted(line):
+        background.submit(int, "a test")
+    waits = threading.Thread(target=background.wait, daemon=True)
+    waits.start()
+    waits.join(60)
+    assert not waits.is_alive()
+    with contextlib.suppress(MpiStrategyError):
+        strategy.close()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("line", range(1, 8))
 def test_no_rank_takes_the_sum_of_another_step(line: int) -> None:

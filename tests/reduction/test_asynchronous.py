@@ -22,6 +22,7 @@ from mpistrategy.errors import (
     DTypeError,
     OptionTypeError,
     ReduceOpError,
+    StructureError,
     UnsupportedError,
 )
 from mpistrategy.mpi.over_mpi.background import Background
@@ -190,6 +191,31 @@ def test_a_mistake_is_raised_on_every_rank(placed: ms.Strategy, mistake: str, wh
         assert issubclass(outcome.error, error), outcome.text
     assert (after.wait() == SIZE).all()
     assert still_works(placed)
+
+
+@pytest.mark.parametrize("whose", ["everybody's", "the last rank's"])
+def test_an_arena_given_another_array_is_refused_on_every_rank(placed: ms.Strategy, whose: str) -> None:
+    if whose != "everybody's" and SIZE == 1:
+        pytest.skip("one rank is everybody")
+    arena = placed.arena({"w": np.zeros(5)})
+    own = arena.values["w"]
+    started(placed, "SUM", arena).wait()
+    if whose == "everybody's" or RANK == SIZE - 1:
+        arena.values["w"] = np.zeros(5)
+    end = ends_of(placed, [{"op": "SUM", "value": arena}])[0]
+    for outcome in outcomes(end):
+        assert outcome.error is StructureError
+    arena.values["w"] = own
+    own[...] = RANK
+    assert (started(placed, "SUM", arena).wait()["w"] == sum(RANKS)).all()
+    arena.close()
+
+
+def test_a_mean_of_integers_in_an_arena_is_refused(placed: ms.Strategy) -> None:
+    arena = placed.arena([np.zeros(5, np.int64)])
+    with pytest.raises(DTypeError, match="in an arena"):
+        started(placed, "MEAN", arena).wait()
+    arena.close()
 
 
 @several

@@ -175,7 +175,7 @@ def test_only_buffers_go_to_mpi(name: str) -> None:
 
 #: What public classes share with the rest of the package, though users do not see it; a new name here is a decision.
 SHARED = {
-    *("_is_default", "_is_local", "_reducer", "_bucket_orders", "_drives_gpu"),  # of strategies
+    *("_is_default", "_is_local", "_reducer", "_bucket_orders"),  # of strategies
     *("_key", "_memory_slot", "_storage"),  # of variables
     *("_buckets", "_leaves", "_places"),  # of arenas
     *("_in_rank_order", "_parse"),  # of algorithms and operations

@@ -137,9 +137,13 @@ def sync(folder: str) -> None:
     """Sync the names in a folder to the disk."""
     _before("fsync", os.path.basename(folder))
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    with contextlib.suppress(OSError):  # some file systems cannot sync a folder, and need not
+    try:
         os.fsync(descriptor)
-    os.close(descriptor)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # some file systems cannot sync a folder, and need not
+            raise
+    finally:
+        os.close(descriptor)
 
 
 def rename(old: str, new: str) -> None:

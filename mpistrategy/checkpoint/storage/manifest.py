@@ -57,7 +57,7 @@ class Item:
     """One item of a checkpoint: an array, a value, or an object that only holds other items.
 
     Attributes:
-        kind: the name of its `mpistrategy.checkpoint.state.Kind`.
+        kind: what it is, in a word of `mpistrategy.checkpoint.state`; `Kept._kept_as` of this package's own objects.
         copies: `ONE`, `OWN`, `ROWS` or one of `COMBINED`; "" for an object that only holds others.
         dtype: of an array.
         shape: of an array; where each rank has its own, that of rank 0: the first axis of rows, and all of `OWN`,

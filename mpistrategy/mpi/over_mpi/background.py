@@ -114,9 +114,9 @@ class Background(Freed):
             elif not self._thread.is_alive():
                 raise ContextError.at(where, found="a call at the end of the program", expected="one before it")
             job: Future[Any] = Future()
-            self._last = job
             self._jobs.put((job, work))
             self.submitted += 1
+            self._last = job  # not before: nobody must wait for what the thread does not get
             return job
         except BaseException as error:
             for ranks in filter(None, (self.communicator, self._program)):

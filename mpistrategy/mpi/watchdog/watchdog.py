@@ -130,11 +130,13 @@ class Watchdog:
             in_vain, is_contained = group.seconds_in_vain(now), group.guard.contains_errors
             if group.due is None:
                 if is_contained and (group.is_alarmed() or self._is_late(now, [group])):
-                    group.end_waits(alarm.call_the_roll([group], self.title).as_error(), now)
+                    error = alarm.call_the_roll([group], self.title).as_error()
+                    group.end_waits(error, time.monotonic())  # the roll call may have taken long
+                    group.guard.stop_waiting(error)
+            elif in_vain > _RAISES_SECONDS and is_contained and not group.guard.is_told_late:
+                group.guard.stop_waiting(group.due)  # first, however late this look comes
             elif in_vain > _ENDS_SECONDS:
                 alarm.end_in_vain(group, group.due, self.title, self._end)
-            elif in_vain > _RAISES_SECONDS and is_contained:
-                group.guard.stop_waiting(group.due)
         if any(group.is_alarmed() for group in ending) or self._is_late(now, ending):
             alarm.answer(ending, self.title, self._end)
         self._remind(now, groups)

@@ -211,6 +211,35 @@ def test_a_late_collective_raises_and_ends_nothing(launch: Launch, tmp_path: Pat
     assert "1 of 2 ranks wait; not come: rank 1" in job.stderr, job
 
 
+STOPPED = """
+import os, signal
+from mpi4py import MPI
+import mpistrategy as ms
+
+world, strategy = MPI.COMM_WORLD, ms.MirroredStrategy(on_error="raise")
+strategy.reduce("SUM", 1.0)
+processes = world.allgather(os.getpid())
+if world.rank == 1:
+    os.kill(os.getpid(), signal.SIGSTOP)
+else:
+    try:
+        strategy.reduce("SUM", 1.0)
+    except ms.errors.CollectiveTimeoutError as error:
+        print("raised", flush=True)
+    os.kill(processes[1], signal.SIGCONT)
+world.Barrier()
+strategy.close()
+"""
+
+
+@pytest.mark.slow  # the roll call waits for the other node, which does not answer, longer than for anything else
+@pytest.mark.one_rank
+def test_a_late_collective_raises_where_another_node_does_not_answer(launch: Launch, tmp_path: Path) -> None:
+    environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "MPISTRATEGY_TIMEOUT_SECONDS": "2"}
+    job = launch(2, STOPPED, timeout=60, cwd=tmp_path, env=environment).check()
+    assert "raised\n" in job.stdout, job
+
+
 LEAVES = """
 import sys
 from mpi4py import MPI
