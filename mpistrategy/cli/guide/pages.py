@@ -13,19 +13,9 @@ from mpistrategy import errors
 
 #: In which order the pages are listed; a page that is not named here comes after them.
 ORDER = (
-    *("tutorial", "concepts", "variables", "input", "training", "checkpoints", "preemption"),
+    *("tutorial", "concepts", "variables", "input", "training", "checkpoints"),
     *("disagreement", "errors"),
-    *(
-        "environment",
-        "mpi",
-        "slurm",
-        "bad-days",
-        "doctor",
-        "gpus",
-        "performance",
-        "many-nodes",
-        "numerics",
-    ),
+    *("environment", "mpi", "slurm", "doctor", "gpus", "performance", "many-nodes", "numerics"),
     *("tracing", "testing"),
     *("tensorflow", "torch", "jax", "horovod", "mpi4py"),
     *("developers", "changes"),
