@@ -22,10 +22,13 @@ from mpistrategy.errors import OptionError
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.watchdog import alarm, local_process, reports
 from mpistrategy.mpi.watchdog.group import Group
+from mpistrategy.mpi.watchdog.run_directory import FILE_SECONDS
 from mpistrategy.mpi.watchdog.status_board import RankStatus
 
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
 _STOOD_STILL_SECONDS = 1.0
+#: How long a look may take, at files of other nodes; one that takes longer has stood still.
+_LOOKING_SECONDS = 3 * FILE_SECONDS
 #: After how long a wait for a rank that takes no more calls ends: by an error, or with the job where a rank stays in
 #: it.  Most ranks find out by themselves before: `Guard.look`.
 _RAISES_SECONDS, _ENDS_SECONDS = 3.0, 5.0
@@ -110,13 +113,13 @@ class Watchdog:
             now = time.monotonic()
             if now - last > tick + _STOOD_STILL_SECONDS:
                 self._resumed = now
-            last = now
             try:
                 self._look(now, list(self.groups.values()))
             except Exception as error:  # an error in here must neither end the job nor hide a hang
                 if not self._failed:
                     reports.write_at_once(f"{self.title}mpistrategy's watchdog has failed: {error!r}\n")
                 self._failed = True
+            last = min(time.monotonic(), now + _LOOKING_SECONDS)  # a slow file system does not stop the clock
 
     def _look(self, now: float, groups: list[Group]) -> None:
         for group in groups:

@@ -231,6 +231,34 @@ ms.MirroredStrategy()
 """
 
 
+SLOW_FILES = """
+import os, sys, time
+import mpistrategy as ms
+
+usual = os.listdir
+def slow(path="."):
+    time.sleep(1.5)
+    return usual(path)
+os.listdir = slow
+
+strategy = ms.MirroredStrategy()
+strategy.reduce("SUM", 1.0)
+if strategy.extended.communicator.rank == 1:
+    time.sleep(100)
+strategy.reduce("SUM", 1.0)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.one_rank
+def test_files_that_take_long_do_not_stop_the_clock(launch: Launch, tmp_path: Path) -> None:
+    """Each look at what other nodes say takes longer than the pause that a suspended job makes."""
+    environment = {"MPIR_CVAR_NUM_CLIQUES": "2", "MPISTRATEGY_TIMEOUT_SECONDS": str(TIMEOUT)}
+    job = launch(2, SLOW_FILES, timeout=60, cwd=tmp_path, env=environment)
+    assert job.returncode == 124, job
+    assert "1 of 2 ranks wait; not come: rank 1" in job.stderr, job
+
+
 @pytest.mark.each_mpi
 def test_a_rank_that_is_stopped_before_its_first_strategy_is_named(launch: Launch, tmp_path: Path) -> None:
     job = launch(2, STOPPED, env={"MPISTRATEGY_TIMEOUT_SECONDS": "2"}, cwd=tmp_path, timeout=30)
