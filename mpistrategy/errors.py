@@ -483,7 +483,7 @@ class InjectedFault(MpiStrategyError, RuntimeError):  # noqa: N818  (no mistake 
     """Raised on purpose, as MPISTRATEGY_INJECT asks; the other ranks are not told.
 
     Cause: `MPISTRATEGY_INJECT` or `mpistrategy run --inject` asked for it.
-    Cure: leave them out. See faults (`mpistrategy guide faults`).
+    Cure: leave them out. See how to make a rank fail (`mpistrategy guide disagreement`).
     """
 
 
@@ -520,7 +520,7 @@ class CollectiveTimeoutError(RemoteError, TimeoutError):
     Cause: with `on_error="raise"`, a rank waited longer than `timeout_seconds`. `.missing` are the ranks that did not
     come.
     Cure: find out where those are; around a long piece of work on one rank, use `with strategy.expect_long(seconds):`.
-    See a collective that is late (`mpistrategy guide ending`).
+    See a collective that is late (`mpistrategy guide disagreement`).
 
     Attributes:
         calls: by the number in the job, what is known of each rank: the call that it waits in, its operation and its

@@ -222,6 +222,7 @@ class Saving(NotPickled):
                 with contextlib.suppress(OSError):
                     files.write(os.path.join(self._folder, f"{_FAILED}{self._communicator.rank}"), [])
         finally:
+            pieces.clear()  # also what an error's traceback would hold
             self._written.set()
             self._close()
 

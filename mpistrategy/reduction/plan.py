@@ -231,11 +231,11 @@ class ArraysPlan(Compared):
         """Compare the call with those of the other ranks; see `Call.agree`."""
         words = call.name, call.where, call.place, call.step, call.structure
         if words != self._words:
-            name, where, place, step, structure = self._words = words
+            name, where, place, step, structure = words
             self._signature = self._signature._replace(
                 name=name, call=where, place=place, step=step, structure=structure
             )
-            self._digest = digest_of(self._signature)
+            self._words, self._digest = words, digest_of(self._signature)  # not before: a signal's handler may raise
         return super().agree(call)
 
 

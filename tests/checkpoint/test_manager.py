@@ -148,7 +148,7 @@ def test_one_that_cannot_be_removed_stays_alone(strategy: ms.MirroredStrategy, f
         for step in (1, 2, 3):
             manager.save(step)
         assert manager.steps() == [1, 3]
-    manager.close()
+        manager.close()
 
 
 def test_all_ranks_see_what_was_removed(strategy: ms.MirroredStrategy, folder: Path) -> None:

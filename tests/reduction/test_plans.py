@@ -36,7 +36,10 @@ import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.dtypes import COMBINE, Array
+from mpistrategy.mpi.contract.call import Call
+from mpistrategy.mpi.contract.call_sites import Signature
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, Thresholds, trying
+from mpistrategy.reduction import plan
 from mpistrategy.reduction.reducer import Reducer
 
 pytestmark = pytest.mark.mpi
@@ -614,3 +617,24 @@ def test_a_weighted_mean_is_the_same_either_way(
         assert all(map(np.array_equal, map(bits, nest.flatten(found)[0]), map(bits, nest.flatten(expected)[0])))
         assert same_everywhere(found)
         assert not more or all(map(operator.is_, nest.flatten(found)[0], nest.flatten(out)[0]))
+
+
+def test_a_call_that_a_signal_interrupts_leaves_no_digest_of_the_call_before(
+    strategies: dict[str, ms.Strategy], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reducer = strategies["the defaults"].extended._reducer
+
+    def summed(name: str) -> Array:
+        with Call(reducer.communicator.guard, "a test", name) as call:
+            return reducer.all_reduce_arrays(call, ms.ReduceOp.SUM, [np.ones(3)])[0]
+
+    def interrupted(signature: Signature) -> int:
+        raise InterruptedError(signature.name)
+
+    summed("one")
+    with monkeypatch.context() as patched:
+        if RANK == SIZE - 1:
+            patched.setattr(plan, "digest_of", interrupted)
+        assert all(end.error is not None for end in outcomes(lambda: summed("two")))
+    assert (summed("two") == SIZE).all()
+    assert not reducer.communicator.guard.flag_was_seen  # as digests of equal calls that differ would tell

@@ -14,7 +14,7 @@ from mpistrategy import errors
 #: In which order the pages are listed; a page that is not named here comes after them.
 ORDER = (
     *("tutorial", "concepts", "variables", "input", "training", "checkpoints", "preemption"),
-    *("disagreement", "ending", "errors", "troubleshooting"),
+    *("disagreement", "errors"),
     *(
         "environment",
         "mpi",
@@ -26,7 +26,7 @@ ORDER = (
         "many-nodes",
         "numerics",
     ),
-    *("tracing", "testing", "faults"),
+    *("tracing", "testing"),
     *("tensorflow", "torch", "jax", "horovod", "mpi4py"),
     *("developers", "changes"),
 )
