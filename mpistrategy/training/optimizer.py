@@ -353,7 +353,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             call.agree("prepare an update")
             with cross_replica(plan.strategy):
                 gradients = self._arenas.covering(plan.strategy, variables)
-            if gradients.arena.is_shared:
+            if gradients is not None and gradients.arena.is_shared:
                 plan.sliced = SlicedStep(plan.strategy, gradients, variables, slots, kernel, self._scratch)
             call.expect_more()
         plan.reduces_nothing = extended.communicator.size == 1 and reducer.algorithm._in_rank_order
@@ -443,12 +443,15 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         var.assign_sub(change)
 
     def _state(self, path_of: PathOf) -> dict[Any, Any]:
+        values = self.slot_values  # there may be slots that no step uses any more, as of a momentum that is now 0
         slots = {
-            path_of(var) or number: {name: Leaf(slot, first=self.slot_values[name]) for name, slot in slots.items()}
+            path_of(var) or number: {
+                name: Leaf(slot, first=values[name]) for name, slot in slots.items() if name in values
+            }
             for number, (var, slots) in enumerate(self._slots.by_id.values())
         }
         state: dict[Any, Any] = {} if self.iterations is None else {"iterations": Leaf(self.iterations, first=0.0)}
-        state |= {"class": type(self).__name__, "names": list(self.slot_values), "slots": slots}
+        state |= {"class": type(self).__name__, "names": list(values), "slots": slots}
         state |= {"learning_rate": float(self.learning_rate), "skipped_steps": int(self.skipped_steps)}
         if is_stateful(self.schedule):
             state["schedule"] = self.schedule

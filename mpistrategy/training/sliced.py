@@ -30,6 +30,8 @@ from mpistrategy.variables.variable import Variable
 
 #: Dtypes that are added without conversion, and whose sums do not depend on the alignment of the arrays.
 _DTYPES = (np.dtype(np.float32), np.dtype(np.float64))
+#: How many arenas an optimizer makes by itself: the second is for variables that had no gradients at first.
+_MOST_ARENAS = 2
 
 
 class Place(NamedTuple):
@@ -79,6 +81,7 @@ class GradientArenas:
 
     def __init__(self) -> None:
         self.made: int = 0
+        self._made_for_steps = 0
         self._known: list[GradientArena] = []
 
     def of(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
@@ -90,11 +93,18 @@ class GradientArenas:
         self.made += 1
         return self._known[-1]
 
-    def covering(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
-        """Return an arena that has these variables among others.  Collective when there is none yet."""
+    def covering(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena | None:
+        """Return an arena that has these variables among others.  Collective when there is none yet.
+
+        Returns:
+            None for a further one, where other variables have gradients in every step: their memory would grow.
+        """
         wanted = {*map(id, variables)}
         found = next((known for known in reversed(self._known) if wanted <= known.numbers.keys()), None)
-        return found or self.of(strategy, variables)
+        if found is None and self._made_for_steps < _MOST_ARENAS:
+            self._made_for_steps += 1
+            found = self.of(strategy, variables)
+        return found
 
 
 def can_be_sliced(strategy: Strategy, variables: Sequence[Variable], slots: Sequence[Mapping[str, Variable]]) -> bool:

@@ -193,6 +193,19 @@ def test_an_optimizer_that_has_made_no_step_yet(strategy: ms.MirroredStrategy, f
     assert weights.numpy().tolist() == [1, 1]
 
 
+def test_a_momentum_that_is_turned_off(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    weights = variable(strategy, np.ones(2))
+    sgd = ms.optimizers.SGD(0.5, momentum=0.5, aggregation="MEAN")
+    checkpoint = checkpoint_of(strategy, weights=weights, sgd=sgd)
+    for momentum in (0.5, 0.0):
+        sgd.momentum = momentum
+        strategy.run(lambda: sgd.apply_gradients([(np.ones(2), weights)]))
+    checkpoint.save(folder / "c")
+    weights.assign(np.full(2, 7.0))
+    checkpoint.restore(folder / "c")
+    assert (weights.numpy().tolist(), int(sgd.iterations)) == ([0, 0], 2)  # type: ignore[arg-type]
+
+
 def test_steps_that_are_counted_in_a_variable_of_ones_own(strategy: ms.MirroredStrategy, folder: Path) -> None:
     weights, counter = variable(strategy, np.ones(2)), variable(strategy, np.int32(0), aggregation="ONLY_FIRST_REPLICA")
     sgd = ms.optimizers.SGD(0.5)

@@ -251,6 +251,15 @@ def test_a_job_that_is_well(ranks: int) -> None:
     assert len({each.check for each in findings}) >= 11
 
 
+@pytest.mark.parametrize(
+    ("built_for", "library"),
+    [("Spectrum MPI", "IBM Spectrum MPI v10.4"), ("unknown", "Open MPI v5.0.11"), ("Intel MPI", "MPICH 4.2.0")],
+)
+def test_an_mpi4py_that_fits_its_library_is_no_fault(built_for: str, library: str) -> None:
+    findings = catalog.examine(job(on(ALL, built_for=built_for, library=library)))
+    assert [each.verdict for each in findings if each.check == "mpi"] == [OK], findings
+
+
 def test_gpus_that_are_well() -> None:
     findings = catalog.examine(job(seeing(*BOTH), trial=Outcome("right", "two ranks, 20 GB/s")))
     told = {each.check: each for each in findings}

@@ -375,6 +375,7 @@ def test_what_one_node_shows_is_not_said_of_the_job() -> None:
     ("arguments", "told"),
     [
         (["--job", "999999"], "job 999999: not seen: squeue"),
+        (["--job", "999999"], "if it has ended because a collective was late, its roll call is "),
         (["--pid", "1"], "the job of process 1: not seen: its processes here have no strategy"),
     ],
 )

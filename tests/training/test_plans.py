@@ -149,6 +149,19 @@ def test_a_counter_of_the_programs_own_counts_on(fresh: ms.Strategy) -> None:
 
 
 @pytest.mark.mpi(min_size=2)
+def test_other_variables_in_every_step_take_no_more_memory(fresh: ms.Strategy) -> None:
+    """As where a part of the model is left out by chance: shared memory for gradients is made twice, and no more."""
+    ours, theirs = [model(fresh)[0] for _ in range(5)], [model(fresh)[0] for _ in range(5)]
+    one, two, paths = SGD(0.1), Asked(0.1), []
+    for first in (0, 1, 2, 3, 0):
+        for optimizer, variables in ((one, ours), (two, theirs)):
+            step(fresh, optimizer, variables[first : first + 2], first)
+        paths.append(one.latest_path)
+        assert [bits(v.local_copy()) for v in ours] == [bits(v.local_copy()) for v in theirs]
+    assert paths in (["sliced", "sliced", "plain", "plain", "sliced"], ["plain"] * 5)  # on several nodes
+
+
+@pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(
     ("kind", "dtype", "path"), [(SGD, "f8", "sliced"), (SGD, "f2", "plain"), (Asked, "f8", "plain")]
 )

@@ -76,8 +76,9 @@ def of_slurm_job(named: str) -> View:
         return View(troubles=[f"{named} is an array of {len(jobs)} jobs: name one, such as {named}_0"])
     above = os.environ.get(run_directory.VARIABLE) or "FOLDER OF THE JOB"
     file = os.path.join(above, f"{run_directory.PREFIX}{named}-*", run_directory.ROLL_CALL)
-    ended = f"it does not run; if it has ended because a collective was late, its roll call is {file}"
-    return View(troubles=[trouble or ended])
+    # Slurm soon forgets a job that has ended.
+    ended = f"if it has ended because a collective was late, its roll call is {file}"
+    return View(troubles=[trouble or "it does not run", ended])
 
 
 def step(number: str) -> list[str]:

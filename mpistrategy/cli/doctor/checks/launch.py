@@ -19,6 +19,9 @@ _SPEAK = {
 }
 _PARTS = {name: name for name in ("python", "mpistrategy", "numpy", "mpi4py")} | {"library": "the MPI library"}
 
+#: The two kinds of MPI libraries: those of one kind stand in for each other.
+_FAMILIES = (r"Open MPI|Spectrum|HPC-X", r"MPICH|Intel|MVAPICH|ParaStation")
+
 
 def launch(job: Job) -> list[Finding]:
     """Find programs of one rank each, ranks that are missing, and another number than was asked for."""
@@ -106,7 +109,7 @@ def library(job: Job) -> list[Finding]:
             "LD_DEBUG=libs python3 program.py 2>&1 | grep libmpi; and build all with one MPI"
         )
         findings.append(told("mpi", BAD, mixed, found, fix, paths=" and ".join(mixed[0]["libraries"])))
-    foreign = [each for each in job.facts if _is_open_mpi(each["built_for"]) != _is_open_mpi(each["library"])]
+    foreign = [each for each in job.facts if {*_FAMILIES} <= {_family(each["built_for"]), _family(each["library"])}]
     if foreign:
         found = "mpi4py was built for {built_for}, and {library} is loaded on {those}"
         fix = (
@@ -127,9 +130,9 @@ def library(job: Job) -> list[Finding]:
     return findings or [Finding("mpi", OK, f"{first['library']} {place}; mpi4py is built for {first['built_for']}")]
 
 
-def _is_open_mpi(name: str) -> bool:
-    """Return whether a library is of Open MPI's family: those of one family stand in for each other."""
-    return re.match(r"Open MPI|IBM Spectrum|HPC-X", name, re.IGNORECASE) is not None
+def _family(name: str) -> str:
+    """Return which libraries one stands in for, as mpi4py or the library itself calls it; "" for an unknown one."""
+    return next((family for family in _FAMILIES if re.search(family, name, re.IGNORECASE)), "")
 
 
 def _is_heeded(wanted: str, libraries: list[str]) -> bool:
