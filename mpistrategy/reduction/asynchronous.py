@@ -54,11 +54,11 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
 
     _instead_of_pickling = "Send what wait() returns."
 
-    def __init__(
-        self, result: Any, under_way: _UnderWay | None = None, begun: _Begun | None = None, values: Any = None
-    ) -> None:
-        """Keep the result, or the job that will have it, and what was begun on a GPU; of an arena its values."""
-        self._result, self._under_way, self._begun, self._values = result, under_way, begun, values
+    def __init__(self, result: Any, under_way: _UnderWay | None = None, begun: _Begun | None = None) -> None:
+        """Keep the result, or the job that will have it, and what was begun on a GPU."""
+        self._result, self._under_way, self._begun = result, under_way, begun
+        #: Of an arena, which are the result.
+        self._values: Any = None
 
     def done(self) -> bool:
         """Return whether `wait` would find a result or an error at once on this rank; never waits.
@@ -187,10 +187,12 @@ def _started(
 ) -> AllReduceHandle[Any]:
     """Return the handle of work that is done in the background, or here without one; its result is that of an arena."""
     work = partial(_in_background, _ranks_of(ranks, background), call_site(), in_step or nullcontext(), work)
-    values = None if arena is None else arena._values
     if background is None:
-        return AllReduceHandle(work(), begun=begun, values=values)
-    return AllReduceHandle(None, _UnderWay(work, background, ranks.guard), begun, values)
+        handle: AllReduceHandle[Any] = AllReduceHandle(work(), begun=begun)
+    else:
+        handle = AllReduceHandle(None, _UnderWay(work, background, ranks.guard), begun)
+    handle._values = None if arena is None else arena._values
+    return handle
 
 
 def _ranks_of(ranks: Ranks, background: Background | None) -> Ranks:
