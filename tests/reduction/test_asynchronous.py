@@ -50,7 +50,7 @@ def placed(request: pytest.FixtureRequest) -> Iterator[ms.Strategy]:
 
 @pytest.fixture
 def apart() -> Iterator[ms.Strategy]:
-    """Ranks on nodes of their own: with an engine, from 2 ranks on."""
+    """Ranks on nodes of their own: with a background, from 2 ranks on."""
     made = OnNodes(list(RANKS), ms.MpiAllReduce())
     yield made
     made.close()
