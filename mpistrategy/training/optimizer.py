@@ -309,11 +309,13 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             totals: the reduced gradients, where buckets have reduced them; else None.
             call: the call that all ranks make.
         """
-        if self.iterations is None or not plan.has_slots:
+        # A setting may want slots that the steps before did not: a momentum that was 0.
+        if self.iterations is None or not plan.has_slots or not self.slot_values.keys() <= plan.slot_names:
             with cross_replica(plan.strategy):
                 self._step_counter()
                 self._slots.make(plan.variables, self.slot_values)
             plan.use(self._slots, self._scratch)
+            plan.key = None
             call.expect_more()
         kernel = self._formula() if plan.is_usual else None
         if totals is None and arrays is not None:

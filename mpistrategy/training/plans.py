@@ -57,13 +57,14 @@ class Slots:
 
     def make(self, variables: Sequence[Variable], values: Mapping[str, float]) -> None:
         """Make the slots that are missing, filled with `values`.  Collective; in the strategy's scope or a step."""
-        missing = {id(var): var for var in variables if id(var) not in self.by_id}
-        made: dict[int, dict[str, Variable]] = {number: {} for number in missing}
+        for var in variables:
+            self.by_id.setdefault(id(var), (var, {}))
         # Slot by slot: the slots of one name then follow one another in memory, as their variables do.
         for name, value in values.items():
-            for number, var in missing.items():
-                made[number][name] = self._new(name, value, var)
-        self.by_id.update({number: (var, made[number]) for number, var in missing.items()})
+            for var in variables:
+                slots = self.by_id[id(var)][1]
+                if name not in slots:
+                    slots[name] = self._new(name, value, var)
 
     def _new(self, name: str, value: float, var: Variable) -> Variable:
         strategy, title = get_strategy(), f"{var.name}/{self._owner}/{name}"
@@ -87,6 +88,7 @@ class StepPlan:
         layouts: their dtypes and shapes.
         is_usual: whether the strategy reduces and updates as `StrategyExtended` does, so that it need not be asked.
         is_on_host: whether all its variables and slots are on the host; known once there are slots.
+        slot_names: the names of the slots.
         key: what the following depends on besides the variables: `Optimizer` compares it at each step.
         sliced: the sliced step of ordinary gradients; None where there is none.
         reduction: how ordinary gradients are reduced otherwise; None where the strategy is asked.
@@ -109,6 +111,7 @@ class StepPlan:
         asked = kind.batch_reduce_to, kind.update
         self.is_usual: bool = asked == (StrategyExtended.batch_reduce_to, StrategyExtended.update)
         self.is_on_host: bool = True
+        self.slot_names: Set[str] = frozenset()
         self.key: Any = None
         self.sliced: SlicedStep | None = None
         self.reduction: ArraysPlan | None = None
@@ -128,6 +131,7 @@ class StepPlan:
     def use(self, slots: Slots, scratch: Scratch, sparse: Set[int] = frozenset()) -> None:
         """Note how the variables and their slots, which have been made, are updated."""
         memory = [{name: slot._storage for name, slot in slots.of(var).items()} for var in self.variables]
+        self.slot_names = memory[0].keys()
         arrays = [var._storage for var in self.variables]
         everything = [*arrays, *(slot for each in memory for slot in each.values())]
         self.changed, self.is_on_host = ChangedMemory(everything), not any(map(is_on_device, everything))

@@ -135,6 +135,25 @@ def test_clipping_limits_the_norm_of_all_reduced_gradients(strategy: ms.Strategy
     np.testing.assert_allclose(b, -0.8)
 
 
+def test_a_momentum_that_is_set_later_gets_its_slots(strategy: ms.Strategy) -> None:
+    with strategy.scope():
+        variables = [ms.Variable(np.zeros(3)), ms.Variable(np.zeros(4, np.float32))]
+    optimizer, gradient = optimizers.SGD(0.5, aggregation="MEAN"), 2.0
+
+    def step() -> None:
+        strategy.run(lambda: optimizer.apply_gradients([(np.full(v.shape, gradient, v.dtype), v) for v in variables]))
+
+    step()
+    optimizer.momentum = 0.5
+    for _ in range(2):
+        step()
+    optimizer.momentum = 0.0
+    step()
+    # -1; v = -1, then v = 0.5 * -1 - 1; -1
+    assert all((v.numpy() == -1 - 1 - 1.5 - 1).all() for v in variables)
+    assert all((optimizer.slots_of(v)["momentum"].numpy() == -1.5).all() for v in variables)
+
+
 def test_the_update_is_in_place(strategy: ms.Strategy) -> None:
     with strategy.scope():
         variable = ms.Variable(np.zeros(2))
