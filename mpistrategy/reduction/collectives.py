@@ -47,7 +47,7 @@ from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
 from mpistrategy.reduction.inputs import arrays_of, as_given, check_order, is_plain_array
 from mpistrategy.reduction.layout.finish import divide
-from mpistrategy.reduction.layout.packing import layouts_of
+from mpistrategy.reduction.layout.packing import Layout, layouts_of
 from mpistrategy.reduction.plan import CallPlan, NestPlan, NumbersOfRanks
 from mpistrategy.reduction.reducer import General
 from mpistrategy.reduction.routes import gpu
@@ -170,10 +170,10 @@ class Gathering(Collective):
 
     def __init__(self, ranks: Ranks, arrays: Sequence[Any], axes: Sequence[int], into: Targets = None) -> None:
         self._ranks, self._axes, self._into = ranks, axes, into
-        self.layouts = layouts_of(arrays)
-        self.op = f"axis {axes}"
+        self.layouts: tuple[Layout, ...] = layouts_of(arrays)
+        self.op: str = f"axis {axes}"
         both = zip(map(layout_of, arrays), axes, strict=True)
-        self.values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in both)
+        self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in both)
         self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
         self._mine = np.array(self._lengths, np.int64)
         header, boxes = layouts_of([self._mine]), ranks.mailboxes
@@ -309,8 +309,8 @@ class Scanning(Collective):
     def __init__(self, ranks: Ranks, arrays: Sequence[Array], op: ReduceOp, *, exclusive: bool) -> None:
         self._ranks, self._op, self._is_exclusive = ranks, op, exclusive
         self.op = f"{op.value}, exclusive" if exclusive else op.value
-        self.layouts = layouts_of(arrays)
-        self.values = tuple(map(layout_of, arrays))
+        self.layouts: tuple[Layout, ...] = layouts_of(arrays)
+        self.values: Values = tuple(map(layout_of, arrays))
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
         """Copy the arrays as they are combined; take memory for what travels, and for results that are rounded."""
@@ -486,9 +486,9 @@ class FromRoot(Collective):
 
     def __init__(self, ranks: Ranks, arrays: Sequence[Any], root: int) -> None:
         self._ranks, self._root, boxes = ranks, root, ranks.mailboxes
-        self.op = f"from rank {root}"
-        self.layouts = layouts_of(arrays)
-        self.values = tuple(map(layout_of, arrays))
+        self.op: str = f"from rank {root}"
+        self.layouts: tuple[Layout, ...] = layouts_of(arrays)
+        self.values: Values = tuple(map(layout_of, arrays))
         self._in_mailboxes: MailboxArrays | None = None
         on_host = not any(map(is_on_device, arrays))
         if boxes is not None and on_host and MailboxArrays.has_room(boxes, self.layouts, 2):

@@ -61,8 +61,10 @@ class Plan(Transfer):
         self._op, self._size = op, ranks.size
         #: From how many bytes on results may be written over the arrays.  Between nodes other memory only costs time.
         self.least_in_place: int = _LEAST_IN_PLACE if ranks.nodes == 1 else 0
-        self.results = [mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts]
-        self.writes_targets = route.writes_targets
+        self.results: list[np.dtype[Any]] = [
+            mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts
+        ]
+        self.writes_targets: bool = route.writes_targets
         #: For each array whether what the route returns is the result: it has its dtype, and no integers are divided.
         self._are_exact = [
             host_wire_dtype(dtype) == dtype == result for (dtype, _), result in zip(layouts, self.results, strict=True)
@@ -260,7 +262,7 @@ class NestPlan(Compared, CallPlan):
         kinds: set[type],
     ) -> None:
         super().__init__(signature, timeout_seconds)
-        self.sparingly = transfer.sparingly
+        self.sparingly: bool = transfer.sparingly
         self.otherwise: CallPlan = otherwise
         self.leaves: Leaves = leaves
         self._transfer = transfer

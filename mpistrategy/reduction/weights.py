@@ -100,7 +100,7 @@ class WeightedMeans(Transfer):
     def __init__(self, ranks: Ranks, layouts: tuple[Layout, ...], sums: Transfer) -> None:
         self._ranks, self._sums = ranks, sums
         self.layouts = layouts
-        self.results = [mean_dtype(dtype) for dtype, _ in layouts]
+        self.results: list[np.dtype[Any]] = [mean_dtype(dtype) for dtype, _ in layouts]
         self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
         self._weights = NumbersOfRanks(ranks, 1)
         self._in_mailboxes: MailboxArrays | None = None

@@ -37,10 +37,10 @@ class Ranks:
     """
 
     def __init__(self) -> None:
-        self.comm = MPI.COMM_WORLD
+        self.comm: MPI.Intracomm = MPI.COMM_WORLD
         self.rank: int = self.comm.rank
         self.size: int = self.comm.size
-        self.version = str(MPI.Get_library_version())
+        self.version: str = str(MPI.Get_library_version())
 
     def facts(self) -> Facts:
         """Return what MPI says of this rank."""

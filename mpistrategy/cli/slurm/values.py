@@ -48,10 +48,14 @@ def matching(pattern: str, expected: str) -> Parse:
 
 
 #: A word for the batch system, which splits its lines at blanks and takes quotes apart.
-word = matching(r"(?!-)[^\s\"'\\#$`]+", "a word without blanks, quotes, backslashes, #, $ and `, not beginning with -")
-number = matching(r"[0-9]{1,9}", "a whole number")
-positive_number = matching(r"0*[1-9][0-9]{0,8}", "a whole number from 1 on")
-gpus = matching(r"(?:[^\s:\"'\\#$`-][^\s:\"'\\#$`]*:)?[0-9]{1,9}", "a number, or a type and a number such as a100:4")
+word: Parse = matching(
+    r"(?!-)[^\s\"'\\#$`]+", "a word without blanks, quotes, backslashes, #, $ and `, not beginning with -"
+)
+number: Parse = matching(r"[0-9]{1,9}", "a whole number")
+positive_number: Parse = matching(r"0*[1-9][0-9]{0,8}", "a whole number from 1 on")
+gpus: Parse = matching(
+    r"(?:[^\s:\"'\\#$`-][^\s:\"'\\#$`]*:)?[0-9]{1,9}", "a number, or a type and a number such as a100:4"
+)
 
 
 def choice(*eligible: str) -> Parse:

@@ -20,6 +20,7 @@ from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning, LaunchError
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.contract.call_sites import warn
+from mpistrategy.mpi.contract.channel import ControlChannel
 from mpistrategy.mpi.contract.failures import Failures
 from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.contract.mpi_channel import MpiControlChannel
@@ -123,7 +124,7 @@ class MpiRanks(Ranks):
         if self._control is not None and usual is self._control:
             self.has_equal_sums: bool = self._control.has_equal_sums(self._comm)
             if self.has_equal_sums:
-                self.first_message = self._control
+                self.first_message: ControlChannel | None = self._control
             elif self.rank == 0:
                 warn(_UNEQUAL.format(self.library), FallbackWarning)
         self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)

@@ -43,7 +43,7 @@ class CommunicatorRoute(Transfer):
         wire: str | None = None,
     ) -> None:
         self.packs = packs
-        self.writes_targets = any(len(pack.members) == 1 for pack in packs)
+        self.writes_targets: bool = any(len(pack.members) == 1 for pack in packs)
         self._ranks, self._text, self._name, self._wire = ranks, op._on_the_wire, name, wire
         self._reduce_pair = reduce_pair
         self._nbytes = sum(pack.nbytes for pack in packs)

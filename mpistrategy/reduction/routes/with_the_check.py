@@ -86,7 +86,7 @@ class MailboxRoute(Transfer):
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self._mailboxes = mailboxes
         self._combine: Combine = COMBINE[op._on_the_wire]
-        self.packs = packing.plan(layouts)
+        self.packs: tuple[Pack, ...] = packing.plan(layouts)
         self._count = len(layouts)
         layouts = _flat(self.packs)
         arrays = MailboxArrays(mailboxes, layouts)
@@ -200,7 +200,7 @@ class FirstMessageRoute(Transfer):
     """
 
     def __init__(self, communicator: Ranks, message: ControlChannel, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
-        self.packs = packing.plan(layouts)
+        self.packs: tuple[Pack, ...] = packing.plan(layouts)
         #: For each array its numbers in the message, their sums, its dtype on the wire, and what MEAN divides by.
         self._rows: list[tuple[Array, Array, np.dtype[Any], int]] = []
         start = 0
