@@ -85,6 +85,7 @@ large = torch.ones(90_000)
 kept = weakref.ref(large)
 dist.all_reduce(large, async_op=True).wait()
 del large
+dist.all_reduce(torch.ones(90_000), async_op=True).wait()  # by now the thread is through with the first
 assert kept() is None
 print("right", flush=True)
 """
