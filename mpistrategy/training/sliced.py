@@ -287,11 +287,14 @@ class SlicedStep:
         Returns:
             By the numbers of variables: flat gradients of which this rank's part is read where it is.
         """
-        pairs = enumerate(zip(gradients, self._values, strict=True))
-        moved = [number for number, (mine, value) in pairs if mine.base is None or not _is_same(mine, value)]
         elsewhere: dict[int | None, Array] = {}
-        # What shares memory with another gradient, or with what the step changes, is copied before either is written.
-        for number, gradient in zip(moved, self._changed.apart([gradients[at] for at in moved]), strict=True):
+        moved: Sequence[int] = range(len(gradients))
+        if any(mine.base is not None for mine in gradients):  # views: those in the arena are there already
+            pairs = enumerate(zip(gradients, self._values, strict=True))
+            moved = [number for number, (mine, value) in pairs if mine.base is None or not _is_same(mine, value)]
+            # What shares memory with another gradient, or with what the step changes, is copied before it is written.
+            gradients = self._changed.apart([gradients[at] for at in moved])
+        for number, gradient in zip(moved, gradients, strict=True):
             value, own = self._values[number], self._own.get(number)
             if own is None or not gradient.flags.c_contiguous:
                 value[...] = gradient
