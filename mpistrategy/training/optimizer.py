@@ -309,10 +309,8 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             totals: the reduced gradients, where buckets have reduced them; else None.
             call: the call that all ranks make.
         """
-        # A setting that has changed may want slots that the steps before did not: a momentum that was 0.
-        has_changed, plan.words = call.structure is not plan.words, call.structure
-        is_short = has_changed and not self.slot_values.keys() <= plan.slot_names
-        if self.iterations is None or is_short or not plan.has_slots:
+        # A setting may want slots that the steps before did not: a momentum that was 0.
+        if self.iterations is None or not plan.has_slots or not self.slot_values.keys() <= plan.slot_names:
             with cross_replica(plan.strategy):
                 self._step_counter()
                 self._slots.make(plan.variables, self.slot_values)

@@ -89,7 +89,6 @@ class StepPlan:
         is_usual: whether the strategy reduces and updates as `StrategyExtended` does, so that it need not be asked.
         is_on_host: whether all its variables and slots are on the host; known once there are slots.
         slot_names: the names of the slots.
-        words: the settings and the variables of the latest step, in words.
         key: what the following depends on besides the variables: `Optimizer` compares it at each step.
         sliced: the sliced step of ordinary gradients; None where there is none.
         reduction: how ordinary gradients are reduced otherwise; None where the strategy is asked.
@@ -113,7 +112,6 @@ class StepPlan:
         self.is_usual: bool = asked == (StrategyExtended.batch_reduce_to, StrategyExtended.update)
         self.is_on_host: bool = True
         self.slot_names: Set[str] = frozenset()
-        self.words: str = ""
         self.key: Any = None
         self.sliced: SlicedStep | None = None
         self.reduction: ArraysPlan | None = None
