@@ -15,7 +15,7 @@ from mpistrategy import errors
 ORDER = (
     *("tutorial", "concepts", "variables", "input", "training", "checkpoints"),
     *("disagreement", "errors"),
-    *("environment", "mpi", "slurm", "doctor", "gpus", "performance", "many-nodes", "numerics"),
+    *("environment", "mpi", "slurm", "diagnose", "gpus", "performance", "many-nodes", "numerics"),
     *("tracing", "testing"),
     *("tensorflow", "torch", "jax", "horovod", "mpi4py"),
     *("developers", "changes"),
