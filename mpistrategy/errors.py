@@ -330,7 +330,7 @@ class DatasetWarning(UserWarning):
 
     Cause: the ranks iterate over different global batches, so rows are lost: each rank takes its part of *its* batch.
     Cure: give all ranks the same batches (one seed for shuffling), or give each rank's own rows to
-    `distribute_datasets_from_function`. See input (`mpistrategy guide input`).
+    `distribute_datasets_from_function`. See recipes (`mpistrategy guide recipes`).
     """
 
 
