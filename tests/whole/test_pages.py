@@ -35,8 +35,8 @@ def shown_by(program: pages.Block) -> str:
 
 def is_run_by_a_command(program: pages.Block) -> bool:
     """Return whether a command of the page runs a program, and no text says what two ranks print."""
-    commands = [block.source for block in BLOCKS if (block.page, block.kind) == (program.page, "console") and block.is_run]
-    return any(program.file in source for source in commands) and not shown_by(program)
+    consoles = [block for block in BLOCKS if block.kind == "console" and block.page == program.page and block.is_run]
+    return any(program.file in console.source for console in consoles) and not shown_by(program)
 
 
 def test_there_is_enough_to_run() -> None:
