@@ -167,7 +167,7 @@ def test_frames_of_the_library_are_no_callers(strategy: ms.Strategy) -> None:
 
 
 def test_what_calls_a_module_does_not_count(tmp_path: Path, launch: Callable[..., launching.Finished]) -> None:
-    """Ranks may be started differently: a debugger or a profiler on one of them.  Also where Python knows no columns."""
+    """Ranks may be started differently: a debugger or a profiler on one of them, and Python may know no columns."""
     program = launching.program(
         """
         import mpistrategy as ms
