@@ -268,8 +268,8 @@ class AggregationError(MpiStrategyError, ValueError):
 
     Cause: a variable's aggregation does not allow this: a write in a step to an ON_WRITE variable with aggregation
     NONE, or a read outside steps of an ON_READ variable with NONE.
-    Cure: create it with `aggregation="SUM"`, `"MEAN"` or `"ONLY_FIRST_REPLICA"`. See variables (`mpistrategy guide
-    variables`).
+    Cure: create it with `aggregation="SUM"`, `"MEAN"` or `"ONLY_FIRST_REPLICA"`. See concepts (`mpistrategy guide
+    concepts`).
     """
 
 
