@@ -2,8 +2,9 @@
 
     mpiexec -n 3 python scripts/examples/ensemble.py [report.json [rank that fails]]
 
-It is scripts/examples/ensemble_mpi4py.py with a strategy in place of the sums over a group.  An error in one group ends
-that group alone (`on_error="raise"`): its ranks catch it, all ranks meet, and those that are left fit its members.
+A group fits some of the members, each with its rows spread over the group's ranks; in the end all ranks know the mean
+and the spread of the members.  An error in one group ends that group alone (`on_error="raise"`): its ranks catch it,
+all ranks meet, and those that are left fit its members.
 """
 
 import json
