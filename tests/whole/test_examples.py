@@ -36,34 +36,12 @@ def test_digits_are_learnt(launch: Launch, tmp_path: Path) -> None:
 
 
 @pytest.mark.each_mpi
-@pytest.mark.parametrize(
-    ("program", "result"),
-    [
-        ("heat_equation.py", r"mean temperature ([\d.]+)"),
-        ("conjugate_gradient.py", r"x\[10000\] = ([\d.]+)"),
-        ("ensemble.py", r"weights: ([\d.]+)\+"),
-    ],
-)
-def test_the_same_numbers_on_any_number_of_ranks(launch: Launch, program: str, result: str) -> None:
-    printed = [launch(ranks, [EXAMPLES / program]).check().stdout for ranks in (1, 3)]
-    numbers = [re.findall(result, text) for text in printed]
-    assert len(numbers[0]) == 1, "one rank tells"
-    assert numbers[0] == numbers[1]
-
-
-@pytest.mark.each_mpi
-@pytest.mark.parametrize(("ranks", "fails", "leave"), [(3, 2, [0, 2]), (4, 1, [1, 3])])
-def test_an_ensemble_goes_on_without_a_group_that_fails(
-    launch: Launch, tmp_path: Path, ranks: int, fails: int, leave: list[int]
-) -> None:
-    """Its ranks catch the error, all ranks meet, and the others fit its members."""
-    launch(1, [EXAMPLES / "ensemble.py", "alone.json"], cwd=tmp_path).check()
-    printed = launch(ranks, [EXAMPLES / "ensemble.py", "rest.json", fails], cwd=tmp_path).check().stdout
-    alone, rest = (json.loads((tmp_path / name).read_text()) for name in ("alone.json", "rest.json"))
-    np.testing.assert_allclose(rest, alone, rtol=1e-9, atol=1e-12)
-    assert f"rank {fails} leaves: FloatingPointError: no gradient" in printed
-    assert sorted(map(int, re.findall(r"rank (\d) leaves", printed))) == leave
-    assert f"rank {sum(leave) - fails} leaves: RemoteError: rank 1 failed in its with block" in printed or fails == 1
+def test_conjugate_gradients_solve_on_any_number_of_ranks(launch: Launch) -> None:
+    for ranks in (1, 3):
+        printed = launch(ranks, [EXAMPLES / "conjugate_gradient.py", "3000", "80"]).check().stdout
+        residual, middle = re.findall(r"residual ([\d.e-]+), x\[1500\] = ([\d.]+)", printed)[0]
+        assert float(residual) < 1e-8
+        assert middle == "10.000000000", "far from the borders 2.1 x - x - x = 1"
 
 
 @pytest.mark.parametrize(
