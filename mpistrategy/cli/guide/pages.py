@@ -13,11 +13,11 @@ from mpistrategy import errors
 
 #: In which order the pages are listed; a page that is not named here comes after them.
 ORDER = (
-    *("tutorial", "concepts", "variables", "input", "training", "checkpoints"),
+    *("quickstart", "tutorial", "concepts", "recipes", "domain", "checkpoints"),
     *("disagreement", "errors"),
-    *("environment", "mpi", "slurm", "doctor", "gpus", "performance", "many-nodes", "numerics"),
+    *("environment", "mpi", "slurm", "diagnose", "gpus", "performance", "many-nodes", "numerics"),
     *("tracing", "testing"),
-    *("tensorflow", "torch", "jax", "horovod", "mpi4py"),
+    *("torch", "jax", "horovod", "tensorflow"),
     *("developers", "changes"),
 )
 _HEADING = re.compile(r"(#{1,6}) (.+)")
