@@ -23,6 +23,8 @@ from mpistrategy.cli.guide import pages, reference, terminal
 
 pytestmark = pytest.mark.one_rank
 
+PACKAGE = Path(ms.__file__).parent
+
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
     assert main.main(["guide", *arguments]) == status
@@ -76,6 +78,14 @@ def test_every_error_and_warning_tells_its_cause_and_cure(capsys: pytest.Capture
         assert "\nCause: " in shown
         assert "\nCure: " in shown
     assert f"## {name}\n" in said(capsys, "errors")
+
+
+def test_the_package_names_pages_that_exist() -> None:
+    """In errors and docstrings, also where the name stands in the next line."""
+    texts = [" ".join(path.read_text(encoding="utf-8").split()) for path in PACKAGE.rglob("*.py")]
+    named = {name for text in texts for name in re.findall(r"`mpistrategy guide ([a-z-]+)`", text)}
+    assert len(named) > 5
+    assert sorted(named - pages.pages().keys()) == []
 
 
 def test_an_error_under_its_full_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,7 +14,6 @@ from pathlib import Path
 import launching
 import programs
 import pytest
-from replicas import ALL
 
 Launch = Callable[..., launching.Finished]
 
@@ -164,65 +163,6 @@ def test_a_signal_that_kills_shows_the_stack(folder: Path) -> None:
 
 # ------------------------------------------------------------------------------------- the end of one of two ranks
 
-PROGRAM = """
-import os, signal, sys, threading, time
-from mpi4py import MPI
-rank, phase = MPI.COMM_WORLD.rank, {phase!r}
-
-def broken():
-    raise ValueError("the reason")
-
-def fail(*given):
-    with open(os.environ["WHEN"], "w") as file:
-        file.write(repr(time.time()))
-    {fail}
-
-is_bad = rank == {bad}
-if phase == "import" and is_bad:
-    fail()
-import mpistrategy as ms
-strategy = ms.MirroredStrategy()
-strategy.reduce("SUM", 1.0)
-if is_bad and phase == "scope":
-    with strategy.scope():
-        fail()
-if is_bad and phase == "run":
-    strategy.run(fail)
-if is_bad and phase == "merge_call":
-    strategy.run(lambda: ms.get_replica_context().merge_call(fail))
-class Part:
-    def state_dict(self):
-        if is_bad:
-            fail()
-        return {{}}
-
-    def load_state_dict(self, state):
-        pass
-
-if phase == "save":
-    ms.Checkpoint(part=Part()).save(os.environ["WHEN"] + "-checkpoint")
-{wait}
-"""
-WAITS = ["MPI.COMM_WORLD.Barrier()", 'strategy.reduce("SUM", 1.0)', "time.sleep(30)"]
-# What the bad rank does, the status of the job, the last line of its traceback.
-FAILURES = {
-    "ValueError": ('raise ValueError("the reason")', 1, "ValueError: the reason"),
-    "sys.exit(3)": ("sys.exit(3)", 3, "SystemExit: 3"),
-    "KeyboardInterrupt": ("raise KeyboardInterrupt", 130, "KeyboardInterrupt"),
-    "thread": (
-        "threading.Thread(target=broken, name='worker').start(); time.sleep(30)",
-        1,
-        "ValueError: the reason",
-    ),
-}
-PHASES = ["import", "scope", "run", "merge_call", "save"]
-MATRIX = [
-    (how, phase, (row + column // 2) % 2, WAITS[(row + 2 * column) % 3])
-    for row, how in enumerate(FAILURES)
-    for column, phase in enumerate(PHASES)
-    if ALL or (row + column) % 4 == 0
-]
-
 
 def start(launch: Launch, tmp_path: Path, source: str, ranks: int = 2) -> tuple[launching.Finished, float]:
     """Run a program, and return also how many seconds after its failure the job had ended."""
@@ -230,52 +170,6 @@ def start(launch: Launch, tmp_path: Path, source: str, ranks: int = 2) -> tuple[
     program = launching.program(source, tmp_path)
     job = launch(ranks, [*RUN, program], timeout=20, env={"WHEN": str(when)})
     return job, time.time() - float(when.read_text()) if when.exists() else 0.0
-
-
-@pytest.mark.parametrize(("how", "phase", "bad", "wait"), MATRIX, ids=[f"{h}-{p}-{b}" for h, p, b, _ in MATRIX])
-def test_one_rank_ends_and_the_job_ends(
-    launch: Launch, tmp_path: Path, how: str, phase: str, bad: int, wait: str
-) -> None:
-    code, status, last = FAILURES[how]
-    job, seconds = start(launch, tmp_path, PROGRAM.format(phase=phase, fail=code, bad=bad, wait=wait))
-    assert (tmp_path / "when").exists(), f"it never came so far: {job}"
-    assert seconds < 5, job
-    assert job.returncode == status, job
-    lines = [line for line in job.stderr.splitlines() if line.startswith(f"[rank {bad}/2] ")]
-    assert lines[0] == f"[rank {bad}/2] Traceback (most recent call last):", job
-    end = next(number for number, line in enumerate(lines) if re.fullmatch(rf"\[rank {bad}/2\] {last}", line))
-    told = "\n".join(lines[:end])
-    assert ", in broken" in told or ", in fail" in told, job
-    assert "mpistrategy/cli/run.py" not in told, "frames that say nothing to the user"
-    assert "runpy" not in told
-
-
-@pytest.mark.each_mpi
-@pytest.mark.parametrize("wait", WAITS[:2])
-def test_a_system_exit_that_is_written_out(launch: Launch, tmp_path: Path, wait: str) -> None:
-    source = PROGRAM.format(phase="scope", fail="raise SystemExit(3)", bad=1, wait=wait)
-    job, seconds = start(launch, tmp_path, source)
-    assert job.returncode == 3, job
-    assert seconds < 5
-    assert "[rank 1/2] SystemExit: 3" in job.stderr, job
-
-
-@pytest.mark.each_mpi
-@pytest.mark.parametrize("end", ["os._exit(4)", "os.kill(os.getpid(), signal.SIGTERM)"])
-def test_a_rank_that_is_gone(launch: Launch, tmp_path: Path, end: str) -> None:
-    job, seconds = start(launch, tmp_path, PROGRAM.format(phase="import", fail=end, bad=1, wait=WAITS[0]))
-    assert job.returncode != 0, job
-    assert seconds < 5
-
-
-def test_a_hook_of_the_programs_own_hides_nothing(launch: Launch, tmp_path: Path) -> None:
-    source = PROGRAM.format(
-        phase="import", fail="sys.excepthook = lambda *error: print('mine'); broken()", bad=0, wait=WAITS[0]
-    )
-    job, seconds = start(launch, tmp_path, source)
-    assert job.returncode == 1, job
-    assert seconds < 5
-    assert "[rank 0/2] ValueError: the reason" in job.stderr, job
 
 
 @pytest.mark.each_mpi
@@ -320,21 +214,6 @@ def test_one_job_of_two_programs(launch: Launch, tmp_path: Path, how: str) -> No
     else:
         assert (job.returncode, sorted(job.stdout.splitlines())) == (0, sorted(programs.TOLD)), job
         assert job.stderr.strip() == "", job
-
-
-@pytest.mark.each_mpi
-@pytest.mark.parametrize(
-    "source",
-    [
-        "import mpistrategy as ms\ns = ms.MirroredStrategy()\nassert s.reduce('SUM', 1.0) == 3\n",
-        "import sys\ntry:\n    sys.exit(3)\nexcept SystemExit:\n    pass\n",
-        "from mpi4py import MPI\nMPI.Finalize()\n",
-    ],
-    ids=["a strategy", "a caught exit", "MPI is over"],
-)
-def test_a_normal_end_is_status_0_and_says_nothing(launch: Launch, tmp_path: Path, source: str) -> None:
-    job, _ = start(launch, tmp_path, source, 3)
-    assert (job.returncode, job.stderr.strip()) == (0, ""), job
 
 
 @pytest.mark.parametrize(

@@ -12,10 +12,10 @@ from mpistrategy.cli.guide import reference
 
 #: The parts of the guide, and the pages of each in the order in which people read them.  The site has the same parts.
 PARTS = {
-    "Start": ("quickstart", "tutorial", "concepts", "variables", "input", "training"),
+    "Start": ("quickstart", "tutorial", "concepts"),
     "How to": (
-        *("torch", "jax", "horovod", "mpi4py", "tensorflow", "recipes", "domain", "checkpoints"),
-        *("slurm", "mpi", "gpus", "many-nodes", "diagnose", "doctor", "tracing", "testing"),
+        *("torch", "jax", "horovod", "tensorflow", "recipes", "domain", "checkpoints"),
+        *("slurm", "mpi", "gpus", "many-nodes", "diagnose", "tracing", "testing"),
     ),
     "Explain": ("disagreement", "numerics", "performance"),
     "Reference": ("names", "errors", "environment", "command-line"),
