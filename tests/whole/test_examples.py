@@ -1,9 +1,7 @@
-"""The programs of scripts/examples: the same numbers on any number of ranks, in few more lines than before."""
+"""The programs of scripts/examples: the same numbers on any number of ranks."""
 
 from __future__ import annotations
 
-import ast
-import difflib
 import json
 import re
 from collections.abc import Callable
@@ -18,8 +16,6 @@ pytestmark = [pytest.mark.one_rank, pytest.mark.slow]
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "scripts" / "examples"
 Launch = Callable[..., launching.Finished]
-#: The lines of code of TensorFlow's notebook custom_training.ipynb, without empty ones and comments.
-LINES_OF_THE_TUTORIAL = 133
 
 
 def report(launch: Launch, ranks: int, folder: Path, program: str, *arguments: str) -> tuple[Any, str]:
@@ -27,22 +23,6 @@ def report(launch: Launch, ranks: int, folder: Path, program: str, *arguments: s
     folder.mkdir()
     job = launch(ranks, [EXAMPLES / program, "report.json", *arguments], cwd=folder).check()
     return json.loads((folder / "report.json").read_text()), job.stdout
-
-
-def lines_of_code(program: str) -> int:
-    """Return the lines with code on them: no comments, no docstrings."""
-    tree = ast.parse((EXAMPLES / program).read_text(encoding="utf-8"))
-    texts = {
-        line
-        for node in ast.walk(tree)
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-        for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
-    }
-    source = (EXAMPLES / program).read_text(encoding="utf-8").splitlines()
-    return sum(
-        bool(line.strip()) and not line.strip().startswith("#") and number not in texts
-        for number, line in enumerate(source, 1)
-    )
 
 
 def test_the_tutorial_gives_the_numbers_of_one_process(launch: Launch, tmp_path: Path) -> None:
@@ -53,7 +33,6 @@ def test_the_tutorial_gives_the_numbers_of_one_process(launch: Launch, tmp_path:
     assert printed.startswith("Number of ranks: 3\n")
     assert one[4][3] > 0.9
     assert one[5][0] == one[4][3]  # what was restored is what was saved
-    assert lines_of_code("fashion.py") <= 1.2 * LINES_OF_THE_TUTORIAL
 
 
 def test_the_ensemble_gives_the_numbers_of_one_process_and_of_mpi4py_alone(launch: Launch, tmp_path: Path) -> None:
@@ -62,7 +41,6 @@ def test_the_ensemble_gives_the_numbers_of_one_process_and_of_mpi4py_alone(launc
     np.testing.assert_allclose(members, alone, rtol=1e-9, atol=1e-12)
     assert printed.startswith("5 members on 3 ranks in 2 groups\n")
     assert np.std(alone, axis=0).min() > 0.01
-    assert lines_of_code("ensemble.py") <= 1.5 * lines_of_code("ensemble_mpi4py.py")  # which does not go on
 
 
 @pytest.mark.each_mpi
@@ -79,21 +57,13 @@ def test_an_ensemble_goes_on_without_a_group_that_fails(
     assert f"rank {sum(leave) - fails} leaves: RemoteError: rank 1 failed in its with block" in printed or fails == 1
 
 
-def test_a_network_in_numpy_takes_variables_in_five_changed_lines(launch: Launch) -> None:
-    plain, ported = (code_of(EXAMPLES / program) for program in ("network_numpy.py", "network.py"))
-    changed = [line for line in difflib.ndiff(plain, ported) if line.startswith("+ ")]
-    assert 0 < len(changed) <= 5
+def test_a_network_in_numpy_takes_variables(launch: Launch) -> None:
     right = numbers_of(launch(1, [EXAMPLES / "network_numpy.py"]).check().stdout)
     assert right[-1, 1] > 0.8 * right[-1, 2]
     for ranks in (1, 2, 3):
         lines = launch(ranks, [EXAMPLES / "network.py"]).check().stdout.splitlines()
         found = numbers_of("\n".join(sorted(lines, key=lambda line: int(line.split()[1][:-1]))))
         np.testing.assert_allclose(found, right.repeat(ranks, axis=0), rtol=1e-9)
-
-
-def code_of(program: Path) -> list[str]:
-    """Return a program's lines without its docstring and empty lines."""
-    return [line for line in program.read_text(encoding="utf-8").split('"""', 2)[2].splitlines() if line]
 
 
 def numbers_of(printed: str) -> np.ndarray:
