@@ -268,8 +268,8 @@ class AggregationError(MpiStrategyError, ValueError):
 
     Cause: a variable's aggregation does not allow this: a write in a step to an ON_WRITE variable with aggregation
     NONE, or a read outside steps of an ON_READ variable with NONE.
-    Cure: create it with `aggregation="SUM"`, `"MEAN"` or `"ONLY_FIRST_REPLICA"`. See variables (`mpistrategy guide
-    variables`).
+    Cure: create it with `aggregation="SUM"`, `"MEAN"` or `"ONLY_FIRST_REPLICA"`. See concepts (`mpistrategy guide
+    concepts`).
     """
 
 
@@ -330,7 +330,7 @@ class DatasetWarning(UserWarning):
 
     Cause: the ranks iterate over different global batches, so rows are lost: each rank takes its part of *its* batch.
     Cure: give all ranks the same batches (one seed for shuffling), or give each rank's own rows to
-    `distribute_datasets_from_function`. See input (`mpistrategy guide input`).
+    `distribute_datasets_from_function`. See recipes (`mpistrategy guide recipes`).
     """
 
 

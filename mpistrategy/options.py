@@ -103,7 +103,7 @@ class ReduceOp(enum.Enum):
         if name in cls.__members__:
             fix = f"Write {name!r}."
         elif name in _MPIS_OWN:
-            fix = "Call mpi4py's own allreduce for it, beside the library: see `mpistrategy guide mpi4py`."
+            fix = "Call mpi4py's own allreduce for it, beside the library: see `mpistrategy guide horovod`."
         expected = f"a ReduceOp or one of the strings {', '.join(cls.__members__)}"
         raise ReduceOpError.at(where, found=f"reduce_op={value!r}", expected=expected, fix=fix)
 

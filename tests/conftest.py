@@ -426,11 +426,12 @@ def _agree_on_examples(test: Callable[..., None], name: str, ranks: Ranks) -> Ca
 
 @pytest.fixture(scope="module")
 def cupy() -> Iterator[ModuleType]:
-    """The real CuPy where there is one that can be used, else the double; a test file may have another of its own."""
-    import cupy_here  # here: most tests use no GPU
+    """The real CuPy, on a GPU or on the processor in the place of one; without it the test is skipped."""
+    import gpu_here  # here: most tests use no GPU
 
-    with cupy_here.installed() as module:
-        yield module
+    found = gpu_here.cupy_or_skip()
+    yield found
+    found.cuda.runtime.deviceSynchronize()
 
 
 @pytest.fixture(scope="module")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from functools import lru_cache
 from itertools import pairwise
 from typing import Any, TypeAlias
 
@@ -22,6 +23,8 @@ DeviceArray: TypeAlias = Any
 
 #: CUDA's handles up to this one are default streams; the legacy one must not be queried during a capture.
 _DEFAULT_STREAMS = 2
+#: What ranks compare of an array's place, after its dtype.
+ON_A_GPU = " on a GPU"
 #: What CuPy calls memory of cudaMalloc.
 _CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
 _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
@@ -29,8 +32,13 @@ _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-c
 
 def is_cupy(value: object) -> bool:
     """Return whether `value` is a CuPy array, without importing CuPy."""
-    kind = type(value)
-    return kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__")
+    kind: Any = type(value)
+    return _is_of_cupy(kind)
+
+
+@lru_cache(maxsize=256)  # a step asks for all of its arrays
+def _is_of_cupy(kind: Any) -> bool:
+    return bool(kind.__module__.partition(".")[0] == "cupy" and hasattr(kind, "__cuda_array_interface__"))
 
 
 def own_result(array: Any, out: Any) -> Any:
@@ -132,4 +140,4 @@ def check_no_capture(cupy: Any, where: str) -> None:
 
 def layout_of(array: Any) -> tuple[str, tuple[int, ...]]:
     """Return the dtype and shape that ranks compare; the dtype says "on a GPU", since host arrays do not match."""
-    return f"{dtype_name(array.dtype)}{' on a GPU' if is_cupy(array) else ''}", tuple(array.shape)
+    return f"{dtype_name(array.dtype)}{ON_A_GPU if is_cupy(array) else ''}", tuple(array.shape)

@@ -24,12 +24,13 @@ from mpistrategy.mpi.contract.call_sites import Signature, digest_of
 from mpistrategy.mpi.contract.public_calls import is_arena
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.options import ReduceOp
-from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct, in_kind, writable, write
+from mpistrategy.reduction.inputs import NUMBERS, arrays_of, as_leaf, direct, in_kind, writable
 from mpistrategy.reduction.layout.destinations import Destination
 from mpistrategy.reduction.layout.finish import finish, rounded
 from mpistrategy.reduction.layout.packing import Layout, host_packs
 from mpistrategy.reduction.routes.base import Description, Targets, Transfer
 from mpistrategy.reduction.routes.communicator import CommunicatorRoute
+from mpistrategy.reduction.routes.gpu import move
 from mpistrategy.reduction.routes.with_the_check import FirstMessageRoute, MailboxRoute, fits_mailbox, fits_message
 
 _ndarray, _ARRAYS, _NUMBERS = np.ndarray, {np.ndarray}, NUMBERS.keys()
@@ -59,7 +60,7 @@ class Plan(Transfer):
         self.route: Transfer = route
         self.layouts = layouts
         self._op, self._size = op, ranks.size
-        #: From how many bytes on results may be written over the arrays.  Between nodes other memory only costs time.
+        # Between nodes other memory only costs time.
         self.least_in_place: int = _LEAST_IN_PLACE if ranks.nodes == 1 else 0
         self.results: list[np.dtype[Any]] = [
             mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts
@@ -112,7 +113,9 @@ def usual_plan(ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp) -> Plan:
     return Plan(ranks, layouts, op, usual_route(ranks, summed(layouts, op), op, 0, None))
 
 
-def run_plan(plan: Plan, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True) -> list[Array]:
+def run_plan(
+    plan: Transfer, arrays: Sequence[Array], agree: Callable[[], object], *, in_place: bool = True
+) -> list[Array]:
     """Return the combinations of arrays, which are written into the arrays with `in_place`.  Collective.
 
     Args:
@@ -219,9 +222,10 @@ class ArraysPlan(Compared):
         plan: as given.
     """
 
-    def __init__(self, plan: Plan, signature: Signature, timeout_seconds: float | None) -> None:
+    def __init__(self, plan: Transfer, signature: Signature, timeout_seconds: float | None) -> None:
         super().__init__(signature, timeout_seconds)
-        self.plan: Plan = plan
+        self.plan: Transfer = plan
+        self.sparingly: bool = plan.sparingly
         #: The words of the latest call, which `_signature` has.
         self._words: tuple[Any, ...] = ()
 
@@ -313,7 +317,10 @@ class DevicePlan(NestPlan):
         results = self._sent(call, arrays, None if out is None else route.own_results(arrays, arrays))
         if out is None:
             return self.leaves.build(results)
-        write(results, arrays)
+        apart = [(result, array) for result, array in zip(results, arrays, strict=True) if result is not array]
+        if apart:
+            with arrays[0].device:
+                move(*zip(*apart, strict=True))
         return out
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from mpistrategy.arrays import nest
 from mpistrategy.arrays.convert import as_target, hand_back, is_on_device
 from mpistrategy.arrays.dtypes import Array, dtype_name
-from mpistrategy.arrays.gpu import is_cupy, layout_of
+from mpistrategy.arrays.gpu import ON_A_GPU, is_cupy, layout_of
 from mpistrategy.arrays.values import Mirrored, contribution, event_of_reads, local_component
 from mpistrategy.errors import EmptyBatchError, MpiStrategyError, StructureError, UnsupportedError
 from mpistrategy.mpi.contract import timeouts
@@ -449,23 +449,35 @@ class Reducer:
         results = self.all_reduce_leaves(call, op, arrays, lambda: [""] * len(arrays), is_batch=False)
         return [result if is_on_device(result) else np.asarray(result) for result in results]
 
-    def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> ArraysPlan | None:
+    def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...], *, on_gpu: bool = False) -> ArraysPlan | None:
         """Return the plan of ordinary arrays with the algorithm and the options in force; None where there is none.
 
         It makes the messages of a `batch_reduce` of the same arrays to every rank.  It holds until `changes` grows.
+
+        Args:
+            op: how they are combined.
+            layouts: dtype and shape of each array.
+            on_gpu: whether they are CuPy arrays; floats then.
         """
         found: ArraysPlan | None = self.kept(
-            (ArraysPlan, op, layouts, self.communicator.guard.level), partial(self._made_for, op, layouts)
+            (ArraysPlan, op, layouts, on_gpu, self.communicator.guard.level),
+            partial(self._made_for, op, layouts, on_gpu),
         )
         return found
 
-    def _made_for(self, op: ReduceOp, layouts: tuple[Layout, ...]) -> ArraysPlan | None:
-        options, are_simple = self._options, all(is_simple(dtype, op) for dtype, _ in layouts)
-        plan = self.plan_for(layouts, op, options) if are_simple else None
+    def _made_for(self, op: ReduceOp, layouts: tuple[Layout, ...], on_gpu: bool) -> ArraysPlan | None:
+        ranks, algorithm, options = self.communicator, self._algorithm, self._options
+        plan: Transfer | None = None
+        if all(is_simple(dtype, op) for dtype, _ in layouts):
+            if not on_gpu:
+                plan = self.plan_for(layouts, op, options)
+            elif algorithm._has_plans:
+                plan = algorithm._gpu_route(ranks, layouts, op, options, EVERY_RANK)
         if plan is None:
             return None
-        values = tuple((dtype_name(dtype), shape) for dtype, shape in layouts)
-        signature = Signature("reduce", op.value, "", values, EVERY_RANK.text, self._algorithm._settings(options))
+        where = ON_A_GPU if on_gpu else ""
+        values = tuple((f"{dtype_name(dtype)}{where}", shape) for dtype, shape in layouts)
+        signature = Signature("reduce", op.value, "", values, EVERY_RANK.text, algorithm._settings(options))
         return ArraysPlan(plan, signature, options.timeout_seconds)
 
 

@@ -346,7 +346,11 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         screens = self.global_clipnorm is not None or self.nonfinite is not None
         reducer, mine = extended._reducer, (kernel is None, screens, self.aggregation)
         key = (*mine, reducer.changes, extended.communicator.guard.level, self._arenas.made)
-        if key == plan.key or not plan.is_usual or not plan.is_on_host:
+        if key == plan.key or not plan.is_usual:
+            return
+        if plan.is_on_gpu:
+            plan.reduction = reducer.plan_of_arrays(self.aggregation, plan.layouts, on_gpu=True)
+            plan.key = key
             return
         slots = [self._slots.of(var) for var in variables]
         plan.sliced = plan.reduction = None

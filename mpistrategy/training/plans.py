@@ -14,6 +14,7 @@ import numpy as np
 
 from mpistrategy.arrays.convert import is_on_device, reducible
 from mpistrategy.arrays.dtypes import Array
+from mpistrategy.arrays.gpu import is_cupy
 from mpistrategy.arrays.values import IndexedSlices, Mirrored, contribution, local_component
 from mpistrategy.errors import EmptyBatchError, OptionError, OptionTypeError
 from mpistrategy.objects.text import encoded
@@ -87,7 +88,7 @@ class StepPlan:
         strategy: as given.
         layouts: their dtypes and shapes.
         is_usual: whether the strategy reduces and updates as `StrategyExtended` does, so that it need not be asked.
-        is_on_host: whether all its variables and slots are on the host; known once there are slots.
+        is_on_host, is_on_gpu: whether all its variables and slots are there; of the slots known once there are some.
         slot_names: the names of the slots.
         key: what the following depends on besides the variables: `Optimizer` compares it at each step.
         sliced: the sliced step of ordinary gradients; None where there is none.
@@ -100,6 +101,8 @@ class StepPlan:
     """
 
     changed: ChangedMemory
+    is_on_host: bool
+    is_on_gpu: bool
 
     def __init__(self, named: Sequence[tuple[Variable, bool]], strategy: Strategy) -> None:
         # Numbered: two variables may have one shape, and their gradients must not be added to each other.
@@ -110,7 +113,7 @@ class StepPlan:
         kind = type(strategy.extended)
         asked = kind.batch_reduce_to, kind.update
         self.is_usual: bool = asked == (StrategyExtended.batch_reduce_to, StrategyExtended.update)
-        self.is_on_host: bool = True
+        self._note_place([var._storage for var in self.variables])
         self.slot_names: Set[str] = frozenset()
         self.key: Any = None
         self.sliced: SlicedStep | None = None
@@ -134,7 +137,8 @@ class StepPlan:
         self.slot_names = memory[0].keys()
         arrays = [var._storage for var in self.variables]
         everything = [*arrays, *(slot for each in memory for slot in each.values())]
-        self.changed, self.is_on_host = ChangedMemory(everything), not any(map(is_on_device, everything))
+        self.changed = ChangedMemory(everything)
+        self._note_place(everything)
         self.updates, self.others, self.sparse = [], [], sparse
         are_apart = len({*map(id, arrays)}) == len(arrays)
         together: dict[Any, list[int]] = {}
@@ -151,6 +155,10 @@ class StepPlan:
             fused = FusedUpdate([arrays[number] for number in numbers], [memory[number] for number in numbers])
             self.updates.append((numbers, fused))
 
+    def _note_place(self, arrays: Sequence[Any]) -> None:
+        places = {*map(is_on_device, arrays)}
+        self.is_on_host, self.is_on_gpu = True not in places, False not in places
+
     def in_words(self, settings: str) -> str:
         """Return the settings of a step and the variables, as ranks compare them."""
         if self._said[0] is not settings:
@@ -158,12 +166,13 @@ class StepPlan:
         return self._said[1]
 
     def ordinary(self, gradients: Sequence[Any], where: str) -> Sequence[Array] | None:
-        """Return gradients as arrays of their variables' dtypes; None where they need another reduction.
+        """Return gradients as arrays of their variables' dtypes and place; None where they need another reduction.
 
         Raises:
             ShapeError, DTypeError, LeafError: for gradients that do not fit.
         """
-        if {*map(type, gradients)} == _ARRAYS:
+        kinds = {*map(type, gradients)}
+        if kinds == _ARRAYS if self.is_on_host else self.is_on_gpu and len(kinds) == 1 and is_cupy(gradients[0]):
             layouts = zip(map(_dtype_of, gradients), map(_shape_of, gradients), strict=True)
             if self.layouts == tuple(layouts):
                 return gradients
@@ -173,7 +182,8 @@ class StepPlan:
             component = contribution(gradient)
             if not (isinstance(gradient, Mirrored) or isinstance(component, IndexedSlices) or is_on_device(component)):
                 arrays.append(reducible(component, where))
-        return arrays if [*map(_dtype_of, arrays)] == [*map(_dtype_of, self.variables)] else None
+        is_plain = self.is_on_host and [*map(_dtype_of, arrays)] == [*map(_dtype_of, self.variables)]
+        return arrays if is_plain else None
 
 
 class StepPlans:

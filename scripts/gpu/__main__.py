@@ -93,10 +93,11 @@ def measure(ranks: int) -> Step:
 
 
 def bench(lane: Lane, row: Row) -> None:
-    """Whether `mpistrategy bench --devices gpu` runs on all GPUs."""
+    """Whether `mpistrategy bench` runs on all GPUs, or on two ranks that share one."""
     sizes = ["--sizes", "4KiB,64KiB", "--lists", "tiny1000", "--seconds", "0.02"] if lane.on_cpu else []
-    ended = lane.ranks(row.name, lane.gpus, ["-m", "mpistrategy", "bench", "--devices", "gpu", "--quick", *sizes], 90)
-    row.result, row.text = (RIGHT, f"{lane.gpus} ranks") if ended.status == 0 else (WRONG, ended.why)
+    ranks, devices = max(2, lane.gpus), "gpu" if lane.gpus > 1 else "shared"
+    ended = lane.ranks(row.name, ranks, ["-m", "mpistrategy", "bench", "--devices", devices, "--quick", *sizes], 90)
+    row.result, row.text = (RIGHT, f"{ranks} ranks") if ended.status == 0 else (WRONG, ended.why)
 
 
 def run_tests(*files: str, ranks: int, at_once: bool = False, paths: Sequence[str] = PATHS) -> Step:
@@ -181,9 +182,11 @@ def sanitizer(lane: Lane, row: Row) -> None:
 VALUES = ("variables/test_gpu_variables.py", "reduction/test_gpu_destinations.py", "arrays/test_foreign_arrays.py")
 STAYS = (
     "mpi/gpu/test_device_collectives.py",
-    "mpi/gpu/test_operation_counts.py",
     "reduction/test_gpu_stays_there.py",
     "reduction/test_gpu_memory.py",
+)
+TRANSPORTS = tuple(
+    f"mpi/gpu/test_{name}.py" for name in ("binding", "cuda_aware", "failures_on_gpus", "nccl", "transport_choice")
 )
 TORCH = tuple(f"frameworks/test_torch_{each}.py" for each in ("cuda", "group", "optimizer", "starts", "checkpoint"))
 OVERLAP = ("reduction/test_gpu_overlap.py", "reduction/test_gpu_foreign_memory.py")
@@ -199,12 +202,14 @@ MEASURED: list[tuple[str, str, Step, int]] = [
     ("hidden", "all-reduce beside computation, a GPU for each rank", measure(0), 15),
     ("host", "time of the host, 1 rank", measure(1), 15),
     ("optimizers", "steps of optimizers, 161 variables, 1 rank", measure(1), 15),
-    ("bench", "mpistrategy bench --devices gpu, a GPU for each rank", bench, 20),
+    ("bench", "mpistrategy bench in GPU memory", bench, 30),
 ]
 #: The others, several at once: all together take less than `LIMIT`.
 CHECKED: list[tuple[str, str, Step, int]] = [
     ("races", "slow kernels, 2 ranks", run_tests("reduction/test_gpu_races.py", ranks=2), 20),
     ("stays", "every collective, what stays on the GPU, counts, 2 ranks", run_tests(*STAYS, ranks=2), 20),
+    ("transports1", "which GPU and which path; jobs of 2 ranks", run_tests(*TRANSPORTS, ranks=1), 40),
+    ("transports2", "which GPU and which path, failures, NCCL, 2 ranks", run_tests(*TRANSPORTS, ranks=2), 20),
     ("onnodes", "collectives on 2 pretended nodes, 3 ranks", run_tests(STAYS[0], ranks=3, paths=PATHS[1:]), 20),
     ("overlap", "reductions beside computation; memory of other libraries, 2 ranks", run_tests(*OVERLAP, ranks=2), 20),
     ("failures", "a rank fails while work is queued", FAILURES, 50),

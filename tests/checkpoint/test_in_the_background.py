@@ -6,6 +6,7 @@ import errno
 import gc
 import os
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -29,47 +30,6 @@ def made(strategy: ms.Strategy, folder: Path) -> tuple[ms.Variable, ms.Checkpoin
     with strategy.scope():
         x = ms.Variable(np.zeros(5))
         return x, ms.CheckpointManager(ms.Checkpoint(x=x, own=lambda: np.full(3, RANK)), folder)
-
-
-# Each rank writes a shard.  From the save on, no rank calls the library.
-GOES_ON = """
-import os, signal, subprocess, sys
-import numpy as np
-import mpistrategy as ms
-from mpistrategy.checkpoint import collecting
-
-folder, look = sys.argv[1:]
-collecting.BYTES_A_WRITER = 1
-strategy = ms.MirroredStrategy()
-with strategy.scope():
-    x = ms.Variable(np.ones(1000))
-    manager = ms.CheckpointManager(ms.Checkpoint(x=x, own=lambda: np.full(9, strategy.rank)), folder)
-print("restored", manager.restore(), flush=True)
-if manager.latest is None:
-    manager.save(1, wait=False)
-    other = subprocess.run([sys.executable, look, folder], env={**os.environ, "MPISTRATEGY_ALONE": "1"})
-    print("seen", other.returncode, flush=True)
-    os.kill(os.getpid(), signal.SIGKILL)
-"""
-LOOK = """
-import sys, time
-import mpistrategy as ms
-
-manager = ms.CheckpointManager(ms.Checkpoint(), sys.argv[1])
-end = time.monotonic() + 30
-while manager.steps() != [1]:
-    if time.monotonic() > end:
-        sys.exit("the checkpoint does not come into place")
-    time.sleep(0.01)
-"""
-
-
-def test_it_comes_into_place_while_the_program_computes(launch: Launch, tmp_path: Path) -> None:
-    program, look = launching.program(GOES_ON, tmp_path), launching.program(LOOK, tmp_path)
-    job = launch(2, [program, tmp_path / "m", look])
-    assert "seen 0" in job.stdout, job
-    assert "restored None" in job.stdout
-    assert launch(2, [program, tmp_path / "m", look]).check().stdout.count("restored 1") == 2
 
 
 # The disk of rank 0, which is in a collective, is slow when rank 1 comes to its end.
@@ -118,7 +78,7 @@ def test_the_end_of_the_program_waits(launch: Launch, tmp_path: Path, end: str) 
     assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", *(f"shard-0000{n}.safetensors" for n in range(2))]
 
 
-def test_a_step_is_the_latest_when_it_is_in_place(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
+def test_it_comes_into_place_without_a_further_call(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
     _, manager = made(strategy, shared_folder(tmp_path) / "m")
     manager.save(1)
     with many_writers(), held() as go:
@@ -126,7 +86,12 @@ def test_a_step_is_the_latest_when_it_is_in_place(strategy: ms.MirroredStrategy,
         assert (manager.latest, manager.steps(), saving.is_committed) == (1, [1], False)
         strategy.barrier("all have looked")
         go.set()
-        manager.wait()
+        end = time.monotonic() + 30
+        while RANK == 0 and not os.path.exists(manager.path_of(2)) and time.monotonic() < end:
+            time.sleep(0.01)
+        gather_texts("in place")
+    assert os.path.exists(manager.path_of(2))
+    manager.wait()
     assert (manager.latest, manager.steps(), saving.is_committed) == (2, [1, 2], True)
     manager.close()
 

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import hostile
 import numpy as np
 import pytest
 from checkpoints import many_writers, shared_folder
@@ -85,32 +83,6 @@ def test_arrays_of_another_shape_on_each_rank(strategy: ms.MirroredStrategy, tmp
         assert arrays[f"axes@{SIZE - 1}"].tolist() == np.full((2,) * SIZE, SIZE - 1).tolist()
 
 
-@pytest.mark.one_rank
-def test_they_need_as_many_ranks(tmp_path: Path) -> None:
-    def save(strategy: ms.Strategy) -> None:
-        with strategy.scope():
-            copies = ms.Variable(np.zeros(2), synchronization="ON_READ")  # with aggregation NONE
-            strategy.run(lambda: copies.assign(np.full(2, float(strategy.rank))))
-            ms.Checkpoint(array=np.arange(strategy.rank), copies=copies).save(tmp_path / "c")
-
-    def restore(strategy: ms.Strategy) -> Any:
-        with strategy.scope():
-            array, copies = np.zeros(strategy.rank, int), ms.Variable(np.full(2, 7.0), synchronization="ON_READ")
-            text = ""
-            try:
-                ms.Checkpoint(array=array, copies=copies).restore(tmp_path / "c")
-            except errors.CheckpointMismatchError as error:
-                text = str(error)
-        return text, array.tolist(), copies.local_copy().tolist()
-
-    replicas(save, 3)
-    assert replicas(restore, 3) == [("", [], [0, 0]), ("", [0], [1, 1]), ("", [0, 1], [2, 2])]
-    for text, _, copies in replicas(restore, 2):
-        assert text.count("each of the 3 ranks that saved had a") == 2
-        assert "ms.Rows" in text
-        assert copies == [7, 7]
-
-
 # ------------------------------------------------------------------------------------------------ rows
 
 
@@ -165,33 +137,31 @@ def test_rows_from_any_number_of_ranks_to_any(
         assert ms.Checkpoint.arrays(folder / "c")["rows"].tolist() == whole.tolist()
 
 
+@pytest.mark.parametrize("memory", ["host", "GPU"])
 @pytest.mark.parametrize("wait", [True, False])
-def test_rows_of_real_ranks(strategy: ms.MirroredStrategy, tmp_path: Path, wait: bool) -> None:
-    folder, counts = shared_folder(tmp_path), [5 * rank for rank in range(SIZE)]
-    whole = np.arange(float(sum(counts)) * 2).reshape(-1, 2)
-    rows = ms.Rows(np.split(whole, np.cumsum(counts)[:-1])[RANK])
+def test_rows_of_real_ranks(
+    strategy: ms.MirroredStrategy, tmp_path: Path, cupy: ModuleType, memory: str, wait: bool
+) -> None:
+    folder, library = shared_folder(tmp_path), cupy if memory == "GPU" else np
+    rows, state = ms.Rows(library.full((RANK, 2), RANK + 1.0)), Domain(library.full(RANK, RANK + 1))
     with strategy.scope(), many_writers() if wait else contextlib.nullcontext():
-        checkpoint = ms.Checkpoint(rows=rows)
-        checkpoint.save(folder / "c", wait=wait).wait()
-    rows.value = np.empty((0, 2))
-    checkpoint.restore(folder / "c")
-    assert np.asarray(rows).tolist() == whole[parts(len(whole), SIZE)[RANK]].tolist()
-    assert len(rows) == len(rows.value) == rows.shape[0]
-
-
-def test_rows_in_gpu_memory(strategy: ms.MirroredStrategy, tmp_path: Path, cupy: ModuleType) -> None:
-    folder = shared_folder(tmp_path)
-    rows, state = ms.Rows(cupy.full((RANK, 2), RANK + 1.0)), Domain(cupy.full(RANK, RANK + 1))
-    with strategy.scope():
         checkpoint = ms.Checkpoint(rows=rows, state=state)
-        checkpoint.save(folder / "c")
-        rows.value, state.rows = cupy.empty((1, 2)), cupy.empty(7, int)
+        checkpoint.save(folder / "c", wait=wait).wait()
+        rows.value, state.rows = library.empty((1, 2)), library.empty(7, int)
         checkpoint.restore(folder / "c")
     whole = np.repeat(np.arange(SIZE) + 1.0, np.arange(SIZE))
-    assert isinstance(rows.value, cupy.ndarray)
+    assert isinstance(rows.value, library.ndarray)
+    assert isinstance(state.rows, library.ndarray)
+    assert len(rows) == len(rows.value) == rows.shape[0]
     assert cupy.asnumpy(rows.value)[:, 1].tolist() == whole[parts(len(whole), SIZE)[RANK]].tolist()
-    assert isinstance(state.rows, cupy.ndarray)
     assert cupy.asnumpy(state.rows).tolist() == [RANK + 1] * RANK
+    for value, error in (
+        ([1.0], errors.OptionTypeError),
+        (np.float64(1), errors.OptionTypeError),
+        (np.zeros(()), errors.ShapeError),
+    ):
+        with pytest.raises(error):
+            ms.Rows(value)
 
 
 def test_rows_that_do_not_fit_together(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
@@ -220,42 +190,3 @@ def test_rows_that_do_not_fit_together(strategy: ms.MirroredStrategy, tmp_path: 
                     found = outcomes(call, folder / "rows")
                     assert {each.error for each in found} == {errors.CollectiveMismatchError}
     assert still_works(strategy)
-
-
-@pytest.mark.parametrize(("value", "error"), [([1.0], errors.OptionTypeError), (np.float64(1), errors.OptionTypeError),
-                                              (np.zeros(()), errors.ShapeError)])  # fmt: skip
-def test_what_has_no_rows(value: Any, error: type[Exception]) -> None:
-    with pytest.raises(error):
-        ms.Rows(value)
-
-
-#: What a rank may say of the shape [3, 2] of its rows, or of an array of its own, and be wrong.
-FORGED: list[Any] = [[], [2, 2], [4, 2], [3, 3], [3], ["3", 2], [-3, -2], [2**62, 2], [3, 2, 2**62], [3.0, 2], None,
-                     [True, 2], {"0": [3, 2]}]  # fmt: skip
-
-
-@pytest.mark.one_rank
-@pytest.mark.parametrize("path", ["rows", "own"])
-def test_shapes_that_lie(tmp_path: Path, path: str) -> None:
-    def save(strategy: ms.Strategy) -> None:
-        with strategy.scope():
-            ms.Checkpoint(own=np.full((3, 2), strategy.rank), rows=ms.Rows(np.ones((3, 2)))).save(tmp_path / "c")
-
-    def restore(strategy: ms.Strategy, folder: Path) -> type[Exception]:
-        own, rows = np.zeros((3, 2), int), ms.Rows(np.zeros((3, 2)))
-        with strategy.scope(), pytest.raises(errors.MpiStrategyError) as caught:
-            ms.Checkpoint(own=own, rows=rows).restore(folder)
-        assert not own.any()
-        assert not np.asarray(rows).any()
-        return caught.type
-
-    replicas(save, 2)
-    for number, shape in enumerate(FORGED):
-        folder = tmp_path / str(number)
-        shutil.copytree(tmp_path / "c", folder)
-        hostile.change_own(folder, lambda values, shape=shape: values.update({path: shape}))
-        found = replicas(lambda strategy, folder=folder: restore(strategy, folder), 2)
-        # Simulated ranks do not tell each other what has failed: the other one waits in vain, and is told so.
-        assert {*found} & {errors.CheckpointDamagedError, errors.CheckpointMismatchError}, (shape, found)
-        with pytest.raises((errors.CheckpointDamagedError, errors.CheckpointMismatchError)):
-            ms.Checkpoint.arrays(folder)

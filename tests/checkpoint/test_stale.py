@@ -81,6 +81,12 @@ def test_a_new_object_that_a_checkpoint_does_not_know(strategy: ms.MirroredStrat
     assert callable(through.objects["x"])
     checkpoint.restore(folder / "1")
     assert checkpoint.objects["lasting"]() == 5
+    with strategy.scope(), ms.CheckpointManager(through, folder / "m") as manager:
+        x = MADE[what](4.0)
+        manager.save(4)
+        assert manager.restore() == 4
+    assert manager.restored is not None
+    assert repr(manager.restored.objects["x"]) == repr(x)
 
 
 def test_what_changes_in_place_is_nothing_to_warn_of(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
@@ -101,20 +107,6 @@ def test_what_changes_in_place_is_nothing_to_warn_of(strategy: ms.MirroredStrate
                 checkpoint.save(folder / f"{step}")
                 if SIZE == 1:
                     rows.value = np.full(step + 1, 1.0)
-
-
-def test_a_manager_has_what_a_function_needs(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
-    state = (1, "start")
-    with strategy.scope():
-        manager = ms.CheckpointManager(ms.Checkpoint(state=lambda: state), shared_folder(tmp_path) / "m")
-    for step in (1, 2):
-        state = (step, "trained")
-        manager.save(step)
-    state = (0, "")
-    assert manager.restore() == 2
-    assert manager.restored is not None
-    assert manager.restored.objects == {"state": (2, "trained")}
-    manager.close()
 
 
 def test_a_donated_array(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:

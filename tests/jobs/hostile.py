@@ -284,31 +284,6 @@ def sign(path: Path, content: Any) -> None:
     write_body(path, content)
 
 
-def change_own(path: Path, change: Callable[[Any], object]) -> None:
-    """Change the values that the first rank had for itself; sizes and checksums are right."""
-    file = path / shard_name(0)
-    data = file.read_bytes()
-    outer = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])
-    begin, (start, stop) = 8 + int.from_bytes(data[:8], "little"), outer["_rank 0"]["data_offsets"]
-    own = data[begin + start : begin + stop]
-    header = json.loads(own[8 : 8 + int.from_bytes(own[:8], "little")])
-    first, last = header["_line"]["data_offsets"]
-    at = 8 + int.from_bytes(own[:8], "little")
-    values = json.loads(own[at + first : at + last])
-    change(values)
-    line = text_of(values)
-    header["_line"].update(data_offsets=[first, first + len(line)], shape=[len(line)])
-    text = text_of(header)
-    own = len(text).to_bytes(8, "little") + text + own[at : at + first] + line
-    for entry in outer.values():
-        if "data_offsets" in entry and entry["data_offsets"][0] >= stop:
-            entry["data_offsets"] = [place + len(own) - (stop - start) for place in entry["data_offsets"]]
-    outer["_rank 0"].update(data_offsets=[start, start + len(own)], shape=[len(own)])
-    text = text_of(outer)
-    file.write_bytes(len(text).to_bytes(8, "little") + text + data[begin : begin + start] + own + data[begin + stop :])
-    sign(path, body_of(path))
-
-
 def mutate_checkpoint(path: Path, dice: random.Random) -> str:
     """Change the checkpoint in a folder; return how."""
     shards = sorted(path.glob("shard-*"))

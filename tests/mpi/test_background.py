@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
-import threading
-import time
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any
@@ -16,31 +14,9 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes
 
 import mpistrategy as ms
 from mpistrategy.errors import ContextError, MpiStrategyError
-from mpistrategy.mpi.over_mpi import background as module
 from mpistrategy.mpi.over_mpi.background import Background
 
 pytestmark = pytest.mark.mpi(min_size=2)
-
-
-def test_it_naps_between_two_looks_only_while_the_program_computes(monkeypatch: pytest.MonkeyPatch) -> None:
-    strategy = OnNodes(list(RANKS), ms.MpiAllReduce())
-    strategy.run(lambda: context().all_reduce_async("SUM", 1.0)).wait()
-    ranks: Any = strategy.extended.communicator
-    background, computing, naps = ranks.once.made[Background], threading.Event(), []
-    monkeypatch.setattr(module, "patiently", naps.append)
-
-    def work() -> None:
-        background.communicator.pause(1)
-        computing.set()
-        while not background._awaited:
-            time.sleep(1e-4)
-        background.communicator.pause(2)
-
-    job = background.submit(work, "a test")
-    assert computing.wait(60)
-    background.result(job)
-    assert naps == [1]
-    strategy.close()
 
 
 class Interruption:
@@ -87,22 +63,6 @@ def test_starts_that_are_interrupted_everywhere_leave_no_wait_for_ever() -> None
         with contextlib.suppress(ContextError):
             strategy.close()
     assert 3 <= line < 11
-
-
-@pytest.mark.parametrize("line", range(1, 9))
-def test_nobody_waits_for_a_job_whose_start_was_interrupted(line: int) -> None:
-    strategy = OnNodes(list(RANKS), ms.MpiAllReduce(), contains_errors=True)
-    strategy.run(lambda: context().all_reduce_async("SUM", 1.0)).wait()
-    ranks: Any = strategy.extended.communicator
-    background = ranks.once.made[Background]
-    with contextlib.suppress(KeyboardInterrupt), interrupted(line):
-        background.submit(int, "a test")
-    waits = threading.Thread(target=background.wait, daemon=True)
-    waits.start()
-    waits.join(60)
-    assert not waits.is_alive()
-    with contextlib.suppress(MpiStrategyError):
-        strategy.close()
 
 
 @pytest.mark.slow

@@ -206,16 +206,6 @@ def test_contexts_are_each_replicas_own() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_nodes_decide_the_local_ranks() -> None:
-    def program() -> Any:
-        ranks: Any = ms.MirroredStrategy(["CPU:0", "CPU:1"]).extended.communicator
-        return ranks.local_rank, ranks.node_of.count(ranks.node_of[ranks.rank]), ranks.devices[ranks.rank].index
-
-    found = run_replicas(program, 4, nodes=[7, 1, 1, 7])
-    assert found == [(0, 2, 0), (0, 2, 0), (1, 2, 1), (1, 2, 1)]
-
-
-@pytest.mark.usefixtures("alone")
 def test_it_needs_no_mpi(tmp_path: Path) -> None:
     """Not even installed."""
     (tmp_path / "mpi4py.py").write_text("raise ImportError('not here')\n")

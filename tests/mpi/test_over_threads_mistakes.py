@@ -121,20 +121,6 @@ def test_of_several_the_first_that_is_no_consequence() -> None:
     assert "replica 0 of 2" in mismatch.value.__notes__[-1]
 
 
-@pytest.mark.usefixtures("alone")
-def test_an_exception_may_be_a_result() -> None:
-    assert isinstance(run_replicas(lambda: KeyError("returned"), 2)[1], KeyError)
-
-
-@pytest.mark.usefixtures("alone")
-def test_no_threads_stay_behind() -> None:
-    before = threading.active_count()
-    for n in (1, 5):
-        run_replicas(lambda: ms.MirroredStrategy().barrier(), n)
-        caught(lambda rank, strategy: strategy.barrier() if rank else None, n)
-    assert threading.active_count() == before
-
-
 BAD: list[tuple[dict[str, Any], type[Exception]]] = [
     ({"fn": 5, "n": 2}, errors.OptionTypeError),
     ({"n": 0}, errors.OptionError),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -263,12 +264,16 @@ def test_a_nan_is_found_before_anything_changes(gpus: ms.MirroredStrategy) -> No
     assert v.numpy().tolist() == [1, 1, 1]
 
 
-def test_a_gradient_on_the_host_is_taken_to_the_gpu(gpus: ms.MirroredStrategy) -> None:
+@pytest.mark.parametrize("places", [(on_gpu, on_gpu), (np.asarray, np.asarray), (np.asarray, on_gpu)])
+def test_a_gradient_on_the_host_is_taken_to_the_gpu(gpus: ms.MirroredStrategy, places: Any) -> None:
+    optimizer = SGD(1.0)
     with gpus.scope():
         v, bias = ms.Variable(np.zeros(3)), ms.Variable(0.0)
-    gpus.run(lambda: SGD(1.0).apply_gradients([(np.ones(3), v), (on_gpu(np.ones(())), bias)]))
-    assert v.numpy().tolist() == [-SIZE] * 3
-    assert float(bias) == -SIZE
+    for steps, (first, second) in enumerate([(on_gpu, on_gpu), places, (on_gpu, on_gpu)], start=1):
+        pairs = [(first(np.ones(3)), v), (second(np.ones(())), bias)]
+        gpus.run(partial(optimizer.apply_gradients, pairs))
+        assert v.numpy().tolist() == [-SIZE * steps] * 3
+        assert float(bias) == -SIZE * steps
 
 
 def test_a_checkpoint_goes_from_gpus_to_cpus_and_back(

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
+import random
 import shutil
-import stat
 import tempfile
 import time
-import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,37 +57,6 @@ def by_another_user(what: Callable[[], object]) -> str:
     return said
 
 
-@contextmanager
-def held_by_another_user(path: Path) -> Iterator[str]:
-    """Have another user lock a file or folder, if it can; yield what came of it."""
-    told, telling = os.pipe()
-    waits, end = os.pipe()
-    child = os.fork()
-    if child == 0:
-        said = "locked"
-        try:
-            os.close(end)
-            os.setgroups([])
-            os.setgid(NOBODY)
-            os.setuid(NOBODY)
-            fcntl.flock(os.open(path, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BaseException as error:
-            said = type(error).__name__
-        os.write(telling, said.encode())
-        os.close(telling)
-        os.read(waits, 1)
-        os._exit(0)
-    os.close(telling)
-    os.close(waits)
-    with os.fdopen(told) as file:
-        said = file.read()
-    try:
-        yield said
-    finally:
-        os.close(end)
-        os.waitpid(child, 0)
-
-
 def give_away(path: Path) -> None:
     """Make a file, or a folder and what is in it, another user's."""
     for one in (path, *path.rglob("*")):
@@ -105,19 +70,6 @@ def made(value: float = 1.0) -> tuple[ms.Variable, ms.Checkpoint]:
 
 
 # ------------------------------------------------------------------------------------------------ checkpoints
-
-
-@as_root
-def test_another_user_cannot_hold_the_lock(open_folder: Path) -> None:
-    _, checkpoint = made()
-    with ms.CheckpointManager(checkpoint, open_folder / "run") as manager:
-        manager.save(1)
-    (open_folder / "run").chmod(0o755)  # so that the other one gets as far as that
-    with held_by_another_user(open_folder / "run" / ".lock") as said:
-        assert said == "PermissionError"
-        with ms.CheckpointManager(checkpoint, open_folder / "run") as manager:
-            manager.save(2)
-        assert manager.steps() == [1, 2]
 
 
 @as_root
@@ -143,6 +95,30 @@ def test_what_is_no_lock_is_refused(tmp_path: Path, what: Callable[[Path], objec
     what(tmp_path / ".lock")
     with pytest.raises(errors.CheckpointWriteError, match=r"\.lock"):
         ms.CheckpointManager(checkpoint, tmp_path).save(1)
+
+
+@as_root
+def test_folders_that_another_user_made_first(open_folder: Path) -> None:
+    """What they own is not read; a folder above that cannot be listed is no hindrance."""
+    x, checkpoint = made(7.0)
+    with ms.CheckpointManager(checkpoint, open_folder / "run") as manager:
+        manager.save(1)
+    (open_folder / "own").mkdir()
+    for name in ("run", "own"):
+        give_away(open_folder / name)
+    (open_folder / "run").chmod(0o777)
+    for call in (lambda: manager.save(2), manager.restore):
+        with pytest.raises(errors.CheckpointReadError, match="uid 65534"):
+            call()
+    assert float(x) == 7
+
+    def work() -> object:
+        with ms.CheckpointManager(made(3.0)[1], open_folder / "own") as manager:
+            manager.save(1)
+            return manager.restore()
+
+    open_folder.chmod(0o711)
+    assert by_another_user(work) == "1"
 
 
 @as_root
@@ -172,144 +148,114 @@ def test_another_users_checkpoint(open_folder: Path, mode: int) -> None:
         checkpoint.restore(manager.path_of(8))
 
 
-@as_root
-def test_a_folder_above_that_cannot_be_listed(open_folder: Path) -> None:
-    def work() -> object:
-        x, checkpoint = made(3.0)
-        with ms.CheckpointManager(checkpoint, open_folder / "run") as manager:
-            manager.save(1)
-            x.assign(0.0)
-            return manager.restore(), float(x)
-
-    (open_folder / "run").mkdir()
-    give_away(open_folder / "run")
-    open_folder.chmod(0o711)
-    assert by_another_user(work) == "(1, 3.0)"
+# ------------------------------------------------------------------------------------------------ who may read
 
 
-@as_root
-def test_a_whole_folder_that_another_user_made_first(open_folder: Path) -> None:
-    x, checkpoint = made(7.0)
-    with ms.CheckpointManager(checkpoint, open_folder / "run") as manager:
+def saves(folder: Path) -> None:
+    checkpoint = made()[1]
+    checkpoint.save(folder / "c")
+    checkpoint.save(folder / "asynchronous", wait=False)
+    checkpoint.wait()
+    with ms.CheckpointManager(checkpoint, folder / "m") as manager:
         manager.save(1)
-    give_away(open_folder / "run")
-    (open_folder / "run").chmod(0o777)
-    with pytest.raises(errors.CheckpointReadError, match="uid 65534"):
-        manager.save(2)
-    with pytest.raises(errors.CheckpointReadError, match="uid 65534"):
-        manager.restore()
-    assert float(x) == 7
 
 
-# ------------------------------------------------------------------------------------------------ run directories
+def traces(folder: Path) -> None:
+    with ms.telemetry.trace(folder / "t"), ms.telemetry.span("x"):
+        pass
+    assert main.main(["trace", str(folder / "t"), "-o", str(folder / "x.json")]) == 0
 
 
-@pytest.mark.parametrize("umask", [0o000, 0o077])
-def test_who_may_read_a_run_directory(tmp_path: Path, umask: int) -> None:
+def draws(folder: Path) -> None:
+    pytest.importorskip("matplotlib")
+    traces(folder)
+    assert main.main(["trace", str(folder / "t"), "--png", str(folder / "x.png")]) == 0
+
+
+WRITERS: dict[str, Callable[[Path], object]] = {
+    "checkpoints": saves,
+    "a recording": traces,
+    "a picture": draws,
+    "reports": lambda folder: RunDirectory(str(folder / "run")).write("rank-0.txt", "x"),
+}
+
+
+@pytest.mark.parametrize("umask", [0o000, 0o022, 0o077])
+@pytest.mark.parametrize("is_of_group", [False, True])
+@pytest.mark.parametrize("what", WRITERS)
+def test_who_may_read_what_is_written(tmp_path: Path, what: str, umask: int, is_of_group: bool) -> None:
+    """The user alone, whatever the umask; where the folder is a group's, the group, if the umask lets it."""
+    if is_of_group:
+        os.chown(tmp_path, -1, os.getgroups()[-1] if os.getgroups() else os.getegid())
+        tmp_path.chmod(0o2770)
     before = os.umask(umask)
     try:
-        assert RunDirectory(str(tmp_path / "a" / "run")).write("rank-0.txt", "x")
-        (tmp_path / "group").mkdir()
-        (tmp_path / "group").chmod(0o2770)
-        assert RunDirectory(str(tmp_path / "group" / "run")).write("rank-0.txt", "x")
+        WRITERS[what](tmp_path / "deep" / "er")
     finally:
         os.umask(before)
-    modes = [stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "a", tmp_path / "a" / "run")]
-    assert modes == [0o700, 0o700]
-    assert stat.S_IMODE((tmp_path / "a" / "run" / "rank-0.txt").stat().st_mode) == 0o600
-    group = 0 if umask else 0o050
-    assert stat.S_IMODE((tmp_path / "group" / "run").stat().st_mode) & 0o777 == 0o700 | group
-    assert stat.S_IMODE((tmp_path / "group" / "run" / "rank-0.txt").stat().st_mode) == 0o600 | group & 0o040
+    group = 0o050 if is_of_group and umask != 0o077 else 0
+    paths = {path for path in tmp_path.rglob("*") if path.name != ".lock"}
+    modes = {path.stat().st_mode & 0o777 for path in paths if path.is_dir()}
+    assert modes == {0o700 | group}
+    assert {path.stat().st_mode & 0o777 for path in paths if path.is_file()} == {0o600 | group & 0o040}
+    assert {path.stat().st_gid for path in paths} == {tmp_path.stat().st_gid}
+    for lock in tmp_path.rglob(".lock"):
+        assert lock.stat().st_mode & 0o777 == 0o600, "who can open a lock can hold it"
 
 
 # ------------------------------------------------------------------------------------------------ thresholds, traces
 
+#: What may stand under a name that is read.
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "a pipe": os.mkfifo,
+    "a folder": Path.mkdir,
+    "a link to a device": lambda path: path.symlink_to("/dev/zero"),
+    "a link to a file": lambda path: path.symlink_to(__file__),
+    "a sparse file": lambda path: [path.touch(), os.truncate(path, 2**42)],
+    "another user's": lambda path: [path.write_text("{}"), give_away(path)],
+}
+other_files = pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=as_root if what == "another user's" else ()) for what in OTHERS]
+)
 
-@pytest.mark.parametrize("what", ["pipe", "device", "link", "folder", "another user's", "endless"])
+
+@other_files
 def test_thresholds_that_are_no_own_small_file(open_folder: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     file = open_folder / "paths.json"
-    others = replace(path_files.DEFAULT, pack_bytes=2**20)
-    path_files.save(others, file)
     monkeypatch.setenv(path_files.VARIABLE, str(file))
+    path_files.save(replace(path_files.DEFAULT, pack_bytes=2**20), file)
     assert hostile_others.agreed_alone("Open MPI v5.0.11").pack_bytes == 2**20
-    if what == "pipe":
-        file.unlink()
-        os.mkfifo(file)
-    elif what == "device":
-        file = Path("/dev/zero")
-    elif what == "link":
-        (open_folder / "link").symlink_to(file)
-        file = open_folder / "link"
-    elif what == "folder":
-        file = open_folder
-    elif what == "endless":
-        os.truncate(file, 2**42)
-    elif os.geteuid() == 0:
-        give_away(file)
-    else:
-        pytest.skip("not run: only root can give files to another user")
-    monkeypatch.setenv(path_files.VARIABLE, str(file))
+    file.unlink()
+    OTHERS[what](file)
     began = time.monotonic()
-    with warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
+    with pytest.warns(errors.FallbackWarning, match=f"the thresholds in {file} cannot be used"):
         paths = hostile_others.agreed_alone("Open MPI v5.0.11")
     assert paths == path_files.default_for("Open MPI")
     assert time.monotonic() - began < 1
-    (warning,) = warned
-    assert issubclass(warning.category, errors.FallbackWarning)
-    assert f"the thresholds in {file} cannot be used" in str(warning.message)
 
 
-@pytest.mark.parametrize("is_of_group", [False, True])
-def test_who_may_read_a_recording(tmp_path: Path, is_of_group: bool) -> None:
-    tmp_path.chmod(0o2770 if is_of_group else 0o700)
-    before = os.umask(0)
-    try:
-        with ms.telemetry.trace(tmp_path / "a" / "b"), ms.telemetry.span("x"):
-            pass
-        assert main.main(["trace", str(tmp_path / "a" / "b")]) == 0
-        assert main.main(["trace", str(tmp_path / "a" / "b"), "-o", str(tmp_path / "a" / "x.json")]) == 0
-    finally:
-        os.umask(before)
-    group = 0o050 if is_of_group else 0
-    folders = (tmp_path / "a", tmp_path / "a" / "b")
-    assert {stat.S_IMODE(path.stat().st_mode) & 0o777 for path in folders} == {0o700 | group}
-    files = [path for path in tmp_path.rglob("*") if path.is_file()]
-    assert len(files) == 3
-    assert {stat.S_IMODE(path.stat().st_mode) for path in files} == {0o600 | group & 0o040}
-    assert json.loads((tmp_path / "a" / "x.json").read_text())["traceEvents"]
-
-
-def test_who_may_read_a_picture(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    tmp_path.chmod(0o700)
-    with ms.telemetry.trace(tmp_path / "t"), ms.telemetry.span("x"):
-        pass
-    before = os.umask(0)
-    try:
-        assert main.main(["trace", str(tmp_path / "t"), "--png", str(tmp_path / "x.png")]) == 0
-    finally:
-        os.umask(before)
-    assert stat.S_IMODE((tmp_path / "x.png").stat().st_mode) == 0o600
-    assert sorted(os.listdir(tmp_path)) == ["t", "x.png"]
-
-
-@pytest.mark.parametrize("what", ["pipe", "link", "another user's", "endless"])
+@other_files
 def test_recordings_that_are_no_own_small_file(open_folder: Path, what: str) -> None:
-    file = open_folder / "rank-0.json"
-    if what == "pipe":
-        os.mkfifo(file)
-    elif what == "link":
-        file.symlink_to("/dev/zero")
-    elif what == "endless":
-        file.touch()
-        os.truncate(file, 2**42)
-    elif os.geteuid() == 0:
-        file.write_text("{}")
-        give_away(file)
-    else:
-        pytest.skip("not run: only root can give files to another user")
+    OTHERS[what](open_folder / "rank-0.json")
     began = time.monotonic()
     with pytest.raises(errors.TraceError, match=r"rank-0\.json"):
         timeline_of(str(open_folder))
     assert time.monotonic() - began < 1
+
+
+SETTINGS = [
+    ("MPISTRATEGY_PATHS", "{folder}/pipe"), ("MPISTRATEGY_PATHS", "/dev/zero"),
+    ("MPISTRATEGY_TIMEOUT_SECONDS", "9" * 5000),
+    ("MPISTRATEGY_TRACE", "{folder}/pipe"), ("MPISTRATEGY_RUN_DIR", "/dev/full"), ("MPISTRATEGY_CHECK", "\x1b[2J"),
+    ("XDG_CACHE_HOME", "x" * 5000),
+]  # fmt: skip
+
+
+@pytest.mark.slow
+def test_thresholds_and_settings_that_were_made_up_to_harm(launch: object, tmp_path: Path) -> None:
+    """Jobs with the settings; scripts/soak hostile_files tries many more."""
+    for figures in (
+        hostile_others.read_thresholds(tmp_path, 200, random.Random(7)),
+        hostile_others.read_environment(tmp_path, SETTINGS),
+    ):
+        assert figures.is_good, "\n".join([figures.line(), *figures.foreign, *figures.hangs])

@@ -220,7 +220,7 @@ def _leave_contained() -> None:
         _say(
             f"{type(error).__name__} was not caught. The other ranks of its communicator are told, and this one "
             "waits for all ranks of the job in MPI_Finalize. A rank that waits for it in an MPI call of the "
-            "program's own goes on waiting: catch the error in the program, as `mpistrategy guide disagreement` shows."
+            "program's own goes on waiting: catch the error in the program, as `mpistrategy guide domain` shows."
         )
         for guard in contained:
             guard.break_off("", error)

@@ -46,6 +46,7 @@ class Transfer(ABC):
         results: the dtype of each result.
         writes_targets: whether results may be written to their targets at once.
         sparingly: whether `run` needs no barrier before it; see `Call.agree`.
+        least_in_place: from how many bytes on results may be written over the arrays.
     """
 
     packs: tuple[Pack, ...] = ()
@@ -53,6 +54,7 @@ class Transfer(ABC):
     results: Sequence[np.dtype[Any]] = ()
     writes_targets: bool = False
     sparingly: bool = True
+    least_in_place: int = 0
 
     @abstractmethod
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:

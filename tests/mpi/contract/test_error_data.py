@@ -13,7 +13,6 @@ from replicas import RANK, SIZE, gather_texts, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
-from mpistrategy.mpi.contract.failures import BYTES, Failure, Failures
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -72,55 +71,3 @@ def test_a_rank_that_cannot_make_the_call(strategy: ms.MirroredStrategy) -> None
         assert isinstance(told, errors.RemoteError)
         assert (told.rank, told.error) == (0, "KeyError: 'of rank 0'")
     assert still_works(strategy)
-
-
-@pytest.mark.parametrize(
-    ("failure", "text"),
-    [
-        (Failure("KeyboardInterrupt: Ctrl-C", 2, "Strategy.reduce"), "rank 2 failed in Strategy.reduce: KeyboardInt"),
-        (Failure("KeyError: 'x'", 0), "rank 0 has ended: KeyError: 'x'"),
-        (Failure("ValueError", 13, "a: b"), "rank 13 failed in a: b: ValueError"),
-        (Failure("RuntimeError: two\nlines: here", 1, "a wait"), "rank 1 failed in a wait: RuntimeError: two\nlines"),
-    ],
-)
-def test_a_failure_after_the_agreement(failure: Failure, text: str) -> None:
-    told = failure.as_error()
-    assert (told.rank, told.error) == (failure.rank, failure.error)
-    assert str(told).startswith(text)
-    assert "This strategy takes no more calls." in str(told)
-    nobodys = Failure("a late mistake").as_error()
-    assert (nobodys.rank, nobodys.error) == (None, "")
-
-
-@pytest.mark.one_rank
-def test_what_travels_through_memory_is_the_failure() -> None:
-    segments = [np.zeros(BYTES, np.uint8) for _ in range(3)]
-    first, second, third = (Failures(segments, rank, None) for rank in range(3))
-    shown = Failure("RuntimeError: two\nlines: here", 1, "reduce: of mine")
-    assert third.left_by() is None
-    second.show(shown)
-    for each in (first, second, third):
-        assert each.left_by() == 1
-        assert each.failure_of(1) == shown
-    first.show(Failure("y" * 2 * BYTES, 0, "x" * 2 * BYTES))
-    assert third.failure_of(0).error.startswith("yyy")
-
-
-@several
-def test_a_pickle_has_public_data_only(strategy: ms.MirroredStrategy) -> None:
-    error = raised(lambda: strategy.reduce("SUM", "text" if RANK == SIZE - 1 else 1.0))
-    for again in (copy.copy(error), pickle.loads(pickle.dumps(error))):
-        assert not [name for name in vars(again) if name.startswith("_") and name != "__notes__"]  # Python's own
-        assert (type(again), str(again), again.rank) == (type(error), str(error), error.rank)
-    assert still_works(strategy)
-
-
-@several
-def test_copies_that_differ(strategy: ms.MirroredStrategy) -> None:
-    with strategy.scope():
-        variables = [ms.Variable(np.zeros(3), name=name) for name in ("one", "two", "three")]
-    variables[1].assign(np.full(3, float(RANK == SIZE - 1)))
-    error = raised(lambda: strategy.assert_mirrored(variables))
-    assert isinstance(error, errors.ReplicasDivergedError)
-    assert error.variables == ("two",)
-    assert error.ranks == (SIZE - 1,)

@@ -209,24 +209,16 @@ def test_one_name_makes_one_call_of_two_places(world: World, which: str) -> None
 
 
 @several
+@pytest.mark.parametrize(("names", "differs"), [((None, None), "place"), (("the left name", "the right name"), "name")])
 @pytest.mark.parametrize("which", COLLECTIVES)
-def test_without_a_name_two_places_are_two_calls(world: World, which: str) -> None:
+def test_other_places_or_names_are_two_calls(
+    world: World, which: str, names: tuple[str | None, str | None], differs: str
+) -> None:
     before(which, world)
-    with pytest.raises(CollectiveMismatchError) as caught:
-        called(world, which, None, None)
-    assert "place" in caught.value.differ
-    assert still_works(world.strategy)
-
-
-@several
-@pytest.mark.parametrize("which", COLLECTIVES)
-def test_names_that_differ_are_shown(world: World, which: str) -> None:
-    before(which, world)
-    with pytest.raises(
-        CollectiveMismatchError, match=r"rank 0: .*the left name.*\n.*ranks? 1\b.*: .*the right name"
-    ) as caught:
-        called(world, which, "the left name", "the right name")
-    assert "name" in caught.value.differ
+    shown = r"rank 0: .*the left name.*\n.*ranks? 1\b.*: .*the right name" if differs == "name" else "place"
+    with pytest.raises(CollectiveMismatchError, match=shown) as caught:
+        called(world, which, *names)
+    assert differs in caught.value.differ
     assert still_works(world.strategy)
 
 

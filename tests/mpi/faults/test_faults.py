@@ -111,11 +111,6 @@ def test_other_words_are_refused_or_understood(text: str) -> None:
 # -------------------------------------------------------------------------------------- without a plan, and with one
 
 
-def test_without_a_plan_a_method_is_the_method_as_it_was_written() -> None:
-    assert all(not hasattr(each.function, "__wrapped__") for each in public_calls.all_declared().values())
-    assert ms.ReplicaContext.all_reduce is public_calls.declared["ReplicaContext.all_reduce"].function
-
-
 def test_a_plan_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(public_calls.PLAN, "rank=any, at=allreduce#1000, do=kill")
     for outcome in outcomes(ms.MirroredStrategy):

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import RANK, SIZE, in_step, one_node, still_works
+from replicas import SIZE, in_step, one_node, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import ForkedProcessError
@@ -68,26 +68,6 @@ def test_what_a_child_writes_stays_with_it(strategy: ms.Strategy) -> None:
     assert still_works(strategy)
 
 
-@several
-def test_a_grandchild_has_what_the_child_has_written(strategy: ms.Strategy) -> None:
-    arena = strategy.arena([np.zeros(1000)])
-    arena.values[0][...] = 1
-
-    def change() -> list[str | float]:
-        arena.values[0][...] = 7
-
-        def change_again() -> list[float]:
-            before = float(arena.values[0][0])
-            arena.values[0][...] = 9
-            return [before, float(arena.values[0][0])]
-
-        return [in_child(change_again), float(arena.values[0][0])]
-
-    assert in_child(change) == repr([repr([7.0, 9.0]), 7.0])
-    strategy.barrier()
-    assert (arena.values[0] == 1).all()
-
-
 @one_node
 @several
 def test_a_child_without_memory_of_its_own_can_only_read(strategy: ms.Strategy) -> None:
@@ -127,35 +107,6 @@ def end_of_child_without_memory(work: Callable[[], None]) -> int:
             os._exit(1)
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-
-@several
-def test_a_child_reads_what_was_there_at_the_fork_or_later(strategy: ms.Strategy) -> None:
-    arena = strategy.arena([np.zeros(1000)])
-    arena.values[0][...] = RANK + 5
-    reading, writing = os.pipe()
-
-    def look() -> list[float]:
-        first = float(arena.values[0][0])
-        os.close(writing)
-        os.read(reading, 1)  # until the parent has written more
-        return [first, float(arena.values[0][0])]
-
-    child_reads, parent_reads = os.pipe()
-    child = os.fork()
-    if child == 0:
-        os.write(parent_reads, repr(look()).encode())
-        os._exit(0)
-    os.close(parent_reads)
-    arena.values[0][...] = RANK + 9
-    os.write(writing, b"x")
-    with open(child_reads, encoding="utf-8") as pipe:
-        first, later = eval(pipe.read())
-    os.waitpid(child, 0)
-    os.close(reading)
-    os.close(writing)
-    assert first in (RANK + 5, RANK + 9)
-    assert later in (RANK + 5, RANK + 9)
 
 
 CALLS: dict[str, Callable[[ms.Strategy, Any], Any]] = {
@@ -214,14 +165,3 @@ def test_a_pool_of_forked_workers(strategy: ms.Strategy) -> None:
     with multiprocessing.get_context("fork").Pool(2) as pool:
         assert pool.map(times_two, range(10)) == [2.0 * n for n in range(10)]
     assert still_works(strategy)
-
-
-@several
-def test_memory_and_descriptors_are_closed_after_children_came_and_went(strategy: ms.Strategy) -> None:
-    gc.collect()
-    before = len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        arena = strategy.arena([np.zeros(1000)])
-        in_child(lambda: arena.values[0].sum())  # noqa: B023
-        arena.close()
-    assert len(os.listdir("/proc/self/fd")) == before

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -19,7 +16,6 @@ from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import LaunchError
-from mpistrategy.mpi.job.introductions import Introduction, introductions
 from mpistrategy.mpi.job.launcher import ALONE, check_world
 from mpistrategy.mpi.over_mpi import ranks as over_mpi
 
@@ -221,40 +217,6 @@ def test_what_runs_alone_in_an_allocation_runs(launch: Launch, tmp_path: Path, t
     assert alone(tmp_path, told=told).check().stdout == "replicas: 1\n"
 
 
-def _mpiexec_of_another_mpi() -> str | None:
-    """Return a Hydra when this is Open MPI: its ranks come up, each for itself.  (MPICH gives up under PMIx.)"""
-    own = os.path.realpath(Path(sys.executable).parent / "mpiexec")
-    folders = [*os.environ.get("MPISTRATEGY_TEST_MPIEXEC", "").split(os.pathsep), shutil.which("mpiexec.hydra") or ""]
-    for path in filter(None, folders):
-        if os.path.exists(path) and os.path.realpath(path) != own:
-            said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=20).stdout
-            if "HYDRA" in said.upper():
-                return path
-    return None
-
-
-@pytest.mark.each_mpi
-def test_the_mpiexec_of_another_mpi(launch: Launch, tmp_path: Path) -> None:
-    other = _mpiexec_of_another_mpi()
-    if not launching.IS_OPEN_MPI or other is None:
-        pytest.skip("needs Open MPI and a Hydra besides: MPISTRATEGY_TEST_MPIEXEC=/path/to/mpiexec, or on PATH")
-    program = launching.program(PROGRAM, tmp_path)
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(launching.LAUNCHER_PREFIXES)}
-    job = subprocess.run(
-        [other, "-n", "3", sys.executable, "-W", "ignore", "-m", "mpistrategy", "run", str(program)],
-        env=kept | {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    assert job.returncode != 0
-    assert "replicas" not in job.stdout
-    for rank in range(3):
-        assert f"rank {rank} of 3" in job.stderr, job.stderr
-    assert "mpiexec of Open MPI" in job.stderr
-
-
 def test_a_strategy_of_one_rank_on_purpose_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in STEP.items():
         monkeypatch.setenv(name, value)
@@ -263,38 +225,6 @@ def test_a_strategy_of_one_rank_on_purpose_is_not_refused(monkeypatch: pytest.Mo
 
 
 # ------------------------------------------------------------------------------------- do the ranks fit together
-
-ME = Introduction("1.0", "3.11", 0, [0, 1])
-FOUR = [ME, ME, ME._replace(leader=2), ME._replace(leader=2)]
-
-
-def met(*ranks: Introduction) -> list[Introduction]:
-    return introductions([json.dumps(rank._asdict()) for rank in ranks])
-
-
-def test_ranks_that_fit() -> None:
-    assert met(*FOUR) == FOUR
-    assert met(ME) == [ME]
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({1: {"mpistrategy": "2.0"}}, "different versions of mpistrategy: 1.0 on ranks 0, 2, 3; 2.0 on rank 1"),
-        ({3: {"python": "3.12"}}, "different versions of Python: 3.11 on ranks 0-2; 3.12 on rank 3"),
-    ],
-)
-def test_ranks_that_do_not_fit(changes: dict[int, dict[str, object]], what: str) -> None:
-    ranks = [rank._replace(**changes.get(number, {})) for number, rank in enumerate(FOUR)]  # type: ignore[arg-type]
-    with pytest.raises(LaunchError, match=re.escape(what)):
-        met(*ranks)
-
-
-def test_a_version_that_says_more_or_less_is_told_by_its_version() -> None:
-    other = ME._asdict() | {"mpistrategy": "2.0", "news": 1}
-    del other["leader"]
-    with pytest.raises(LaunchError, match=r"2\.0 on rank 1"):
-        introductions([json.dumps(ME._asdict()), json.dumps(other)])
 
 
 @pytest.mark.mpi(min_size=2)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,12 +12,9 @@ import pytest
 from replicas import RANK, SIZE, OnNodes, context, outcomes
 
 import mpistrategy as ms
-from mpistrategy.arrays.dtypes import Array
 from mpistrategy.cross_device_ops import built_in
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.reduction import collectives, plan
-from mpistrategy.training.optimizer import Optimizer
-from mpistrategy.variables.variable import Variable
 
 pytestmark = pytest.mark.mpi(min_size=2)
 LAST = SIZE - 1
@@ -79,45 +76,6 @@ def check_the_others_hear(mistake: Mistake, call: Callable[[], Any]) -> None:
         assert another.reduce("SUM", 1) == SIZE
 
 
-class Own(ms.CrossDeviceOps):
-    """An algorithm of the program's own, which goes on after its sums."""
-
-    def __init__(self, mistake: Mistake) -> None:
-        self._mistake = mistake
-
-    def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
-        return self.batch_reduce_implementation(reduce_op, [(per_replica_value, destinations)], options)[0]
-
-    def batch_reduce_implementation(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
-        results = ms.MpiAllReduce().batch_reduce(reduce_op, value_destination_pairs, options)
-        self._mistake.look()
-        return results
-
-
-def test_an_algorithm_of_the_program(mistake: Mistake) -> None:
-    made = OnNodes(range(SIZE), Own(mistake), contains_errors=True)
-    check_the_others_hear(mistake, lambda: made.reduce("SUM", np.ones(3)))
-    made.close()
-
-
-class Steps(Optimizer):
-    """An optimizer of the program's own."""
-
-    def __init__(self, mistake: Mistake) -> None:
-        super().__init__(0.1)
-        self._mistake = mistake
-
-    def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
-        self._mistake.look()
-        return gradient
-
-
-def test_an_optimizer_of_the_program(contained: ms.Strategy, mistake: Mistake) -> None:
-    with contained.scope():
-        variable, steps = ms.Variable(np.zeros(3)), Steps(mistake)
-    check_the_others_hear(mistake, lambda: contained.run(lambda: steps.apply_gradients([(np.ones(3), variable)])))
-
-
 @dataclass
 class Pair:
     first: Any
@@ -134,6 +92,11 @@ CALLS: dict[str, tuple[Any, str, Callable[[Any], Any]]] = {
     "numbers in a list": (plan, "as_leaf", lambda c: c.all_reduce("SUM", [1.0, 2.0])),
     "a nest of the program's": (Pair, "__post_init__", lambda c: c.all_reduce("SUM", PAIR).second),
     "a gather": (collectives, "like_given", lambda c: c.all_gather(np.ones(3, ">f8"), 0)),
+    "a broadcast": (
+        collectives,
+        "like_given",
+        lambda c: c.merge_call(lambda strategy: strategy.broadcast(np.ones(3, ">f8"))),
+    ),
 }
 
 
@@ -161,8 +124,3 @@ def test_what_goes_on_in_the_background(
     assert [end.error for end in ends] == [None] * LAST + [Exception]
     assert call() == 3 * SIZE
     assert contained.reduce("SUM", 1) == SIZE
-
-
-def test_a_broadcast(contained: ms.Strategy, mistake: Mistake, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(collectives, "like_given", mistake.before(collectives.like_given))
-    check_the_others_hear(mistake, lambda: contained.broadcast(np.ones(3, ">f8")))

@@ -139,20 +139,6 @@ def test_infinities_nans_and_overflow(placed: tuple[ms.Strategy, Sequence[int]])
     assert same_everywhere(result)
 
 
-def test_on_one_node_nothing_changes() -> None:
-    strategy = OnNodes([0] * SIZE, ms.HierarchicalCopyAllReduce())
-    value = np.full(100, 1 + 2.0**-12, np.float32)
-    np.testing.assert_array_equal(reduced(strategy, "SUM", value), SIZE * value)
-    strategy.close()
-
-
-def test_as_a_default_of_the_strategy() -> None:
-    strategy = ms.MirroredStrategy(communication_options=SHORT)
-    value = np.full(100, 2.0, np.float32)
-    np.testing.assert_array_equal(reduced(strategy, "MEAN", value, None), value)
-    strategy.close()
-
-
 @several
 def test_ranks_that_ask_for_different_wires_are_refused(strategy: ms.MirroredStrategy) -> None:
     options = SHORT if RANK else None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -24,7 +23,6 @@ from mpistrategy.mpi.contract import mpi_channel
 from mpistrategy.mpi.multi_node import two_level
 from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
-from mpistrategy.mpi.shared_memory.node_sum import segment_bytes
 from mpistrategy.mpi.shared_memory.segments import private_memory
 
 pytestmark = pytest.mark.mpi
@@ -97,14 +95,6 @@ def test_equals_numpys_everywhere(
     assert same_everywhere(result)
 
 
-def test_the_source_stays_as_it_is(allreduce: Callable[..., None]) -> None:
-    source, target = value_of(RANK, "float32", (5000,)), np.empty(5000, np.float32)
-    kept = source.copy()
-    allreduce(target, "SUM", source=source)
-    np.testing.assert_array_equal(source, kept)
-    np.testing.assert_array_equal(target, reference("SUM", [value_of(rank, "float32", (5000,)) for rank in RANKS]))
-
-
 def test_products_and_rounded_sums_have_equal_bits_in_equal_runs(allreduce: Callable[..., None]) -> None:
     mine = np.random.default_rng(RANK).normal(size=20_000).astype(np.float32)
     for op in ("SUM", "PROD"):
@@ -128,23 +118,6 @@ def test_nan_wins_and_overflow_is_silent(allreduce: Callable[..., None]) -> None
         assert np.isnan(values[touched]).all()
         assert not np.isnan(values[~touched]).any()
         assert same_everywhere(np.isnan(values))
-
-
-def test_a_buffer_with_more_than_one_axis(allreduce: Callable[..., None]) -> None:
-    buffer = np.full((3, 40, 50), RANK + 1.0)
-    allreduce(buffer)
-    assert (buffer == SIZE * (SIZE + 1) / 2).all()
-
-
-def test_a_late_rank_does_no_harm(allreduce: Callable[..., None]) -> None:
-    for late in range(SIZE):
-        if late == RANK:
-            time.sleep(0.02)
-        buffer = np.full(30_000, RANK + 1.0)
-        for _ in range(3):
-            buffer[:] = RANK + 1.0
-            allreduce(buffer)
-            assert (buffer == SIZE * (SIZE + 1) / 2).all()
 
 
 def test_without_shared_memory_the_node_talks_by_mpi(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -191,13 +164,6 @@ for algorithm in (ms.MpiAllReduce(), ms.HierarchicalCopyAllReduce()):
 def test_on_nodes_that_the_mpi_tells_apart(launch: Callable[..., launching.Finished], nodes: str) -> None:
     finished = launch(3, PROGRAM, env=PRETENDED[nodes])
     assert finished.returncode == 0, finished
-
-
-def test_all_buffers_of_a_node_together_are_bounded() -> None:
-    for ranks_per_node in (1, 2, 8, 64, 128, 256):
-        for nodes in (2, 32, 1024):
-            node_of = [node for node in range(nodes) for _ in range(ranks_per_node)][:10_000]
-            assert (two_level.shared_bytes(node_of) - segment_bytes(0)) * ranks_per_node <= 2**27
 
 
 @pytest.mark.mpi(min_size=2)

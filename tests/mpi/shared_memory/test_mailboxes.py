@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from types import SimpleNamespace
+from collections.abc import Callable
 from typing import Any
 
 import launching
@@ -15,16 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
-from pretended import NoWaiting, RefusedError, mailboxes_of_many
+from pretended import NoWaiting, mailboxes_of_many
 from replicas import RANK, RANKS, SIZE, context, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory import mailboxes as mailboxes_module
-from mpistrategy.mpi.shared_memory import spin_wait
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
-from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
 from mpistrategy.reduction.routes.with_the_check import MailboxRoute, combine_rows
 
 Launch = Callable[..., launching.Finished]
@@ -104,15 +98,6 @@ def test_the_data_are_written_before_the_number_and_read_after_it() -> None:
     assert seen == [(1, 42)], "the number has been seen, the digest is read after this"
 
 
-def test_mailboxes_wait_for_those_who_are_missing_only() -> None:
-    first, second, third = all_mailboxes(3, 16)
-    second.start(5)
-    third.start(5)
-    assert first.all_equal(5)
-    with pytest.raises(RefusedError):
-        first.all_equal(5)
-
-
 @pytest.mark.mpi(min_size=2)
 def test_many_calls_in_a_row_with_late_ranks(strategy: ms.Strategy) -> None:
     common, own = np.random.default_rng(1), np.random.default_rng([1, RANK])
@@ -137,87 +122,6 @@ def test_many_calls_in_a_row_with_late_ranks(strategy: ms.Strategy) -> None:
         strategy.run(step, (number,))
 
 
-# ------------------------------------------------------------------------------------- waiting, on a made-up clock
-
-
-class Clock:
-    """Time that passes when somebody looks or naps; the peer writes at a given second."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, ready: float) -> None:
-        self.now, self.yields, self.progress, self.naps = 0.0, 0, 0, 0
-        self.ready = ready
-        self.number: Array = np.zeros(1, np.int64)
-        monkeypatch.setattr(spin_wait, "time", SimpleNamespace(monotonic=lambda: self.now, sleep=self.sleep))
-        monkeypatch.setattr(spin_wait.os, "sched_yield", self.sched_yield)
-
-    def pass_by(self, seconds: float) -> None:
-        self.now += seconds
-        if self.now >= self.ready:
-            self.number[0] = 5
-
-    def sleep(self, seconds: float) -> None:
-        assert 0 < seconds <= 1e-3, "a nap, so that the peer's number is seen soon"
-        self.naps += 1
-        self.pass_by(seconds)
-
-    def sched_yield(self) -> None:
-        self.yields += 1
-        self.pass_by(1e-6)
-
-    def make_progress(self) -> None:
-        self.progress += 1
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], Clock]]:
-    with monkeypatch.context() as patched:
-        yield lambda ready: Clock(patched, ready)
-
-
-@pytest.mark.parametrize("ranks", [1, 10_000])
-def test_waiting_ends_at_once_when_the_number_is_there(clock: Callable[[float], Clock], ranks: int) -> None:
-    now = clock(0)
-    now.pass_by(0)
-    for value in (3, 5):
-        SpinWait(ranks, now.make_progress).until(now.number.data, value)
-    assert (now.yields, now.naps, now.progress) == (0, 0, 0)
-
-
-@pytest.mark.parametrize("ranks", [1, 10_000])
-def test_waiting_gives_the_core_away_then_naps_and_moves_messages(clock: Callable[[float], Clock], ranks: int) -> None:
-    now = clock(0.1)
-    SpinWait(ranks, now.make_progress).until(now.number.data, 5)
-    assert now.number[0] == 5
-    assert now.yields > 100
-    assert now.naps > 100
-    assert now.progress == now.yields + now.naps, "MPI is asked to go on before each pause"
-    assert now.now < 0.102, "and the end is not missed"
-
-
-def test_ranks_without_a_core_each_do_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
-    looks = 0
-
-    class Numbers:
-        def __getitem__(self, index: int) -> int:
-            nonlocal looks
-            looks += 1
-            return 0
-
-    class YieldedError(Exception):
-        pass
-
-    def first_yield() -> None:
-        raise YieldedError
-
-    monkeypatch.setattr(spin_wait.os, "sched_yield", first_yield)
-    for ranks, most in ((len(spin_wait.cores()) + 1, 4), (len(spin_wait.cores()), 100_000)):
-        looks = 0
-        with pytest.raises(YieldedError):
-            SpinWait(ranks, lambda: None).until(Numbers(), 1)  # type: ignore[arg-type]
-        assert looks <= most
-    assert looks > 100, "a core of its own is used"
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("first", [0, 1])
 @pytest.mark.parametrize("value", [1.0, np.ones(100_000), {"a": 1}])
@@ -238,116 +142,7 @@ def test_a_message_of_the_users_own_moves_while_a_rank_waits(
     assert still_works(strategy)
 
 
-# ------------------------------------------------------------------------------------- whole jobs
-
-START = """
-import os, signal, sys, threading, time
-import numpy as np
-from mpi4py import MPI
-import mpistrategy as ms
-
-strategy = ms.MirroredStrategy()
-rank, size = MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-assert strategy.extended.communicator.mailboxes is not None
-
-
-def all_reduce(value):
-    return strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", value))
-
-
-def say_when():
-    with open(os.environ["WHEN"], "w") as file:
-        file.write(repr(time.time()))
-
-
-VALUE = {value}
-for _ in range(3):
-    all_reduce(VALUE)
-"""
-VALUES = ["1.0", "np.ones(3)", "{'a': 1, 'b': 2}", "[np.ones(100_000), np.ones(3)]"]
-ENDS = {
-    "raises": ("raise ValueError('the reason')", "the reason"),
-    "exits": ("sys.exit(3)", "sys.exit(3) was called"),
-    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", ""),
-    "leaves": ("sys.exit(0)", "rank 1 left: its program has ended"),
-}
-
-
-def seconds_since(when: Path) -> float:
-    return time.time() - float(when.read_text())
-
-
-@pytest.mark.each_mpi
-@pytest.mark.parametrize(("how", "value"), [*((how, VALUES[0]) for how in ENDS), *(("raises", v) for v in VALUES[1:])])
-def test_a_peer_that_ends_ends_those_who_wait(launch: Launch, tmp_path: Path, how: str, value: str) -> None:
-    code, said = ENDS[how]
-    source = START.replace("{value}", value) + f"if rank == 1:\n    time.sleep(0.2)\n    say_when()\n    {code}\n"
-    source += "all_reduce(VALUE)\n"
-    job = launch(2, source, timeout=30, env={"WHEN": str(tmp_path / "when")})
-    assert seconds_since(tmp_path / "when") < 5, job
-    assert job.returncode != 0, job
-    assert said in job.stderr, job
-
-
-@pytest.mark.each_mpi
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("value", VALUES[::3])
-def test_an_interrupt_while_waiting_ends_the_job(launch: Launch, tmp_path: Path, victim: int, value: str) -> None:
-    source = START.replace("{value}", value) + (
-        f"if rank == {victim}:\n"
-        "    threading.Timer(0.3, lambda: (say_when(), os.kill(os.getpid(), signal.SIGINT))).start()\n"
-        "    all_reduce(VALUE)\n"
-        "time.sleep(60)\n"
-    )
-    job = launch(2, source, timeout=30, env={"WHEN": str(tmp_path / "when")})
-    assert seconds_since(tmp_path / "when") < 5, job
-    assert job.returncode != 0, job
-    assert "KeyboardInterrupt" in job.stderr, job
-
-
-@pytest.mark.each_mpi
-@pytest.mark.slow
-def test_more_ranks_than_cores_get_on(launch: Launch) -> None:
-    ranks = 2 * len(os.sched_getaffinity(0)) if len(os.sched_getaffinity(0)) <= 4 else 8
-    source = START.replace("{value}", "1.0") + (
-        "MPI.COMM_WORLD.Barrier()\n"
-        "started = time.monotonic()\n"
-        "for number in range(300):\n"
-        "    assert all_reduce(float(number)) == number * size\n"
-        "assert np.all(all_reduce(np.ones(300_000)) == size)\n"
-        "assert time.monotonic() - started < 20, 'a guard against hanging, no measurement'\n"
-    )
-    launch(ranks, source, timeout=60).check()
-
-
 # ------------------------------------------------------------------------------------- nodes of many ranks
-
-
-@pytest.mark.one_rank
-def test_of_many_ranks_all_are_waited_for_and_compared() -> None:
-    come: list[int] = []
-
-    class Coming(NoWaiting):
-        def until(self, numbers: memoryview, value: int) -> None:
-            where = [np.asarray(each.slots[value & 1].mine).ctypes.data for each in them]
-            late = them[where.index(np.asarray(numbers).ctypes.data)]
-            come.append(late.local_rank)
-            late.start(9 if late.local_rank == odd else 5)
-
-    ranks, odd = 30, -1
-    them = mailboxes_of_many(ranks, waiting=Coming())
-    for late in ((), (3,), range(1, ranks)):
-        for rank in set(range(1, ranks)) - {*late}:
-            them[rank].start(5)
-        assert them[0].all_equal(5)
-        assert come == [*late]
-        come.clear()
-    for odd in (1, 7, ranks - 1):
-        them = mailboxes_of_many(ranks, waiting=Coming())
-        for rank in range(1, ranks):
-            if rank != 7:
-                them[rank].start(9 if rank == odd else 5)
-        assert not them[0].all_equal(5)
 
 
 @pytest.mark.one_rank

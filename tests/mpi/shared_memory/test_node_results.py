@@ -94,12 +94,6 @@ def test_more_results_than_there_will_be_blocks(strategy: ms.MirroredStrategy, m
     assert len({float(result[0]) for result in kept}) == len(kept)
 
 
-def test_more_bytes_than_there_will_be(strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_results, "_MOST_BYTES", 5 * 8 * COUNT)
-    kept = [reduced(strategy, number, COUNT + 8 * (number // 4 % 3)) for number in range(24)]
-    assert [float(result[5]) for result in kept] == [SIZE * number + sum(RANKS) for number in range(24)]
-
-
 @pytest.mark.parametrize("short", ["no memory", "half of it must stay free"])
 def test_where_there_is_no_room_nothing_is_said(
     strategy: ms.MirroredStrategy, monkeypatch: pytest.MonkeyPatch, short: str

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import functools
-import itertools
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -23,7 +21,6 @@ from mpistrategy.mpi.shared_memory.node_sum import (
     ShareOfNode,
     in_rank_order,
     segment_bytes,
-    share,
 )
 from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
 from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
@@ -215,39 +212,6 @@ def test_what_was_written_before_a_barrier_is_seen_after_it(strategy: ms.Strateg
         ranks.node_barrier()
         assert all(np.all(theirs == number) for theirs in mine)
         ranks.node_barrier()
-
-
-@settings(max_examples=part_of(200))
-@given(count=st.integers(0, 5000), parts=st.integers(2, 64), itemsize=st.sampled_from([1, 2, 4, 8, 16, 32]))
-def test_shares_are_whole_and_meet_at_cache_lines(count: int, parts: int, itemsize: int) -> None:
-    borders = [share(count, part, parts, itemsize) for part in range(parts)]
-    assert borders[0][0] == 0
-    assert borders[-1][1] == count
-    for (_, end), (begin, _) in itertools.pairwise(borders):
-        assert end == begin
-        assert end == count or end * itemsize % ALIGNMENT == 0
-    lengths = [end - begin for begin, end in borders]
-    assert min(lengths) >= 0
-    assert max(lengths) <= -(-count // parts) + 2 * max(1, ALIGNMENT // itemsize)
-
-
-def test_a_strategy_adds_large_arrays_itself_and_leaves_small_ones_to_mpi(
-    strategy: ms.Strategy, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    ranks: Any = strategy.extended.communicator
-    went: list[int] = []
-    usual: Callable[..., None] = ranks.node_sum.run
-    monkeypatch.setattr(
-        ranks.node_sum,
-        "run",
-        lambda pairs, *more: (went.extend(t.size for _, t in pairs), usual(pairs, *more)),
-    )
-    limit = ranks.thresholds.window_bytes // 4
-    for size in (limit, limit - 1, 10 * limit):
-        target = np.ones(size, np.float32)
-        ranks.allreduce(target)
-        assert np.all(target == SIZE)
-    assert went == [limit, 10 * limit]
 
 
 def test_no_warning_in_the_middle(sums: dict[int, NodeSum]) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from replicas import BFLOAT16, RANK, RANKS, SIZE, context, one_node, outcomes, same_everywhere, still_works
+from replicas import RANK, RANKS, SIZE, context, one_node, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
@@ -21,7 +21,7 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.shared_memory import memory_limits, segments
 from mpistrategy.mpi.shared_memory.memory_limits import Room
-from mpistrategy.mpi.shared_memory.segments import ALIGNMENT, private_memory
+from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
 
 pytestmark = [pytest.mark.mpi, one_node]
 
@@ -49,14 +49,6 @@ def test_every_rank_sees_all_segments(strategy: ms.Strategy, nbytes: int) -> Non
     ranks.node_barrier()
     assert [set(segment.tolist()) for segment in memory.segments] == [{r + 1} if nbytes else set() for r in RANKS]
     ranks.node_barrier()
-
-
-def test_private_memory_has_the_same_alignment() -> None:
-    for nbytes in (1, 100, 10_000):
-        memory = private_memory(nbytes)
-        assert memory.mine.size == nbytes
-        assert not memory.is_shared
-        assert memory.mine.__array_interface__["data"][0] % ALIGNMENT == 0
 
 
 @pytest.mark.mpi(min_size=2)
@@ -122,34 +114,6 @@ TROUBLES: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
 CASES = [(0, "no file"), *((rank, t) for rank in sorted({0, SIZE - 1}) for t in TROUBLES if t != "no file")]
 
 
-def assert_all_works(strategy: ms.Strategy) -> None:
-    """Reduce arrays in mailboxes, packs and chunks, numbers, arenas and variables; and make a mistake."""
-
-    def step(value: Any, **more: Any) -> Any:
-        return strategy.run(lambda: context().all_reduce("SUM", value, **more))
-
-    for dtype in (np.float64, np.float16, BFLOAT16, np.int8):
-        for size in (0, 1, 100, 5000, 200_000):
-            total = step(np.full(size, RANK + 1, dtype))
-            assert np.all(total == sum(RANKS) + SIZE)
-            assert same_everywhere(total)
-    assert step(1.5) == 1.5 * SIZE
-    assert step({"a": 1, "b": [2.0, np.ones(3)]})["a"] == SIZE
-    value = np.ones(100_000)
-    assert step(value, out=value) is value
-    assert np.all(value == SIZE)
-    with strategy.scope():
-        variable = ms.Variable(np.full(3, 5.0), aggregation="SUM")
-    arena = strategy.arena([np.ones(3)])
-    arena.values[0][...] = RANK
-    assert strategy.run(lambda: context().all_reduce("SUM", arena))[0].tolist() == [sum(RANKS)] * 3
-    strategy.run(lambda: variable.assign(np.full(3, RANK + 1.0)))
-    assert variable.numpy().tolist() == [sum(RANKS) + SIZE] * 3
-    ends = outcomes(lambda: step(1.0 if RANK else np.ones(2)))
-    assert [end.error for end in ends] == [errors.CollectiveMismatchError] * SIZE
-    assert still_works(strategy)
-
-
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize(("where", "trouble"), CASES)
 def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, where: int, trouble: str) -> None:
@@ -163,7 +127,17 @@ def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, w
             strategy = ms.MirroredStrategy()
         ranks: Any = strategy.extended.communicator
         again = ranks.shared(1000)  # there would be room now, but what has been agreed stays
-        assert_all_works(strategy)
+        for size in (0, 1, 100, 5000, 200_000):
+            total = strategy.run(lambda size=size: context().all_reduce("SUM", np.full(size, RANK + 1, np.float16)))
+            assert np.all(total == sum(RANKS) + SIZE)
+        with strategy.scope():
+            variable, arena = ms.Variable(np.zeros(3), aggregation="SUM"), strategy.arena([np.ones(3)])
+        arena.values[0][...] = 1
+        assert strategy.run(lambda: context().all_reduce("SUM", arena))[0].tolist() == [SIZE] * 3
+        strategy.run(lambda: variable.assign(np.ones(3)))
+        assert variable.numpy().tolist() == [SIZE] * 3
+        ends = outcomes(strategy.reduce, "SUM", 1.0 if RANK else np.ones(2))
+        assert [end.error for end in ends] == [errors.CollectiveMismatchError] * SIZE
     ours = [warning for warning in caught if issubclass(warning.category, FallbackWarning)]
     assert len(ours) == (RANK == 0), [str(warning.message) for warning in ours]
     if RANK == 0:
@@ -260,10 +234,3 @@ def test_the_limits_of_control_groups_are_known_beforehand(
     assert room is not None
     assert room.free == free
     assert ("the node's memory" if free == 2**30 else str(tmp_path)) in room.of
-
-
-@pytest.mark.mpi(max_size=1)
-def test_without_any_such_files_nothing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("_MEMINFO", "_CGROUP"):
-        monkeypatch.setattr(memory_limits, name, "/there/is/no/such/file")
-    assert memory_limits.memory() is None

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import json
 import os
-import pwd
 import shutil
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import NoReturn
 
 import launching
 import numpy as np
@@ -20,7 +17,6 @@ from mpi4py import MPI
 
 import mpistrategy as ms
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi.gpu import cuda_aware
 from mpistrategy.mpi.tuning import thresholds as files
 from mpistrategy.mpi.tuning.thresholds import DEFAULT, VARIABLE, Thresholds, default_for, file_for, library_name
 
@@ -76,14 +72,6 @@ def test_what_is_saved_is_found_by_the_next_strategy() -> None:
     assert files.agreed(VERSION, 0, (0, 0, 1), lambda text: [text]) == SHIPPED  # nor two nodes
     assert agreed("MPICH Version: 5.0.2") == DEFAULT
     assert [path.name for path in file.parent.iterdir()] == [file.name]
-
-
-def test_defaults_of_a_library() -> None:
-    intel = agreed("Intel(R) MPI Library 2021.18 for Linux* OS\n")
-    assert intel.window_bytes > DEFAULT.window_bytes
-    assert intel == replace(DEFAULT, window_bytes=intel.window_bytes)
-    assert intel.source == "the defaults"
-    assert agreed("some other MPI") == DEFAULT
 
 
 def test_a_named_file_goes_first(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -168,28 +156,6 @@ def test_all_ranks_take_what_rank_0_finds(comm: MPI.Intracomm, cache: Path, monk
 
 
 # ------------------------------------------------------------------------------------------- no home folder
-
-
-@pytest.fixture
-def no_home(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a container with a user of any number has: no HOME, and no entry of that user."""
-
-    def no_entry(user: int) -> NoReturn:
-        raise KeyError(f"getpwuid(): uid not found: {user}")
-
-    for name in ("HOME", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(pwd, "getpwuid", no_entry)
-
-
-@pytest.mark.usefixtures("no_home")
-def test_without_a_home_folder_the_defaults_are_taken() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert agreed() == SHIPPED
-    assert cuda_aware.load("one node") is None
-    with pytest.raises(FileNotFoundError, match=r"no home folder is known .*HOME"):
-        saved()
 
 
 WITHOUT_HOME = """

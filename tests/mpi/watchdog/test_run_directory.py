@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections.abc import Callable
 from pathlib import Path
 
 import launching
 import pytest
-
-from mpistrategy.mpi.watchdog.run_directory import new_path
 
 Launch = Callable[..., launching.Finished]
 
@@ -36,18 +32,3 @@ def test_reports_of_other_starts_stay_and_are_not_spoken_of(launch: Launch, tmp_
     after = launch(2, WELL, cwd=tmp_path).check()
     assert (after.stderr, [*tmp_path.glob("mpistrategy-*")]) == ("", [left])
     assert {path.name: path.read_bytes() for path in left.iterdir()} == files
-
-
-@pytest.mark.one_rank
-def test_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("MPISTRATEGY_RUN_DIR", str(tmp_path))
-
-    def name(job: str = "", step: str = "") -> str:
-        for end, value in (("JOB_ID", job), ("STEP_ID", step)):
-            monkeypatch.setenv(f"SLURM_{end}", value)
-        return os.path.relpath(new_path(), tmp_path)
-
-    assert re.fullmatch(r"mpistrategy-run-[0-9a-f]{20}", name())
-    assert name() != name(), "each strategy has its own"
-    assert name("17", "0").startswith("mpistrategy-run-17-0-")
-    assert re.fullmatch(r"mpistrategy-run-[0-9a-f]{20}", name("../../etc", "x"))
