@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import cupy_here
+import gpu_here
 import pytest
 from replicas import RANK, SIZE
 
@@ -15,7 +15,7 @@ torch: Any = pytest.importorskip("torch")
 dist: Any = pytest.importorskip("torch.distributed")
 mst: Any = pytest.importorskip("mpistrategy.torch")
 pytestmark = [
-    pytest.mark.skipif(not cupy_here.IS_GPU or not torch.cuda.is_available(), reason="needs a GPU"),
+    pytest.mark.skipif(not gpu_here.IS_GPU or not torch.cuda.is_available(), reason="needs a GPU"),
     pytest.mark.usefixtures("group"),
     pytest.mark.filterwarnings("ignore::FutureWarning", "ignore:Sparse", "ignore:Specified kernel"),
 ]
