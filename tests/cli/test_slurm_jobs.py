@@ -1,4 +1,4 @@
-"""The files of slurm/ on a real Slurm: submitted, run on two nodes, signalled, requeued; checked on 1024 paper nodes.
+"""The files of slurm/ on a real Slurm: submitted, run on two nodes, signalled, requeued.
 
 Where there can be no Slurm (no root, no namespaces, no packages) these tests say `not run` and why.
 """
@@ -13,19 +13,14 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import launching
-import programs
 import pytest
 import slurm_bed
-from hypothesis import HealthCheck, given, settings
 from mpi4py import MPI
 from preempted import runs_in
-from replicas import part_of
 from slurm_bed import Job, SlurmBed
 from slurm_scripts import script
-from slurm_statements import good
 from slurm_user import ENDED, MPI_TYPE, NEEDS_SLURM, ROOT, User, needs_srun, started, twice
 
 pytestmark = NEEDS_SLURM
@@ -34,11 +29,6 @@ pytestmark = NEEDS_SLURM
 @pytest.fixture(scope="module")
 def bed() -> Iterator[SlurmBed]:
     yield from started(nodes=2, cpus=4, gpus=2)
-
-
-@pytest.fixture(scope="module")
-def paper() -> Iterator[SlurmBed]:
-    yield from started(nodes=1024, cpus=64, gpus=4, paper=True)
 
 
 def check(job: Job, ranks: int, told: str = "made all 200 steps") -> None:
@@ -289,20 +279,6 @@ def test_chain(user: User) -> None:
     assert user.bed.show(taken_back[1])["JobState"] == "CANCELLED"
 
 
-@needs_srun
-@twice
-def test_one_job_of_two_programs(user: User) -> None:
-    """srun --multi-prog: two ranks use the library, and one does not."""
-    (user.folder / "train.py").write_text(programs.TRAIN)
-    (user.folder / "solver.py").write_text(programs.SOLVER)
-    (user.folder / "both.conf").write_text("0-1 mpistrategy run train.py\n2 python solver.py\n")
-    srun = ("srun", "--nodes=1", "--ntasks=3", "--kill-on-bad-exit=1", "--multi-prog", "both.conf")
-    job = user.bed.run(*srun, cwd=user.folder, env=user.environment, timeout=60)
-    assert (job.returncode, sorted(job.stdout.split("\n"))) == (0, sorted(["", *programs.TOLD])), (
-        job.stdout + job.stderr
-    )
-
-
 # ------------------------------------------------------------------------------------------------ other homes
 
 
@@ -381,27 +357,3 @@ def test_staged_env(user: User) -> None:
         assert (left.returncode, left.stdout) == (0, f"./mpistrategy-{job}\n" * 2), left
     finally:
         user.bed.run(*each_node, f"rm -rf {local}/mpistrategy-*")
-
-
-# ------------------------------------------------------------------------------------------------ on paper
-
-
-@pytest.mark.one_rank
-@given(case=good())
-@settings(
-    max_examples=part_of(200),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-def test_slurm_takes_every_good_statement(paper: SlurmBed, case: tuple[str, dict[str, Any]]) -> None:
-    template, statement = case
-    done = paper.run("sbatch", "--test-only", input=script(template, statement))
-    assert done.returncode == 0, done.stderr
-    nodes = 1 if template == "single_node" else statement.get("nodes", 1 if template == "array" else 2)
-    assert "to start at" in done.stderr
-    assert re.search(rf"using {nodes * _cores(statement)} processors", done.stderr) or statement.get("exclusive")
-
-
-def _cores(statement: dict[str, Any]) -> int:
-    ranks = statement.get("gpus_per_node") or statement.get("tasks_per_node", 2)
-    return int(ranks * statement.get("cpus_per_task", 1))

@@ -11,19 +11,23 @@ import mpistrategy as ms
 from mpistrategy.arrays.convert import is_on_device
 
 from . import on_device
-from .values import Caught, Json, Raw, encode, encode_error, nested
+from .values import Caught, Json, Raw, decode, encode, encode_error, nested
 
-CROSS_DEVICE_OPS: dict[str, Callable[[], Any]] = {
-    "ReductionToOneDevice": lambda: ms.ReductionToOneDevice(),
-    "HierarchicalCopyAllReduce": lambda: ms.HierarchicalCopyAllReduce(),
-    "NcclAllReduce": lambda: ms.NcclAllReduce(),
-}
-
+Inputs = dict[str, Any]
+Program = Callable[["Env", Inputs], Any]
+PROGRAMS: dict[str, Program] = {}
 KINDS = {
     "MirroredStrategy": "mirrored",
     "MultiWorkerMirroredStrategy": "multi_worker",
     "OneDeviceStrategy": "one_device",
 }
+DEFAULTS = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
+
+
+def program(function: Program) -> Program:
+    """Register a function as the meaning of the recorded program with its name."""
+    PROGRAMS[function.__name__] = function
+    return function
 
 
 def kind_of(case: Json) -> str:
@@ -45,20 +49,18 @@ class Env:
         notes: observations made inside step and merge functions, in the recordings' spelling.
     """
 
-    def __init__(self, case: Json, rank: int, strategies: dict[Any, Any] | None = None) -> None:
+    def __init__(self, case: Json, rank: int, strategies: dict[Any, Any]) -> None:
         self.kind = kind_of(case)
         self.n: int = case["num_replicas"]
         self.rank = rank
         self.notes: dict[str, Any] = {}
-        self._strategies = {} if strategies is None else strategies
-        self._cross_device_ops: str | None = case.get("cross_device_ops")
-
-    # -------------------------------------------------------------------------------------------- strategies
+        self._strategies = strategies
+        self._cross_device_ops: str = case.get("cross_device_ops") or "" if self.kind == "mirrored" else ""
 
     @property
     def strategy(self) -> Any:
         """The strategy of this environment; cases of the same environment share it."""
-        key = (self.kind, self.n, self._cross_device_ops if self.kind == "mirrored" else None)
+        key = (self.kind, self.n, self._cross_device_ops)
         if key not in self._strategies:
             self._strategies[key] = self.new_strategy()
         return self._strategies[key]
@@ -66,10 +68,9 @@ class Env:
     def new_strategy(self) -> Any:
         """Another strategy of the same kind, as a program that needs two makes it."""
         if self.kind == "mirrored":
-            make_ops = CROSS_DEVICE_OPS.get(self._cross_device_ops or "", lambda: None)
-            return ms.MirroredStrategy(
-                on_device.devices([f"CPU:{i}" for i in range(self.n)]), cross_device_ops=make_ops()
-            )
+            make = getattr(ms, self._cross_device_ops, None)
+            devices = on_device.devices([f"CPU:{i}" for i in range(self.n)])
+            return ms.MirroredStrategy(devices, cross_device_ops=make and make())
         if self.kind == "multi_worker":
             return ms.MirroredStrategy(on_device.devices(None))
         if self.kind == "one_device":
@@ -92,6 +93,22 @@ class Env:
             lambda context: values[context.replica_id_in_sync_group]
         )
 
+    def given(self, node: Json) -> Any:
+        """An input that may be a PerReplica, a Mirrored made by a sum, a plain value, or a nest of these."""
+        match node:
+            case {"per_replica": nodes} | {"per_replica_argument": nodes}:
+                return self.per_replica([decode(child) for child in nodes[: self.n]])
+            case {"mirrored_from_sum_of": nodes}:
+                value = self.given({"per_replica": nodes})
+                return self.strategy.extended.reduce_to(ms.ReduceOp.SUM, value, value)
+            case {"plain": child}:
+                return decode(child)
+            case {"list_of": nodes}:
+                return [self.given(child) for child in nodes]
+            case {"dict_of": nodes}:
+                return {key: self.given(child) for key, child in nodes.items()}
+        return decode(node)
+
     # -------------------------------------------------------------------------------------------- observation
 
     def note(self, name: str, value: Any) -> None:
@@ -113,11 +130,12 @@ class Env:
         except Exception as error:
             return Caught(error)
 
-    def failed(self, result: Any) -> bool:
-        """Return whether `attempt` caught an exception."""
-        return isinstance(result, Caught)
+    def attempt_in_scope(self, function: Callable[..., Any], *args: Any) -> Any:
+        """The same in the scope of the strategy."""
+        with self.strategy.scope():
+            return self.attempt(function, *args)
 
-    def copies(self, variable: Any) -> Raw:
+    def comps(self, variable: Any) -> Raw:
         """The numbers in the copies of a variable that live on this rank: one.  Never communicates."""
         return Raw([nested(variable.local_copy())])
 
@@ -126,30 +144,22 @@ def constant(value: Any, dtype: Any = None) -> np.ndarray[Any, Any]:
     """tf.constant: an array; Python floats become float32, Python ints int32, as TensorFlow chooses."""
     given = is_on_device(value) or isinstance(value, (np.ndarray, np.generic))
     array = np.asarray(on_device.host(value), dtype=dtype)
-    if dtype is None and not given:
-        defaults = {np.dtype(np.float64): np.float32, np.dtype(np.int64): np.int32}
-        array = array.astype(defaults.get(array.dtype, array.dtype))
-    return on_device.place(array)
+    return on_device.place(array if given or dtype else array.astype(DEFAULTS.get(array.dtype, array.dtype)))
 
 
-def variable(value: Any, **options: Any) -> Any:
+def variable(value: Any, dtype: Any = None, **options: Any) -> Any:
     """tf.Variable: the initial value converted as tf.constant does."""
-    return ms.Variable(constant(value), **options)
+    return ms.Variable(constant(value, dtype), **options)
 
 
-def run_program(env: Env, function: Callable[[Env, dict[str, Any]], Any], inputs: Json) -> Json:
-    """Run one interpreter function and return its outcome in the recordings' spelling."""
-    failure: Caught | None = None
-    observed: dict[str, Any] = {}
-    try:
-        returned = function(env, inputs or {})
-        observed = returned if isinstance(returned, dict) else {"result": returned}
-        if isinstance(observed.get("result"), Caught):
-            failure = observed.pop("result")
-        observed = {name: encode(value) for name, value in observed.items()}
-    except Exception as error:
-        failure, observed = Caught(error), {}
+def run_program(env: Env, function: Program, inputs: Inputs) -> Json:
+    """Run one program and return its outcome in the recordings' spelling."""
+    returned = env.attempt(function, env, inputs)
+    observed = returned if isinstance(returned, dict) else {"result": returned}
+    failure = observed.get("result")
+    if isinstance(failure, Caught):
+        observed = {name: value for name, value in observed.items() if name != "result"}
+    outcome: Json = {"status": "ok", "observed": {name: encode(value) for name, value in observed.items()}}
     if env.notes:
-        observed["notes"] = env.notes
-    outcome: Json = {"status": "error" if failure else "ok", "observed": observed}
-    return {**outcome, **encode_error(failure.error)} if failure else outcome
+        outcome["observed"]["notes"] = env.notes
+    return {**outcome, "status": "error", **encode_error(failure.error)} if isinstance(failure, Caught) else outcome

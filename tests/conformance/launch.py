@@ -6,7 +6,6 @@ A job that dies or hangs is ended; the case that it was in counts as failed and 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import signal
@@ -14,21 +13,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from launching import HELPERS, LAUNCHER_PREFIXES
 
 from .cases import DEFAULT_ORACLE, load_cases
-from .report import print_report
-from .runner import Result
+from .judge import Result
+from .values import Json
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS = 90.0
 CASE_SECONDS = 30.0
 JOB_SECONDS = 900
 SHELL = 'source "$1/scripts/environment.sh"; MPI=$2 VENV=$3; shift 3; run_ranks "$@"'
+COLUMNS = ("passed", "deviations", "superseded", "unsupported", "failed")
+LAST_LINE = ("passed", "deviations", "unsupported", "failed")
+CORE_AREAS = ("merge_call", "all_reduce", "reduce", "extended", "cross_device_ops", "variables")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -62,103 +65,122 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
-def replay_all(ids: list[str], replicas: int, options: argparse.Namespace, **job_options: Any) -> dict[str, Result]:
+# ------------------------------------------------------------------------------------------------ jobs
+
+
+def replay_all(
+    ids: list[str], replicas: int, options: argparse.Namespace, module: str = f"{__package__}.replay"
+) -> dict[str, Result]:
     """Replay cases of one size in as many jobs as it takes."""
     results: dict[str, Result] = {}
-    todo = list(ids)
-    while todo:
-        job = Job(todo, replicas, options, **job_options)
-        ending = job.run()
-        results.update(job.results)
-        todo = [case_id for case_id in todo if case_id not in results]
+    while todo := [case_id for case_id in ids if case_id not in results]:
+        found, current, ending = run_job(todo, replicas, options, module)
+        results.update(found)
         # A job that did not even start would not start again either.
-        broken = [job.current] if job.current else todo if not job.results else todo[:1]
+        broken = [current] if current else todo[:1] if found else todo
         for case_id in broken:
-            results[case_id] = Result(case_id, "failed", details=(f"the job {ending}", *job.last_words()))
-        todo = [case_id for case_id in todo if case_id not in results]
+            results.setdefault(case_id, Result(case_id, "failed", details=ending))
     return results
 
 
-@dataclasses.dataclass
-class Job:
-    """One mpiexec over some cases, or one process with simulated ranks.
+def run_job(
+    ids: list[str], replicas: int, options: argparse.Namespace, module: str
+) -> tuple[dict[str, Result], str, tuple[str, ...]]:
+    """Run one mpiexec over some cases, or one process with simulated ranks, to its end, however it comes.
 
-    Attributes:
-        results: the verdicts so far, by case id.
-        current: the case that has started and not ended.
+    Returns:
+        the verdicts by case; the case that had started and not ended; how the job ended and what it printed last.
     """
-
-    ids: list[str]
-    replicas: int
-    options: argparse.Namespace
-    module: str = f"{__package__}.runner"
-    results: dict[str, Result] = dataclasses.field(default_factory=dict)
-    current: str = ""
-    output: str = ""
-
-    def run(self) -> str:
-        """Run the job to its end, however it comes, and return in words how it ended."""
-        with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
-            work, lines, log = (Path(folder) / name for name in ("work.json", "results.jsonl", "log"))
-            work.write_text(json.dumps({"oracle": str(self.options.oracle.resolve()), "ids": self.ids}))
-            lines.touch()
-            with log.open("w") as output:
-                process = self._start([str(work), str(lines)], output.fileno())
-                ending = self._watch(process, lambda: self._read(lines))
-            self._read(lines)
-            self.output = log.read_text(errors="replace")
-        return ending
-
-    def _start(self, arguments: list[str], output: int) -> subprocess.Popen[bytes]:
+    with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
+        work, lines, log = (Path(folder) / name for name in ("work.json", "results.jsonl", "log"))
+        work.write_text(json.dumps({"oracle": str(options.oracle.resolve()), "ids": ids}))
+        lines.touch()
+        program = ["-m", module, str(work), str(lines)]
+        command = [sys.executable, *program, "--simulated", str(replicas)]
+        if not options.simulated:
+            where = [str(ROOT), options.mpi, sys.prefix]
+            command = ["bash", "-c", SHELL, "conformance", *where, str(replicas), str(JOB_SECONDS), *program]
         environment = {k: v for k, v in os.environ.items() if not k.startswith(LAUNCHER_PREFIXES)}
         folders = [str(ROOT), *HELPERS, environment.get("PYTHONPATH", "")]
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, folders))
-        runner = [str(self.replicas), str(JOB_SECONDS), "-m", self.module, *arguments]
-        if self.options.simulated:
-            command = [sys.executable, "-m", self.module, *arguments, "--simulated", str(self.replicas)]
-            return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-        command = ["bash", "-c", SHELL, "conformance", str(ROOT), self.options.mpi, sys.prefix, *runner]
-        return subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
-
-    def _read(self, path: Path) -> int:
-        """Take in what the job has written; return how many lines."""
-        lines = path.read_text().splitlines()
-        for line in lines:
-            event = json.loads(line) if line.endswith("}") else {}
-            self.current = event.get("started", self.current)
-            if "ended" in event:
-                fields = {**event["ended"], "details": tuple(event["ended"]["details"])}
-                self.results[fields["case_id"]] = Result(**fields)
-                self.current = ""
-        return len(lines)
-
-    def _watch(self, process: subprocess.Popen[bytes], read: Callable[[], int]) -> str:
-        seen, deadline = 0, time.monotonic() + START_SECONDS
-        while process.poll() is None:
-            if (lines := read()) > seen:
-                seen, deadline = lines, time.monotonic() + CASE_SECONDS
-            if time.monotonic() > deadline:
-                end_job(process)
-                return f"made no progress for {CASE_SECONDS:.0f} s and was ended"
-            time.sleep(0.05)
-        return f"ended with exit status {process.returncode}"
-
-    def last_words(self) -> tuple[str, ...]:
-        """The end of what the job printed."""
-        return tuple(self.output.splitlines()[-15:])
+        with log.open("w") as output:
+            job = subprocess.Popen(command, stdout=output, stderr=output, env=environment, start_new_session=True)
+            ending = watch(job, lines)
+        results, current = read(lines)
+        return results, current, (f"the job {ending}", *log.read_text(errors="replace").splitlines()[-15:])
 
 
-def end_job(process: subprocess.Popen[bytes]) -> None:
-    """End a job that hangs: politely, so that mpiexec ends its ranks, then for certain."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-            process.wait(timeout=15)
-        except subprocess.TimeoutExpired:
-            continue
-        except ProcessLookupError:
-            return
-        return
+def read(lines: Path) -> tuple[dict[str, Result], str]:
+    """Return the verdicts that a job has written, and the case that has started and not ended."""
+    results, current = {}, ""
+    for line in lines.read_text().splitlines():
+        event = json.loads(line) if line.endswith("}") else {}
+        current = event.get("started", current)
+        if "ended" in event:
+            result = Result(**{**event["ended"], "details": tuple(event["ended"]["details"])})
+            results[result.case_id], current = result, ""
+    return results, current
+
+
+def watch(job: subprocess.Popen[bytes], lines: Path) -> str:
+    """Wait for a job while it writes, end one that does not, and return in words how it ended."""
+    seen, deadline = 0, time.monotonic() + START_SECONDS
+    while job.poll() is None:
+        if (size := lines.stat().st_size) > seen:
+            seen, deadline = size, time.monotonic() + CASE_SECONDS
+        if time.monotonic() > deadline:
+            for number in (
+                signal.SIGTERM,
+                signal.SIGKILL,
+            ):  # politely, so that mpiexec ends the ranks; then surely
+                with suppress(ProcessLookupError, subprocess.TimeoutExpired):
+                    os.killpg(job.pid, number)
+                    job.wait(timeout=15)
+            return f"made no progress for {CASE_SECONDS:.0f} s and was ended"
+        time.sleep(0.05)
+    return f"ended with exit status {job.returncode}"
+
+
+# ------------------------------------------------------------------------------------------------ the report
+
+
+def print_report(cases: list[Json], results: dict[str, Result], *, verbose: bool = False) -> int:
+    """Print failed cases, a row an area, the shares of deviations, and one last line; return 0 when no case failed."""
+    for column in COLUMNS[1:] if verbose else ("failed",):
+        print_cases(column, [result for result in results.values() if result.verdict == column])
+    counts = {area: Counter[str]() for area in sorted({case["area"] for case in cases})}
+    for case in cases:
+        counts[case["area"]][results[case["id"]].verdict] += 1
+    total = sum(counts.values(), Counter[str]())
+    print(f"\n{'area':<20}" + "".join(f"{column:>13}" for column in COLUMNS))
+    for area, count in counts.items():
+        print(f"{area:<20}" + "".join(f"{count[column]:>13}" for column in COLUMNS))
+    print()
+    core = sum((count for area, count in counts.items() if area.startswith(CORE_AREAS)), Counter[str]())
+    print_share("all cases", 0.15, total)
+    print_share("merge_call, all_reduce, reduce, extended, cross_device_ops, variables*", 0.09, core)
+    print(
+        f"superseded={total['superseded']}"
+        " (recorded in two environments that disagree; the design decides for the other one)"
+    )
+    print("conformance: " + " ".join(f"{column}={total[column]}" for column in LAST_LINE), flush=True)
+    return 1 if total["failed"] else 0
+
+
+def print_cases(column: str, results: Iterable[Result]) -> None:
+    """Print the cases of one verdict, with what differs."""
+    for index, result in enumerate(results):
+        head = "" if index else f"\n{column}:\n"
+        print(f"{head}  {result.case_id}" + (f"  [{result.rule}]" if result.rule else ""))
+        for detail in result.details:
+            print(f"      {detail}")
+
+
+def print_share(name: str, limit: float, counts: Counter[str]) -> None:
+    """Print the share of deviations in some areas."""
+    deviations, total = counts["deviations"], counts.total()
+    if total:
+        print(f"deviations in {name}: {deviations} of {total} = {deviations / total:.1%} (limit {limit:.0%})")
 
 
 if __name__ == "__main__":

@@ -1,16 +1,15 @@
-"""The recorded cases with arrays in GPU memory: CONFORMANCE_GPU=double replays them on the double, =cupy on a GPU."""
+"""The recorded cases with arrays in GPU memory, where CONFORMANCE_GPU=cupy says so."""
 
 from __future__ import annotations
 
-import contextlib
 import os
 from typing import Any
 
 import numpy as np
 
+from mpistrategy.arrays.convert import host_array
+
 MODE = os.environ.get("CONFORMANCE_GPU", "")
-assert MODE in ("", "double", "cupy"), f"CONFORMANCE_GPU={MODE!r}"
-_NUMBERS = "fiuc"
 #: What these cases show has the names of CPUs in it.
 _OF_CPUS = (
     "cross_device_ops/broadcast_tensor_to_short_device",
@@ -28,7 +27,7 @@ _OF_CPUS = (
 
 def place(array: Any) -> Any:
     """Return an array where the cases work: numbers in GPU memory, if they are to be there."""
-    if not MODE or not isinstance(array, np.ndarray) or array.dtype.kind not in _NUMBERS:
+    if not MODE or not isinstance(array, np.ndarray) or array.dtype.kind not in "fiuc":
         return array
     import cupy
 
@@ -48,15 +47,4 @@ def devices(usual: Any, gpus: str = "shared") -> Any:
 
 def host(value: Any) -> np.ndarray[Any, Any]:
     """Return an array, or a variable's copy, as a NumPy array."""
-    from mpistrategy.arrays.convert import host_array
-
     return host_array(value)
-
-
-def ready() -> contextlib.AbstractContextManager[Any]:
-    """Return what must be entered while cases are replayed."""
-    if MODE != "double":
-        return contextlib.nullcontext()
-    from gpu_doubles import pretended
-
-    return pretended("GPU-double")

@@ -1,5 +1,4 @@
-"""The recordings' spelling of values: decoding inputs, encoding observations, and the part that one rank
-sees.
+"""The recordings' spelling of values: decoding inputs, encoding observations, and the part that one rank sees.
 
     [..] {"tuple": []} {"dict": {}} {"namedtuple": name, "fields": {}}   Python containers
     {"tensor" | "ndarray" | "variable" | "numpy_scalar": v, "dtype", "shape"}   arrays
@@ -17,7 +16,8 @@ from __future__ import annotations
 import collections
 import enum
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from typing import Any
 
 import ml_dtypes
@@ -60,58 +60,22 @@ class Raw:
 # ------------------------------------------------------------------------------------------------ decoding
 
 
+def is_array(node: Json) -> bool:
+    """Return whether an encoded value is an array of any spelling."""
+    return isinstance(node, dict) and "dtype" in node and any(key in node for key in ARRAY_KEYS)
+
+
 def array_of(node: Json) -> np.ndarray[Any, Any]:
     """Return the array that an encoded tensor, ndarray, variable or NumPy scalar stands for."""
     key = next(k for k in ARRAY_KEYS if k in node)
-    if node["dtype"] == "string":
-        return np.array(node[key], dtype=object).reshape(node.get("shape", ()))
-    array = np.array(_numbers(node[key]), dtype=dtype_of(node["dtype"]))
+    dtype = object if node["dtype"] == "string" else dtype_of(node["dtype"])
+    array = np.array(_numbers(node[key]) if dtype is not object else node[key], dtype=dtype)
     return array.reshape(node["shape"]) if node.get("shape") is not None else array
 
 
 def dtype_of(name: str) -> np.dtype[Any]:
     """Return the NumPy dtype of a recorded dtype name."""
     return np.dtype(ml_dtypes.bfloat16) if name == "bfloat16" else np.dtype(name)
-
-
-def decode(node: Json) -> Any:
-    """Return the Python value of an encoded input; tensors become arrays, new ones at every call."""
-    if isinstance(node, list):
-        return [decode(child) for child in node]
-    if not isinstance(node, dict):
-        return node
-    if is_array(node):
-        array = array_of(node)
-        if node["dtype"] == "string":
-            return array.astype(str)
-        return array[()] if "numpy_scalar" in node else on_device.place(array)
-    for key, decoder in _DECODERS.items():
-        if key in node:
-            return decoder(node)
-    raise UnsupportedProgramError(f"no value is known that is written {node!r}")
-
-
-def _decode_mapping(node: Json) -> Any:
-    kind = collections.OrderedDict if node.get("type") == "OrderedDict" else dict
-    return kind((key, decode(child)) for key, child in node["dict"].items())
-
-
-def _decode_slices(node: Json) -> ms.IndexedSlices:
-    fields = node["IndexedSlices"]
-    return ms.IndexedSlices(decode(fields["values"]), decode(fields["indices"]), decode(fields.get("dense_shape")))
-
-
-_DECODERS: dict[str, Any] = {
-    "tuple": lambda node: tuple(decode(child) for child in node["tuple"]),
-    "namedtuple": lambda node: Pt(**{key: decode(child) for key, child in node["fields"].items()}),
-    "dict": _decode_mapping,
-    "IndexedSlices": _decode_slices,
-    "float": lambda node: NON_FINITE[node["float"]],
-    "aggregation": lambda node: ms.VariableAggregation[node["aggregation"]],
-    "synchronization": lambda node: ms.VariableSynchronization[node["synchronization"]],
-    "reduce_op": lambda node: ms.ReduceOp[node["reduce_op"]],
-    "object": lambda node: object(),
-}
 
 
 def _numbers(value: Json) -> Any:
@@ -122,9 +86,39 @@ def _numbers(value: Json) -> Any:
     return NON_FINITE.get(value, value) if isinstance(value, str) else value
 
 
-def is_array(node: Json) -> bool:
-    """Return whether an encoded value is an array of any spelling."""
-    return isinstance(node, dict) and "dtype" in node and any(key in node for key in ARRAY_KEYS)
+def decode(node: Json) -> Any:
+    """Return the Python value of an encoded input; tensors become arrays, new ones at every call."""
+    if is_array(node):
+        array = array_of(node)
+        if node["dtype"] == "string":
+            return array.astype(str)
+        return array[()] if "numpy_scalar" in node else on_device.place(array)
+    match node:
+        case list():
+            return [decode(child) for child in node]
+        case {"tuple": children}:
+            return tuple(decode(child) for child in children)
+        case {"namedtuple": _, "fields": fields}:
+            return Pt(**{key: decode(child) for key, child in fields.items()})
+        case {"dict": children}:
+            kind = collections.OrderedDict if node.get("type") == "OrderedDict" else dict
+            return kind((key, decode(child)) for key, child in children.items())
+        case {"IndexedSlices": parts}:
+            shape = decode(parts.get("dense_shape"))
+            return ms.IndexedSlices(decode(parts["values"]), decode(parts["indices"]), shape)
+        case {"float": name}:
+            return NON_FINITE[name]
+        case {"aggregation": name}:
+            return ms.VariableAggregation[name]
+        case {"synchronization": name}:
+            return ms.VariableSynchronization[name]
+        case {"reduce_op": name}:
+            return ms.ReduceOp[name]
+        case {"object": _}:
+            return object()
+        case dict():
+            raise UnsupportedProgramError(f"no value is known that is written {node!r}")
+    return node
 
 
 # ------------------------------------------------------------------------------------------------ encoding
@@ -134,31 +128,33 @@ def encode(value: Any) -> Json:
     """Return an observation in the recordings' spelling, as this rank sees it.  Never communicates."""
     if value is None or type(value) in (bool, int, str):
         return value
-    if type(value) is float:
-        return _number(value)
-    if isinstance(value, Raw):
-        return value.value
-    if isinstance(value, Caught):
-        return encode_error(value.error)
-    if isinstance(value, ms.DistributedValues):
-        return encode(value.values[0]) if value.values else {"elsewhere": getattr(value, "_lives_on", "another rank")}
-    if isinstance(value, ms.Variable):
-        return _encode_array("variable", on_device.host(value.local_copy()))
-    if isinstance(value, ms.IndexedSlices):
-        names = ("values", "indices", "dense_shape")
-        return {"IndexedSlices": {name: encode(getattr(value, name)) for name in names}}
+    match value:
+        case Raw():
+            return value.value
+        case Caught():
+            return encode_error(value.error)
+        case ms.DistributedValues():
+            lives_on = getattr(value, "_lives_on", "another rank")
+            return encode(value.values[0]) if value.values else {"elsewhere": lives_on}
+        case ms.Variable():
+            return _encode_array("variable", on_device.host(value.local_copy()))
+        case ms.IndexedSlices():
+            names = ("values", "indices", "dense_shape")
+            return {"IndexedSlices": {name: encode(getattr(value, name)) for name in names}}
+        case np.generic():
+            return _encode_array("numpy_scalar", np.asarray(value))
+        case tuple() | list() | Mapping():
+            return _encode_container(value)
+        case complex():
+            return {"complex": _number(value)}
+        case float():
+            return _number(value)
+        case type():
+            return {"class": value.__name__}
+        case enum.Enum():
+            return {"enum": f"{type(value).__name__}.{value.name}"}
     if isinstance(value, np.ndarray) or is_on_device(value):
         return _encode_array("ndarray", on_device.host(value))
-    if isinstance(value, np.generic):
-        return _encode_array("numpy_scalar", np.asarray(value))
-    if isinstance(value, (tuple, list, Mapping)):
-        return _encode_container(value)
-    if isinstance(value, complex):
-        return {"complex": _number(value)}
-    if isinstance(value, type):
-        return {"class": value.__name__}
-    if isinstance(value, enum.Enum):
-        return {"enum": f"{type(value).__name__}.{value.name}"}
     return {"object": type(value).__name__}
 
 
@@ -169,15 +165,15 @@ def encode_error(error: BaseException) -> Json:
 
 
 def _encode_container(value: Any) -> Json:
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        fields = {name: encode(child) for name, child in zip(value._fields, value, strict=True)}
-        return {"namedtuple": type(value).__name__, "fields": fields}
-    if isinstance(value, tuple):
-        return {"tuple": [encode(child) for child in value]}
+    if isinstance(value, Mapping):
+        node: Json = {"dict": {str(key): encode(child) for key, child in value.items()}}
+        return node if type(value) is dict else {**node, "type": type(value).__name__}
+    children = [encode(child) for child in value]
     if isinstance(value, list):
-        return [encode(child) for child in value]
-    node: Json = {"dict": {str(key): encode(child) for key, child in value.items()}}
-    return node if type(value) is dict else {**node, "type": type(value).__name__}
+        return children
+    if hasattr(value, "_fields"):
+        return {"namedtuple": type(value).__name__, "fields": dict(zip(value._fields, children, strict=True))}
+    return {"tuple": children}
 
 
 def _encode_array(key: str, array: np.ndarray[Any, Any]) -> Json:
@@ -192,22 +188,17 @@ def nested(value: Any) -> Json:
 
 
 def _number(x: Any) -> Json:
-    if isinstance(x, (bool, np.bool_)):
-        return bool(x)
-    if isinstance(x, (int, np.integer)):
-        return int(x)
-    if isinstance(x, (complex, np.complexfloating)):
-        return {"re": _number(float(x.real)), "im": _number(float(x.imag))}
     if isinstance(x, bytes):
         return x.decode("utf-8", "replace")
-    if isinstance(x, str):
-        return x
-    number = float(x)
-    if math.isnan(number):
-        return "NaN"
-    if math.isinf(number):
-        return "Infinity" if number > 0 else "-Infinity"
-    return number
+    plain = x.item() if isinstance(x, np.generic) else x
+    if isinstance(plain, (bool, int, str)):
+        return plain
+    if isinstance(plain, complex):
+        return {"re": _number(plain.real), "im": _number(plain.imag)}
+    number = float(plain)
+    if math.isfinite(number):
+        return number
+    return str(number).replace("inf", "Infinity").replace("nan", "NaN")
 
 
 # ------------------------------------------------------------------------------------------------ views
@@ -220,19 +211,23 @@ def local_view(node: Json, rank: int) -> Json:
     if not isinstance(node, dict) or is_array(node):
         return node
     for key in CONTAINER_KEYS:
-        if key in node and isinstance(node[key], list):
+        if isinstance(node.get(key), list):
             entries = node[key]
             return local_view(entries[rank] if len(entries) > 1 else entries[0], rank)
     return {key: local_view(child, rank) for key, child in node.items()}
 
 
-def own_copy(node: Json, rank: int, num_replicas: int) -> Json:
-    """Return this replica's entry of a recorded list or tuple with one entry a replica, as a list of one."""
-    if isinstance(node, dict) and "tuple" in node:
-        return {"tuple": own_copy(node["tuple"], rank, num_replicas)}
-    if isinstance(node, list) and len(node) == num_replicas:
-        return [node[rank]]
-    return node
+def at_path(node: Json, path: list[str], change: Callable[[Json], Json]) -> Json:
+    """Return a recorded value, changed wherever the path leads; a step is a pattern of keys, and any for a list."""
+    if not path:
+        return change(node)
+    if isinstance(node, list):
+        return [at_path(child, path[1:], change) for child in node]
+    if not isinstance(node, dict):
+        return node
+    return {
+        key: at_path(child, path[1:], change) if fnmatchcase(key, path[0]) else child for key, child in node.items()
+    }
 
 
 def leaves(node: Json) -> list[Json]:
@@ -246,3 +241,13 @@ def leaves(node: Json) -> list[Json]:
             children = node[key]
             return leaves(list(children.values()) if isinstance(children, dict) else children)
     return [leaf for child in node.values() for leaf in leaves(child)]
+
+
+def elsewhere_paths(node: Json, path: str = "") -> Iterator[str]:
+    """Yield where an encoded outcome has values that live on other ranks."""
+    if isinstance(node, dict) and "elsewhere" in node:
+        yield path
+    elif isinstance(node, (dict, list)) and not is_array(node):
+        children = node.items() if isinstance(node, dict) else enumerate(node)
+        for key, child in children:
+            yield from elsewhere_paths(child, f"{path}[{key}]" if path else str(key))

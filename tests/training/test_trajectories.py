@@ -7,13 +7,12 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conformance import programs_optimizer
 from conformance.cases import load_cases
-from conformance.compare import STEPS, Tolerance, differences
+from conformance.compare import Tolerance, differences
 from conformance.environment import Env, kind_of
-from conformance.judge import expected_outcome
-from conformance.ranks import MpiRanks
-from conformance.registry import PROGRAMS
+from conformance.judge import Judge
+from conformance.programs.training import ByOptimizer, trained
+from conformance.replay import MpiRanks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replicas import BFLOAT16, RANK, RANKS, SIZE, same_everywhere
@@ -43,24 +42,19 @@ def exactly_ours(p: dict[str, Any]) -> Optimizer:
     return SGD(rate, momentum=p.get("momentum", 0.0), nesterov=nesterov, aggregation=aggregation)
 
 
-class Ours(programs_optimizer.OptimizerV1):
-    make = staticmethod(exactly_ours)
-
-
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: case["id"])
-def test_our_optimizers_follow_the_recorded_four_steps(case: Json, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_our_optimizers_follow_the_recorded_four_steps(case: Json) -> None:
     """Weights, slots and losses after every step, to within rounding; but the slot of momentum, which Keras's SGD keeps
     with the learning rate in it and the document's four steps without."""
-    monkeypatch.setitem(programs_optimizer.STYLES, "ours", Ours)
     env = Env(case, RANK, MpiRanks.strategies)
-    found = programs_optimizer.train(env, {**case["inputs"], "style": "ours"})
-    wanted = expected_outcome(case, PROGRAMS["train"], RANK)["observed"]
+    found = trained(env, case["inputs"], lambda env, p, variables: ByOptimizer(exactly_ours(p), variables))
+    wanted = Judge().expected(case, RANK)["observed"]
     for row in wanted["trajectory"]:
         row.get("state", {}).pop("beta powers", None)
     for row in (*wanted["trajectory"], *found["trajectory"].value):
         for slots in row.get("state", {}).values():
             slots.pop("momentum", None)
-    tolerance = Tolerance.of_training(case, STEPS)
+    tolerance = Tolerance.of_training(case)
     assert list(differences(wanted["trajectory"], found["trajectory"].value, tolerance, "trajectory")) == []
     assert found["copies are equal at the end"]
 
