@@ -44,16 +44,6 @@ def test_a_busy_node_excuses_the_others(job: Callable[[int, int], PretendedJob],
     assert not any([ranks.tick(10), ranks.tick(10)][-1])
 
 
-def test_a_node_that_goes_on_with_work_without_an_end_is_waited_for(job: Callable[[int, int], PretendedJob]) -> None:
-    """As in a save: every second it says that it is busy until now."""
-    ranks = job(2, 1)
-    for seconds in range(2 * int(LIMIT)):
-        ranks.busy_until = ranks.now + 1
-        assert all(ranks.tick(1)) or seconds < LIMIT / 10 + 5
-        assert seconds > LIMIT / 10 - 5 or not ranks.path.exists(), "a short save is not told"
-        assert not ranks.path.exists() or len([*ranks.path.iterdir()]) == 1
-
-
 def test_a_rank_that_nobody_excuses_is_late(job: Callable[[int, int], PretendedJob]) -> None:
     ranks = job(2, 3)
     assert not any(ranks.tick(1))
