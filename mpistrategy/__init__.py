@@ -57,7 +57,7 @@ if TYPE_CHECKING:
     from mpistrategy.checkpoint.rows import Rows
     from mpistrategy.training.gradient_buckets import GradientBuckets
 
-__version__ = "0.2.0"
+__version__ = "1.0.0rc1"
 
 #: What is loaded when the first of these names is used: thousands of ranks that import at once read fewer files.
 _LATER = {

@@ -62,6 +62,16 @@ prepare() {
     export PATH=$VENV/bin:$PATH VIRTUAL_ENV=$VENV
 }
 
+# prepare_frameworks EXTRA...: after prepare, torch and JAX besides; returns 3 where pip cannot install torch.
+prepare_frameworks() {
+    local torch=${TORCH:-torch==2.13.0}
+    if ! python -c 'import torch' 2>/dev/null && ! python -m pip install -qq --disable-pip-version-check "$torch"; then
+        say "not run: pip cannot install $torch"
+        return 3
+    fi
+    prepare "$@" frameworks
+}
+
 # install_with_pip ARGUMENT...: pip install ARGUMENT... in $ROOT; says every ten seconds what pip is at.
 install_with_pip() {
     local log=$VENV/pip.log started=$SECONDS status=0 clock

@@ -47,7 +47,7 @@ def all_reduce(tree: Any, op: Op = "MEAN", *, strategy: Strategy | None = None, 
     Raises:
         ContextError: in a function that JAX traces.
         LeafError: for functions, random keys and donated arrays among the leaves.
-        As `ReplicaContext.all_reduce`.
+        MpiStrategyError: as `ReplicaContext.all_reduce`.
     """
     return _reduced(tree, op, strategy, "all_reduce", None, name)
 
@@ -64,7 +64,7 @@ def average_gradients(
         name: is compared between the ranks instead of the call site.
 
     Raises:
-        As `all_reduce`.
+        MpiStrategyError: as `all_reduce`.
     """
     return _reduced(gradients, "MEAN", strategy, "average_gradients", weight, name)
 
@@ -90,7 +90,7 @@ def all_gather(tree: Any, axis: int = 0, *, strategy: Strategy | None = None, na
     Raises:
         ContextError: in a function that JAX traces.
         LeafError: for functions, random keys and donated arrays among the leaves.
-        As `ReplicaContext.all_gather`.
+        MpiStrategyError: as `ReplicaContext.all_gather`.
     """
     of, flat = strategy_for(strategy, f"{_PACKAGE}.all_gather"), _flat(tree)
     with ReplicaContext(of, of.rank) as context:
@@ -109,7 +109,7 @@ def broadcast(tree: Any, root: int = 0, *, strategy: Strategy | None = None, nam
         name: is compared between the ranks instead of the call site.
 
     Raises:
-        As `Strategy.broadcast`.
+        MpiStrategyError: as `Strategy.broadcast`.
     """
     of, flat = strategy_for(strategy, f"{_PACKAGE}.broadcast"), _flat(tree)
     _check(flat, tree, of, f"{_PACKAGE}.broadcast", name)

@@ -490,7 +490,9 @@ class _BatchReduceTo(_ReduceTo):
 
     def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays; None where some are in nests."""
-        return None if any(map(nest.is_container, _values_of(value))) else nest.Leaves(_values_of, list, False, "")
+        if any(map(nest.is_container, _values_of(value))):
+            return None
+        return nest.Leaves(_values_of, list, False, "; ".join([nest.LEAF.text] * len(value)))  # as `batch` writes it
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the results."""

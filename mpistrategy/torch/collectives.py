@@ -99,7 +99,7 @@ def all_reduce(
 
     Raises:
         UnsupportedError: for tensors that want gradients with another operation or `out`, unless in `torch.no_grad()`.
-        As `ReplicaContext.all_reduce`.
+        MpiStrategyError: as `ReplicaContext.all_reduce`.
     """
     where = "mpistrategy.torch.all_reduce"
     return _carried(
@@ -126,7 +126,7 @@ def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, n
         name: is compared between the ranks instead of the call site.
 
     Raises:
-        As `ReplicaContext.all_gather`.
+        MpiStrategyError: as `ReplicaContext.all_gather`.
     """
     where = "mpistrategy.torch.all_gather"
     of = strategy_for(strategy, where)
@@ -162,7 +162,8 @@ def reduce_scatter(
         name: is compared between the ranks instead of the call site.
 
     Raises:
-        As `ReplicaContext.reduce_scatter`; UnsupportedError as `all_reduce`.
+        MpiStrategyError: as `ReplicaContext.reduce_scatter`.
+        UnsupportedError: as `all_reduce`.
     """
     where = "mpistrategy.torch.reduce_scatter"
     kind = ReduceOp._parse(op, where)

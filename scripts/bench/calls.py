@@ -1,9 +1,7 @@
-"""Measures this rank's own work of one repeated small call, in every spelling, beside a sketch of the least it can be.
+"""This rank's own work of one repeated small call, in every spelling, beside a sketch of the least it can be.
 
-    python scripts/bench calls [--rounds N]
-
-One process, no MPI: the other rank's
-mailbox is this rank's own, so there are no waits in the figures. Each is the least of many rounds, in microseconds.
+One process, no MPI: the other rank's mailbox is this rank's own, so there are no waits in the figures. Each is the
+least of many rounds, in microseconds.
 
 The sketch has one call, one dictionary and one plan for every spelling, and leaves out what a call must have besides:
 flags, hooks, threads, calls inside calls, GPUs.
@@ -177,67 +175,47 @@ def least(work: Callable[[], Any], rounds: int, times: int = 3) -> float:
     return best / times * 1e6
 
 
-def main() -> None:
+def measure(options: argparse.Namespace) -> None:
     """Print the figures."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("--rounds", type=int, default=700, help="of three calls each")
-    rounds = parser.parse_args().rounds
     strategy, ranks = strategy_of()
-    sketch = Sketch(ranks)
+    sketch, extended, rounds = Sketch(ranks), strategy.extended, options.rounds
     x, y, k = np.ones(1, np.float32), np.empty(1, np.float32), np.ones(1024, np.float32)
     numbers = {str(i): float(i) for i in range(10)}
     layers = [np.ones((8, i + 1), np.float32) for i in range(20)]
-    limit = ms.CommunicationOptions(timeout_seconds=60)
-    spelt: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
-        "4 B": ((x,), {}),
-        "4 KiB": ((k,), {}),
-        "a float": ((1.5,), {}),
-        "out=": ((x,), {"out": y}),
-        "name=": ((x,), {"name": "loss"}),
-        "options=": ((x, limit), {}),
-        "dict of 10 floats": ((numbers,), {}),
-        "dict of 10 floats, name=": ((numbers,), {"name": "metrics"}),
-        "20 arrays": ((layers,), {}),
-        "20 arrays, name=": ((layers,), {"name": "gradients"}),
+    pairs = [(layer, layer) for layer in layers]
+    spelt: dict[str, tuple[Any, dict[str, Any]]] = {
+        "4 B": (x, {}),
+        "4 KiB": (k, {}),
+        "a float": (1.5, {}),
+        "out=": (x, {"out": y}),
+        "name=": (x, {"name": "loss"}),
+        "options=": (x, {"options": ms.CommunicationOptions(timeout_seconds=60)}),
+        "dict of 10 floats": (numbers, {}),
+        "20 arrays": (layers, {}),
     }
+    sketched: dict[str, float] = {}
 
-    def show(what: str, ours: float, theirs: float) -> None:
-        print(f"{what:42} {ours:8.1f} {theirs:8.1f} {ours / theirs:8.2f}")
-
-    found: dict[str, float] = {}
+    def show(what: str, shipped: float, beside: str) -> None:
+        print(f"{what:42} {shipped:8.1f} {sketched[beside]:8.1f} {shipped / sketched[beside]:8.2f}", flush=True)
 
     def step() -> None:
         here = ms.get_replica_context()
-        for what, (args, more) in spelt.items():
-            found[what] = least(partial(sketch.all_reduce, *args, **more), rounds)
-            show(what, least(partial(here.all_reduce, SUM, *args, **more), rounds), found[what])
-        one, ten, twenty = found["4 B"], found["dict of 10 floats"], found["20 arrays"]
-        show("weight=", least(lambda: here.all_reduce("MEAN", x, weight=2.0), rounds), one)
-        show("all_reduce_async().wait()", least(lambda: here.all_reduce_async(SUM, x).wait(), rounds), one)
-        extended = strategy.extended
+        for what, (value, more) in spelt.items():
+            sketched[what] = least(partial(sketch.all_reduce, value, **more), rounds)
+            show(what, least(partial(here.all_reduce, SUM, value, **more), rounds), what)
+        show("weight=", least(lambda: here.all_reduce("MEAN", x, weight=2.0), rounds), "4 B")
+        show("all_reduce_async().wait()", least(lambda: here.all_reduce_async(SUM, x).wait(), rounds), "4 B")
+        here.merge_call(across)
 
-        def cross(work: Callable[[], Any]) -> float:
-            return float(here.merge_call(lambda _: least(work, rounds)))
-
-        show("reduce_to", cross(lambda: extended.reduce_to(SUM, x, x)), one)
-        show("reduce_to of 10 floats", cross(lambda: extended.reduce_to(SUM, numbers, numbers)), ten)
-        pairs = [(layer, layer) for layer in layers]
-        show("batch_reduce_to of 20 arrays", cross(lambda: extended.batch_reduce_to(SUM, pairs)), twenty)
+    def across(_: Any) -> None:
+        show("reduce_to", least(lambda: extended.reduce_to(SUM, x, x), rounds), "4 B")
+        show("batch_reduce_to", least(lambda: extended.batch_reduce_to(SUM, pairs), rounds), "20 arrays")
 
     print(f"{'us':42} {'shipped':>8} {'sketch':>8} {'ratio':>8}")
     sketch.step = step.__code__
     strategy.run(step)
-    one, ten = found["4 B"], found["dict of 10 floats"]
-    show("Strategy.reduce", least(lambda: strategy.reduce(SUM, x), rounds), one)
-    show("Strategy.reduce, name=", least(lambda: strategy.reduce(SUM, x, name="loss"), rounds), one)
-    show("Strategy.reduce of 10 floats", least(lambda: strategy.reduce(SUM, numbers), rounds), ten)
+    show("Strategy.reduce", least(lambda: strategy.reduce(SUM, x), rounds), "4 B")
     for algorithm in (ms.NcclAllReduce(), ms.HierarchicalCopyAllReduce()):
         other, _ = strategy_of(algorithm)
-        ours = other.run(lambda: least(lambda: ms.get_replica_context().all_reduce(SUM, x), rounds))
-        show(type(algorithm).__name__, ours, one)
-
-
-if __name__ == "__main__":
-    main()
+        shipped = other.run(lambda: least(lambda: ms.get_replica_context().all_reduce(SUM, x), rounds))
+        show(type(algorithm).__name__, shipped, "4 B")

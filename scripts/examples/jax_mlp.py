@@ -16,6 +16,8 @@ import optax
 import mpistrategy as ms
 import mpistrategy.jax as msj
 
+GLOBAL_BATCH = 24
+
 
 def first_parameters(seed: int) -> Any:
     sizes = [16, 32, 32, 4]
@@ -35,7 +37,6 @@ def loss_of(parameters: Any, x: Any, y: Any) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--global-batch", type=int, default=24)
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument("--checkpoint")
     parser.add_argument("--restore")
@@ -47,7 +48,7 @@ def main() -> None:
     random = np.random.default_rng(1)
     y = random.integers(0, 4, 960)
     x = random.normal(size=(960, 16)) + random.normal(size=(4, 16))[y]
-    data = ms.Dataset.from_arrays((x, y), arguments.global_batch, shuffle_seed=2, epochs=None)
+    data = ms.Dataset.from_arrays((x, y), GLOBAL_BATCH, shuffle_seed=2, epochs=None)
     batches = iter(strategy.experimental_distribute_dataset(data))
 
     parameters = msj.broadcast(first_parameters(strategy.rank), strategy=strategy)

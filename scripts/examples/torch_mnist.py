@@ -15,6 +15,8 @@ from torch.nn import functional
 import mpistrategy as ms  # was: import horovod.torch as hvd
 import mpistrategy.torch as mst
 
+GLOBAL_BATCH = 12  # Horovod's is each rank's
+
 
 class Net(torch.nn.Module):
     def __init__(self) -> None:
@@ -43,9 +45,7 @@ def digits(rows: int = 1200) -> Any:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--global-batch", type=int, default=12)  # Horovod's is each rank's
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--checkpoint")
     parser.add_argument("--restore")
     parser.add_argument("--double", action="store_true", help="compute in float64")
@@ -56,10 +56,10 @@ def main() -> None:
     torch.manual_seed(42 + strategy.rank)
     data = digits()
     sampler = mst.Sampler(data, strategy=strategy)  # was: DistributedSampler(data, num_replicas=hvd.size(), ...)
-    loader = torch.utils.data.DataLoader(data, batch_size=arguments.global_batch // strategy.size, sampler=sampler)
+    loader = torch.utils.data.DataLoader(data, batch_size=GLOBAL_BATCH // strategy.size, sampler=sampler)
 
     model = Net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=arguments.lr, momentum=0.5)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.5)
     mst.broadcast(model, strategy=strategy)  # was: hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     mst.broadcast(optimizer, strategy=strategy)  # was: hvd.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer = mst.DistributedOptimizer(optimizer, model.named_parameters(), strategy=strategy)  # no op=, compression=

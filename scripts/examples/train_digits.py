@@ -3,14 +3,13 @@
     mpiexec -n 4 python scripts/examples/train_digits.py
 
 Every rank computes the gradients of its part of each batch, the library adds them up, and every rank makes the same
-step. The numbers are the same, to rounding, on any number of ranks. Succeeds if the test accuracy is at least 0.97 and
-all ranks end with the same weights, bit for bit.
+step. The numbers are the same, to rounding, on any number of ranks. Succeeds if the test accuracy is at least 0.97; all
+ranks end with the same weights, bit for bit, or an error says where they differ.
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import sys
 import time
@@ -26,14 +25,14 @@ import mpistrategy as ms
 Array = npt.NDArray[np.float64]
 Labels = npt.NDArray[np.int64]
 
-HIDDEN, CLASSES, TEST_IMAGES, WANTED_ACCURACY = 128, 10, 360, 0.97
+HIDDEN, CLASSES, GLOBAL_BATCH, TEST_IMAGES, WANTED_ACCURACY = 128, 10, 64, 360, 0.97
 
 
 class Network:
     """64 pixels -> 128 hidden units (ReLU) -> 10 classes (softmax), with its gradients written out."""
 
-    def __init__(self, pixels: int, seed: int) -> None:
-        random = np.random.default_rng(seed)
+    def __init__(self, pixels: int) -> None:
+        random = np.random.default_rng(0)
         self.weights = [
             ms.Variable(np.sqrt(2 / pixels) * random.standard_normal((pixels, HIDDEN)), name="hidden/weights"),
             ms.Variable(np.zeros(HIDDEN), name="hidden/bias"),
@@ -60,7 +59,6 @@ def main() -> None:
     options = parse_arguments()
     strategy = ms.MirroredStrategy(options.devices)
     xp = array_module(strategy)
-    on_first = strategy.replica_id_in_sync_group == 0
     show_bar = options.progress == "bar" or (options.progress == "auto" and sys.stderr.isatty())
 
     # Only now that MPI runs: MPICH under srun --mpi=pmi2 may fail to start after such large imports: see
@@ -68,22 +66,18 @@ def main() -> None:
     from sklearn.datasets import load_digits
 
     digits = load_digits()
-    order = np.random.default_rng(0).permutation(len(digits.target))  # the same test images whatever the seed
+    order = np.random.default_rng(0).permutation(len(digits.target))
     images, labels = digits.data[order] / 16, digits.target[order].astype(np.int64)
     test, training = slice(TEST_IMAGES), slice(TEST_IMAGES, None)
     # Shuffled in another order each epoch, the same on any number of ranks; the last batch of an epoch is smaller.
     training_data = ms.Dataset.from_arrays(
-        (images[training], labels[training]), options.batch, shuffle_seed=options.seed, epochs=options.epochs
+        (images[training], labels[training]), GLOBAL_BATCH, shuffle_seed=0, epochs=options.epochs
     )
     test_data = strategy.experimental_distribute_dataset([(images[test], labels[test])])
 
     with strategy.scope():
-        network = Network(images.shape[1], options.seed)
-        if options.optimizer == "adam":
-            optimizer: ms.optimizers.Optimizer = ms.optimizers.Adam(0.005)
-        else:
-            optimizer = ms.optimizers.SGD(0.2, momentum=0.9)
-        optimizer.build(network.weights)
+        network = Network(images.shape[1])
+        optimizer = ms.optimizers.Adam(0.005)
         loss, accuracy = ms.metrics.Mean("loss"), ms.metrics.Accuracy("accuracy")
 
     def measure(images: Array, labels: Labels) -> tuple[Array, Array]:
@@ -98,7 +92,7 @@ def main() -> None:
         hidden, d_logits = measure(images, labels)
         d_logits[xp.arange(len(labels)), labels] -= 1
         # The optimizer adds the replicas' gradients up: each divides by the size of the global batch, not of its part.
-        d_logits /= options.batch
+        d_logits /= GLOBAL_BATCH
         optimizer.apply_gradients(zip(network.gradients(images, hidden, d_logits), network.weights, strict=True))
 
     def results() -> tuple[float, float]:
@@ -108,40 +102,37 @@ def main() -> None:
         accuracy.reset_state()
         return both
 
-    started = time.perf_counter()
-    history = []
-    epochs = tqdm(range(1, options.epochs + 1), "training", ncols=100, disable=not (on_first and show_bar))
+    began, history = time.perf_counter(), []
+    epochs = tqdm(range(options.epochs), "training", ncols=100, disable=strategy.rank > 0 or not show_bar)
     for epoch in epochs:
-        for batch in strategy.experimental_distribute_dataset(training_data.epoch(epoch - 1)):
+        for batch in strategy.experimental_distribute_dataset(training_data.epoch(epoch)):
             strategy.run(training_step, args=batch)  # with this rank's part of the batch
         history.append(results())
         epochs.set_postfix(loss=f"{history[-1][0]:.4f}", accuracy=f"{history[-1][1]:.4f}")
-        if on_first and not show_bar and epoch in (1, *range(5, options.epochs, 5), options.epochs):
-            print(f"epoch {epoch:3}: loss {history[-1][0]:.12f}, accuracy {history[-1][1]:.4f}", flush=True)
-    seconds = time.perf_counter() - started
+        if strategy.rank == 0 and not show_bar and epoch % 5 == 4:
+            print(f"epoch {epoch + 1:3}: loss {history[-1][0]:.12f}, accuracy {history[-1][1]:.4f}", flush=True)
+    seconds = time.perf_counter() - began
 
     for batch in test_data:
         strategy.run(measure, args=tuple(map(xp.asarray, batch)))
     test_loss, test_accuracy = results()
-    equal = weights_are_equal(strategy, network.weights)
-    good = equal and test_accuracy >= WANTED_ACCURACY
+    strategy.assert_mirrored(network.weights)
 
-    if on_first:
-        if options.plot:
-            plot(history, test_accuracy, options.plot)
+    if strategy.rank == 0:
+        replicas = strategy.num_replicas_in_sync
+        print(f"trained {options.epochs} epochs on {replicas} replica{'s' * (replicas > 1)} in {seconds:.1f} s")
+        print("weights: identical on all replicas, bit for bit")
+        print(f"test: loss {test_loss:.12f}, accuracy {test_accuracy:.4f} (wanted: at least {WANTED_ACCURACY})")
         if options.json:
-            report = {"loss": test_loss, "accuracy": test_accuracy, "weights_equal": equal, "history": history}
+            report = {"loss": test_loss, "accuracy": test_accuracy, "history": history}
             options.json.write_text(json.dumps(report), encoding="utf-8")
         if options.weights:
             np.savez(options.weights, *(weight.numpy() for weight in network.weights))
-        replicas = strategy.num_replicas_in_sync
-        print(f"trained {options.epochs} epochs on {replicas} replica{'s' * (replicas > 1)} in {seconds:.1f} s")
-        print(f"weights: {'identical' if equal else 'DIFFERENT'} on all replicas, bit for bit")
-        print(f"test: loss {test_loss:.12f}, accuracy {test_accuracy:.4f} (wanted: at least {WANTED_ACCURACY})")
         if options.plot:
+            plot(history, test_accuracy, options.plot)
             print(f"plot: {options.plot}", flush=True)
     strategy.close()
-    sys.exit(0 if good else 1)
+    sys.exit(0 if test_accuracy >= WANTED_ACCURACY else 1)
 
 
 def array_module(strategy: ms.Strategy) -> Any:
@@ -151,13 +142,6 @@ def array_module(strategy: ms.Strategy) -> Any:
     import cupy
 
     return cupy
-
-
-def weights_are_equal(strategy: ms.Strategy, weights: list[ms.Variable]) -> bool:
-    """Compare the weights of all ranks bit for bit, by their digests; the same answer on every rank."""
-    digest = hashlib.sha256(b"".join(weight.numpy().tobytes() for weight in weights)).digest()
-    digests = strategy.gather(np.frombuffer(digest, np.uint8)[np.newaxis], axis=0)
-    return bool((digests == digests[0]).all())
 
 
 def plot(history: list[tuple[float, float]], test_accuracy: float, path: Path) -> None:
@@ -173,9 +157,6 @@ def plot(history: list[tuple[float, float]], test_accuracy: float, path: Path) -
     right.axhline(test_accuracy, color="C1", linestyle="--", label=f"test, at the end: {test_accuracy:.4f}")
     right.set(title="accuracy", xlabel="epoch", ylim=(0.8, 1.005))
     right.legend(loc="lower right")
-    for axes in (left, right):
-        axes.grid(alpha=0.3)
-        axes.xaxis.get_major_locator().set_params(integer=True)
     figure.savefig(path, dpi=120, format="png")
 
 
@@ -183,15 +164,7 @@ def parse_arguments() -> argparse.Namespace:
     """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--epochs", type=int, default=20, help="default: %(default)s")
-    parser.add_argument("--batch", type=int, default=64, help="images in a global batch; default: %(default)s")
-    parser.add_argument("--optimizer", choices=("sgd", "adam"), default="adam", help="default: %(default)s")
-    parser.add_argument(
-        "--devices",
-        choices=("cpu", "gpu", "shared", "auto"),
-        default="cpu",
-        help="what to train on; default: %(default)s",
-    )
-    parser.add_argument("--seed", type=int, default=0, help="of weights and order of images; default: %(default)s")
+    parser.add_argument("--devices", choices=("cpu", "gpu", "shared", "auto"), default="cpu", help="default: cpu")
     parser.add_argument("--plot", type=Path, default=Path("digits.png"), help="where to; default: %(default)s")
     parser.add_argument("--no-plot", dest="plot", action="store_const", const=None, help="draw nothing")
     parser.add_argument("--json", type=Path, help="write the numbers here, too")

@@ -171,7 +171,7 @@ def sanitizer(lane: Lane, row: Row) -> None:
     if tool is None or lane.on_cpu:
         row.result, row.text = ELSEWHERE, "needs compute-sanitizer on PATH or below /usr/local/cuda*, and a GPU"
         return
-    program = [lane.python, *PYTEST, ROOT / "tests" / "reduction" / "test_gpu_destinations.py"]
+    program = [lane.python, *PYTEST, ROOT / "tests" / "variables" / "test_gpu_variables.py"]
     ended = lane.job(row.name, [tool, "--tool", "memcheck", "--error-exitcode", "9", *program], 120)
     clean = ended.status == 0 and "ERROR SUMMARY: 0 errors" in ended.output
     unable = "not supported" in ended.output.lower() or "Unable to" in ended.output
@@ -179,12 +179,14 @@ def sanitizer(lane: Lane, row: Row) -> None:
     row.text = "memcheck found nothing" if clean else ended.why
 
 
-VALUES = ("variables/test_gpu_variables.py", "reduction/test_gpu_destinations.py", "arrays/test_foreign_arrays.py")
+VALUES = ("variables/test_gpu_variables.py", "arrays/test_foreign_arrays.py")
 STAYS = (
     "mpi/gpu/test_device_collectives.py",
-    "mpi/gpu/test_operation_counts.py",
     "reduction/test_gpu_stays_there.py",
     "reduction/test_gpu_memory.py",
+)
+TRANSPORTS = tuple(
+    f"mpi/gpu/test_{name}.py" for name in ("binding", "cuda_aware", "failures_on_gpus", "nccl", "transport_choice")
 )
 TORCH = tuple(f"frameworks/test_torch_{each}.py" for each in ("cuda", "group", "optimizer", "starts", "checkpoint"))
 OVERLAP = ("reduction/test_gpu_overlap.py", "reduction/test_gpu_foreign_memory.py")
@@ -206,6 +208,8 @@ MEASURED: list[tuple[str, str, Step, int]] = [
 CHECKED: list[tuple[str, str, Step, int]] = [
     ("races", "slow kernels, 2 ranks", run_tests("reduction/test_gpu_races.py", ranks=2), 20),
     ("stays", "every collective, what stays on the GPU, counts, 2 ranks", run_tests(*STAYS, ranks=2), 20),
+    ("transports1", "which GPU and which path; jobs of 2 ranks", run_tests(*TRANSPORTS, ranks=1), 40),
+    ("transports2", "which GPU and which path, failures, NCCL, 2 ranks", run_tests(*TRANSPORTS, ranks=2), 20),
     ("onnodes", "collectives on 2 pretended nodes, 3 ranks", run_tests(STAYS[0], ranks=3, paths=PATHS[1:]), 20),
     ("overlap", "reductions beside computation; memory of other libraries, 2 ranks", run_tests(*OVERLAP, ranks=2), 20),
     ("failures", "a rank fails while work is queued", FAILURES, 50),

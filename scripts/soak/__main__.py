@@ -1,73 +1,62 @@
-"""What takes too long, or too much memory, for every change; each a file beside this one, with a line of figures.
+"""What takes too long, or too much memory, for every change; each is a file beside this one.
 
-scripts/mpirun -n 3 scripts/soak NAME [OPTION...]      one of them; what starts jobs itself wants -n 1
-.venv/bin/python scripts/soak all [--mpi openmpi]      all of them; hours
+    scripts/mpirun -n 3 scripts/soak NAME [OPTION...]      steps, interruptions, large_counts
+    .venv/bin/python scripts/soak NAME [OPTION...]         the others, which start jobs of their own
+    .venv/bin/python scripts/soak all                      all of them; hours
 
-steps           20000 steps of mixed collectives and 3000 strategies: nothing grows
-late_ranks      ten minutes of ranks that are late by less than the timeout: no alarm
-faults          40 planned faults: who is named, after how many seconds
-mistakes        every mistake of tests/mistakes, made by one rank: none is silent
-interruptions   100000 calls, of which every tenth is interrupted: no hang, no wrong sum
-kills           1000 kills of jobs: nothing stays in /dev/shm
-checkpoints     1000 kills of processes that save, and 200 of whole jobs: nothing is lost or torn
-hostile_files   10000 checkpoints, other files and settings that were made up to harm
-large_counts    messages of more than 2^31 elements on 2 ranks; needs 20 GiB of memory
+With MPIR_CVAR_NUM_CLIQUES=2 in the environment MPICH pretends two nodes.  Exit status 1 where something is wrong.
 """
 
 from __future__ import annotations
 
-import os
-import runpy
+import argparse
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parent
-NAMES = [line.split()[0] for line in (__doc__ or "").split("\n\n")[2].splitlines()]
-#: For `all`: the number of ranks, pretended nodes of MPICH, and the arguments.
-EVERYTHING: tuple[tuple[int, int, tuple[str, ...]], ...] = (
-    (2, 1, ("steps",)),
-    (3, 1, ("steps",)),
-    (3, 1, ("late_ranks", "--timeout", "5")),
-    *((1, nodes, ("faults",)) for nodes in (1, 2)),
-    *((1, nodes, ("mistakes",)) for nodes in (1, 2, 3)),
-    *((3, 1, ("interruptions", "--calls", "5000", "--seed", str(seed))) for seed in range(20)),
-    (1, 1, ("kills",)),
-    (1, 1, ("checkpoints",)),
-    (1, 1, ("checkpoints", "--whole-jobs", "200")),
-    (1, 1, ("hostile_files",)),
-    (2, 1, ("hostile_files", "--on-ranks", "--files", "500")),
-    (2, 1, ("large_counts",)),
-)
+SCRIPTS = Path(__file__).resolve().parents[1]
+sys.path += [str(SCRIPTS.parent / "tests"), str(SCRIPTS.parent / "tests" / "jobs")]
+
+#: The number of ranks that `all` starts, how many there are of what --count counts, and what it does.
+SOAKS = {
+    "steps": (3, 20_000, "steps of mixed collectives, and an eighth as many strategies: nothing grows"),
+    "interruptions": (3, 5_000, "calls, of which every tenth is interrupted: no hang, no wrong sum"),
+    "large_counts": (2, 2**31 + 16, "elements in one message; needs 20 GiB of memory"),
+    "faults": (1, 2, "ranks, of which the last has one of nine faults: who is named, after how many seconds"),
+    "matrix": (1, 3, "ranks, of which one makes a mistake of tests/mistakes: none is silent"),
+    "kills": (1, 200, "kills of whole jobs: nothing stays in /dev/shm, and what was saved can be restored"),
+    "saves": (1, 1_000, "processes that are killed while they save, or whose power fails: nothing is torn"),
+    "hostile_files": (1, 10_000, "checkpoints that were made up to harm, and other files and settings"),
+}
 
 
-def run_all(options: list[str]) -> int:
+def run_all() -> int:
     """Run everything; return 1 where something has failed."""
     failed = []
-    for ranks, nodes, words in EVERYTHING:
-        print(f"== {' '.join(words)}, ranks: {ranks}, nodes: {nodes}", flush=True)
-        environment = {**os.environ, "MPIR_CVAR_NUM_CLIQUES": str(nodes)}
-        if ranks == 1:  # it starts jobs of its own, or needs no MPI
-            command = [sys.executable, str(FOLDER), *words]
-        else:
-            command = [str(FOLDER.parent / "mpirun"), *options, "-n", str(ranks), str(FOLDER), *words]
-        if subprocess.run(command, env=environment, check=False).returncode:
-            failed.append(" ".join(words))
+    for name, (ranks, _, _) in SOAKS.items():
+        print(f"== {name} on {ranks} ranks", flush=True)
+        launcher = [str(SCRIPTS / "mpirun"), "-n", str(ranks)] if ranks > 1 else [sys.executable]
+        if subprocess.run([*launcher, str(SCRIPTS / "soak"), name], check=False).returncode:
+            failed.append(name)
     print(f"== failed: {', '.join(failed) or 'nothing'}")
     return int(bool(failed))
 
 
 def main() -> int:
     """Run what is named; return the exit status."""
-    if len(sys.argv) > 1 and sys.argv[1] == "all":
-        return run_all(sys.argv[2:])
-    if len(sys.argv) < 2 or sys.argv[1] not in NAMES:
-        print(__doc__)
-        return 2
-    name = sys.argv[1]
-    sys.argv[:2] = [f"scripts/soak {name}"]
-    runpy.run_path(str(FOLDER / f"{name}.py"), run_name="__main__")
-    return 0
+    parser = argparse.ArgumentParser(
+        prog="scripts/soak", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    names = parser.add_subparsers(dest="name", required=True)
+    names.add_parser("all", help="all of them")
+    for name, (_, count, words) in SOAKS.items():
+        soak = names.add_parser(name, help=f"--count {count}: {words}")
+        soak.add_argument("--count", type=int, default=count, help="default: %(default)s")
+        soak.add_argument("--seed", type=int, default=0, help="default: %(default)s")
+        soak.add_argument("only", nargs="*", help="of faults, mistakes (matrix) and large counts: only these")
+    options = parser.parse_args()
+    return run_all() if options.name == "all" else int(import_module(options.name).soak(options))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
-"""Kills jobs at random moments, a quarter of them while segments are made, and looks for what they leave in /dev/shm.
+"""Kills jobs at random moments, whole or one rank of them, while they make arenas, sum and save checkpoints.
 
-    python scripts/soak kills [--kills N] [--seed N]
-
-Prints how many jobs left what.  Exit status 1 if a file is left.
+Nothing of theirs stays in /dev/shm, and the newest checkpoint that they had saved, or a newer one, is restored whole:
+the next job goes on from there.
 """
 
 from __future__ import annotations
@@ -10,96 +9,67 @@ from __future__ import annotations
 import argparse
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections import Counter
 from contextlib import suppress
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "tests" / "jobs"))
 import launching
+import numpy as np
 
-FOLDER = Path("/dev/shm")
+import mpistrategy as ms
+
 PROGRAM = """
 import sys
 import numpy as np
 import mpistrategy as ms
+from mpistrategy.checkpoint import collecting
 
-with open(sys.argv[1], "w"):
-    pass  # the imports are done
+collecting.BYTES_A_WRITER = 1  # each rank writes a part
 strategy = ms.MirroredStrategy()
-with open(sys.argv[2], "w"):
-    pass
-for number in range(10**6):
-    arena = strategy.arena([np.zeros(2**18 * (1 + number % 16))])
-    if "making" not in sys.argv:
-        arena.values[0][...] = 1
-        for _ in range(20):
-            strategy.reduce("SUM", arena)
-            strategy.reduce("SUM", np.ones(2**17))
+with strategy.scope():
+    x = ms.Variable(np.zeros(2000))
+    manager = ms.CheckpointManager(ms.Checkpoint(x=x), sys.argv[1])
+step = manager.restore() or 0
+print("begun", flush=True)
+while True:
+    step += 1
+    x.assign(np.full(2000, float(step)))
+    saving = manager.save(step, wait=False)
+    arena = strategy.arena([np.zeros(2**18 * (1 + step % 16))])
+    for _ in range(10):
+        strategy.reduce("SUM", arena)
     arena.close()
+    saving.wait()
+    print("saved", step, flush=True)
 """
 
 
-def left() -> dict[str, int]:
-    """Return the names of ours in /dev/shm, with their sizes."""
-    found = {}
-    for path in FOLDER.glob("mpistrategy*"):
-        with suppress(OSError):
-            found[path.name] = path.stat().st_size
-    return found
-
-
-def main() -> int:
-    """Start and kill."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--kills", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=1)
-    options = parser.parse_args()
-    chance, began = random.Random(options.seed), time.monotonic()
-    counts: Counter[str] = Counter()
-    before = left()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "program.py"
-        path.write_text(PROGRAM)
-        for number in range(options.kills):
-            words = ["making"] if number % 4 == 0 else []
-            counts[_kill_one(path, words, chance, Path(folder) / str(number))] += 1
-            for name, size in left().items():
-                if name not in before:
-                    counts["files"] += 1
-                    counts["bytes"] += size
-                    before[name] = size  # counted once
-    told = ", ".join(f"{count} {what}" for what, count in sorted(counts.items()))
-    print(f"kills: {options.kills} jobs in {time.monotonic() - began:.0f} s: {told}")
-    return 1 if counts["files"] else 0
-
-
-def _kill_one(path: Path, words: list[str], chance: random.Random, marks: Path) -> str:
-    """Start a job, kill it at a random moment; return when that was."""
-    imported, made = marks.with_suffix(".imported"), marks.with_suffix(".made")
-    mark = f"kills-{os.getpid()}-{marks.name}"
-    with tempfile.TemporaryDirectory(prefix="mpiexec-", ignore_cleanup_errors=True) as mpiexec:
+def killed(number: int, folder: Path, dice: random.Random) -> int:
+    """Start a job, kill it at a random moment; return the last step that it had saved, or 0."""
+    mark, printed = f"kills-{os.getpid()}-{number}", folder / f"printed-{number}"
+    with (
+        tempfile.TemporaryDirectory(prefix="mpiexec-", ignore_cleanup_errors=True) as mpiexec,
+        printed.open("w") as out,
+    ):
         job = subprocess.Popen(
-            [*launching._mpiexec(), "-n", "2", sys.executable, str(path), str(imported), str(made), *words],
+            [*launching._mpiexec(), "-n", "2", sys.executable, str(folder / "program.py"), str(folder / "saved")],
             env={**launching.environment(), launching.OPEN_MPI_FOLDER: mpiexec, launching.JOB_MARK: mark},
-            cwd=path.parent,
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
+            stdout=out,
             stderr=subprocess.DEVNULL,
             start_new_session=True,
         )
-        end = time.monotonic() + 60
-        wanted = imported if chance.random() < 0.5 else made
-        while not wanted.exists() and job.poll() is None and time.monotonic() < end:
-            time.sleep(0.002)
-        time.sleep(chance.random() * 0.3)
+        while "begun" not in printed.read_text() and job.poll() is None and dice.random() < 0.998:  # or before
+            time.sleep(0.01)
+        time.sleep(dice.random() * 1.5)
         victims = launching._marked(mark)
-        if chance.random() < 0.5 and len(victims) > 1:
-            victims = [chance.choice(victims)]  # the launcher ends the others
+        if dice.random() < 0.5 and victims:
+            victims = [dice.choice(victims)]  # the launcher ends the others
         for victim in victims:
             with suppress(ProcessLookupError):
                 os.kill(victim, signal.SIGKILL)
@@ -107,8 +77,32 @@ def _kill_one(path: Path, words: list[str], chance: random.Random, marks: Path) 
             job.wait(5)
         launching._kill(job, mark)
         job.wait()
-    return "while segments are made" if "making" in words else "at other moments"
+    return max(map(int, re.findall(r"^saved (\d+)$", printed.read_text(), re.MULTILINE)), default=0)
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+def restored(folder: Path) -> int:
+    """Return the step that is restored here, or 0."""
+    with ms.OneDeviceStrategy("CPU:0").scope():
+        x = ms.Variable(np.zeros(2000))
+        step = ms.CheckpointManager(ms.Checkpoint(x=x), folder).restore() or 0
+    assert {*x.numpy()} == {float(step)}, "torn"
+    return step
+
+
+def soak(options: argparse.Namespace) -> bool:
+    """Kill jobs; return whether something is wrong."""
+    dice, bad, step = random.Random(options.seed), list[str](), 0
+    before = {*Path("/dev/shm").glob("mpistrategy*")}
+    with tempfile.TemporaryDirectory(prefix="soak-") as name:
+        folder = Path(name)
+        (folder / "program.py").write_text(PROGRAM)
+        for number in range(options.count):
+            saved = max(step, killed(number, folder, dice))
+            step = restored(folder / "saved")
+            if step < saved:
+                bad.append(f"job {number}: step {step} was restored, and {saved} had been saved")
+            left = {*Path("/dev/shm").glob("mpistrategy*")} - before
+            bad += [f"job {number}: {path} is left" for path in left]
+            before |= left
+    print(f"{options.count} kills of jobs: the last one had come to step {step}; wrong: {len(bad)}", *bad, sep="\n")
+    return bool(bad)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from replicas import long_lane
 
 from mpistrategy.cli.bench import report
 from mpistrategy.cli.bench.cases import Case, Variant
-from mpistrategy.cli.bench.shapes import LISTS
 from mpistrategy.cli.bench.timing import is_right, measure, summary
 
 pytestmark = pytest.mark.one_rank  # or starts jobs
@@ -75,13 +73,6 @@ def test_one_array(launch: Launch, tmp_path: Path) -> None:
     assert environment["blas_threads"] == "1"
 
 
-@long_lane
-@pytest.mark.slow
-def test_lists(launch: Launch, tmp_path: Path) -> None:
-    [case] = figures(launch, tmp_path, "--lists", "tiny1000")["cases"]
-    check(case, "mpi4py loop", "mpi4py loop in place", "mpistrategy", "mpistrategy out=", "mpistrategy arena")
-
-
 TWO_NODES = {"MPIR_CVAR_NUM_CLIQUES": "2"}
 pretends = pytest.mark.skipif(launching.IS_OPEN_MPI, reason="MPICH alone can pretend to be several nodes")
 
@@ -128,31 +119,7 @@ def test_save_measures_thresholds_that_the_next_strategy_takes(
     assert f"thresholds: {file}" in job.stdout
 
 
-def test_save_that_cannot_write(launch: Launch, tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("")
-    where = {"MPISTRATEGY_PATHS": str(tmp_path / "file" / "paths.json")}
-    job = launch(2, [*BENCH, "--quick", "--save"], env=where)
-    assert job.returncode == 1
-    assert "cannot save the thresholds" in job.stderr
-
-
-def test_one_rank_is_told_how_to_start_more() -> None:
-    job = subprocess.run(
-        [sys.executable, *BENCH], capture_output=True, text=True, check=False, env=launching.environment()
-    )
-    assert job.returncode == 2
-    assert "mpiexec -n 2 mpistrategy bench" in job.stderr
-
-
 # ---------------------------------------------------------------------------------------------- without ranks
-
-
-def test_lists_are_those_of_the_models() -> None:
-    counted = {name: (len(make()), sum(map(math.prod, make()))) for name, make in LISTS.items()}
-    assert counted["resnet50"] == (161, 25_557_032)
-    assert counted["gpt2-small"] == (148, 124_439_808)
-    assert counted["tiny1000"][0] == 1000
-    assert {size for (size,) in LISTS["tiny1000"]()} <= set(range(1, 1001))
 
 
 def test_a_wrong_result_is_found() -> None:
@@ -162,18 +129,6 @@ def test_a_wrong_result_is_found() -> None:
     case = measure(Case("suite", "case", 80, [Variant("wrong", lambda: mine + 1, [mine])]), Alone(), TINY)
     assert not case["variants"][0]["right"]
     assert "WRONG RESULT" in report.rows(case)[0]
-
-
-def test_operands_are_rewritten_and_results_read_outside_the_time() -> None:
-    written: list[float] = []
-    mine = np.zeros(4)
-    variant = Variant("v", lambda: written.append(mine[0]), [mine])
-    rounds = measure(Case("suite", "case", 32, [variant]), Alone(), TINY)["rounds"]
-    assert rounds >= 5  # and more, as many as it likes, where other programs take the core
-    assert len(set(written)) > 2
-
-
-def test_figures_of_rounds() -> None:
     own, reference = np.array([1e-6, 2e-6, 9e-6]), np.array([2e-6, 2e-6, 2e-6])
     found = summary(own, reference)
     assert (found["median_us"], found["ratio"], found["fastest_us"]) == (2, 1, 1)

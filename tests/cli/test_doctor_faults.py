@@ -117,7 +117,7 @@ FAULTS = {
         "mpi", "bad", "libmpi.so.99", "LD_DEBUG=libs",
     ),
     "one GPU for two ranks": Fault(
-        "from gpu_doubles import pretended\ngpu = pretended('GPU-1')\ngpu.__enter__()", "gpus", "bad", "ranks 0, 1",
+        "from gpu_here import visible\ngpu = visible('GPU-1')\ngpu.__enter__()", "gpus", "bad", "ranks 0, 1",
         "--gpus-per-task=1",
     ),
     "GPUs that a variable hides": Fault(
@@ -148,6 +148,10 @@ OF_MPICH = {
 }  # fmt: skip
 
 
+SECRETS = {
+    "WANDB_API_KEY": "0f3c9a7be1d2", "SLURM_JWT": "eyJhbGciOiJIUzI1NiJ9.payload.signature",
+    "SLURM_JOB_COMMENT": "token=s3cr3t-of-mine", "MY_SECRET": "hunter2hunter2", "DB_PASSWORD": "correct horse",
+}  # fmt: skip
 #: Faults that do not hide each other are planted in one job.
 TOGETHER = (
     ("too many threads", "another version of NumPy", "a slow file system"),
@@ -177,7 +181,7 @@ def test_a_planted_fault_is_named_with_its_cure(launch: Launch, names: Sequence[
     if "all ranks bound to one core" in names and len(os.sched_getaffinity(0)) < 2:
         pytest.skip("one core: there is nothing to bind")
     (options,), (ranks,) = {fault.options for fault in faults}, {fault.ranks for fault in faults}
-    environment = {name: value for fault in faults for name, value in fault.env.items()}
+    environment = SECRETS | {name: value for fault in faults for name, value in fault.env.items()}
     plant = "\n".join(fault.plant for fault in faults)
     source = PROGRAM.format(helpers=[SOURCE, *launching.HELPERS], plant=plant, options=list(options))
     if ranks:
@@ -196,6 +200,7 @@ def test_a_planted_fault_is_named_with_its_cure(launch: Launch, names: Sequence[
         if faults[0].check == "mpi" and status == 0:
             pytest.skip("this mpi4py is built for one MPI and takes no other")
     judge(stdout, faults)
+    assert [name for name, value in SECRETS.items() if value in stdout] == []
     assert (status != 0) == any(fault.verdict == "bad" for fault in faults)
 
 

@@ -113,22 +113,25 @@ def test_who_came_last_on_several_nodes() -> None:
     assert "too few, or too quick" in "\n".join(last_calls.lines(last_calls.compare([calls_of([0], [(1,)])])[0], {}))
 
 
-def test_nobody_is_slow_from_one_collective() -> None:
-    first = calls_of([0, 1, 2, 3], [(0, 1, 2, 1500)])
-    second = calls_of([0, 1, 2, 3], [(0, 1, 2, 1500), (1600, 1601, 1602, 3000)])
-    for calls in (first, second):
-        (late,) = last_calls.compare([calls])
-        assert late.slow() is None
-        shown = "\n".join(lines("job", View([seen(rank) for rank in range(4)], [calls])))
-        assert "keeps the others waiting" not in shown
-        assert "too few, or too quick, to compare" in shown
+#: Of calls 1, 2, ..., the milliseconds at which ranks came to them.
+NOBODY_IS_SLOW: dict[str, list[NodeCalls]] = {
+    "one call": [calls_of([0, 1, 2, 3], [(0, 1, 2, 1500)])],
+    "two calls": [calls_of([0, 1, 2, 3], [(0, 1, 2, 1500), (1600, 1601, 1602, 3000)])],
+    "in turns": [
+        calls_of([0, 1], [(100 * n, 100 * n + 4) for n in range(8)]),
+        calls_of([2, 3], [(100 * n + (50 if n % 2 else 3), 100 * n + (3 if n % 2 else 50)) for n in range(8)]),
+    ],
+}
 
 
-def test_ranks_that_take_turns_and_waits_that_mean_nothing() -> None:
-    here = calls_of([0, 1], [(100 * n, 100 * n + 4) for n in range(8)])
-    there = calls_of([2, 3], [(100 * n + (50 if n % 2 else 3), 100 * n + (3 if n % 2 else 50)) for n in range(8)])
-    (late,) = last_calls.compare([here, there])
+@pytest.mark.parametrize("what", NOBODY_IS_SLOW)
+def test_nobody_is_slow(what: str) -> None:
+    calls = NOBODY_IS_SLOW[what]
+    (late,) = last_calls.compare(calls)
     assert late.slow() is None
+    shown = "\n".join(lines("job", View([seen(rank) for rank in range(4)], calls)))
+    assert "keeps the others waiting.\n" not in shown
+    assert ("too few, or too quick, to compare" in shown) == (what != "in turns")
     quick = Lateness(2, 0, range(64), 1e-3, {0: [1e-5] * 60, 1: [1e-6] * 4})
     assert last_calls.lines(quick, {0: "node1", 1: "node1"})[-1] == "  No rank keeps the others waiting for long."
 

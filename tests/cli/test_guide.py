@@ -19,7 +19,7 @@ from pages import GUIDE
 
 import mpistrategy as ms
 from mpistrategy.cli import main
-from mpistrategy.cli.guide import pages, terminal
+from mpistrategy.cli.guide import pages, reference, terminal
 
 pytestmark = pytest.mark.one_rank
 
@@ -34,14 +34,29 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -
 
 def test_the_list_has_every_page_with_its_title(capsys: pytest.CaptureFixture[str]) -> None:
     listed = said(capsys, "--list")
-    assert re.search(r"(?m)^errors +Errors and warnings$", listed)
+    assert re.search(r"(?m)^Reference\n(?:  .*\n)*  errors +Errors and warnings$", listed)
     for path in GUIDE.glob("*.md"):
         title = path.read_text(encoding="utf-8").splitlines()[0]
         assert title.startswith("# ")
-        assert re.search(rf"(?m)^{path.stem} +{re.escape(title[2:])}$", listed)
+        assert re.search(rf"(?m)^  {path.stem} +{re.escape(title[2:])}$", listed)
     assert said(capsys) == listed
-    first = listed.split()[0]
-    assert first == next(iter(pages.pages())) == pages.ORDER[0]
+    parts = re.findall(r"(?m)^\w.*$", listed.partition("\n\n")[0])
+    assert parts == list(pages.PARTS) == ["Start", "How to", "Explain", "Reference", "For developers"]
+
+
+@pytest.mark.parametrize(
+    ("page", "line"),
+    [
+        ("names", r"\| `ShapeError` \| \w.+ \|"),
+        ("names", r"\| `ReduceOp` \| \w.+ \|"),
+        ("command-line", r"usage: mpistrategy doctor .*"),
+        ("command-line", r"  --timeout SECONDS +how long .*"),
+    ],
+)
+def test_a_page_made_from_the_package_has_what_it_says(
+    capsys: pytest.CaptureFixture[str], page: str, line: str
+) -> None:
+    assert re.search(f"(?m)^{line}$", said(capsys, page))
 
 
 def test_a_page_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -54,11 +69,11 @@ def test_a_page_is_shown_whole(capsys: pytest.CaptureFixture[str]) -> None:
     assert said(capsys, "Concepts.md") == shown
 
 
-@pytest.mark.parametrize("name", sorted(pages.classes()))
+@pytest.mark.parametrize("name", sorted(reference.classes()))
 def test_every_error_and_warning_tells_its_cause_and_cure(capsys: pytest.CaptureFixture[str], name: str) -> None:
     shown = said(capsys, name.lower())
     assert shown.startswith(f"# {name}\n\nIs also: ")
-    assert (pages.classes()[name].__doc__ or "?").splitlines()[0] in shown
+    assert (reference.classes()[name].__doc__ or "?").splitlines()[0] in shown
     if name not in ("MpiStrategyError", "CheckpointError"):  # bases
         assert "\nCause: " in shown
         assert "\nCure: " in shown
@@ -107,9 +122,10 @@ def test_headings_in_blocks_of_code_are_none() -> None:
 
 
 def test_links_become_what_can_be_typed() -> None:
-    text = "[a](b-c.md#d), [x](#y), [z](https://example.org)\n\n```text\n[i](j.md) <!-- k -->\n```\n<!-- gone -->\nend"
-    assert terminal.for_terminal(text) == (
-        "a (`mpistrategy guide b-c`), x, z (https://example.org)\n\n```text\n[i](j.md) <!-- k -->\n```\nend"
+    text = "![A rank](b.svg)\n[a](b-c.md#d), [x](#y), [z](https://example.org)\n\n"
+    block = "```text\n[i](j.md) <!-- k -->\n```\n"
+    assert terminal.for_terminal(f"{text}{block}<!-- gone -->\nend") == (
+        f"(Picture: A rank)\na (`mpistrategy guide b-c`), x, z (https://example.org)\n\n{block}end"
     )
 
 
@@ -170,7 +186,7 @@ def test_an_error_names_its_entry_below_its_text() -> None:
     class Mine(ms.errors.ShapeError):
         pass
 
-    for name, kind in (*pages.classes().items(), ("ShapeError", Mine)):
+    for name, kind in (*reference.classes().items(), ("ShapeError", Mine)):
         if not issubclass(kind, ms.errors.MpiStrategyError):
             continue
         error = kind("what happened")

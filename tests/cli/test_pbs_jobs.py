@@ -63,7 +63,7 @@ def test_a_job_under_pbs(tmp_path: Path, template: str) -> None:
 @pytest.mark.parametrize("template", ["requeue", "chain"])
 def test_a_job_under_pbs_is_told_before_its_time_is_up(tmp_path: Path, template: str) -> None:
     """By its own clock, since PBS sends no signal; then it goes on, and is done."""
-    slow = {"arguments": [*STEPS[1:], "--steps", "600"], "time": 1, "signal_lead": 45}
+    slow = {"arguments": [*STEPS[1:], "--steps", "600"], "time": 1, "signal_lead": 55}
     status, written = pbs_job(tmp_path, template, **slow)
     assert (status, "the time is nearly up" in written) == (75, True), written
     told = (tmp_path / "told").read_text()

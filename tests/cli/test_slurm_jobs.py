@@ -1,4 +1,4 @@
-"""The files of slurm/ on a real Slurm: submitted, run on two nodes, signalled, requeued; checked on 1024 paper nodes.
+"""The files of slurm/ on a real Slurm: submitted, run on two nodes, signalled, requeued.
 
 Where there can be no Slurm (no root, no namespaces, no packages) these tests say `not run` and why.
 """
@@ -13,20 +13,16 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import launching
-import programs
 import pytest
 import slurm_bed
-from hypothesis import HealthCheck, given, settings
 from mpi4py import MPI
 from preempted import runs_in
-from replicas import part_of
 from slurm_bed import Job, SlurmBed
 from slurm_scripts import script
-from slurm_statements import good
-from slurm_user import ENDED, MPI_TYPE, NEEDS_SLURM, ROOT, User, needs_srun, started, twice
+from slurm_trainings import STEPS, trains
+from slurm_user import ENDED, MPI_TYPE, NEEDS_SLURM, User, needs_srun, started, twice
 
 pytestmark = NEEDS_SLURM
 
@@ -34,11 +30,6 @@ pytestmark = NEEDS_SLURM
 @pytest.fixture(scope="module")
 def bed() -> Iterator[SlurmBed]:
     yield from started(nodes=2, cpus=4, gpus=2)
-
-
-@pytest.fixture(scope="module")
-def paper() -> Iterator[SlurmBed]:
-    yield from started(nodes=1024, cpus=64, gpus=4, paper=True)
 
 
 def check(job: Job, ranks: int, told: str = "made all 200 steps") -> None:
@@ -210,37 +201,25 @@ def test_every_rank_sees_all_gpus(user: User) -> None:
 @needs_srun
 @twice
 def test_requeue(user: User) -> None:
-    """The whole cycle: told through the script at some time; then told past it, or (MPICH) a node crashes."""
-    crashes, steps = not launching.IS_OPEN_MPI, 40
-    shutil.copy(ROOT / "tests" / "jobs" / "preempted.py", user.folder)
-    user.environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests" / "jobs")
-    user.edit("requeue.sbatch", *f"preempted.py . --pause 0.05 --steps {steps} --save-every 5".split())
+    """The whole cycle: told through the script at some time; then told past it."""
+    trains(user)
     job = user.submit("requeue.sbatch")
     output = user.output(job)
     user.made(random.randrange(2, 12))
     user.tell(job)
     user.says(job, "restart 1 of 10")
     user.made(7 + saved_by(output)[0])
-    if crashes:
-        user.bed.crash("node2")
-        user.bed.until(lambda: user.bed.show(job).get("Restarts") == "2", 30, "requeue after the crash", output)
-        user.bed.revive("node2")
-    else:
-        user.bed.run("scancel", "--signal=TERM", job)  # to the ranks, and not to the script
+    user.bed.run("scancel", "--signal=TERM", job)  # to the ranks, and not to the script
     done = user.bed.wait(job, output)
     assert (done.state, done.status) == ("COMPLETED", 0), done.output
     told = re.findall(r"told to stop \((SIG\w+) on rank [0-3, ]+\): saved step \d+, .* of 60 s after", done.output)
-    assert told == ["SIGUSR2", *(["SIGTERM"] if not crashes else [])], done.output
-    assert done.output.count("the program stopped with status 75; back to the queue") == len(told)
+    assert told == ["SIGUSR2", "SIGTERM"], done.output
+    assert done.output.count("the program stopped with status 75; back to the queue") == 2
     assert "restart 2 of 10" in done.output
     assert "made all steps" in done.output
     runs, saved = runs_in(user.folder), saved_by(output)
-    assert ([run.begun for run in runs[:2]], runs[0].made, runs[2].made) == ([0, saved[0]], saved[0], steps)
-    if crashes:  # what it had saved by itself; and what it was saving may be there, or not
-        assert runs[2].begun in (runs[1].saved, runs[1].made // 5 * 5)
-        assert runs[1].made - runs[1].saved <= 5
-    else:
-        assert runs[2].begun == saved[1] == runs[1].made
+    assert [run.begun for run in runs] == [0, *saved]
+    assert [run.made for run in runs] == [*saved, STEPS]
 
 
 def saved_by(output: Path) -> list[int]:
@@ -287,20 +266,6 @@ def test_chain(user: User) -> None:
     taken_back = re.search(r"job (\d+) goes on after it", last.output)
     assert taken_back, last.output
     assert user.bed.show(taken_back[1])["JobState"] == "CANCELLED"
-
-
-@needs_srun
-@twice
-def test_one_job_of_two_programs(user: User) -> None:
-    """srun --multi-prog: two ranks use the library, and one does not."""
-    (user.folder / "train.py").write_text(programs.TRAIN)
-    (user.folder / "solver.py").write_text(programs.SOLVER)
-    (user.folder / "both.conf").write_text("0-1 mpistrategy run train.py\n2 python solver.py\n")
-    srun = ("srun", "--nodes=1", "--ntasks=3", "--kill-on-bad-exit=1", "--multi-prog", "both.conf")
-    job = user.bed.run(*srun, cwd=user.folder, env=user.environment, timeout=60)
-    assert (job.returncode, sorted(job.stdout.split("\n"))) == (0, sorted(["", *programs.TOLD])), (
-        job.stdout + job.stderr
-    )
 
 
 # ------------------------------------------------------------------------------------------------ other homes
@@ -381,27 +346,3 @@ def test_staged_env(user: User) -> None:
         assert (left.returncode, left.stdout) == (0, f"./mpistrategy-{job}\n" * 2), left
     finally:
         user.bed.run(*each_node, f"rm -rf {local}/mpistrategy-*")
-
-
-# ------------------------------------------------------------------------------------------------ on paper
-
-
-@pytest.mark.one_rank
-@given(case=good())
-@settings(
-    max_examples=part_of(200),
-    deadline=None,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
-)
-def test_slurm_takes_every_good_statement(paper: SlurmBed, case: tuple[str, dict[str, Any]]) -> None:
-    template, statement = case
-    done = paper.run("sbatch", "--test-only", input=script(template, statement))
-    assert done.returncode == 0, done.stderr
-    nodes = 1 if template == "single_node" else statement.get("nodes", 1 if template == "array" else 2)
-    assert "to start at" in done.stderr
-    assert re.search(rf"using {nodes * _cores(statement)} processors", done.stderr) or statement.get("exclusive")
-
-
-def _cores(statement: dict[str, Any]) -> int:
-    ranks = statement.get("gpus_per_node") or statement.get("tasks_per_node", 2)
-    return int(ranks * statement.get("cpus_per_task", 1))

@@ -379,26 +379,16 @@ def _keys(program: Sequence[Call]) -> list[tuple[Call, int]]:
     return list(zip([one.key() for one in program], numbers, strict=True))
 
 
-@dataclass(frozen=True)
-class Verdict:
-    """What came of a program that was wrong on one rank; the same on every rank.
+def judged(stage: Stage, program: Sequence[Call], odd_program: Sequence[Call], odd: int) -> list[str]:
+    """Run `odd_program` on rank `odd` and `program` on the others; return what was not as it should be.  Collective.
 
-    Attributes:
-        faults: what was not as it should be, in words.
-        kind: "reported" as a mismatch, "refused" with the error of the odd rank, "silent" where some rank went on,
-            "wrong" for other faults.
+    All end with the closing barrier.
     """
-
-    faults: list[str]
-    kind: str
-
-
-def judged(stage: Stage, program: Sequence[Call], odd_program: Sequence[Call], odd: int) -> Verdict:
-    """Run `odd_program` on rank `odd` and `program` on the others; all end with the closing barrier.  Collective."""
     programs = [[*(odd_program if rank == odd else program), Call(CLOSING)] for rank in RANKS]
     mine = stage.run(programs[RANK])
-    told = gather_texts(json.dumps([mine.step, mine.error, mine.text, mine.wrong]))
-    endings = [Ending(*json.loads(text)) for text in told]
+    endings = [
+        Ending(*json.loads(text)) for text in gather_texts(json.dumps([mine.step, mine.error, mine.text, mine.wrong]))
+    ]
     stage.settle()
 
     at = first_difference(programs[0 if odd else 1], programs[odd])
@@ -406,16 +396,14 @@ def judged(stage: Stage, program: Sequence[Call], odd_program: Sequence[Call], o
     faults += [f"rank {rank} raised nothing" for rank, ending in enumerate(endings) if not ending.error]
     faults += [f"rank {rank} ended at {end.step}, not {at}" for rank, end in enumerate(endings) if end.step != at]
     if any(not ending.error for ending in endings):
-        return Verdict(faults, "silent")
+        return faults
     calls = [program[min(at, len(program) - 1)] for program in programs]
-    if calls[odd].is_refused() and endings[odd].error != "CollectiveMismatchError":
-        words = f"rank {odd} could not make this call ({FILE}:{calls[odd].line}): {endings[odd].error}: "
-        others = [ending for rank, ending in enumerate(endings) if rank != odd]
-        faults += [f"{end.error}: {end.text}" for end in others if words + endings[odd].text != end.text]
-        faults += [f"the wrong kind: {end.error}" for end in others if end.error != endings[odd].error]
-        return Verdict(faults, "wrong" if faults else "refused")
-    faults += _of_report([f"{end.error}: {end.text}" for end in endings], calls, odd)
-    return Verdict(faults, "wrong" if faults else "reported")
+    if not calls[odd].is_refused() or endings[odd].error == "CollectiveMismatchError":
+        return faults + _of_report([f"{end.error}: {end.text}" for end in endings], calls, odd)
+    words = f"rank {odd} could not make this call ({FILE}:{calls[odd].line}): {endings[odd].error}: "
+    others = [ending for rank, ending in enumerate(endings) if rank != odd]
+    faults += [f"{end.error}: {end.text}" for end in others if words + endings[odd].text != end.text]
+    return faults + [f"the wrong kind: {end.error}" for end in others if end.error != endings[odd].error]
 
 
 def _of_report(texts: list[str], calls: list[Call], odd: int) -> list[str]:

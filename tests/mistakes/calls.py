@@ -12,49 +12,17 @@ import numpy as np
 from declared import IN_STEPS, called, variants
 
 import mpistrategy as ms
-from mistakes.matrix import BY_DESIGN, RIGHT, RIGHT_AT_ONCE, Program, add, mistake
+from mistakes.matrix import BY_DESIGN, RIGHT, RIGHT_AT_ONCE, Mistake, Program, add, mistake
 
 SAME_PLACE = "two equal calls of one place"
 
 
-@mistake()
-def a_call_left_out(p: Program, wrong: bool) -> Any:
-    if not wrong:
-        p.sum(1.0)
-    return p.sum(np.ones(3))
+def allsum(value: Any) -> Any:
+    return ms.get_replica_context().all_reduce("SUM", value)
 
 
-@mistake()
-def a_call_too_many(p: Program, wrong: bool) -> Any:
-    if wrong:
-        p.sum(1.0)
-    return p.sum(np.ones(3))
-
-
-@mistake()
-def the_last_call_left_out(p: Program, wrong: bool) -> Any:
-    total = p.sum(np.ones(3))
-    return total if wrong else (total, p.sum(1.0))[0]
-
-
-@mistake(BY_DESIGN, f"{SAME_PLACE}, until the calls run out")
-def one_left_out_in_a_loop_that_others_go_on_with(p: Program, wrong: bool) -> Any:
-    return [p.sum(float(number)) for number in range(4) if not (wrong and number == 2)]
-
-
-@mistake(BY_DESIGN, SAME_PLACE)
-def two_swapped_in_a_loop(p: Program, wrong: bool) -> Any:
-    return [p.sum(number + float(p.rank)) for number in ([1, 0] if wrong else [0, 1])]
-
-
-@mistake()
-def one_left_out_in_a_loop_with_names(p: Program, wrong: bool) -> Any:
-    return [p.sum(float(number), name=f"number {number}") for number in range(4) if not (wrong and number == 2)]
-
-
-@mistake()
-def two_swapped_in_a_loop_with_names(p: Program, wrong: bool) -> Any:
-    return [p.sum(float(number), name=f"number {number}") for number in ([1, 0] if wrong else [0, 1])]
+def allsum_of(value: Any) -> Any:
+    return allsum(value)
 
 
 @mistake()
@@ -71,10 +39,6 @@ def two_swapped_at_different_lines(p: Program, wrong: bool) -> Any:
     return p.step(step)
 
 
-def allsum(value: Any) -> Any:
-    return ms.get_replica_context().all_reduce("SUM", value)
-
-
 @mistake()
 def two_swapped_through_a_helper(p: Program, wrong: bool) -> Any:
     def step(_: Any) -> Any:
@@ -89,117 +53,90 @@ def two_swapped_through_a_helper(p: Program, wrong: bool) -> Any:
     return p.step(step)
 
 
-def allsum_of(value: Any) -> Any:
-    return allsum(value)
-
-
-@mistake()
-def two_swapped_through_a_helper_of_a_helper(p: Program, wrong: bool) -> Any:
-    return p.step(lambda _: (allsum_of(1.0), allsum_of(2.0)) if wrong else (allsum_of(1.0), allsum_of(2.0)))
-
-
 @mistake()
 def two_swapped_lambdas_on_one_line(p: Program, wrong: bool) -> Any:
     one, other = (lambda ctx: ctx.all_reduce("SUM", 1.0)), (lambda ctx: ctx.all_reduce("SUM", 1.0))
     return [p.step(each) for each in ((other, one) if wrong else (one, other))]
 
 
-@mistake()
-def another_verb(p: Program, wrong: bool) -> Any:
-    return p.step(lambda ctx: ctx.all_gather(np.ones(3), 0) if wrong else ctx.all_reduce("SUM", np.ones(3)))
+#: What one rank gives, calls or leaves out, each in one expression.
+AT_ONE_PLACE: dict[str, Mistake] = {
+    "a call left out": lambda p, wrong: [None if wrong else p.sum(1.0), p.sum(np.ones(3))][1],
+    "a call too many": lambda p, wrong: [p.sum(1.0) if wrong else None, p.sum(np.ones(3))][1],
+    "the last call left out": lambda p, wrong: [p.sum(np.ones(3)), None if wrong else p.sum(1.0)][0],
+    "one left out in a loop with names": lambda p, wrong: [
+        p.sum(float(number), name=f"number {number}") for number in range(4) if not (wrong and number == 2)
+    ],
+    "two swapped in a loop with names": lambda p, wrong: [
+        p.sum(float(number), name=f"number {number}") for number in ([1, 0] if wrong else [0, 1])
+    ],
+    "two swapped through a helper of a helper": lambda p, wrong: p.step(
+        lambda _: (allsum_of(1.0), allsum_of(2.0)) if wrong else (allsum_of(1.0), allsum_of(2.0))
+    ),
+    "another verb": lambda p, wrong: p.step(
+        lambda ctx: ctx.all_gather(np.ones(3), 0) if wrong else ctx.all_reduce("SUM", np.ones(3))
+    ),
+    "inside and outside a step": lambda p, wrong: p.strategy.reduce("SUM", 1.0) if wrong else p.sum(1.0),
+    "another dtype": lambda p, wrong: p.sum(np.ones(3, np.float32 if wrong else np.float64)),
+    "an int for a float": lambda p, wrong: p.sum(1 if wrong else 1.0),
+    "a transposed shape": lambda p, wrong: p.sum(np.ones((3, 2) if wrong else (2, 3))),
+    "a shape by one element": lambda p, wrong: p.sum(np.ones(500_001 if wrong else 500_000)),
+    "another number of dimensions": lambda p, wrong: p.sum(np.ones((3, 1) if wrong else 3)),
+    "another operation": lambda p, wrong: p.step(lambda ctx: ctx.all_reduce("MEAN" if wrong else "SUM", np.ones(3))),
+    "a tuple for a list": lambda p, wrong: p.sum((np.ones(3),) if wrong else [np.ones(3)]),
+    "other keys": lambda p, wrong: p.sum({"a": 1.0, "c" if wrong else "b": 2.0}),
+    "other bytes per pack": lambda p, wrong: p.sum(
+        np.ones(3), options=ms.CommunicationOptions(bytes_per_pack=4096 if wrong else 8192)
+    ),
+    "another wire": lambda p, wrong: p.sum(
+        np.ones(3), options=ms.CommunicationOptions(wire="bfloat16" if wrong else None)
+    ),
+    "another name": lambda p, wrong: p.sum(np.ones(3), name="odd" if wrong else "even"),
+    "a name on one rank only": lambda p, wrong: p.sum(np.ones(3), name="odd" if wrong else None),
+    "a weight on one rank only": lambda p, wrong: p.step(
+        lambda ctx: ctx.all_reduce("MEAN", np.ones(3), weight=2.0 if wrong else None)
+    ),
+    "none on one rank only": lambda p, wrong: p.sum([1.0, None if wrong else 2.0]),
+    "a string among the leaves": lambda p, wrong: p.sum([1.0, "two" if wrong else 2.0]),
+    "another axis of a reduction": lambda p, wrong: p.strategy.reduce("SUM", np.ones((2, 2)), axis=1 if wrong else 0),
+    "another destination": lambda p, wrong: p.strategy.extended.reduce_to(
+        "SUM", np.ones(3), "task:1" if wrong else "task:0"
+    ),
+    "another destination of a broadcast": lambda p, wrong: p.strategy.extended.broadcast_to(
+        np.ones(3), "task:1" if wrong else "task:0"
+    ),
+    "an array for an arena": lambda p, wrong: p.sum(np.ones(3) if wrong else arenas(p)[0]),
+    "an arena of another layout": lambda p, wrong: p.sum(p.strategy.arena([np.zeros(4 if wrong else 3)])),
+    "another arena": lambda p, wrong: p.sum(arenas(p)[1 if wrong else 0]),
+    "a barrier of another name": lambda p, wrong: p.strategy.barrier("odd" if wrong else "even"),
+}
+ALL_THE_SAME: dict[str, Mistake] = {
+    "another byte order": lambda p, wrong: p.sum(np.ones(3).astype(">f8" if wrong else "<f8")),
+    "keys in another order": lambda p, wrong: p.sum({"b": 2.0, "a": 1.0} if wrong else {"a": 1.0, "b": 2.0})["b"],
+    "another timeout": lambda p, wrong: p.sum(
+        np.ones(3), options=ms.CommunicationOptions(timeout_seconds=70 if wrong else 80)
+    ),
+    "out on one rank only": lambda p, wrong: p.sum(np.ones(100_000), out=np.empty(100_000) if wrong else None).sum(),
+}
+for _name, _made in AT_ONE_PLACE.items():
+    add(_name, _made)
+for _name, _made in ALL_THE_SAME.items():
+    add(_name, _made, RIGHT)
+add(
+    "one left out in a loop that others go on with",
+    lambda p, wrong: [p.sum(float(number)) for number in range(4) if not (wrong and number == 2)],
+    BY_DESIGN,
+    f"{SAME_PLACE}, until the calls run out",
+)
+add(
+    "two swapped in a loop",
+    lambda p, wrong: [p.sum(number + float(p.rank)) for number in ([1, 0] if wrong else [0, 1])],
+    BY_DESIGN,
+    SAME_PLACE,
+)
 
 
-@mistake()
-def inside_and_outside_a_step(p: Program, wrong: bool) -> Any:
-    return p.strategy.reduce("SUM", 1.0) if wrong else p.sum(1.0)
-
-
-# ------------------------------------------------------------------------------------------------- arguments
-
-
-@mistake()
-def another_dtype(p: Program, wrong: bool) -> Any:
-    return p.sum(np.ones(3, np.float32 if wrong else np.float64))
-
-
-@mistake(RIGHT)
-def another_byte_order(p: Program, wrong: bool) -> Any:
-    return p.sum(np.ones(3).astype(">f8" if wrong else "<f8"))
-
-
-@mistake()
-def an_int_for_a_float(p: Program, wrong: bool) -> Any:
-    return p.sum(1 if wrong else 1.0)
-
-
-@mistake()
-def a_transposed_shape(p: Program, wrong: bool) -> Any:
-    return p.sum(np.ones((3, 2) if wrong else (2, 3)))
-
-
-@mistake()
-def a_shape_by_one_element(p: Program, wrong: bool) -> Any:
-    return p.sum(np.ones(500_001 if wrong else 500_000))
-
-
-@mistake()
-def another_number_of_dimensions(p: Program, wrong: bool) -> Any:
-    return p.sum(np.ones((3, 1) if wrong else 3))
-
-
-@mistake()
-def another_operation(p: Program, wrong: bool) -> Any:
-    return p.step(lambda ctx: ctx.all_reduce("MEAN" if wrong else "SUM", np.ones(3)))
-
-
-@mistake()
-def a_tuple_for_a_list(p: Program, wrong: bool) -> Any:
-    return p.sum((np.ones(3),) if wrong else [np.ones(3)])
-
-
-@mistake()
-def other_keys(p: Program, wrong: bool) -> Any:
-    return p.sum({"a": 1.0, "c" if wrong else "b": 2.0})
-
-
-@mistake(RIGHT)
-def keys_in_another_order(p: Program, wrong: bool) -> Any:
-    return p.sum({"b": 2.0, "a": 1.0} if wrong else {"a": 1.0, "b": 2.0})["b"]
-
-
-@mistake()
-def other_bytes_per_pack(p: Program, wrong: bool) -> Any:
-    return p.sum(np.ones(3), options=ms.CommunicationOptions(bytes_per_pack=4096 if wrong else 8192))
-
-
-@mistake()
-def another_wire(p: Program, wrong: bool) -> Any:
-    return p.sum(np.ones(3), options=ms.CommunicationOptions(wire="bfloat16" if wrong else None))
-
-
-@mistake(RIGHT)
-def another_timeout(p: Program, wrong: bool) -> Any:
-    return p.sum(np.ones(3), options=ms.CommunicationOptions(timeout_seconds=70 if wrong else 80))
-
-
-@mistake()
-def another_name(p: Program, wrong: bool) -> Any:
-    return p.sum(np.ones(3), name="odd" if wrong else "even")
-
-
-@mistake()
-def a_name_on_one_rank_only(p: Program, wrong: bool) -> Any:
-    return p.sum(np.ones(3), name="odd" if wrong else None)
-
-
-@mistake(RIGHT)
-def out_on_one_rank_only(p: Program, wrong: bool) -> Any:
-    return p.sum(np.ones(100_000), out=np.empty(100_000) if wrong else None).sum()
-
-
-@mistake()
-def a_weight_on_one_rank_only(p: Program, wrong: bool) -> Any:
-    return p.step(lambda ctx: ctx.all_reduce("MEAN", np.ones(3), weight=2.0 if wrong else None))
+# ------------------------------------------------------------------------------------------------- as declared
 
 
 def another_argument(p: Program, wrong: bool, *, method: str, parameter: str) -> Any:
@@ -211,7 +148,7 @@ def another_collective(p: Program, wrong: bool, *, method: str) -> Any:
     return p.step(lambda ctx: called(method, ctx) if wrong else ctx.all_reduce("SUM", np.ones(3)))
 
 
-for _method in IN_STEPS:  # as they are declared
+for _method in IN_STEPS:
     if _method != "all_reduce":  # whose mistakes are written down above
         _words = _method.replace("_", " ")
         add(f"{_words} for an all reduce", partial(another_collective, method=_method))
@@ -220,50 +157,11 @@ for _method in IN_STEPS:  # as they are declared
             add(f"another {_parameter.replace('_', ' ')} of {_words}", made)
 
 
-@mistake()
-def none_on_one_rank_only(p: Program, wrong: bool) -> Any:
-    return p.sum([1.0, None if wrong else 2.0])
-
-
-@mistake()
-def another_axis_of_a_reduction(p: Program, wrong: bool) -> Any:
-    return p.strategy.reduce("SUM", np.ones((2, 2)), axis=1 if wrong else 0)
-
-
-@mistake()
-def another_destination(p: Program, wrong: bool) -> Any:
-    p.strategy.extended.reduce_to("SUM", np.ones(3), "task:1" if wrong else "task:0")
-
-
-@mistake()
-def another_destination_of_a_broadcast(p: Program, wrong: bool) -> Any:
-    p.strategy.extended.broadcast_to(np.ones(3), "task:1" if wrong else "task:0")
-
-
-@mistake()
-def a_string_among_the_leaves(p: Program, wrong: bool) -> Any:
-    return p.sum([1.0, "two" if wrong else 2.0])
-
-
 # ------------------------------------------------------------------------------------------------- arenas, async
 
 
-@mistake()
-def an_array_for_an_arena(p: Program, wrong: bool) -> Any:
-    arena = p.once("arena", lambda: p.strategy.arena([np.zeros(3)]))
-    arena.values[0][...] = 1
-    return p.sum(np.ones(3) if wrong else arena)
-
-
-@mistake()
-def an_arena_of_another_layout(p: Program, wrong: bool) -> Any:
-    return p.sum(p.strategy.arena([np.zeros(4 if wrong else 3)]))
-
-
-@mistake()
-def another_arena(p: Program, wrong: bool) -> Any:
-    arenas = p.once("arenas", lambda: [p.strategy.arena([np.zeros(3)]) for _ in range(2)])
-    return p.sum(arenas[1 if wrong else 0])
+def arenas(p: Program) -> Any:
+    return p.once("arenas", lambda: [p.strategy.arena([np.zeros(3)]) for _ in range(2)])
 
 
 @mistake(BY_DESIGN, "on one node the sum is made at the start; between nodes the array travels until `wait`")
@@ -312,20 +210,6 @@ def one_start_left_out(p: Program, wrong: bool) -> Any:
 
 
 @mistake()
-def an_error_before_the_call_that_is_caught(p: Program, wrong: bool) -> Any:
-    def step(ctx: Any) -> Any:
-        try:
-            if wrong:
-                raise ValueError("of this rank")
-            ctx.all_reduce("SUM", 1.0)
-        except ValueError:
-            pass
-        return ctx.all_reduce("SUM", np.ones(3))
-
-    return p.step(step)
-
-
-@mistake()
 def an_error_in_a_loop_that_is_caught(p: Program, wrong: bool) -> Any:
     def step(ctx: Any) -> Any:
         totals = []
@@ -357,11 +241,6 @@ def an_update_function_that_differs(p: Program, wrong: bool) -> Any:
     variable = p.variable()
     p.strategy.extended.update(variable, lambda v: v.assign(np.full(3, 7.0 if wrong else 1.0)))
     return variable.numpy().tolist()
-
-
-@mistake()
-def a_barrier_of_another_name(p: Program, wrong: bool) -> Any:
-    return p.strategy.barrier("odd" if wrong else "even")
 
 
 @mistake(RIGHT)

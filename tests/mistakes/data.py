@@ -7,13 +7,13 @@ from typing import Any
 import numpy as np
 
 import mpistrategy as ms
-from mistakes.matrix import BY_DESIGN, RIGHT, WARNS, Program, mistake
+from mistakes.matrix import BY_DESIGN, RIGHT, WARNS, Mistake, Program, add, mistake
 
 ROWS = np.arange(24.0).reshape(12, 2)
 
 
-def _through(p: Program, dataset: Any, *, reduces: bool = True, stop: int | None = None) -> Any:
-    distributed = p.strategy.experimental_distribute_dataset(dataset)
+def _through(p: Program, dataset: Any, *, reduces: bool = True, stop: int | None = None, **options: Any) -> Any:
+    distributed = p.strategy.experimental_distribute_dataset(dataset, **options)
     total = 0.0
     for number, batch in enumerate(distributed):
         if number == stop:
@@ -22,91 +22,55 @@ def _through(p: Program, dataset: Any, *, reduces: bool = True, stop: int | None
     return total if reduces else None
 
 
-@mistake()
-def a_longer_dataset(p: Program, wrong: bool) -> Any:
-    return _through(p, ms.Dataset.from_arrays(np.tile(ROWS, (1 + wrong, 1)), 4))
+def _rows(rows: Any = ROWS, batch_size: int = 4, **options: Any) -> ms.Dataset:
+    return ms.Dataset.from_arrays(rows, batch_size, **options)
 
 
-@mistake()
-def a_longer_list_of_batches(p: Program, wrong: bool) -> Any:
-    return _through(p, [ROWS[:4], ROWS[4:8], *([ROWS[8:]] if wrong else [])])
+def _generator(batches: int) -> Any:
+    return (ROWS[4 * n : 4 * n + 4] for n in range(batches))
 
 
-@mistake()
-def a_longer_dataset_without_a_reduction(p: Program, wrong: bool) -> Any:
-    return _through(p, ms.Dataset.from_arrays(np.tile(ROWS, (1 + wrong, 1)), 4), reduces=False)
-
-
-@mistake()
-def a_longer_generator(p: Program, wrong: bool) -> Any:
-    return _through(p, (ROWS[4 * n : 4 * n + 4] for n in range(3 if wrong else 2)))
-
-
-@mistake(BY_DESIGN, "a generator has no length, and its batches after the first are this rank's own")
-def a_longer_generator_without_a_reduction(p: Program, wrong: bool) -> Any:
-    return _through(p, (ROWS[4 * n : 4 * n + 4] for n in range(3 if wrong else 2)), reduces=False)
-
-
-@mistake()
-def a_shorter_dataset(p: Program, wrong: bool) -> Any:
-    return _through(p, ms.Dataset.from_arrays(ROWS[: 4 if wrong else 12], 4))
-
-
-@mistake(WARNS)
-def other_rows(p: Program, wrong: bool) -> Any:
-    _through(p, [ROWS[::-1][:4] if wrong else ROWS[:4]])
-
-
-@mistake()
-def other_rows_where_that_raises(p: Program, wrong: bool) -> Any:
-    batches = [ROWS[::-1][:4] if wrong else ROWS[:4]]
-    return [batch.sum() for batch in p.strategy.experimental_distribute_dataset(batches, check_batches="raise")]
-
-
-@mistake()
-def another_batch_size(p: Program, wrong: bool) -> Any:
-    return _through(p, ms.Dataset.from_arrays(ROWS, 6 if wrong else 4))
-
-
-@mistake()
-def another_seed(p: Program, wrong: bool) -> Any:
-    return _through(p, ms.Dataset.from_arrays(ROWS, 4, shuffle_seed=2 if wrong else 1))
-
-
-@mistake(WARNS)
-def other_data_of_the_same_shape(p: Program, wrong: bool) -> Any:
-    _through(p, ms.Dataset.from_arrays(ROWS + wrong, 4))
-
-
-@mistake()
-def batches_of_another_shape(p: Program, wrong: bool) -> Any:
-    return _through(p, [ROWS[:4, : 1 if wrong else 2]])
-
-
-@mistake()
-def more_epochs(p: Program, wrong: bool) -> Any:
-    return _through(p, ms.Dataset.from_arrays(ROWS, 4, epochs=3 if wrong else 2))
+REPORTED: dict[str, Mistake] = {
+    "a longer dataset": lambda p, wrong: _through(p, _rows(np.tile(ROWS, (1 + wrong, 1)))),
+    "a longer list of batches": lambda p, wrong: _through(p, [ROWS[:4], ROWS[4:8], ROWS[8:]][: 3 if wrong else 2]),
+    "a longer dataset without a reduction": lambda p, wrong: _through(
+        p, _rows(np.tile(ROWS, (1 + wrong, 1))), reduces=False
+    ),
+    "a longer generator": lambda p, wrong: _through(p, _generator(3 if wrong else 2)),
+    "a shorter dataset": lambda p, wrong: _through(p, _rows(ROWS[: 4 if wrong else 12])),
+    "other rows where that raises": lambda p, wrong: _through(
+        p, [ROWS[::-1][:4] if wrong else ROWS[:4]], reduces=False, check_batches="raise"
+    ),
+    "another batch size": lambda p, wrong: _through(p, _rows(batch_size=6 if wrong else 4)),
+    "another seed": lambda p, wrong: _through(p, _rows(shuffle_seed=2 if wrong else 1)),
+    "batches of another shape": lambda p, wrong: _through(p, [ROWS[:4, : 1 if wrong else 2]]),
+    "more epochs": lambda p, wrong: _through(p, _rows(epochs=3 if wrong else 2)),
+    "a break": lambda p, wrong: _through(p, _rows(), stop=1 if wrong else None),
+}
+WARNED: dict[str, Mistake] = {
+    "other rows": lambda p, wrong: _through(p, [ROWS[::-1][:4] if wrong else ROWS[:4]]) and None,
+    "other data of the same shape": lambda p, wrong: _through(p, _rows(ROWS + wrong)) and None,
+}
+for _table, _comes_to in ((REPORTED, "raises"), (WARNED, WARNS)):
+    for _name, _made in _table.items():
+        add(_name, _made, _comes_to)
+add(
+    "a longer generator without a reduction",
+    lambda p, wrong: _through(p, _generator(3 if wrong else 2), reduces=False),
+    BY_DESIGN,
+    "a generator has no length, and its batches after the first are this rank's own",
+)
+add(  # nothing is combined: each rank reads its own rows
+    "a break without a reduction",
+    lambda p, wrong: _through(p, _rows(), reduces=False, stop=1 if wrong else None),
+    RIGHT,
+)
 
 
 @mistake()
 def an_epoch_too_many(p: Program, wrong: bool) -> Any:
-    dataset = p.once("dataset", lambda: p.strategy.experimental_distribute_dataset(ms.Dataset.from_arrays(ROWS, 4)))
-    total = 0.0
-    for _ in range(3 if wrong else 2):
-        for batch in dataset:
-            total += float(p.sum(batch.sum()))
-    return total
-
-
-@mistake()
-def a_break(p: Program, wrong: bool) -> Any:
-    return _through(p, ms.Dataset.from_arrays(ROWS, 4), stop=1 if wrong else None)
-
-
-@mistake(RIGHT)
-def a_break_without_a_reduction(p: Program, wrong: bool) -> Any:
-    """Nothing is combined: each rank reads its own rows."""
-    return _through(p, ms.Dataset.from_arrays(ROWS, 4), reduces=False, stop=1 if wrong else None)
+    dataset = p.once("dataset", lambda: p.strategy.experimental_distribute_dataset(_rows()))
+    return [float(p.sum(batch.sum())) for _ in range(3 if wrong else 2) for batch in dataset]
 
 
 @mistake()
@@ -127,7 +91,5 @@ def an_input_function_that_yields_more(p: Program, wrong: bool) -> Any:
     def rows(_: Any) -> Any:
         return [ROWS[:2]] * (3 if wrong else 2)
 
-    total = 0.0
     for batch in p.strategy.distribute_datasets_from_function(rows):
-        total += float(p.sum(batch.sum()))
-    return None
+        p.sum(batch.sum())

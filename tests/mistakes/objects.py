@@ -2,70 +2,118 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 import mpistrategy as ms
-from mistakes.matrix import BY_DESIGN, RIGHT, RIGHT_AT_ONCE, ROLL_CALL, Program, mistake
+from mistakes.matrix import BY_DESIGN, RIGHT, RIGHT_AT_ONCE, ROLL_CALL, Mistake, Program, add, mistake
+
+
+def _new(p: Program, value: Any = 0.0, **more: Any) -> Any:
+    with p.strategy.scope():
+        return ms.Variable(np.zeros(3) + value, **{"aggregation": "SUM", **more}).numpy()
+
+
+def _variables(p: Program) -> tuple[Any, Any]:
+    return p.variable("weights"), p.variable("bias")
+
+
+def _in_order(objects: Iterable[Any], wrong: bool) -> list[Any]:
+    """Return objects in their order; of the rank that is wrong, the other way round."""
+    return list(objects)[:: -1 if wrong else 1]
+
+
+def _apply(p: Program, optimizer: Any, *pairs: Any) -> None:
+    p.step(lambda _: optimizer.apply_gradients(pairs))
+
+
+def _sgd(p: Program, name: str = "sgd", **more: Any) -> Any:
+    return p.once(f"optimizer {name}", lambda: ms.optimizers.SGD(0.5, **more))
+
+
+def _pair(p: Program, number: int = 0) -> tuple[Any, Any]:
+    """Return a gradient and a variable."""
+    return np.ones(3), _variables(p)[number]
+
+
+def _made_with(p: Program, **more: Any) -> None:
+    with p.strategy.scope():
+        optimizer = ms.optimizers.SGD(**{"learning_rate": 0.5, **more})
+    _apply(p, optimizer, _pair(p))
+
+
+def _strategy_with(**options: Any) -> None:
+    ms.MirroredStrategy(**options).close()
+
+
+def _saved(p: Program, name: str = "saved", **objects: Any) -> None:
+    ms.Checkpoint(**objects).save(p.folder / name, overwrite=True)
+
+
+def _by_name(objects: Iterable[Any]) -> dict[str, Any]:
+    return dict(zip("vw", objects, strict=True))
+
+
+#: Mistakes in one expression.
+REPORTED: dict[str, Mistake] = {
+    "a variable too many": lambda p, wrong: [_new(p, 1.0) for _ in range(1 + wrong)],
+    "variables in another order": lambda p, wrong: [
+        len(_new(p, np.zeros(shape))) for shape in _in_order(((1, 3), (2, 3)), wrong)
+    ],
+    "named variables in another order": lambda p, wrong: [
+        _new(p, name=name) for name in _in_order(("first", "second"), wrong)
+    ],
+    "another policy": lambda p, wrong: _new(p, aggregation="MEAN" if wrong else "SUM"),
+    "another synchronization": lambda p, wrong: _new(p, synchronization="ON_READ" if wrong else "ON_WRITE"),
+    "a variable of another dtype": lambda p, wrong: _new(p, np.zeros(3, np.complex128 if wrong else np.float64)),
+    "a variable of another shape": lambda p, wrong: _new(p, np.zeros((2 if wrong else 1, 3))),
+    "assignments swapped between two variables": lambda p, wrong: p.step(
+        lambda _: [variable.assign(np.ones(3)) for variable in _in_order(_variables(p), wrong)] and None
+    ),
+    "pairs in another order": lambda p, wrong: _apply(p, _sgd(p), *_in_order((_pair(p), _pair(p, 1)), wrong)),
+    "one variable missing": lambda p, wrong: _apply(p, _sgd(p), *[_pair(p), _pair(p, 1)][: 1 if wrong else 2]),
+    "another variable": lambda p, wrong: _apply(p, _sgd(p), _pair(p, 1 if wrong else 0)),
+    "another learning rate": lambda p, wrong: _made_with(p, learning_rate=0.25 if wrong else 0.5),
+    "another nonfinite": lambda p, wrong: _made_with(p, nonfinite="skip" if wrong else "raise"),
+    "another check every": lambda p, wrong: _made_with(p, mirrored_check_steps=2 if wrong else 3),
+    "another aggregation": lambda p, wrong: _made_with(p, aggregation="MEAN" if wrong else "SUM"),
+    "another global clipnorm": lambda p, wrong: _made_with(p, global_clipnorm=2.0 if wrong else 1.0),
+    "no gradient on one rank": lambda p, wrong: _apply(
+        p, _sgd(p), (None if wrong else np.ones(3), _variables(p)[0]), _pair(p, 1)
+    ),
+    "a strategy with another algorithm": lambda p, wrong: _strategy_with(
+        cross_device_ops=ms.ReductionToOneDevice() if wrong else ms.MpiAllReduce()
+    ),
+    "a strategy with other options": lambda p, wrong: _strategy_with(
+        communication_options=ms.CommunicationOptions(bytes_per_pack=4096 if wrong else 8192)
+    ),
+    "a strategy with another check level": lambda p, wrong: _strategy_with(check="off" if wrong else "always"),
+    "a strategy with other devices": lambda p, wrong: _strategy_with(devices="auto" if wrong else "cpu"),
+    "saved on one rank only": lambda p, wrong: [_saved(p, v=p.variable()) if wrong else None, p.sum(1.0)][1],
+    "saved under another name": lambda p, wrong: _saved(p, **{"w" if wrong else "v": p.variable()}),
+    "another object saved": lambda p, wrong: _saved(p, v=_in_order(_variables(p), wrong)[0]),
+    "the same objects swapped": lambda p, wrong: _saved(p, **_by_name(_in_order(_variables(p), wrong))),
+    "another folder": lambda p, wrong: _saved(p, "odd" if wrong else "even", v=p.variable()),
+    "assert mirrored of a subset": lambda p, wrong: p.strategy.assert_mirrored(
+        list(_variables(p))[: 1 if wrong else 2]
+    ),
+    "assert mirrored of swapped variables": lambda p, wrong: p.strategy.assert_mirrored(
+        _in_order(_variables(p), wrong)
+    ),
+}
+for _name, _made in REPORTED.items():
+    add(_name, _made)
+add(
+    "another seed of random numbers",
+    lambda p, wrong: [p.strategy.rng(4 if wrong else 3), p.sum(1.0)][1],
+    BY_DESIGN,
+    "a seed is this rank's own; a checkpoint of the streams is compared",
+)
+
 
 # ------------------------------------------------------------------------------------------------- variables
-
-
-def _new(p: Program, **more: Any) -> Any:
-    with p.strategy.scope():
-        return ms.Variable(more.pop("value", np.zeros(3)), **{"aggregation": "SUM", **more})
-
-
-@mistake()
-def a_variable_too_many(p: Program, wrong: bool) -> Any:
-    if wrong:
-        _new(p)
-    return _new(p, value=np.ones(3)).numpy()
-
-
-@mistake()
-def variables_in_another_order(p: Program, wrong: bool) -> Any:
-    shapes = ((2,), (3,))
-    return [_new(p, value=np.zeros(shape)).shape for shape in (reversed(shapes) if wrong else shapes)]
-
-
-@mistake()
-def named_variables_in_another_order(p: Program, wrong: bool) -> Any:
-    names = ("first", "second")
-    return len([_new(p, name=name) for name in (reversed(names) if wrong else names)])
-
-
-@mistake()
-def another_policy(p: Program, wrong: bool) -> Any:
-    return _new(p, aggregation="MEAN" if wrong else "SUM").numpy()
-
-
-@mistake()
-def another_synchronization(p: Program, wrong: bool) -> Any:
-    return _new(p, synchronization="ON_READ" if wrong else "ON_WRITE").numpy()
-
-
-@mistake()
-def a_variable_of_another_dtype(p: Program, wrong: bool) -> Any:
-    return _new(p, value=np.zeros(3, np.float32 if wrong else np.float64)).numpy()
-
-
-@mistake()
-def a_variable_of_another_shape(p: Program, wrong: bool) -> Any:
-    return _new(p, value=np.zeros(4 if wrong else 3)).numpy()
-
-
-@mistake()
-def assignments_swapped_between_two_variables(p: Program, wrong: bool) -> Any:
-    pair = p.variable("one"), p.variable("other")
-
-    def step(_: Any) -> Any:
-        for number, variable in enumerate(reversed(pair) if wrong else pair):
-            variable.assign(np.full(3, number + 1.0))
-
-    p.step(step)
-    return [variable.numpy() for variable in pair]
 
 
 @mistake(BY_DESIGN, "a write outside steps is this rank's own; assert_mirrored finds copies that differ")
@@ -73,7 +121,6 @@ def a_cross_replica_assign_on_one_rank_only(p: Program, wrong: bool) -> Any:
     variable = p.variable()
     with p.strategy.scope():
         variable.assign(np.full(3, 7.0 if wrong else 1.0))
-    return None
 
 
 @mistake(RIGHT)
@@ -89,170 +136,59 @@ def a_scatter_with_other_rows(p: Program, wrong: bool) -> Any:
 # ------------------------------------------------------------------------------------------------- optimizers
 
 
-def _apply(p: Program, optimizer: Any, pairs: Any) -> None:
-    p.step(lambda _: optimizer.apply_gradients(pairs))
-
-
-def _variables(p: Program) -> tuple[Any, Any]:
-    return p.variable("weights"), p.variable("bias")
-
-
-def _sgd(p: Program, name: str = "sgd", **more: Any) -> Any:
-    return p.once(f"optimizer {name}", lambda: ms.optimizers.SGD(0.5, **more))
-
-
-@mistake()
-def pairs_in_another_order(p: Program, wrong: bool) -> Any:
-    pairs = [(np.ones(3), variable) for variable in _variables(p)]
-    _apply(p, _sgd(p), pairs[::-1] if wrong else pairs)
-
-
-@mistake()
-def one_variable_missing(p: Program, wrong: bool) -> Any:
-    pairs = [(np.ones(3), variable) for variable in _variables(p)]
-    _apply(p, _sgd(p), pairs[:1] if wrong else pairs)
-
-
-@mistake()
-def another_variable(p: Program, wrong: bool) -> Any:
-    one, other = _variables(p)
-    _apply(p, _sgd(p), [(np.ones(3), other if wrong else one)])
-
-
 @mistake()
 def another_optimizer(p: Program, wrong: bool) -> Any:
-    adam = p.once("adam", lambda: ms.optimizers.Adam(0.5))
-    sgd = _sgd(p)
-    for optimizer in (adam, sgd):  # both have their slots and steps
+    both = [_sgd(p), p.once("adam", lambda: ms.optimizers.Adam(0.5))]
+    for optimizer in both:  # both have their slots and steps
         if optimizer.iterations is None:
-            _apply(p, optimizer, [(np.ones(3), _variables(p)[0])])
-    _apply(p, adam if wrong else sgd, [(np.ones(3), _variables(p)[0])])
-
-
-def _made_with(p: Program, **more: Any) -> None:
-    with p.strategy.scope():
-        optimizer = ms.optimizers.SGD(**{"learning_rate": 0.5, **more})
-    _apply(p, optimizer, [(np.ones(3), _variables(p)[0])])
-
-
-@mistake()
-def another_learning_rate(p: Program, wrong: bool) -> Any:
-    _made_with(p, learning_rate=0.25 if wrong else 0.5)
+            _apply(p, optimizer, _pair(p))
+    _apply(p, _in_order(both, wrong)[0], _pair(p))
 
 
 @mistake()
 def a_learning_rate_that_is_set_later(p: Program, wrong: bool) -> Any:
     optimizer = _sgd(p, "to be set")
     optimizer.learning_rate = 0.25 if wrong else 0.5
-    _apply(p, optimizer, [(np.ones(3), _variables(p)[0])])
-
-
-@mistake()
-def another_schedule(p: Program, wrong: bool) -> Any:
-    optimizer = _sgd(p, "scheduled")
-    for number in range(3):
-        optimizer.learning_rate = 0.5 / (1 + number * (2 if wrong else 1))
-        _apply(p, optimizer, [(np.ones(3), _variables(p)[0])])
-
-
-@mistake()
-def another_nonfinite(p: Program, wrong: bool) -> Any:
-    _made_with(p, nonfinite="skip" if wrong else "raise")
-
-
-@mistake()
-def another_check_every(p: Program, wrong: bool) -> Any:
-    _made_with(p, mirrored_check_steps=2 if wrong else 3)
-
-
-@mistake()
-def another_aggregation(p: Program, wrong: bool) -> Any:
-    _made_with(p, aggregation="MEAN" if wrong else "SUM")
-
-
-@mistake()
-def another_global_clipnorm(p: Program, wrong: bool) -> Any:
-    _made_with(p, global_clipnorm=2.0 if wrong else 1.0)
-
-
-@mistake()
-def no_gradient_on_one_rank(p: Program, wrong: bool) -> Any:
-    one, other = _variables(p)
-    _apply(p, _sgd(p), [(None if wrong else np.ones(3), one), (np.ones(3), other)])
+    _apply(p, optimizer, _pair(p))
 
 
 @mistake()
 def a_sparse_gradient_on_one_rank(p: Program, wrong: bool) -> Any:
     matrix = p.variable("matrix", (4, 3))
     sparse = ms.IndexedSlices(np.ones((1, 3)), np.array([0]), (4, 3))
-    _apply(p, _sgd(p), [(sparse if wrong else np.ones((4, 3)), matrix)])
+    _apply(p, _sgd(p), (sparse if wrong else np.ones((4, 3)), matrix))
 
 
 @mistake()
 def two_optimizers_in_another_order(p: Program, wrong: bool) -> Any:
     pairs = list(zip((_sgd(p, "one"), _sgd(p, "other")), _variables(p), strict=True))
-
-    def step(_: Any) -> None:
-        for optimizer, variable in pairs[:: -1 if wrong else 1]:
-            optimizer.apply_gradients([(np.ones(3), variable)])
-
-    p.step(step)
+    p.step(lambda _: [o.apply_gradients([(np.ones(3), variable)]) for o, variable in _in_order(pairs, wrong)] and None)
 
 
 @mistake()
 def one_step_more(p: Program, wrong: bool) -> Any:
     for _ in range(3 if wrong else 2):
-        _apply(p, _sgd(p), [(np.ones(3), _variables(p)[0])])
+        _apply(p, _sgd(p), _pair(p))
 
 
-def _buckets(p: Program) -> Any:
+def _by_buckets(p: Program, order: tuple[int, ...] = (1, 0), *, tells: bool = True) -> Any:
     optimizer = _sgd(p, "buckets")
-    return optimizer, p.once("buckets", lambda: optimizer.gradient_buckets(_variables(p), bytes_per_bucket=8))
-
-
-@mistake(RIGHT)
-def buckets_in_another_order(p: Program, wrong: bool) -> Any:
-    """They are reduced in one order, whichever is ready first."""
-
-    optimizer, buckets = _buckets(p)
+    buckets = p.once("buckets", lambda: optimizer.gradient_buckets(_variables(p), bytes_per_bucket=8))
 
     def step(_: Any) -> None:
-        for number in (0, 1) if wrong else (1, 0):
+        for number in order:
             buckets.values[number][...] = 1
-            buckets.ready(number)
-        optimizer.apply_gradients(buckets)
-
-    p.step(step)
-
-
-@mistake(RIGHT_AT_ONCE)
-def a_bucket_that_is_not_said_to_be_ready(p: Program, wrong: bool) -> Any:
-    optimizer, buckets = _buckets(p)
-
-    def step(_: Any) -> None:
-        for number in (1, 0):
-            buckets.values[number][...] = 1
-            if not wrong:
+            if tells:
                 buckets.ready(number)
         optimizer.apply_gradients(buckets)
 
     p.step(step)
 
 
-@mistake()
-def gradients_in_place_of_buckets(p: Program, wrong: bool) -> Any:
-    optimizer, buckets = _buckets(p)
-    if wrong:
-        _apply(p, optimizer, [(np.ones(3), _variables(p)[0])])
-        return
-
-    def step(_: Any) -> None:
-        for number in (1, 0):
-            buckets.values[number][...] = 1
-            buckets.ready(number)
-        optimizer.apply_gradients(buckets)
-
-    p.step(step)
+#: They are reduced in one order, whichever is ready first.
+add("buckets in another order", lambda p, wrong: _by_buckets(p, (0, 1) if wrong else (1, 0)), RIGHT)
+add("a bucket that is not said to be ready", lambda p, wrong: _by_buckets(p, tells=not wrong), RIGHT_AT_ONCE)
+add("gradients in place of buckets", lambda p, wrong: _apply(p, _sgd(p), _pair(p)) if wrong else _by_buckets(p))
 
 
 @mistake()
@@ -261,33 +197,30 @@ def an_accumulator_with_other_steps(p: Program, wrong: bool) -> Any:
     for _ in range(4):
         gradients = accumulator.add([np.ones(3)])
         if gradients is not None:
-            _apply(p, _sgd(p), [(gradients[0], _variables(p)[0])])
+            _apply(p, _sgd(p), (gradients[0], _variables(p)[0]))
 
 
 # ------------------------------------------------------------------------------------------------- metrics, ON_READ
 
 
+def _metrics(p: Program) -> tuple[Any, Any]:
+    pair = p.once("metrics", lambda: (ms.metrics.Mean("one"), ms.metrics.Mean("other")))
+    for metric in pair:
+        p.step(lambda _, metric=metric: metric.update_state(1.0))  # type: ignore[misc]
+    return pair
+
+
 @mistake()
 def a_metric_read_on_one_rank_only(p: Program, wrong: bool) -> Any:
-    mean = p.once("mean", ms.metrics.Mean)
-    p.step(lambda _: mean.update_state(1.0))
+    mean, _ = _metrics(p)
     if wrong:
         mean.result()
     return p.sum(1.0)
 
 
-@mistake()
-def two_metrics_read_in_another_order(p: Program, wrong: bool) -> Any:
-    pair = p.once("metrics", lambda: (ms.metrics.Mean("one"), ms.metrics.Mean("other")))
-    for metric in pair:
-        p.step(lambda _, metric=metric: metric.update_state(1.0))  # type: ignore[misc]
-    return [metric.result() for metric in (reversed(pair) if wrong else pair)]
-
-
 @mistake(RIGHT)
 def a_metric_printed_on_one_rank_only(p: Program, wrong: bool) -> Any:
-    mean = p.once("mean", ms.metrics.Mean)
-    p.step(lambda _: mean.update_state(1.0))
+    mean, _ = _metrics(p)
     if wrong:
         repr(mean)
         repr(mean.variables)
@@ -296,13 +229,14 @@ def a_metric_printed_on_one_rank_only(p: Program, wrong: bool) -> Any:
 
 @mistake()
 def an_on_read_variable_read_on_one_rank_only(p: Program, wrong: bool) -> Any:
-    total = p.once(
-        "total", lambda: ms.Variable(0.0, synchronization="ON_READ", aggregation="SUM", trainable=False, name="total")
-    )
+    total = p.once("total", lambda: ms.Variable(0.0, synchronization="ON_READ", aggregation="SUM", name="total"))
     with p.strategy.scope():
         if wrong:
             float(total)
     return p.sum(1.0)
+
+
+add("two metrics read in another order", lambda p, wrong: [each.result() for each in _in_order(_metrics(p), wrong)])
 
 
 # ------------------------------------------------------------------------------------------------- strategies
@@ -321,8 +255,7 @@ def a_strategy_closed_on_one_rank_first(p: Program, wrong: bool) -> Any:
 @mistake(ROLL_CALL)
 def two_strategies_in_another_order(p: Program, wrong: bool) -> Any:
     other = p.made["other"] = p.made.get("other") or ms.MirroredStrategy()
-    pair = (p.strategy, other)
-    return [strategy.reduce("SUM", 1.0) for strategy in (reversed(pair) if wrong else pair)]
+    return [strategy.reduce("SUM", 1.0) for strategy in _in_order((p.strategy, other), wrong)]
 
 
 @mistake(ROLL_CALL)
@@ -330,28 +263,6 @@ def a_strategy_too_many(p: Program, wrong: bool) -> Any:
     if wrong:
         ms.MirroredStrategy()
     return p.sum(1.0)
-
-
-@mistake()
-def a_strategy_with_another_algorithm(p: Program, wrong: bool) -> Any:
-    algorithm: Any = ms.ReductionToOneDevice() if wrong else ms.MpiAllReduce()
-    ms.MirroredStrategy(cross_device_ops=algorithm).close()
-
-
-@mistake()
-def a_strategy_with_other_options(p: Program, wrong: bool) -> Any:
-    options = ms.CommunicationOptions(bytes_per_pack=4096 if wrong else 8192)
-    ms.MirroredStrategy(communication_options=options).close()
-
-
-@mistake()
-def a_strategy_with_another_check_level(p: Program, wrong: bool) -> Any:
-    ms.MirroredStrategy(check="off" if wrong else "always").close()
-
-
-@mistake()
-def a_strategy_with_other_devices(p: Program, wrong: bool) -> Any:
-    ms.MirroredStrategy(devices="auto" if wrong else "cpu").close()
 
 
 @mistake(BY_DESIGN, "random numbers are this rank's own; a checkpoint, and what is made of them, is compared")
@@ -362,54 +273,13 @@ def random_numbers_drawn_on_one_rank_only(p: Program, wrong: bool) -> Any:
     return p.sum(1.0)
 
 
-@mistake(BY_DESIGN, "a seed is this rank's own; a checkpoint of the streams is compared")
-def another_seed_of_random_numbers(p: Program, wrong: bool) -> Any:
-    p.strategy.rng(4 if wrong else 3)
-    return p.sum(1.0)
-
-
 # ------------------------------------------------------------------------------------------------- checkpoints
-
-
-def _saved(p: Program, name: str = "saved", **objects: Any) -> None:
-    ms.Checkpoint(**objects).save(p.folder / name, overwrite=True)
-
-
-@mistake()
-def saved_on_one_rank_only(p: Program, wrong: bool) -> Any:
-    variable = p.variable()
-    if wrong:
-        _saved(p, v=variable)
-    return p.sum(1.0)
-
-
-@mistake()
-def saved_under_another_name(p: Program, wrong: bool) -> Any:
-    variable = p.variable()
-    ms.Checkpoint(**{"w" if wrong else "v": variable}).save(p.folder / "saved", overwrite=True)
-
-
-@mistake()
-def another_object_saved(p: Program, wrong: bool) -> Any:
-    one, other = _variables(p)
-    _saved(p, v=other if wrong else one)
-
-
-@mistake()
-def the_same_objects_swapped(p: Program, wrong: bool) -> Any:
-    one, other = _variables(p)
-    if wrong:
-        _saved(p, v=other, w=one)
-    else:
-        _saved(p, v=one, w=other)
 
 
 @mistake()
 def a_restored_object_swapped(p: Program, wrong: bool) -> Any:
-    one, other = _variables(p)
-    _saved(p, v=one, w=other)
-    checkpoint = ms.Checkpoint(v=other, w=one) if wrong else ms.Checkpoint(v=one, w=other)
-    checkpoint.restore(p.folder / "saved")
+    _saved(p, **_by_name(_variables(p)))
+    ms.Checkpoint(**_by_name(_in_order(_variables(p), wrong))).restore(p.folder / "saved")
 
 
 @mistake(RIGHT)
@@ -420,25 +290,7 @@ def another_plain_value(p: Program, wrong: bool) -> Any:
 
 
 @mistake()
-def another_folder(p: Program, wrong: bool) -> Any:
-    _saved(p, "odd" if wrong else "even", v=p.variable())
-
-
-@mistake()
 def another_step_of_a_manager(p: Program, wrong: bool) -> Any:
     manager = p.once("manager", lambda: ms.CheckpointManager(ms.Checkpoint(v=p.variable()), p.folder / "steps"))
     p.made["step"] = p.made.get("step", 0) + 1
     manager.save(p.made["step"] + 100 * wrong)
-
-
-# ------------------------------------------------------------------------------------------------- checks
-
-
-@mistake()
-def assert_mirrored_of_a_subset(p: Program, wrong: bool) -> Any:
-    p.strategy.assert_mirrored(list(_variables(p))[: 1 if wrong else 2])
-
-
-@mistake()
-def assert_mirrored_of_swapped_variables(p: Program, wrong: bool) -> Any:
-    p.strategy.assert_mirrored(list(_variables(p))[:: -1 if wrong else 1])

@@ -10,23 +10,36 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import BFLOAT16, DTYPES, RANK, RANKS, SIZE, outcomes, part_of, same_everywhere, still_works, value_of
+from replicas import (
+    BFLOAT16,
+    DTYPES,
+    RANK,
+    RANKS,
+    SIZE,
+    context,
+    outcomes,
+    part_of,
+    same_everywhere,
+    still_works,
+    value_of,
+)
 
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import mean_dtype
 
 pytestmark = pytest.mark.mpi
+WAYS = ("all_reduce", "reduce", "out", "some ranks are looked at each time")
 
 
-@pytest.fixture(params=["all_reduce", "reduce"])
-def weighted_mean(strategy: ms.Strategy, request: pytest.FixtureRequest) -> Any:
-    """A function (value, weight, op): the two ways to ask for the same thing."""
-    if request.param == "reduce":
-        return lambda value, weight, op="MEAN": strategy.reduce(op, value, weight=weight)
-    return lambda value, weight, op="MEAN": strategy.run(
-        lambda: ms.get_replica_context().all_reduce(op, value, weight=weight)
-    )
+def weighted(strategy: ms.Strategy, way: str, value: Any, weight: Any, op: str = "MEAN") -> Any:
+    """Return a weighted mean, asked for in one of the ways."""
+    if way == "reduce":
+        return strategy.reduce(op, value, weight=weight)
+    is_array = isinstance(value, np.ndarray)
+    out = np.empty(value.shape, mean_dtype(value.dtype)) if way == "out" and is_array else None
+    mine = ms.PerReplica((value,)) if way.startswith("some") and is_array and RANK % 2 else value
+    return strategy.run(lambda: context().all_reduce(op, mine, weight=weight, out=out))
 
 
 @settings(max_examples=part_of(50))
@@ -34,24 +47,18 @@ def weighted_mean(strategy: ms.Strategy, request: pytest.FixtureRequest) -> Any:
     rows=st.lists(st.integers(0, 9), min_size=4, max_size=4),
     columns=st.integers(0, 5),
     seed=st.integers(0, 100),
-    in_step=st.booleans(),
+    way=st.sampled_from(WAYS[:2]),
 )
 def test_means_of_uneven_parts_are_the_mean_of_the_whole(
-    strategy: ms.Strategy, rows: list[int], columns: int, seed: int, in_step: bool
+    strategy: ms.Strategy, rows: list[int], columns: int, seed: int, way: str
 ) -> None:
     """A rank without rows has the mean NaN and the weight 0."""
     parts = [np.random.default_rng([seed, r]).integers(-1000, 1000, (rows[r], columns)) / 8 for r in RANKS]
-    mine = parts[RANK]
+    mine, whole = parts[RANK], np.concatenate(parts)
     with np.errstate(all="ignore"):
-        means = [p.sum(axis=0) / np.float64(len(p)) for p in parts]
-    value = {"columns": means[RANK], "first": means[RANK][:1]}
-
-    def ask() -> Any:
-        return ms.get_replica_context().all_reduce("MEAN", value, weight=len(mine))
-
-    found = strategy.run(ask) if in_step else strategy.reduce("MEAN", value, weight=len(mine))
+        mean = mine.sum(axis=0) / np.float64(len(mine))
+    found = weighted(strategy, way, {"columns": mean, "first": mean[:1]}, len(mine))
     assert same_everywhere(found)
-    whole = np.concatenate(parts)
     if len(whole):
         np.testing.assert_allclose(found["columns"], whole.mean(axis=0), rtol=1e-13, atol=1e-13)
         np.testing.assert_array_equal(found["first"], found["columns"][:1])
@@ -61,64 +68,66 @@ def test_means_of_uneven_parts_are_the_mean_of_the_whole(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype(weighted_mean: Any, dtype: Any) -> None:
-    """Equal weights give the mean, in its dtype; the sum of weighted values is taken in floating point."""
+@pytest.mark.parametrize("way", WAYS)
+def test_equal_weights_give_the_mean_in_its_dtype(strategy: ms.Strategy, way: str, dtype: Any) -> None:
+    """The sum of weighted values is taken in floating point."""
     small = [(value_of(rank, "int8", (3, 2)).astype(np.int64) % 50).astype(dtype) for rank in RANKS]
-    found = weighted_mean(small[RANK], 2)
-    assert found.dtype == mean_dtype(np.dtype(dtype))
-    assert found.shape == (3, 2)
-    wide = np.clongdouble if np.dtype(dtype).kind == "c" else np.longdouble
-    right = np.sum([a.astype(np.float64 if dtype == BFLOAT16 else wide) for a in small], axis=0) / SIZE
-    coarse = 2.0**-8 if np.dtype(dtype).itemsize == 2 else 1e-6
-    np.testing.assert_allclose(found.astype(np.complex128), right.astype(np.complex128), rtol=coarse)
+    mine = small[RANK].copy()
+    found = weighted(strategy, way, mine, 2)
+    assert (found.dtype, found.shape) == (mean_dtype(dtype), (3, 2))
+    right = np.sum([array.astype(np.complex128) for array in small], axis=0) / SIZE
+    np.testing.assert_allclose(found.astype(np.complex128), right, rtol=2.0**-8 if dtype.itemsize == 2 else 1e-6)
+    np.testing.assert_array_equal(mine, small[RANK])
     assert same_everywhere(found)
 
 
-def test_the_weight_may_be_any_real_number(weighted_mean: Any) -> None:
+@pytest.mark.parametrize("way", WAYS)
+def test_the_weight_may_be_any_real_number(strategy: ms.Strategy, way: str) -> None:
     right = sum((r + 1) * r for r in RANKS) / sum(r + 1 for r in RANKS)
     for weight in (RANK + 1, float(RANK + 1), np.int8(RANK + 1), np.float32(RANK + 1), np.array(RANK + 1.0)):
-        assert float(weighted_mean(float(RANK), weight)) == pytest.approx(right, rel=1e-14)
-    assert type(weighted_mean(np.float32(1), 1)) is np.float32
+        assert float(weighted(strategy, way, float(RANK), weight)) == pytest.approx(right, rel=1e-14)
+    assert type(weighted(strategy, way, np.float32(1), 1)) is np.float32
 
 
-def test_what_weighs_nothing_says_nothing(weighted_mean: Any) -> None:
-    """NaN and infinity times 0 would be NaN."""
-    first = RANK == 0
-    value = np.array([2.0, 4.0]) if first else np.array([np.nan, np.inf])
-    np.testing.assert_array_equal(weighted_mean(value, 3 if first else 0), [2.0, 4.0])
-    assert np.isnan(weighted_mean(np.float64(RANK), 0))
-    assert np.isnan(weighted_mean({"ints": np.arange(3)}, 0.0)["ints"]).all()
+LARGEST = np.array([np.finfo(np.float32).max, np.finfo(np.float32).tiny], np.float32)
+FIRST = RANK == 0
+#: This rank's value and weight, and the mean: NaN and infinity times 0 would be NaN; a weight of 1e-40 is a number of
+#: float32 with five digits.
+LIMITS: dict[str, tuple[Any, float, Any]] = {
+    "what weighs nothing says nothing": (np.array([2.0, 4] if FIRST else [np.nan, np.inf]), 3 * FIRST, [2.0, 4.0]),
+    "nobody weighs anything": (np.full(2, RANK), 0.0, [np.nan] * 2),
+    "fits": (np.full(2, 60000, np.float16), 1000 + RANK, [60000.0] * 2),
+    "small weight": (np.full(3, 0 if FIRST else 1e30, np.float32), 1.0 if FIRST else 1e-40, [(SIZE - 1) * 1e-10] * 3),
+    "largest numbers": (LARGEST, 3 + 2 * RANK, LARGEST),
+}
 
 
-def test_a_weighted_mean_that_fits_does_not_overflow(weighted_mean: Any) -> None:
-    value = np.full(2, 60000, np.float16)
-    np.testing.assert_array_equal(weighted_mean(value, 1000 + RANK), value)
+@pytest.mark.parametrize("case", LIMITS)
+@pytest.mark.parametrize("way", WAYS)
+def test_numbers_at_their_limits(strategy: ms.Strategy, way: str, case: str) -> None:
+    value, weight, right = LIMITS[case]
+    np.testing.assert_allclose(weighted(strategy, way, value, weight), right, rtol=3e-7)
 
 
 EXTREME_WEIGHTS = [0, 5e-324, 1e-310, 1e-46, 1e-40, 1e-7, 0.1, 1, 3, 1e7, 1e38, 1e39, 3e300, 1.7e308]
 
 
-@settings(max_examples=part_of(90))
+@settings(max_examples=part_of(120))
 @given(
     weights=st.lists(st.sampled_from(EXTREME_WEIGHTS), min_size=4, max_size=4),
     scale=st.sampled_from([1.0, 1e-30, 1e30, 3e38]),
     dtype=st.sampled_from(["int8", "float16", BFLOAT16, "float32", "float64", "complex64"]),
     seed=st.integers(0, 9),
-    in_step=st.booleans(),
+    way=st.sampled_from(WAYS),
 )
 def test_weights_of_any_magnitude(
-    strategy: ms.Strategy, weights: list[float], scale: float, dtype: Any, seed: int, in_step: bool
+    strategy: ms.Strategy, weights: list[float], scale: float, dtype: Any, seed: int, way: str
 ) -> None:
     """They may be larger and smaller than a number of the dtype, and their sum larger than any; nothing warns."""
     dtype, weights = np.dtype(dtype), weights[:SIZE]
-    scale = scale if dtype in (np.float32, np.float64, np.complex64) else 1.0
+    scale = {"int8": 100.0, "float16": 1.0, "bfloat16": 1.0}.get(dtype.name, scale)
     parts = [(np.random.default_rng([seed, r]).uniform(-1, 1, 5) * scale).astype(dtype) for r in RANKS]
-    mine, weight = parts[RANK], weights[RANK]
-
-    def ask() -> Any:
-        return ms.get_replica_context().all_reduce("MEAN", mine, weight=weight)
-
-    found = strategy.run(ask) if in_step else strategy.reduce("MEAN", mine, weight=weight)
+    found = weighted(strategy, way, parts[RANK], weights[RANK])
     assert found.dtype == mean_dtype(dtype)
     assert same_everywhere(found)
     if not any(weights):
@@ -133,63 +142,32 @@ def test_weights_of_any_magnitude(
     assert (np.abs(found.astype(wide) - np.sum(terms, axis=0)) <= bound).all()
 
 
-def test_a_small_weight_keeps_its_digits(weighted_mean: Any) -> None:
-    """A weight of 1e-40 is a number of float32 with five digits; its product with 1e30 has all."""
-    first = RANK == 0
-    value = np.full(3, 0 if first else 1e30, np.float32)
-    found = weighted_mean(value, 1.0 if first else 1e-40)
-    np.testing.assert_allclose(found, np.full(3, (SIZE - 1) * 1e-10, np.float32), rtol=3e-7)
-
-
-def test_a_weighted_mean_of_the_largest_numbers(weighted_mean: Any) -> None:
-    value = np.array([np.finfo(np.float32).max, np.finfo(np.float32).tiny], np.float32)
-    np.testing.assert_allclose(weighted_mean(value, 3 + 2 * RANK), value, rtol=3e-7)
-
-
-def test_inputs_are_not_changed(weighted_mean: Any) -> None:
-    value = np.full((2, 3), RANK, np.float64)
-    weighted_mean(value, 7)
-    np.testing.assert_array_equal(value, np.full((2, 3), RANK))
-
-
-BAD_WEIGHTS: dict[str, tuple[Any, type[Exception]]] = {
-    "negative": (-1, errors.OptionError),
-    "nan": (float("nan"), errors.OptionError),
-    "infinite": (np.inf, errors.OptionError),
-    "text": ("3", errors.OptionTypeError),
-    "bool": (True, errors.OptionTypeError),
-    "array": (np.ones(2), errors.OptionTypeError),
-    "complex": (1j, errors.OptionTypeError),
-    "ragged": ([[1], [1, 2]], errors.OptionTypeError),
-    "none on some ranks": (None, errors.CollectiveMismatchError),
+ONES, SLICES = np.ones(2), ms.IndexedSlices(np.ones((1, 2)), [0], (3, 2))
+BAD: dict[str, tuple[Any, Any, str, type[Exception]]] = {
+    "negative": (ONES, -1, "MEAN", errors.OptionError),
+    "nan": (ONES, float("nan"), "MEAN", errors.OptionError),
+    "infinite": (ONES, np.inf, "MEAN", errors.OptionError),
+    "text": (ONES, "3", "MEAN", errors.OptionTypeError),
+    "bool": (ONES, True, "MEAN", errors.OptionTypeError),
+    "array": (ONES, np.ones(2), "MEAN", errors.OptionTypeError),
+    "complex": (ONES, 1j, "MEAN", errors.OptionTypeError),
+    "ragged": (ONES, [[1], [1, 2]], "MEAN", errors.OptionTypeError),
+    **{op: (ONES, 1, op, errors.OptionError) for op in ("SUM", "MIN", "MAX", "PROD")},
+    "slices": (SLICES, 1, "MEAN", errors.UnsupportedError),
 }
 
 
-@pytest.mark.parametrize("what", BAD_WEIGHTS)
+@pytest.mark.parametrize("what", BAD)
 @pytest.mark.parametrize("where", ["everywhere", "last rank"])
-def test_a_bad_weight_raises_on_every_rank(strategy: ms.Strategy, weighted_mean: Any, what: str, where: str) -> None:
-    weight, kind = BAD_WEIGHTS[what]
-    if weight is None and (where == "everywhere" or SIZE == 1):
-        pytest.skip("no weight at all is right")
-    ended = outcomes(weighted_mean, np.ones(2), weight if where == "everywhere" or RANK == SIZE - 1 else 1)
+@pytest.mark.parametrize("way", WAYS[:2])
+def test_a_bad_weight_raises_on_every_rank(strategy: ms.Strategy, way: str, what: str, where: str) -> None:
+    bad, kind = BAD[what][:3], BAD[what][3]
+    ended = outcomes(weighted, strategy, way, *(bad if where == "everywhere" or RANK == SIZE - 1 else (ONES, 1)))
     assert [one.error for one in ended] == [kind] * SIZE, ended
-    assert still_works(strategy)
-
-
-@pytest.mark.parametrize("op", ["SUM", "MIN", "MAX", "PROD"])
-def test_only_a_mean_has_weights(strategy: ms.Strategy, weighted_mean: Any, op: str) -> None:
-    assert {one.error for one in outcomes(weighted_mean, np.ones(2), 1, op)} == {errors.OptionError}
-    assert still_works(strategy)
-
-
-def test_with_an_axis_rows_are_the_weights(strategy: ms.Strategy) -> None:
-    ended = outcomes(lambda: strategy.reduce("MEAN", np.ones((2, 2)), axis=0, weight=1))
-    assert {one.error for one in ended} == {errors.OptionError}
-
-
-def test_sparse_values_have_no_weights(strategy: ms.Strategy, weighted_mean: Any) -> None:
-    slices = ms.IndexedSlices(np.ones((1, 2)), [0], (3, 2))
-    assert {one.error for one in outcomes(weighted_mean, slices, 1)} == {errors.UnsupportedError}
+    ended = outcomes(weighted, strategy, way, ONES, None if RANK == SIZE - 1 else 1)
+    assert {one.error for one in ended} == {errors.CollectiveMismatchError if SIZE > 1 else None}
+    with pytest.raises(errors.OptionError, match="axis"):  # there rows are the weights
+        strategy.reduce("MEAN", np.ones((2, 2)), axis=0, weight=1)
     assert still_works(strategy)
 
 

@@ -15,7 +15,7 @@ import mpistrategy as ms
 
 pytestmark = pytest.mark.one_rank
 
-#: Folders that need a library of the same name; scripts/test_frameworks has both.
+#: Folders that need a library of the same name; `scripts/test --frameworks` has both.
 ABSENT = tuple(f"mpistrategy.{name}" for name in ("jax", "torch") if importlib.util.find_spec(name) is None)
 MODULES = [
     "mpistrategy",

@@ -1,6 +1,6 @@
 """The mutation matrix: what one rank does wrong raises on all ranks at that call; a sample of it, in jobs of their own.
 
-`scripts/soak mistakes` makes all of them, on the first and the last of some ranks, at first and after good rounds.
+`scripts/soak matrix` makes all of them, on the first and the last of some ranks, at first and after good rounds.
 """
 
 from __future__ import annotations

@@ -2,33 +2,23 @@
 
 Plain MPI mixes two swapped sums, reads integers as floats, or waits for ever.  The matrix makes one mistake at a time
 in a program of a few calls (see `mutations`), with every collective where it can be made; then come random ones in
-random programs, and real jobs in which one rank ends.  The counts are printed; the time limit would end a hang.
+random programs.  The time limit would end a hang.
 """
 
 from __future__ import annotations
 
-import os
-import re
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
-import launching
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mutations import CLOSING, FILE, KINDS, PLACES, Call, Stage, call, changed, judged
-from replicas import RANKS, SIZE, OnNodes, still_works
+from mutations import CLOSING, KINDS, PLACES, Call, Stage, call, changed, judged
+from replicas import ALL, RANKS, SIZE, OnNodes, still_works
 
 import mpistrategy as ms
 
 several = pytest.mark.mpi(min_size=2)
-#: MPISTRATEGY_TEST_ALL=1 asks for all.
-ALL = bool(os.environ.get("MPISTRATEGY_TEST_ALL"))
-RANDOM = 500 if ALL else 40
-
 STAGES: dict[str, Callable[[], ms.Strategy]] = {
     "one node": lambda: ms.MirroredStrategy(check="always"),
     "two nodes": lambda: OnNodes([2 * rank // SIZE for rank in RANKS], ms.MpiAllReduce()),
@@ -41,21 +31,6 @@ def stages() -> Iterator[dict[str, Stage]]:
     yield made
     for stage in made.values():
         stage.close()
-
-
-@pytest.fixture(scope="module")
-def counts(request: pytest.FixtureRequest) -> Iterator[Counter[tuple[str, str]]]:
-    """What came of how many mistakes, by what was tried; printed at the end."""
-    found: Counter[tuple[str, str]] = Counter()
-    yield found
-    lines = []
-    for tried in dict.fromkeys(tried for tried, _ in found):
-        of = {kind: number for (what, kind), number in found.items() if what == tried}
-        reported, silent = of.get("reported", 0) + of.get("refused", 0), of.get("silent", 0)
-        lines.append(f"mutations: {sum(of.values())} {tried}: {reported} reported, {silent} silent, 0 hung")
-    with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-        writer = request.config.get_terminal_writer()
-        writer.line("\n" + "\n".join(lines))
 
 
 # ------------------------------------------------------------------------------------------ one of each, everywhere
@@ -129,14 +104,11 @@ CASES = [
 @several
 @pytest.mark.parametrize("place", STAGES)
 @pytest.mark.parametrize(("mistake", "kind"), CASES)
-def test_a_mistake_is_reported(
-    stages: dict[str, Stage], counts: Counter[tuple[str, str]], mistake: str, kind: str, place: str
-) -> None:
+def test_a_mistake_is_reported(stages: dict[str, Stage], mistake: str, kind: str, place: str) -> None:
     for number, (program, odd_program) in enumerate(MISTAKES[mistake](call(kind))):
         for odd in {0, SIZE - 1} if ALL else {(0, SIZE - 1)[number % 2]}:
-            verdict = judged(stages[place], program, odd_program, odd)
-            counts[f"times {mistake} on {SIZE} ranks", verdict.kind] += 1
-            assert not verdict.faults, f"{program}\n{odd_program} on rank {odd}\n" + "\n".join(verdict.faults)
+            faults = judged(stages[place], program, odd_program, odd)
+            assert not faults, f"{program}\n{odd_program} on rank {odd}\n" + "\n".join(faults)
     assert still_works(stages[place].strategy)
 
 
@@ -187,18 +159,14 @@ def mutations(draw: st.DrawFn) -> tuple[str, list[Call], list[Call], int]:
 
 @several
 @pytest.mark.timeout(1800 if ALL else 120)
-@settings(max_examples=RANDOM)
+@settings(max_examples=500 if ALL else 40)
 @given(mutation=mutations(), place=st.sampled_from(sorted(STAGES)))
 def test_random_mistakes_in_random_programs_are_reported(
-    stages: dict[str, Stage],
-    counts: Counter[tuple[str, str]],
-    mutation: tuple[str, list[Call], list[Call], int],
-    place: str,
+    stages: dict[str, Stage], mutation: tuple[str, list[Call], list[Call], int], place: str
 ) -> None:
     what, program, odd_program, odd = mutation
-    verdict = judged(stages[place], program, odd_program, odd)
-    counts[f"random mismatches on {SIZE} ranks", verdict.kind] += 1
-    assert not verdict.faults, "\n".join([what, *verdict.faults])
+    faults = judged(stages[place], program, odd_program, odd)
+    assert not faults, "\n".join([what, *faults])
     assert still_works(stages[place].strategy)
 
 
@@ -209,60 +177,3 @@ def test_the_same_program_everywhere_is_no_mistake(stages: dict[str, Stage]) -> 
         program = [call(kind, place=place) for kind in KINDS for place in range(PLACES)]
         ending = stage.run([*program, Call(CLOSING)])
         assert (ending.step, ending.error, ending.wrong) == (len(program) + 1, "", [])
-
-
-# ------------------------------------------------------------------------------------------ one rank ends
-
-JOB = """
-import os, signal, sys, time
-sys.path[:0] = {tests!r}
-import mpistrategy as ms
-from mutations import Stage, call
-from replicas import RANK
-
-stage = Stage(ms.MirroredStrategy())
-program = [call({kind!r})]
-assert not stage.run(program).error
-if RANK == 1:
-    with open(os.environ["WHEN"], "w") as file:
-        file.write(repr(time.time()))
-    {end}
-else:
-    raise RuntimeError(stage.run(program).text)
-"""
-# What the rank does, the job's status (None: any but 0), what its output must hold.
-ENDS: dict[str, tuple[str, int | None, str]] = {
-    "raises": ('raise ValueError("the reason")', 1, r"\[rank 1/3\] ValueError: the reason"),
-    "exits": ("sys.exit(3)", 3, r"\[rank 1/3\] sys.exit\(3\) was called here"),
-    "leaves early": ("sys.exit(0)", 1, r"\[rank [02]/3\]   rank 1 left: its program has ended"),
-    # Nobody but the launcher is left to say it: Open MPI's names the rank, MPICH's the signal only.
-    "is killed": ("os.kill(os.getpid(), signal.SIGKILL)", None, r"(process rank 1 [^.]*signal 9|Killed \(signal 9\))"),
-    "is gone without a word": ("os._exit(4)", None, ""),
-}
-JOBS = [
-    pytest.param(how, kind, id=f"{how}: {kind}")
-    for column, kind in enumerate(KINDS)
-    for row, how in enumerate(ENDS)
-    if ALL or (column % 2 == 0 and column // 2 % len(ENDS) == row)
-]
-
-
-@pytest.mark.parametrize(("how", "kind"), JOBS)
-def test_one_rank_ends_while_the_others_are_in_a_collective(
-    launch: Callable[..., launching.Finished], tmp_path: Path, counts: Counter[tuple[str, str]], how: str, kind: str
-) -> None:
-    end, status, said = ENDS[how]
-    source = JOB.format(tests=launching.HELPERS, kind=kind, end=end)
-    job = launch(3, source, timeout=30, env={"WHEN": str(tmp_path / "when")})
-    seconds = time.time() - float((tmp_path / "when").read_text())
-    counts[f"times one rank {how} on 3 ranks", "reported" if job.returncode else "silent"] += 1
-
-    assert job.returncode if status is None else job.returncode == status, job
-    assert seconds < 5, job
-    assert re.search(said, job.stdout + job.stderr), job
-    if how in ("raises", "exits"):
-        line = 1 + source.split("\n").index(f"    {end}")
-        assert re.search(rf'\[rank 1/3\]   File "{tmp_path}/\w+\.py", line {line}\b', job.stderr), job
-    if how == "leaves early":
-        public = "|".join(map(re.escape, call(kind).public))
-        assert re.search(rf"  ranks 0, 2: call=({public})  at {FILE}:{call(kind).line}\n", job.stderr), job

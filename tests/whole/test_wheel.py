@@ -1,13 +1,16 @@
-"""The package as users get it: built as a wheel, installed where no checkout is, and used from there."""
+"""The package as users get it: an sdist, a wheel made of it, installed where no checkout is, and used from there."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tarfile
+import tomllib
 import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +21,6 @@ import pytest
 from replicas import long_lane
 
 import mpistrategy as ms
-from mpistrategy.cli.main import COMMANDS
 
 pytestmark = [
     pytest.mark.one_rank,
@@ -28,6 +30,7 @@ pytestmark = [
 ]
 
 ROOT = Path(ms.__file__).resolve().parents[1]
+BUILD = "import sys; sys.path.insert(0, sys.argv[1]); from hatchling.build import build_sdist; build_sdist(sys.argv[2])"
 
 
 @dataclass(frozen=True)
@@ -35,11 +38,12 @@ class Installed:
     """A virtual environment with the wheel in it, and an empty folder to work in.
 
     Attributes:
-        wheel: the file.
+        sdist, wheel: the files.
         bin: where the environment's commands are.
         folder: to work in.
     """
 
+    sdist: Path
     wheel: Path
     bin: Path
     folder: Path
@@ -72,11 +76,14 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     work = folder / "work"
     work.mkdir()
 
-    def python(program: str | Path, *arguments: str | Path) -> None:
-        done = subprocess.run([program, *arguments], cwd=work, capture_output=True, text=True, timeout=240, check=False)
+    def python(program: str | Path, *arguments: str | Path, cwd: Path = work) -> None:
+        done = subprocess.run([program, *arguments], cwd=cwd, capture_output=True, text=True, timeout=240, check=False)
         assert done.returncode == 0, f"{arguments}: {done.stdout}\n{done.stderr}"
 
-    python(sys.executable, "-m", "pip", "wheel", ROOT, "--no-deps", "-qq", "--wheel-dir", folder)
+    python(sys.executable, "-m", "pip", "install", "hatchling", "-qq", "--target", folder / "hatchling")
+    python(sys.executable, "-c", BUILD, folder / "hatchling", folder, cwd=ROOT)
+    (sdist,) = folder.glob("*.tar.gz")
+    python(sys.executable, "-m", "pip", "wheel", sdist, "--no-deps", "-qq", "--wheel-dir", folder)
     (wheel,) = folder.glob("*.whl")
     python(sys.executable, "-m", "venv", "--without-pip", environment)
     pip = ("-m", "pip", "--python", environment / "bin" / "python", "install", "-qq", "--no-deps")
@@ -86,7 +93,7 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Installed:
     (packages,) = environment.glob("lib/python*/site-packages")
     (packages / "beside.pth").write_text(sysconfig.get_path("purelib"))
     (environment / "bin" / "mpiexec").symlink_to(Path(sys.executable).parent / "mpiexec")
-    return Installed(wheel, environment / "bin", work)
+    return Installed(sdist, wheel, environment / "bin", work)
 
 
 def test_it_is_imported_from_where_it_was_installed(installed: Installed) -> None:
@@ -112,6 +119,31 @@ def test_all_files_of_the_package_travel_along_and_no_others(installed: Installe
     assert {name for name in names - there if not name.startswith("pytest_mpistrategy")} == set()
 
 
+def test_the_sdist_is_what_the_wheel_is_made_of(installed: Installed) -> None:
+    with tarfile.open(installed.sdist) as archive:
+        tops = {name.split("/")[1] for name in archive.getnames()}
+    assert tops == {"mpistrategy", "slurm", "README.md", "LICENSE", "pyproject.toml", "PKG-INFO", ".gitignore"}
+
+
+def test_recipes_ask_for_the_same_packages() -> None:
+    """Those of conda-forge and Spack: the version, and the bounds of pyproject.toml."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    wanted = [*project["build-system"]["requires"], *project["project"]["dependencies"]]
+    conda, spack = ((ROOT / "scripts" / "packaging" / name).read_text() for name in ("recipe.yaml", "package.py"))
+    compile(spack, "package.py", "exec")
+    of_conda = re.findall(r"^ +- (\w+) >=([\d.]+)$", conda, re.MULTILINE)
+    of_spack = re.findall(r'depends_on\("py-(\w+)@([\d.]+):"', spack)
+    for found in (of_conda, of_spack):
+        assert sorted(f"{name}>={bound}" for name, bound in found) == sorted(wanted)
+    oldest = project["project"]["requires-python"].removeprefix(">=")
+    assert f'version: "{ms.__version__}"\n  python_min: "{oldest}"' in conda
+    assert f'depends_on("python@{oldest}:"' in spack
+    assert f'version("{ms.__version__}"' in spack
+    assert project["project"]["optional-dependencies"]["cuda12"] == ["cupy-cuda12x>=13.4,<15"]
+    assert "- cupy >=13.4,<15\n" in conda
+    assert 'f"py-cupy@13.4:14 ' in spack
+
+
 @long_lane
 def test_the_program_of_the_demo(installed: Installed) -> None:
     shutil.copy(ROOT / "scripts" / "examples" / "train_digits.py", installed.folder)
@@ -120,11 +152,9 @@ def test_the_program_of_the_demo(installed: Installed) -> None:
     assert json.loads((installed.folder / "report.json").read_text())["accuracy"] >= 0.97
 
 
-@pytest.mark.skipif("guide" not in COMMANDS, reason="there is no guide yet")
 def test_the_guide(installed: Installed) -> None:
-    listed = installed.run("mpistrategy", "guide", "--list")
-    assert "changes" in listed
-    assert "0.2.0" in installed.run("mpistrategy", "guide", "changes")
+    assert "tutorial" in installed.run("mpistrategy", "guide", "--list")
+    assert "mpiexec" in installed.run("mpistrategy", "guide", "tutorial")
 
 
 def test_a_job_script_is_written_and_its_example_runs(installed: Installed) -> None:

@@ -8,7 +8,7 @@ import inspect
 import sys
 from collections.abc import Iterable
 
-from mpistrategy.cli.guide import pages, terminal
+from mpistrategy.cli.guide import pages, reference, terminal
 
 _COULD_NOT = 2
 _HITS = 3  # of a page
@@ -29,15 +29,18 @@ def run(options: argparse.Namespace) -> int:
         return _show(options.page)
     every = pages.pages()
     width = max(map(len, every))
-    for page in every.values():
-        print(f"{page.name:{width}}  {page.title}")
+    for part, names in pages.PARTS.items():
+        print(part)
+        for name in names:
+            if name in every:
+                print(f"  {name:{width}}  {every[name].title}")
     print("\nmpistrategy guide PAGE shows one, mpistrategy guide CollectiveMismatchError what an error means,")
     print("and mpistrategy guide --search WORD where a word is.")
     return 0
 
 
 def _show(given: str) -> int:
-    every, classes = pages.pages(), pages.classes()
+    every, classes = pages.pages(), reference.classes()
     name = given.removesuffix(".md").rpartition(".")[2]  # mpistrategy.errors.ShapeError
     by_lower_case = {each.lower(): each for each in (*every, *classes)}
     known = by_lower_case.get(name.lower())

@@ -1,25 +1,26 @@
-"""Reads the pages of the guide, which are files of the package: titles, sections, words; and errors as a page."""
+"""The pages of the guide, which are files of the package: parts, titles, sections, words."""
 
 from __future__ import annotations
 
 import functools
 import importlib.resources
-import inspect
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from mpistrategy import errors
+from mpistrategy.cli.guide import reference
 
-#: In which order the pages are listed; a page that is not named here comes after them.
-ORDER = (
-    *("quickstart", "tutorial", "concepts", "recipes", "domain", "checkpoints"),
-    *("disagreement", "errors"),
-    *("environment", "mpi", "slurm", "diagnose", "gpus", "performance", "many-nodes", "numerics"),
-    *("tracing", "testing"),
-    *("torch", "jax", "horovod", "tensorflow"),
-    *("developers", "changes"),
-)
+#: The parts of the guide, and the pages of each in the order in which people read them.  The site has the same parts.
+PARTS = {
+    "Start": ("quickstart", "tutorial", "concepts"),
+    "How to": (
+        *("torch", "jax", "horovod", "tensorflow", "recipes", "domain", "checkpoints"),
+        *("slurm", "mpi", "gpus", "many-nodes", "diagnose", "tracing", "testing"),
+    ),
+    "Explain": ("disagreement", "numerics", "performance"),
+    "Reference": ("names", "errors", "environment", "command-line"),
+    "For developers": ("developers", "changes"),
+}
 _HEADING = re.compile(r"(#{1,6}) (.+)")
 
 
@@ -64,19 +65,11 @@ class Page:
 
 @functools.cache
 def pages() -> dict[str, Page]:
-    """Return all pages by name, in the order in which they are listed."""
+    """Return all pages by name, in the order in which they are listed; those of no part come last."""
     files = [file for file in importlib.resources.files(__package__).iterdir() if file.name.endswith(".md")]
-    found = {name: Page(name, file.read_text(encoding="utf-8")) for file in files for name in [file.name[:-3]]}
-    entries = [f"## {name}\n\n{inspect.getdoc(kind)}\n" for name, kind in classes().items()]
-    found["errors"] = Page("errors", "\n".join(["# Errors and warnings\n", *entries]))
-    known = {name: place for place, name in enumerate(ORDER)}
-    return {name: found[name] for name in sorted(found, key=lambda name: (known.get(name, len(known)), name))}
-
-
-def classes() -> dict[str, type[BaseException]]:
-    """Return every error and warning of this package by name."""
-    named = {name: getattr(errors, name) for name in errors.__all__}
-    return {name: each for name, each in named.items() if isinstance(each, type) and issubclass(each, BaseException)}
+    texts = {file.name.removesuffix(".md"): file.read_text(encoding="utf-8") for file in files} | reference.written()
+    order = [name for names in PARTS.values() for name in names if name in texts]
+    return {name: Page(name, texts[name]) for name in (*order, *sorted(texts.keys() - {*order}))}
 
 
 def search(word: str) -> Iterator[tuple[Page, Section, str]]:

@@ -7,6 +7,7 @@ import sys
 
 _COMMENT = re.compile(r"<!--.*?-->\n?", re.DOTALL)
 _DETAILS = re.compile(r"</?details>|<summary>.*?</summary>")
+_PICTURE = re.compile(r"!\[([^\]]*)\]\([^)\s]+\)")
 _LINK = re.compile(r"\[([^\]]+)\]\(([^)\s]+)\)")
 _WIDTH = 120
 
@@ -22,7 +23,7 @@ def for_terminal(markdown: str) -> str:
     """Return the text with links as what can be typed, and without HTML.  Blocks of code stay as they are."""
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     for number in range(0, len(parts), 2):
-        text = _DETAILS.sub("", _COMMENT.sub("", parts[number]))
+        text = _PICTURE.sub(r"(Picture: \1)", _DETAILS.sub("", _COMMENT.sub("", parts[number])))
         parts[number] = re.sub(r"\n{3,}", "\n\n", _LINK.sub(_typed, text))
     return "".join(parts).strip()
 

@@ -9,25 +9,22 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import cupy_double
-import gpu_doubles
+import gpu_here
 import launching
 import pytest
-from gpu_doubles import pretended
+from gpu_here import visible
 from hypothesis import given
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, gather_texts, one_node, outcomes, still_works
+from replicas import RANK, SIZE, one_node, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, DeviceError, FallbackWarning, OptionTypeError
 from mpistrategy.mpi.gpu import device_selection
 from mpistrategy.mpi.gpu.device_selection import Gpu, Sight, bind
-from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.one_rank
 
@@ -243,9 +240,9 @@ def test_each_rank_has_the_nearest_that_was_free(seen: list[list[int]], data: st
 
 
 def test_looking_never_raises() -> None:
-    with gpu_doubles.none("none here", "Get one"):
-        assert device_selection.look(3) == Sight(host=os.uname().nodename, named=3, reason="none here", fix="Get one")
-    with gpu_doubles.raising(lambda: OSError("libnvrtc.so.12: cannot open")):
+    with visible():
+        assert device_selection.look(3) == Sight(host=os.uname().nodename, named=3, reason="no driver", fix="Get one")
+    with visible(error=OSError("libnvrtc.so.12: cannot open")):
         sight = device_selection.look()
     assert sight.is_strange
     assert "CuPy does not work here (OSError: libnvrtc.so.12: cannot open)" in sight.reason
@@ -326,17 +323,9 @@ def test_what_cupy_tells(
         ]
 
 
-def test_without_cupy_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    if "cupy" in sys.modules or find_spec("cupy"):
-        pytest.skip("CuPy is here")
-    assert device_selection.look().reason == "CuPy is not installed"
-    assert not device_selection.look().is_strange
-
-
 # ------------------------------------------------------------------------------------- strategies
 
 TWO_OR_MORE = pytest.mark.mpi(min_size=2)
-ASKED = ["gpu", "GPU", "shared", "auto", ["GPU:0"] * SIZE]
 
 
 def refused(devices: object) -> list[str]:
@@ -353,95 +342,57 @@ def refused(devices: object) -> list[str]:
 @pytest.mark.mpi
 @pytest.mark.parametrize("devices", ["cpu", "CPU", None, []])
 def test_cpus_are_not_looked_for(devices: object) -> None:
-    with gpu_doubles.raising(lambda: AssertionError("looked")), ms.MirroredStrategy(devices) as strategy:  # type: ignore[arg-type]
+    with visible(error=AssertionError("looked")), ms.MirroredStrategy(devices) as strategy:  # type: ignore[arg-type]
         assert strategy.devices_by_rank[RANK].endswith("CPU:0")
         assert still_works(strategy)
 
 
 @pytest.mark.mpi
 def test_auto_is_the_cpu_where_there_is_no_gpu() -> None:
-    for nothing in (gpu_doubles.none("no NVIDIA driver here", "Ask for one"), pretended()):
-        with nothing, ms.MirroredStrategy("auto") as strategy:
-            assert strategy.devices_by_rank[RANK].endswith("CPU:0")
-            assert still_works(strategy)
+    with visible(), ms.MirroredStrategy("auto") as strategy:
+        assert strategy.devices_by_rank[RANK].endswith("CPU:0")
+        assert still_works(strategy)
 
 
 @TWO_OR_MORE
 def test_auto_says_why_it_is_the_cpu_where_there_are_too_few() -> None:
     words = rf"all ranks work on CPUs.*ranks {SIZE - 2}, {SIZE - 1} on"
     warned = pytest.warns(FallbackWarning, match=words) if RANK == 0 else nullcontext()
-    with pretended(f"GPU-{min(RANK, SIZE - 2)}"), warned:
+    with visible(f"GPU-{min(RANK, SIZE - 2)}"), warned:
         strategy = ms.MirroredStrategy("auto")
     assert strategy.devices_by_rank[RANK].endswith("CPU:0")
     assert still_works(strategy)
     strategy.close()
 
 
-@TWO_OR_MORE
-@pytest.mark.parametrize("devices", ["gpu", ["GPU:0"] * SIZE])
-def test_a_shared_gpu_is_refused_on_every_rank(devices: object) -> None:
-    with pretended("GPU-one" if RANK in (0, SIZE - 1) else f"GPU-{RANK}"):
-        texts = refused(devices)
-    for text in texts:
-        assert f"ranks 0, {SIZE - 1} on" in text
-        assert "1 GPU between them: GPU-one" in text
-        assert 'devices="shared"' in text
+#: What is asked for, what each rank sees or why it cannot look, and what every rank is told.
+ONE_FOR_TWO = ["GPU-one" if rank in (0, SIZE - 1) else f"GPU-{rank}" for rank in range(SIZE)]
+EACH = [f"GPU-{rank}" for rank in range(SIZE)]
+NOT_ON_THE_LAST: list[Any] = [*EACH[:-1], DeviceError.at("GPUs", found="no driver", expected="a GPU", fix="Get one")]
+BROKEN: list[Any] = [ZeroDivisionError("in the driver"), *EACH[1:]]
+SHARED = [f"ranks 0, {SIZE - 1} on", "1 GPU between them: GPU-one", 'devices="shared"']
+REFUSED: dict[str, tuple[list[object], list[Any], list[str]]] = {
+    "a GPU for two ranks": (["gpu", ["GPU:0"] * SIZE], ONE_FOR_TWO, SHARED),
+    "a rank without a GPU": (
+        ["gpu", "shared", ["GPU:0"] * SIZE], NOT_ON_THE_LAST, [f"found no driver on rank {SIZE - 1}", "Get one"],
+    ),
+    "a number that does not exist": (
+        [[f"GPU:{rank + 1}" for rank in range(SIZE)], ["GPU:99"] * SIZE], EACH, ["which sees GPU:0"],
+    ),
+    "a rank that breaks": (["gpu"], BROKEN, ["ZeroDivisionError: in the driver", "on rank 0"]),
+}  # fmt: skip
 
 
 @TWO_OR_MORE
-def test_more_ranks_than_gpus_are_refused_on_every_rank() -> None:
-    with pretended(*(f"GPU-{index}" for index in range(SIZE - 1))):
-        for text in refused("gpu"):
-            assert f"with {SIZE - 1} GPU" in text
-            assert all(f"{rank}" in text for rank in range(SIZE))
-
-
-@TWO_OR_MORE
-@pytest.mark.parametrize("devices", ["gpu", "shared", ["GPU:0"] * SIZE])
-def test_a_rank_without_a_gpu_is_refused_on_every_rank(devices: object) -> None:
-    last = RANK == SIZE - 1
-    with gpu_doubles.none("no driver", "Get one") if last else pretended(f"GPU-{RANK}"):
-        for text in refused(devices):
-            assert f"found no driver on rank {SIZE - 1}" in text
-            assert "Get one" in text
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("devices", ASKED, ids=str)
-def test_every_rank_has_the_gpu_that_it_sees(devices: object) -> None:
-    with pretended("GPU-all" if devices == "shared" else f"GPU-{RANK}"), ms.MirroredStrategy(devices) as strategy:  # type: ignore[arg-type]
-        assert strategy.devices_by_rank == tuple(
-            f"/job:worker/replica:0/task:{rank}/device:GPU:0" for rank in range(SIZE)
-        )
-
-
-@pytest.mark.mpi
-def test_each_rank_is_told_its_own_number_of_a_gpu() -> None:
-    seen = [f"GPU-{index}" for index in range(SIZE)]
-    mine = [*seen[RANK:], *seen[:RANK]]
-    with pretended(*mine), ms.MirroredStrategy("gpu") as strategy:
-        number = int(strategy.extended.worker_devices[0].rpartition(":")[2])
-        assert sorted(gather_texts(mine[number])) == seen
-
-
-@one_node
-@pytest.mark.mpi
-@pytest.mark.parametrize("devices", ["gpu", "auto", [f"GPU:{(index + 1) % SIZE}" for index in range(SIZE)]], ids=str)
-def test_the_device_of_each_rank_is_the_one_that_it_is_bound_to(devices: object) -> None:
-    with pretended(*(f"GPU-{index}" for index in range(SIZE))), ms.MirroredStrategy(devices) as strategy:  # type: ignore[arg-type]
-        numbers = [(rank + isinstance(devices, list)) % SIZE for rank in range(SIZE)]
-        assert strategy.devices_by_rank == tuple(
-            f"/job:worker/replica:0/task:{rank}/device:GPU:{number}" for rank, number in enumerate(numbers)
-        )
-        assert cupy_double.cupy.cuda.runtime.getDevice() == numbers[RANK]
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("devices", [[f"GPU:{index + 1}" for index in range(SIZE)], ["GPU:99"] * SIZE])
-def test_a_number_that_does_not_exist(devices: list[str]) -> None:
-    with pretended(f"GPU-{RANK}"):
-        for text in refused(devices):
-            assert "which sees GPU:0" in text
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank(what: str) -> None:
+    asked, seen, words = REFUSED[what]
+    mine = seen[RANK]
+    with visible(mine) if isinstance(mine, str) else visible(error=mine):
+        for devices in asked:
+            for text in refused(devices):
+                for word in words:
+                    assert word in text
 
 
 @pytest.mark.mpi
@@ -457,7 +408,7 @@ def test_words_that_are_none(devices: object, error: type[Exception]) -> None:
 
 @TWO_OR_MORE
 def test_different_words_are_refused_on_every_rank() -> None:
-    with pretended(f"GPU-{RANK}"):
+    with visible(f"GPU-{RANK}"):
         for mine, other in [
             ("gpu", "cpu"),
             ("auto", None),
@@ -472,52 +423,47 @@ def test_different_words_are_refused_on_every_rank() -> None:
 @one_node
 @TWO_OR_MORE
 def test_cpus_and_gpus_in_one_list_are_refused() -> None:
-    with pretended(f"GPU-{RANK}"):
+    with visible(f"GPU-{RANK}"):
         for text in refused(["CPU:0", *(f"GPU:{index}" for index in range(SIZE - 1))]):
             assert "either CPUs or GPUs" in text
 
 
-@TWO_OR_MORE
-def test_a_rank_that_breaks_while_it_looks_leaves_nobody_waiting() -> None:
-    with gpu_doubles.raising(lambda: ZeroDivisionError("in the driver")) if RANK == 0 else pretended(f"GPU-{RANK}"):
-        for text in refused("gpu"):
-            assert "ZeroDivisionError: in the driver" in text
-            assert "on rank 0" in text
-    assert len(gather_texts("all are here")) == SIZE
+# ------------------------------------------------------------------------------------- GPUs that are there
 
-
-JOB = """
-import sys
-import mpistrategy as ms
+BOUND = """
+import os, sys
 from mpi4py import MPI
-sys.path[:0] = {tests!r}
-from gpu_doubles import pretended
-with pretended("GPU-one"):
-    ms.MirroredStrategy("gpu")
-print("went on")
+
+visible = sys.argv[2].split("/")[MPI.COMM_WORLD.rank]
+if visible != "all":
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible
+import cupy
+import mpistrategy as ms
+
+devices = sys.argv[1].split("+")
+strategy = ms.MirroredStrategy(devices[0] if len(devices) == 1 else devices)
+number = cupy.cuda.runtime.getDevice()
+assert strategy.devices_by_rank[strategy.rank].endswith(f"/task:{strategy.rank}/device:GPU:{number}")
+sys.stdout.write(f"{strategy.rank} {cupy.cuda.runtime.deviceGetPCIBusId(number)}\\n")
 """
 
 
-@pytest.mark.slow
-def test_a_job_whose_ranks_would_share_a_gpu_ends(launch: Callable[..., launching.Finished]) -> None:
-    job = launch(3, JOB.format(tests=launching.HELPERS), timeout=30)
-    assert job.returncode == 1
-    assert "went on" not in job.stdout
-    assert "ranks 0-2 on" in job.stderr
-    assert "with 1 GPU between them: GPU-one" in job.stderr
-
-
-def test_pretended_replicas_share_the_gpus_of_their_process() -> None:
-    if SIZE > 1:
-        pytest.skip("runs in the session on 1 rank")
-
-    def program(devices: str) -> str:
-        try:
-            return ms.MirroredStrategy(devices).extended.worker_devices[0][-5:]
-        except DeviceError as refusal:
-            return str(refusal)
-
-    with pretended("GPU-0", "GPU-1"):
-        assert all("ranks 0-2" in text for text in run_replicas(lambda: program("gpu"), 3))
-        assert run_replicas(lambda: program("shared"), 3) == ["GPU:0", "GPU:1", "GPU:0"]
-        assert run_replicas(lambda: program("gpu"), 2) == ["GPU:0", "GPU:1"]
+@gpu_here.needs_gpu
+@pytest.mark.parametrize(
+    ("devices", "seen", "different"),
+    [
+        ("gpu", "all/all", True),
+        ("auto", "all/all", True),
+        ("gpu", "1,0/0,1", True),
+        ("gpu", "0,1/1", True),
+        ("GPU:1+GPU:0", "all/all", True),
+        ("shared", "0/0", False),
+    ],
+)
+def test_each_rank_drives_another_gpu(
+    launch: Callable[..., launching.Finished], tmp_path: Path, devices: str, seen: str, different: bool
+) -> None:
+    if gpu_here.cupy_or_skip().cuda.runtime.getDeviceCount() < 2:
+        pytest.skip("needs two GPUs")
+    job = launch(2, [launching.program(BOUND, tmp_path), devices, seen], timeout=60).check()
+    assert len({line.split()[1] for line in job.stdout.splitlines()}) == 1 + different, job

@@ -1,6 +1,5 @@
 """Every collective of every path, against NumPy; and how many bytes of it go to the host.
 
-With the doubles these are the paths that need MPI alone; with MPISTRATEGY_TEST_GPU=1 those of MPISTRATEGY_TEST_PATHS.
 On 3 and 4 ranks the ranks are also on two pretended nodes, of equal and of different sizes.
 """
 
@@ -11,7 +10,7 @@ from types import ModuleType
 from typing import Any
 
 import cuda_counts
-import cupy_here
+import gpu_here
 import numpy as np
 import pytest
 from replicas import ALL, RANK, SIZE, OnNodes, rows
@@ -23,9 +22,9 @@ from mpistrategy.mpi.interface.gpu_transport import DevicePath, communication_me
 
 #: The node of each rank, in digits, by the number of ranks: nodes of 2 and 1, 2 and 2.
 NODES = {3: "010", 4: "0110"}
-_ONE_NODE = [(name, "0" * SIZE) for name in cupy_here.PATHS if SIZE <= 3 or ALL]
+_ONE_NODE = [(name, "0" * SIZE) for name in gpu_here.PATHS if SIZE <= 3 or ALL]
 #: Ranks on pretended nodes share one GPU, which NCCL refuses.
-_ON_NODES = [(name, NODES[SIZE]) for name in cupy_here.PATHS if SIZE in NODES and name != "nccl"]
+_ON_NODES = [(name, NODES[SIZE]) for name in gpu_here.PATHS if SIZE in NODES and name != "nccl"]
 pytestmark = pytest.mark.skipif(not _ONE_NODE + _ON_NODES, reason="fewer ranks show it")
 #: Of float64: one piece, several pieces of the staged path, and a size that no number of ranks divides.
 SIZES = (1, 1003, 600_001)

@@ -13,17 +13,15 @@ from __future__ import annotations
 import time
 from typing import Any
 
-import cupy_here
+import gpu_here
 import pytest
-from launching import HELPERS
 from replicas import ALL
 
 TIMEOUT = 4
 PROGRAM = """
 import os, signal, sys, time
-sys.path[:0] = {tests!r}
 os.environ["MPISTRATEGY_CUDA_AWARE"], os.environ["MPISTRATEGY_GPU_PATH"] = "1", {path!r}
-import cupy_here, numpy as np
+import cupy, numpy as np
 import mpistrategy as ms
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 
@@ -40,37 +38,35 @@ def failing(path):
     kind = type(path)
     kind.reduce = fails
 
-with cupy_here.installed() as cupy:
-    options = ms.CommunicationOptions(timeout_seconds={timeout})
-    devices = "gpu" if {path!r} == "nccl" else "shared"
-    strategy = ms.MirroredStrategy(devices, communication_options=options)
-    rank = strategy.extended.communicator.rank
-    value = cupy.asarray(np.ones(1000))
-    with strategy.expect_long(60):  # kernels are compiled
-        strategy.run(at_once, args=(value,))
-        strategy.run(under_way, args=(value,)).wait().get()
-        strategy.reduce("SUM", 1.0)
-    fault, is_late = {fault!r}, {is_late!r}
-    if cupy_here.IS_REAL:
-        cupy.cuda.get_current_stream().launch_host_func(time.sleep, 0.5)
-    value[...] = 2.0
-    print("FAULT", time.time(), flush=True)
-    if fault == "CUDA" and rank == 1:
-        failing(device_paths(strategy.extended.communicator).by_name[{path!r}])
-    if fault == "call" and rank == 1:
-        value = cupy.asarray(np.ones(999))
-    if fault in ("SIGKILL", "SIGSTOP") and rank == 1 and not is_late:
-        os.kill(os.getpid(), getattr(signal, fault))
-    if is_late:
-        handle = strategy.run(under_way, args=(value,))
-        if fault in ("SIGKILL", "SIGSTOP") and rank == 1:
-            os.kill(os.getpid(), getattr(signal, fault))
-        result = handle.wait()
-    else:
-        result = strategy.run(at_once, args=(value,))
-    print("found", result.get()[:2], flush=True)
+options = ms.CommunicationOptions(timeout_seconds={timeout})
+devices = "gpu" if {path!r} == "nccl" else "shared"
+strategy = ms.MirroredStrategy(devices, communication_options=options)
+rank = strategy.extended.communicator.rank
+value = cupy.asarray(np.ones(1000))
+with strategy.expect_long(60):  # kernels are compiled
+    strategy.run(at_once, args=(value,))
+    strategy.run(under_way, args=(value,)).wait().get()
     strategy.reduce("SUM", 1.0)
-    print("went on", flush=True)
+fault, is_late = {fault!r}, {is_late!r}
+cupy.cuda.get_current_stream().launch_host_func(time.sleep, 0.5)
+value[...] = 2.0
+print("FAULT", time.time(), flush=True)
+if fault == "CUDA" and rank == 1:
+    failing(device_paths(strategy.extended.communicator).by_name[{path!r}])
+if fault == "call" and rank == 1:
+    value = cupy.asarray(np.ones(999))
+if fault in ("SIGKILL", "SIGSTOP") and rank == 1 and not is_late:
+    os.kill(os.getpid(), getattr(signal, fault))
+if is_late:
+    handle = strategy.run(under_way, args=(value,))
+    if fault in ("SIGKILL", "SIGSTOP") and rank == 1:
+        os.kill(os.getpid(), getattr(signal, fault))
+    result = handle.wait()
+else:
+    result = strategy.run(at_once, args=(value,))
+print("found", result.get()[:2], flush=True)
+strategy.reduce("SUM", 1.0)
+print("went on", flush=True)
 """
 #: What stands in the output, and within how many seconds the job is over.
 OUTCOMES = {
@@ -84,17 +80,17 @@ OUTCOMES = {
 #: The short lane makes each fault on each path once.
 CASES = [
     (path, fault, is_late)
-    for path in cupy_here.PATHS
+    for path in gpu_here.PATHS
     for fault in OUTCOMES
     for is_late in (False, True)
-    if ALL or cupy_here.IS_GPU or is_late == (path != "mpi")
+    if ALL or gpu_here.IS_GPU or is_late == (path != "mpi")
 ]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("path", "fault", "is_late"), CASES)
 def test_no_rank_waits_for_ever(launch: Any, path: str, fault: str, is_late: bool) -> None:
-    job = launch(2, PROGRAM.format(tests=HELPERS, path=path, fault=fault, is_late=is_late, timeout=TIMEOUT), timeout=60)
+    job = launch(2, PROGRAM.format(path=path, fault=fault, is_late=is_late, timeout=TIMEOUT), timeout=60)
     ended = time.time()
     begun = max(float(line.split()[-1]) for line in job.stdout.splitlines() if "FAULT" in line)
     word, seconds = OUTCOMES[fault]

@@ -6,14 +6,14 @@ import warnings
 from collections.abc import Sequence
 from typing import Any
 
-import cupy_double
+import gpu_here
 import numpy as np
 import pytest
 from replicas import RANK, SIZE, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, FallbackWarning, OptionError
-from mpistrategy.mpi.gpu.transports import choice
+from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.mpi.gpu.transports.choice import Abilities, candidates, in_words, obstacles
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH, path_word
@@ -87,24 +87,15 @@ def test_options_ask_before_the_variable(
 
 
 def reduce_one(options: ms.CommunicationOptions | None = None) -> Any:
-    with cupy_double.installed() as cupy, ms.MirroredStrategy() as strategy:
-        array = cupy.asarray(np.ones(3)) * 1
+    cupy = gpu_here.cupy_or_skip()
+    with gpu_here.strategy() as strategy:
+        array = cupy.asarray(np.ones(3))
         found = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", array, options))
         assert found.get().tolist() == [SIZE] * 3
         return next(iter(device_paths(strategy.extended.communicator).by_name))
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank chooses nothing")
-def test_one_rank_whose_mpi_does_not_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GPU_PATH, "mpi")
-    monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "0" if RANK == SIZE - 1 else "1")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert reduce_one() == "staged"
-    assert [each.category for each in said] == ([FallbackWarning] if RANK == 0 else [])
-    assert all(f"MPISTRATEGY_CUDA_AWARE (rank {SIZE - 1})" in str(each.message) for each in said)
-
-
+@gpu_here.needs_gpu
 @pytest.mark.skipif(SIZE == 1, reason="one rank chooses nothing")
 def test_different_words_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GPU_PATH, "staged" if RANK == 0 else "auto")
@@ -115,6 +106,7 @@ def test_different_words_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPat
         assert one.error is CollectiveMismatchError
 
 
+@gpu_here.needs_gpu
 @pytest.mark.parametrize("variable", [GPU_PATH, "MPISTRATEGY_CUDA_AWARE"])
 def test_a_malformed_variable_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
     if SIZE == 1 and variable != GPU_PATH:
@@ -129,24 +121,15 @@ def test_a_malformed_variable_is_refused_on_every_rank(monkeypatch: pytest.Monke
         assert still_works(strategy)
 
 
-@pytest.mark.skipif(SIZE == 1, reason="one rank has no path to lose")
-def test_a_rank_that_cannot_have_the_path_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GPU_PATH, "staged")
-
-    def out_of_memory(*args: Any) -> Any:
-        raise MemoryError("no pinned memory")
-
-    if RANK == 0:
-        monkeypatch.setattr(choice, "StagedPath", out_of_memory)
-    for one in outcomes(reduce_one):
-        assert "no pinned memory" in one.text
-
-
+@gpu_here.needs_gpu
 @pytest.mark.skipif(SIZE == 1, reason="one rank chooses nothing")
 @pytest.mark.filterwarnings("default:the path of arrays in GPU memory is staged")
 def test_rank_0_warns_once_where_arrays_are_staged_and_nobody_asked_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(GPU_PATH, raising=False)
-    with cupy_double.installed() as cupy, ms.MirroredStrategy() as strategy:
+    monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "0")
+    monkeypatch.setattr(nccl, "version", lambda: 0)
+    cupy = gpu_here.cupy_or_skip()
+    with gpu_here.strategy() as strategy:
         with warnings.catch_warnings(record=True) as said:
             for size in (3, 4):
                 value = cupy.asarray(np.ones(size))

@@ -1,0 +1,72 @@
+"""The pages of the guide that are made from the package itself: names, errors, and the command line."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import inspect
+from typing import Any
+
+import mpistrategy
+from mpistrategy import errors
+from mpistrategy.cli import main
+
+#: What needs another library to be looked into.
+_ELSEWHERE = "Names of `mpistrategy.torch` and `mpistrategy.jax` are in [torch](torch.md) and [JAX](jax.md)."
+
+
+def written() -> dict[str, str]:
+    """Return each of these pages by its name."""
+    return {"names": _names(), "errors": _errors(), "command-line": _command_line()}
+
+
+def classes() -> dict[str, type[BaseException]]:
+    """Return every error and warning of this package by name."""
+    named = {name: getattr(errors, name) for name in errors.__all__}
+    return {name: each for name, each in named.items() if isinstance(each, type) and issubclass(each, BaseException)}
+
+
+def public() -> dict[str, dict[str, Any]]:
+    """Return the public names of each public module, with what they stand for."""
+    inner = [f"mpistrategy.{name}" for name in mpistrategy.__all__ if inspect.ismodule(getattr(mpistrategy, name))]
+    found: dict[str, dict[str, Any]] = {}
+    for path in ("mpistrategy", *inner):
+        module = importlib.import_module(path)
+        found[path] = {name: getattr(module, name) for name in sorted(module.__all__) if f"{path}.{name}" not in inner}
+    return found
+
+
+def _names() -> str:
+    """Return a table for each public module: a name, and the first paragraph of its docstring."""
+    lines = ["# Public names", "", f"Other names are private and change without notice. {_ELSEWHERE}"]
+    for path, values in public().items():
+        lines += ["", f"## {path}", "", "| name | what it is |", "|---|---|"]
+        lines.extend(f"| `{name}` | {_summary(value)} |" for name, value in values.items())
+    return "\n".join(lines)
+
+
+def _summary(value: Any) -> str:
+    """Return the first paragraph of a docstring."""
+    if not (inspect.isclass(value) or inspect.isroutine(value)):
+        return "A constant, or a type for annotations."
+    first = (inspect.getdoc(value) or "").partition("\n\n")[0]
+    return " ".join(first.split()).replace("|", "\\|")
+
+
+def _errors() -> str:
+    """Return what the docstrings of all errors and warnings say."""
+    entries = [
+        f"## {name}\n\n{inspect.getdoc(kind)}\n".replace("\nCure:", "\n\nCure:") for name, kind in classes().items()
+    ]
+    return "\n".join(["# Errors and warnings\n", *entries])
+
+
+def _command_line() -> str:
+    """Return the help of every command."""
+    entries = ["# Command line\n"]
+    for name, command in main.COMMANDS.items():
+        parser = argparse.ArgumentParser(prog=f"mpistrategy {name}", description=command.summary)
+        parser.color = False  # type: ignore[attr-defined, unused-ignore]  # from Python 3.14 on
+        command.load().add_options(parser)
+        entries.append(f"## mpistrategy {name}\n\n```text\n{parser.format_help()}```\n")
+    return "\n".join(entries)

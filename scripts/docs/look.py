@@ -1,0 +1,156 @@
+"""Looks at the site in a browser, from file://, at 1280 and at 390 pixels; says what is broken.
+
+    .venv-docs/bin/python scripts/docs/look.py [FOLDER]     FOLDER (build/docs): where scripts/docs/build has put it
+
+It follows the links to the next page from the first to the last. Exit status: 0 all is well, 1 something is broken,
+3 not run, since there is no chromium here.
+"""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+from urllib.parse import urlencode
+
+from playwright.sync_api import Browser, Page, sync_playwright
+
+from mpistrategy.cli.guide import pages
+
+SITE = Path(sys.argv[1] if sys.argv[1:] else "build/docs").resolve().as_uri()
+WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
+#: What people search for, and the page that must be among the first five.
+WORDS = {
+    "all_reduce": "api/mpistrategy.ReplicaContext",
+    "Arena": "api/mpistrategy.Arena",
+    "checkpoint": "checkpoints",
+    "CollectiveMismatchError": "errors",
+    "cuda aware": "gpus",
+    "doctor": "diagnose",
+    "hang": "diagnose",
+    "horovod": "horovod",
+    "jax": "jax",
+    "learning rate": "recipes",
+    "MPISTRATEGY_TIMEOUT_SECONDS": "environment",
+    "mpi4py": "horovod",
+    "nodes": "many-nodes",
+    "notebook": "testing",
+    "preemption": "checkpoints",
+    "rounding": "numerics",
+    "sbatch": "slurm",
+    "tf.distribute": "tensorflow",
+    "torch": "torch",
+    "trace": "tracing",
+}
+#: What is wider than the window, and does not scroll by itself.
+TOO_WIDE = """() => [...document.querySelectorAll("body *")]
+    .filter(each => each.checkVisibility() && each.getBoundingClientRect().right > innerWidth + 1)
+    .filter(each => !each.closest("pre, code, svg, .md-typeset__scrollwrap, .md-sidebar, .md-search, .md-dialog"))
+    .map(each => each.tagName + " " + each.textContent.trim().slice(0, 40))"""
+NO_INDEX = "var __index = {config: {lang: ['en'], separator: ' ', pipeline: [], fields: {}}, docs: []}"
+
+broken: list[str] = []
+
+
+def check(page: Page, holds: object, what: str) -> None:
+    """Note what does not hold on a page."""
+    if not holds:
+        broken.append(f"{page.url.removeprefix(SITE)}: {what}")
+
+
+def opened(browser: Browser, size: dict[str, int], name: str = "index") -> Page:
+    """Open a page of the site; what goes wrong on it is noted."""
+    page = browser.new_page(viewport=size, color_scheme="light", permissions=["clipboard-read", "clipboard-write"])
+    page.on("console", lambda said: check(page, said.type not in ("error", "warning"), f"console: {said.text}"))
+    page.on("pageerror", lambda error: check(page, False, f"script: {error}"))
+    page.on("requestfailed", lambda request: check(page, False, f"not loaded: {request.url}"))
+    page.goto(f"{SITE}/{name}.html")
+    return page
+
+
+def look_at_every_page(browser: Browser) -> int:
+    """Follow `next` from the first page to the last; return how many there are."""
+    page, visited = opened(browser, WIDE), [""]
+    page.route("**/search_index.js", lambda route: route.fulfill(body=NO_INDEX))  # reading it takes most of the time
+    while True:
+        for size in (NARROW, WIDE):
+            page.set_viewport_size(size)
+            wide = page.evaluate(TOO_WIDE)
+            check(page, not wide, f"wider than {size['width']} pixels: {wide[:3]}")
+        check(page, target(page, "prev") == visited[-1], "`previous` is another page than the one before")
+        check(page, page.locator("h1").count() == 1, "no title, or several")
+        visited.append(page.url)
+        if not target(page, "next"):
+            return len(visited) - 1
+        page.goto(target(page, "next"))
+
+
+def target(page: Page, relation: str) -> str:
+    """Return the address of the page before or after; "" for none."""
+    links = page.locator(f"a.md-footer__link--{relation}")
+    return str(links.evaluate("link => link.href")) if links.count() else ""
+
+
+def look_at_navigation(browser: Browser) -> None:
+    """All parts of the guide are there: beside the page, or on a small screen behind a button."""
+    for size in (WIDE, NARROW):
+        page = opened(browser, size, "tutorial")
+        if size == NARROW:
+            page.locator("label.md-header__button[for=__drawer]").click()
+        shown = page.locator(".md-nav--primary").first.inner_text()
+        missing = [part for part in pages.PARTS if part not in shown]
+        check(page, not missing, f"not in the navigation at {size['width']} pixels: {missing}")
+
+
+def look_at_modes(browser: Browser) -> None:
+    """The button goes through the modes of the system, light and dark."""
+    page = opened(browser, WIDE)
+    seen = []
+    for _ in range(3):
+        seen.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
+        page.locator("form[data-md-component=palette] label:visible").click()
+    check(page, seen[0] == seen[1] != seen[2], f"modes: {seen}")
+
+
+def look_for_words(browser: Browser) -> None:
+    """The search finds each word on the page that tells about it."""
+    page = opened(browser, WIDE)
+    for word, wanted in WORDS.items():
+        page.goto(f"{SITE}/index.html?{urlencode({'q': word})}")
+        page.locator(".md-search-result__meta", has_text="matching").wait_for()
+        hits = page.locator(".md-search-result__item > a")
+        links = hits.evaluate_all("links => links.slice(0, 5).map(link => link.href)")
+        names = [link.removeprefix(f"{SITE}/").partition(".html")[0] for link in links]
+        check(page, wanted in names, f"search for {word!r}: {wanted} is not among {names}")
+
+
+def look_at_copies(browser: Browser) -> None:
+    """A button copies commands, without prompts and output."""
+    page = opened(browser, WIDE)
+    blocks = page.locator(".language-console")
+    for block in blocks.all():
+        lines = block.locator("code").inner_text().splitlines()
+        commands = [line[2:] for line in lines if line.startswith("$ ")]
+        block.locator("button").first.click()
+        copied = page.evaluate("navigator.clipboard.readText()").splitlines()
+        check(page, copied == commands, f"copied {copied}, not {commands}")
+
+
+def main() -> int:
+    """Look at everything; return the exit status."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        print("not run: there is no chromium here")
+        return 3
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox"])
+        for look in (look_at_navigation, look_at_modes, look_for_words, look_at_copies):
+            look(browser)
+        print(f"looked at {look_at_every_page(browser)} pages")
+        browser.close()
+    print(*broken, sep="\n")
+    return 1 if broken else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
