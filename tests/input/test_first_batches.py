@@ -52,9 +52,7 @@ def test_other_rows_warn_on_rank_0_and_name_the_ranks(strategy: ms.MirroredStrat
     batches = [np.arange(rows) + 100 * number for number in range(3)]
     check_warned(strategy, batches, differ=False)
     check_warned(strategy, [batch + ODD for batch in batches])
-    check_warned(
-        strategy, [batches[0], batches[1] + ODD, batches[2]], differ=False
-    )  # only the first is
+    check_warned(strategy, [batches[0], batches[1] + ODD, batches[2]], differ=False)  # only the first is
     for seed in (None, 3):
         check_warned(strategy, ms.Dataset.from_arrays(batches[0], 4, shuffle_seed=seed), differ=False)
         check_warned(strategy, ms.Dataset.from_arrays(batches[0] + ODD, 4, shuffle_seed=seed))
