@@ -239,15 +239,6 @@ def test_each_rank_has_the_nearest_that_was_free(seen: list[list[int]], data: st
 # ------------------------------------------------------------------------------------- what a process sees
 
 
-def test_looking_never_raises() -> None:
-    with visible():
-        assert device_selection.look(3) == Sight(host=os.uname().nodename, named=3, reason="no driver", fix="Get one")
-    with visible(error=OSError("libnvrtc.so.12: cannot open")):
-        sight = device_selection.look()
-    assert sight.is_strange
-    assert "CuPy does not work here (OSError: libnvrtc.so.12: cannot open)" in sight.reason
-
-
 def test_the_distance_of_a_gpu_from_the_cores(tmp_path: Path) -> None:
     rows = {0: ("0123", "10 12 32"), 1: ("4567", "12 10 32"), 3: ("", "32 32 10")}  # 3 is memory without cores
     for number, (those, row) in rows.items():

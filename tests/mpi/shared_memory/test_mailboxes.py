@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 from pretended import NoWaiting, mailboxes_of_many
-from replicas import RANK, RANKS, SIZE, context, part_of, still_works
+from replicas import RANK, SIZE, context, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
@@ -96,30 +96,6 @@ def test_the_data_are_written_before_the_number_and_read_after_it() -> None:
     seen.clear()
     assert them[1].finished()
     assert seen == [(1, 42)], "the number has been seen, the digest is read after this"
-
-
-@pytest.mark.mpi(min_size=2)
-def test_many_calls_in_a_row_with_late_ranks(strategy: ms.Strategy) -> None:
-    common, own = np.random.default_rng(1), np.random.default_rng([1, RANK])
-    pairs: list[Callable[[int], tuple[Any, Any]]] = [
-        lambda n: (n + RANK, n * SIZE + sum(RANKS)),
-        lambda n: (float(n * RANK), n * sum(RANKS)),
-        lambda n: (np.full(n % 7, n + RANK), n * SIZE + sum(RANKS)),
-        lambda n: (np.full(n % 3000, float(n)), n * SIZE),
-        lambda n: ({"a": n, "b": n + 1.0}, None),
-    ]
-
-    def step(number: int) -> None:
-        idle(int(own.integers(0, 2000)) if own.integers(3) == 0 else 0)
-        value, right = pairs[common.integers(len(pairs))](number)
-        total = context().all_reduce("SUM", value)
-        if right is None:
-            assert total == {"a": number * SIZE, "b": (number + 1) * SIZE}
-        else:
-            assert np.all(total == right)
-
-    for number in range(2000):
-        strategy.run(step, (number,))
 
 
 @pytest.mark.mpi(min_size=2)
