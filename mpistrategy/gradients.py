@@ -179,8 +179,8 @@ class GradientAccumulator(Kept, Settable):
             gradients: arrays, IndexedSlices, or None for a variable without a gradient in this step.
 
         Returns:
-            At every `steps`-th call the sums, for an optimizer, in the gradients' kind of array; the next call starts at
-            0.  Else None.  A sum of None is None; a sum of IndexedSlices has the rows of all of them.
+            At every `steps`-th call the sums, for an optimizer, in the gradients' kind of array; the next call starts
+            at 0.  Else None.  A sum of None is None; a sum of IndexedSlices has the rows of all of them.
 
         Raises:
             ShapeError: when the number or the shapes of gradients differ from the step before.
