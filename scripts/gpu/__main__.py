@@ -134,7 +134,7 @@ def digits(lane: Lane, row: Row) -> Outcome:
     losses = []
     for ranks, devices in ((2, "cpu"), (1, "shared"), (2, "shared")):
         file = lane.work / f"digits-{ranks}-{devices}.json"
-        options = ["--no-plot", "--progress", "lines", "--devices", devices, "--json", file]
+        options = ["--no-plot", "--devices", devices, "--json", file]
         ended = lane.ranks(row.name, ranks, [ROOT / "scripts" / "examples" / "train_digits.py", *options], row.seconds)
         if ended.status != 0:
             return Outcome(WRONG, f"{devices} on {ranks} ranks: {ended.why}")
