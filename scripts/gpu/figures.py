@@ -4,7 +4,7 @@
 
 PART is one of: staged, mpi, nccl (all-reduces on this path), host (time of the host on one rank, beside torch's by
 NCCL), optimizers (steps of 161 variables on one rank, beside torch's fused Adam).  Rank 0 writes {"figures": numbers,
-"text": words, "over": what is above its limit} as JSON.  Without what a part takes there are no figures.
+"text": words} as JSON.  Without what a part takes there are no figures.
 """
 
 from __future__ import annotations
@@ -42,8 +42,6 @@ SIZES = (4096, MIB, 64 * MIB) if IS_GPU else (4096, 65536)
 REPEATS = 20 if IS_GPU else 2
 #: The gradients of ResNet-50; small ones where a processor does a GPU's work.
 RESNET50 = shapes.resnet50() if IS_GPU else [tuple(min(n, 8) for n in shape) for shape in shapes.resnet50()]
-#: A figure may be so many times another one.
-LIMITS = {"Adam": (1.3, "torch's fused Adam")}
 
 Figures = dict[str, float]
 
@@ -145,8 +143,7 @@ def optimizers() -> Figures:
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
         fused = torch.optim.Adam(parameters, fused=True)
-        with torch.cuda.stream(torch.cuda.ExternalStream(cupy.cuda.get_current_stream().ptr)):
-            figures["torch's fused Adam"] = on_stream(fused.step)
+        figures["torch's fused Adam"] = on_stream(fused.step)  # both are on the device's default stream
     return figures
 
 
@@ -166,11 +163,8 @@ def main() -> None:
         text = "; ".join(f"{name}: {1e6 * seconds:.0f} us" for name, seconds in figures.items())
     except NotHereError as error:
         text = f"not to be had here: {' '.join(str(error).split())}"
-    over = [
-        name for name, (times, other) in LIMITS.items() if other in figures and figures[name] > times * figures[other]
-    ]
     if WORLD.rank == 0:
-        Path(file).write_text(json.dumps({"figures": figures, "text": text, "over": over}), encoding="utf-8")
+        Path(file).write_text(json.dumps({"figures": figures, "text": text}), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -75,11 +75,6 @@ class Lane:
     paths: list[str] = field(default_factory=list)
 
     @property
-    def gpus(self) -> int:
-        """How many GPUs there are."""
-        return int(self.facts["gpus"])
-
-    @property
     def patience(self) -> int:
         """How many times as long as on a quiet machine jobs may take, beside others or where a processor is the GPU."""
         return 10 if self.on_cpu else 3
