@@ -103,15 +103,8 @@ def measured(lane: Lane, row: Row) -> Outcome:
 def bench(lane: Lane, row: Row) -> Outcome:
     """Whether `mpistrategy bench` runs on all GPUs, or on two ranks that share one."""
     few = ["--sizes", "4KiB,64KiB", "--seconds", "0.02"] if lane.on_cpu else []
-    command = [
-        "-m",
-        "mpistrategy",
-        "bench",
-        "--quick",
-        "--devices",
-        "gpu" if lane.facts["gpus"] > 1 else "shared",
-        *few,
-    ]
+    devices = "gpu" if lane.facts["gpus"] > 1 else "shared"
+    command = ["-m", "mpistrategy", "bench", "--quick", "--devices", devices, *few]
     ended = lane.ranks(row.name, max(2, lane.facts["gpus"]), command, row.seconds)
     return Outcome(RIGHT, "ran") if ended.status == 0 else Outcome(WRONG, ended.why)
 
@@ -146,8 +139,7 @@ def digits(lane: Lane, row: Row) -> Outcome:
             return Outcome(WRONG, f"{devices} on {ranks} ranks: {ended.why}")
         losses.append(json.loads(file.read_text())["loss"])
     apart = max(abs(loss / losses[0] - 1) for loss in losses)
-    text = f"test losses of 1 and 2 ranks on the GPU and 2 on the CPU differ by {apart:.1e} at most"
-    return Outcome(RIGHT if apart < 1e-6 else WRONG, text)
+    return Outcome(RIGHT if apart < 1e-6 else WRONG, f"test losses on GPU and CPU differ by {apart:.1e} at most")
 
 
 def sanitizer(lane: Lane, row: Row) -> Outcome:
@@ -197,7 +189,7 @@ BESIDE = [
     Row("values1", "variables, optimizers, tensors, 1 rank", tests, 15, 1, VALUES),
     Row("values2", "variables, optimizers, tensors, 2 ranks", tests, files=VALUES),
     Row("torch", "torch's DDP, FSDP and collectives, 2 ranks", torch, 90, files=TORCH),
-    Row("digits", "training of the digits", digits),
+    Row("digits", "training of the digits: 2 ranks on the CPU, 1 and 2 on the GPU", digits, 60),
     Row("conformance1", "recorded cases, 1 rank", tests, 15, 1, RECORDED),
     Row("conformance2", "recorded cases, 2 ranks", tests, files=RECORDED),
     Row("sanitizer", "compute-sanitizer on the kernels", sanitizer, 40, 1, ("reduction/test_gpu_destinations.py",)),
