@@ -155,7 +155,7 @@ def sanitizer(lane: Lane, row: Row) -> Outcome:
     return Outcome(NOT_RUN if "not supported" in ended.output.lower() else WRONG, ended.why)
 
 
-VALUES = ("variables/test_gpu_variables.py", "reduction/test_gpu_destinations.py", "arrays/test_foreign_arrays.py")
+VALUES = ("variables/test_gpu_variables.py", "arrays/test_foreign_arrays.py")
 COLLECTIVES = "mpi/gpu/test_device_collectives.py"
 STAYS = (COLLECTIVES, "reduction/test_gpu_stays_there.py", "reduction/test_gpu_memory.py")
 TRANSPORTS = tuple(
@@ -192,7 +192,7 @@ BESIDE = [
     Row("digits", "training of the digits: 2 ranks on the CPU, 1 and 2 on the GPU", digits, 60),
     Row("conformance1", "recorded cases, 1 rank", tests, 15, 1, RECORDED),
     Row("conformance2", "recorded cases, 2 ranks", tests, files=RECORDED),
-    Row("sanitizer", "compute-sanitizer on the kernels", sanitizer, 40, 1, ("reduction/test_gpu_destinations.py",)),
+    Row("sanitizer", "compute-sanitizer on the kernels", sanitizer, 40, 1, VALUES[:1]),
 ]
 
 

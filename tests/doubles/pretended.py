@@ -10,8 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.mpi.multi_node.two_level import across_nodes, allreduce_across
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
@@ -143,172 +140,14 @@ def creation_seconds(ranks: int, local: int, devices: Any = None) -> float:
     return took
 
 
-# ------------------------------------------------------------------------------------- messages between nodes
-
-
-class _Counted:
-    """A request that ends at once; what is asked of it is counted."""
-
-    def __init__(self, calls: Counter[str], start: Callable[[], object] = lambda: None) -> None:
-        self._calls, self._start = calls, start
-
-    def Start(self) -> None:  # noqa: N802
-        self._calls["Start"] += 1
-        self._start()
-
-    def Test(self) -> bool:  # noqa: N802
-        self._calls["Test"] += 1
-        return True
-
-    def Wait(self) -> None:  # noqa: N802
-        self._calls["Wait"] += 1
-
-    def Free(self) -> None:  # noqa: N802
-        pass
-
-
-class _Group:
-    """A group of ranks; all that matters is that it is one."""
-
-    def Incl(self, ranks: Any) -> _Group:  # noqa: N802
-        return self
-
-    def Free(self) -> None:  # noqa: N802
-        pass
-
-
-class CountedRanks(PretendedRanks):
-    """Pretended ranks whose messages take no time, and are counted; all ranks bring what this one brings."""
-
-    calls: Counter[str]
-
-    def _another(self, kind: str) -> CountedRanks:
-        made = CountedRanks(self.ranks, self.local, kind, self.spent)
-        made.calls = self.calls
-        return made
-
-    def Get_group(self) -> Any:  # noqa: N802
-        return _Group()
-
-    def Create_group(self, *how: Any) -> CountedRanks:  # noqa: N802
-        return self._another("counterparts")
-
-    def Allreduce_init(self, mine: Any, total: Any, *how: Any) -> Any:  # noqa: N802
-        return _Counted(self.calls, lambda: np.multiply(mine, self.size, out=total))
-
-    def Allreduce(self, *what: Any) -> None:  # noqa: N802
-        self.calls["Allreduce"] += 1
-
-    def Iprobe(self, *what: Any) -> bool:  # noqa: N802
-        self.calls["Iprobe"] += 1
-        return False
-
-    def _begun(self, name: str) -> Any:
-        self.calls[name] += 1
-        return _Counted(self.calls)
-
-    def Iallreduce(self, *what: Any) -> Any:  # noqa: N802
-        return self._begun("Iallreduce")
-
-    def Isend(self, *what: Any) -> Any:  # noqa: N802
-        return self._begun("Isend")
-
-    def Irecv(self, *what: Any) -> Any:  # noqa: N802
-        return self._begun("Irecv")
-
-
-@contextlib.contextmanager
-def strategy_of_many(nodes: int, local: int) -> Iterator[tuple[Any, Counter[str]]]:
-    """Yield a strategy of `local` pretended ranks on each of `nodes`, and the counts of its calls of MPI.
-
-    The other ranks of the node have always done what this one waits for.
-    """
-    import mpistrategy as ms
-
-    comm = CountedRanks(nodes * local, local)
-    comm.calls = Counter()
-    with whole_files(local):
-        strategy = ms.MirroredStrategy(communicator=comm)
-        ranks: Any = strategy.extended.communicator
-        node: Any = across_nodes(ranks).node_sum if nodes > 1 else None
-        for counter in (node._sent, node._added, node._arrived) if node is not None else ():
-            for other, number in enumerate(counter.numbers):
-                if other != ranks.local_rank:
-                    number[0] = 2**62
-        yield strategy, comm.calls
-    ranks.guard.closed = True  # nobody comes to the end
-    ranks.free()
-
-
-def calls_of(strategy: Any, calls: Counter[str], nbytes: int) -> dict[str, int]:
-    """Return how often a rank calls each function of MPI in an all-reduce of so many bytes, after the first ones."""
-    import mpistrategy as ms
-
-    value = np.ones(nbytes // 4, np.float32)
-
-    def step() -> None:
-        context = ms.get_replica_context()
-        assert context is not None
-        context.all_reduce("SUM", value)
-
-    for _ in range(6):
-        calls.clear()
-        strategy.run(step)
-    return dict(calls)
-
-
-def own_seconds(nodes: int, local: int, nbytes: int) -> float:
-    """Return Python's CPU time in an all-reduce between nodes, without MPI, copies and additions.
-
-    Pieces are a thousandth as large, and as many: the steps are the same, and the arithmetic takes no time.
-    """
-    shrunk = 1024
-    with (
-        mock.patch.object(two_level, "PIECE_BYTES", two_level.PIECE_BYTES // shrunk),
-        strategy_of_many(nodes, local) as (strategy, _),
-    ):
-        ranks = strategy.extended.communicator
-        source, target = np.ones(nbytes // shrunk // 4, np.float32), np.empty(nbytes // shrunk // 4, np.float32)
-        took = []
-        for _ in range(5):
-            began = time.process_time()
-            allreduce_across(ranks, target, source=source)
-            took.append(time.process_time() - began)
-        return min(took)
-
-
 # ------------------------------------------------------------------------------------- watchdogs
-
-
-class CountedFiles(RunDirectory):
-    """A run directory that counts what is done with it."""
-
-    def __init__(self, path: Path, done: Counter[str]) -> None:
-        super().__init__(str(path))
-        self._done = done
-
-    def read(self, name: str) -> str:
-        self._done["read"] += 1
-        return super().read(name)
-
-    def names(self) -> list[str]:
-        self._done["names"] += 1
-        return super().names()
-
-    def write(self, name: str, text: str) -> bool:
-        self._done["write"] += 1
-        return super().write(name, text)
-
-    def claim(self, name: str) -> bool:
-        self._done["write"] += 1
-        return super().claim(name)
 
 
 class PretendedJob:
     """The groups of pretended ranks, in rank order, all with one run directory and a clock of their own."""
 
     def __init__(self, path: Path, nodes: int, local: int) -> None:
-        self.path, self.local, self.done = path, local, Counter[str]()
+        self.path, self.local = path, local
         self.now = 1_000.0
         #: Until when the last rank is busy.
         self.busy_until = 0.0
@@ -319,7 +158,7 @@ class PretendedJob:
                 guard = Guard(None, node * local + rank, nodes * local)
                 guard.timeout = LIMIT
                 board = StatusBoard(SharedMemory(segments, rank, True))
-                directory = CountedFiles(path, self.done)
+                directory = RunDirectory(str(path))
                 self.groups.append(Group(guard, board, range(nodes * local), node, nodes, directory))
                 self.groups[-1]._told = self.now
 

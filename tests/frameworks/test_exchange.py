@@ -82,16 +82,6 @@ def test_gradients_are_left_out_of_metrics_and_steps(strategy: ms.Strategy) -> N
     assert weights.numpy().tolist() == [-total, -total]
 
 
-def test_helpers_return_what_they_are_given() -> None:
-    (clipped,), norm = ms.gradients.clip_by_global_norm([torch.full((4,), 2.0, requires_grad=True)], 1.0)
-    assert (type(clipped), norm, clipped.tolist()) == (torch.Tensor, 4.0, [0.5] * 4)
-    accumulator = ms.gradients.GradientAccumulator(2)
-    assert accumulator.add([torch.ones(2, requires_grad=True)]) is None
-    sums = accumulator.add([torch.ones(2)])
-    assert sums is not None
-    assert (type(sums[0]), sums[0].tolist()) == (torch.Tensor, [2.0, 2.0])
-
-
 @pytest.mark.parametrize("pad", [False, True])
 def test_datasets_of_tensors_yield_tensors(strategy: ms.Strategy, pad: bool) -> None:
     rows = torch.arange(10.0).reshape(5, 2)

@@ -18,7 +18,7 @@ from replicas import ALL, RANK, RANKS, SIZE, OnNodes, gather_texts, outcomes, sa
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.variables.storage import VariableSlot, VariableStorage, padded
+from mpistrategy.variables.storage import VariableSlot, VariableStorage
 
 pytestmark = pytest.mark.mpi
 
@@ -49,22 +49,6 @@ def place(variable: ms.Variable, slabs: list[Any]) -> str:
 
 
 # ------------------------------------------------------------------------------------------------- places
-
-
-@pytest.mark.mpi(min_size=2)
-def test_variables_lie_in_order_at_the_same_places(fresh: ms.Strategy) -> None:
-    with fresh.scope():
-        made = [ms.Variable(np.full(n, i), name=f"v{i}") for i, n in enumerate((3, 100, 0, 1, 8))]
-        made.append(ms.Variable(True))
-        made.append(ms.Variable(np.ones((2, 3), np.complex64), synchronization="ON_READ"))
-    offsets = [slot_of(variable).offset for variable in made]
-    assert offsets == [0, 64, 64 + 832, 64 + 832 + 64, 1024, 1088, 1152]
-    assert same_everywhere(offsets)
-    for variable in made:
-        assert variable.local_view.ctypes.data % 64 == 0
-        assert variable.local_view.flags.c_contiguous
-    assert storage_of(fresh).nbytes == MIB
-    assert padded(0) == padded(64) == 64
 
 
 def test_variables_of_one_replica_lie_in_its_own_memory() -> None:
