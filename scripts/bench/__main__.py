@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 from importlib import import_module
 
-SIZES = (8, 4096, 65536, 2**18, 2**20, 2**22, 2**24)
-
 
 def parse_arguments() -> argparse.Namespace:
     """Return the name of the measurement, and its options."""
@@ -26,7 +24,7 @@ def parse_arguments() -> argparse.Namespace:
     calls = names.add_parser("calls", help="a rank's own work of one repeated small call, beside a sketch of the least")
     calls.add_argument("--rounds", type=int, default=700, help="of three calls each; default: %(default)s")
     sizes = names.add_parser("sizes", parents=[timed], help="all-reduces beside mpi4py's")
-    sizes.add_argument("bytes", nargs="*", type=int, default=SIZES)
+    sizes.add_argument("bytes", nargs="*", type=int, default=[8, 4096, 65536, 2**18, 2**20, 2**22, 2**24])
     torch = names.add_parser("torch_steps", parents=[timed], help="torch's training steps and all-reduces beside gloo")
     torch.add_argument("models", nargs="*", default=["mlp", "cnn"], metavar="MODEL")
     growth = names.add_parser("growth", help="what a rank does when there are very many")

@@ -146,5 +146,4 @@ def environment(on_cpu: bool, work: Path) -> dict[str, str]:
     kept |= {"PYTHONUNBUFFERED": "1", "PYTHONPYCACHEPREFIX": str(work / "bytecode"), "MPISTRATEGY_TEST_GPU": "1"}
     if on_cpu:
         kept |= {"STANDIN_DEVICES": "2", "STANDIN_DELAY_US": "50", "MPISTRATEGY_CUDA_AWARE": "1"}
-    kept.pop("PYTHONDONTWRITEBYTECODE", None)
     return kept
