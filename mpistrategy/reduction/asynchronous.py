@@ -174,7 +174,7 @@ def _parts(reducer: Reducer, op: ReduceOp, value: Any, out: Any) -> tuple[Any, A
             fix="Pass out=arena, or use all_reduce.",
         )
     check_dtypes(value._buckets, op, _WHERE)
-    return [*value._mine], [*value._mine]
+    return [*value._own_arrays], [*value._own_arrays]
 
 
 def _started(
@@ -248,7 +248,7 @@ def _begun_on_gpu(
         path: DevicePath | None = begun.path
     except Exception as error:  # the peers start theirs: they must hear of it there
         failure = error
-        path = device_paths(ranks).known.get(path_word(options, reducer.algorithm._device_path))
+        path = device_paths(ranks).by_word.get(path_word(options, reducer.algorithm._device_path))
     # The caller's thread does what waits for nothing.
     background = None
     if path is not None and path.name not in ON_THE_STREAM:

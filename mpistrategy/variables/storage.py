@@ -59,7 +59,7 @@ class VariableStorage:
     @property
     def nbytes(self) -> int:
         """The size of all slabs that this rank still holds, for each rank."""
-        return sum(slab.mine.nbytes for slab in self._slabs)
+        return sum(slab.own_segment.nbytes for slab in self._slabs)
 
     def allocate(
         self, communicator: Ranks, dtype: np.dtype[Any], shape: tuple[int, ...]
@@ -73,10 +73,10 @@ class VariableStorage:
         slot = self._slot(communicator, nbytes) if communicator.size > 1 else None
         if slot is None:
             return communicator.guard.on_all(partial(np.empty, shape, dtype)), None
-        return np.ndarray(shape, dtype, slot.slab.mine[slot.offset : slot.offset + nbytes]), slot
+        return np.ndarray(shape, dtype, slot.slab.own_segment[slot.offset : slot.offset + nbytes]), slot
 
     def _slot(self, communicator: Ranks, nbytes: int) -> VariableSlot | None:
-        if self._slab is not None and self._used + nbytes <= self._slab.mine.nbytes:
+        if self._slab is not None and self._used + nbytes <= self._slab.own_segment.nbytes:
             self._used += nbytes
             return VariableSlot(self._slab, self._used - nbytes)
         if self._exhausted:

@@ -231,7 +231,7 @@ def strategy_of_many(nodes: int, local: int) -> Iterator[tuple[Any, Counter[str]
         strategy = ms.MirroredStrategy(communicator=comm)
         ranks: Any = strategy.extended.communicator
         node: Any = across_nodes(ranks).node_sum if nodes > 1 else None
-        for counter in (node._sent, node._added, node._arrived) if node is not None else ():
+        for counter in (node._sent_chunks, node._summed_chunks, node._arrivals) if node is not None else ():
             for other, number in enumerate(counter.numbers):
                 if other != ranks.local_rank:
                     number[0] = 2**62

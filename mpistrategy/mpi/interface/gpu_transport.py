@@ -74,12 +74,12 @@ class DevicePaths(Freed):
     """The paths of one strategy.
 
     Attributes:
-        known: the path for each word of the options so far.
+        by_word: the path for each word of the options so far.
         by_name: each of these paths once.
         reasons: why the path was chosen, by word.
     """
 
-    known: dict[str, DevicePath] = field(default_factory=dict)
+    by_word: dict[str, DevicePath] = field(default_factory=dict)
     by_name: dict[str, DevicePath] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -92,7 +92,7 @@ class DevicePaths(Freed):
         """Free all paths, where all ranks are known to do so."""
         for path in self.by_name.values():
             path.free()
-        self.known.clear()
+        self.by_word.clear()
         self.by_name.clear()
 
 
@@ -125,8 +125,8 @@ def error_of(work: Callable[[], str | None]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def first_error(ranks: Ranks, mine: str) -> str:
+def first_error(ranks: Ranks, own_error: str) -> str:
     """Return the error of the first rank that has one, and all ranks with errors; else "".  A barrier."""
-    everyone = ranks.allgather_text(mine)
-    those = [rank for rank, error in enumerate(everyone) if error]
-    return f"{everyone[those[0]]} ({ranks_in_words(those)})" if those else ""
+    errors = ranks.allgather_text(own_error)
+    failed_ranks = [rank for rank, error in enumerate(errors) if error]
+    return f"{errors[failed_ranks[0]]} ({ranks_in_words(failed_ranks)})" if failed_ranks else ""

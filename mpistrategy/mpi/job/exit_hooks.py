@@ -39,8 +39,8 @@ class ProgramEnd:
 
     Attributes:
         status: what `sys.exit` was called with, or what `mpistrategy run` knows.
-        words: what there is to say of that.
-        known_at: when that was; time.monotonic().
+        words: the text to print about the status.
+        known_at: the time of the call; time.monotonic().
         all_leave: whether all ranks had agreed to end when a strategy of all of them was closed.
     """
 
@@ -78,7 +78,7 @@ def prepare() -> None:
 
 
 def _end_child(parent: int) -> None:
-    """End this process, unless it is the one that has registered this."""
+    """End this process, unless it has registered this handler."""
     if os.getpid() == parent:
         return
     for stream in (sys.stdout, sys.stderr):

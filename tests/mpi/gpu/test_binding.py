@@ -203,7 +203,7 @@ def test_ranks_without_a_gpu(sights: list[Sight], texts: list[str]) -> None:
 
 
 def naming(sights: Sequence[Sight], numbers: Sequence[int]) -> list[Sight]:
-    return [sight._replace(named=number) for sight, number in zip(sights, numbers, strict=True)]
+    return [sight._replace(device_index=number) for sight, number in zip(sights, numbers, strict=True)]
 
 
 def test_ranks_take_the_gpus_that_the_program_names() -> None:
@@ -241,7 +241,9 @@ def test_each_rank_has_the_nearest_that_was_free(seen: list[list[int]], data: st
 
 def test_looking_never_raises() -> None:
     with visible():
-        assert device_selection.look(3) == Sight(host=os.uname().nodename, named=3, reason="no driver", fix="Get one")
+        assert device_selection.look(3) == Sight(
+            host=os.uname().nodename, device_index=3, reason="no driver", fix="Get one"
+        )
     with visible(error=OSError("libnvrtc.so.12: cannot open")):
         sight = device_selection.look()
     assert sight.is_strange

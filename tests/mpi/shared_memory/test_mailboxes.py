@@ -89,7 +89,9 @@ def test_the_data_are_written_before_the_number_and_read_after_it() -> None:
     """Where processors reorder writes, a fence stands on both sides."""
     seen: list[tuple[int, int]] = []
     them: list[Mailboxes] = []
-    them += all_mailboxes(2, 64, lambda: seen.append((them[0].slots[1].mine[0], them[0].slots[1].mine[1])))
+    them += all_mailboxes(
+        2, 64, lambda: seen.append((them[0].slots[1].own_numbers[0], them[0].slots[1].own_numbers[1]))
+    )
     them[0].start(42)
     assert seen == [(0, 42)], "the digest is there, the number not yet"
     them[1].start(42)

@@ -35,9 +35,9 @@ def mappings() -> int:
 def test_every_rank_sees_all_segments(strategy: ms.Strategy, nbytes: int) -> None:
     ranks = strategy.extended.communicator
     memory = ranks.shared(nbytes)
-    assert memory.mine.size == nbytes
-    assert memory.mine.dtype == np.uint8
-    assert not memory.mine.any(), "zeroed"
+    assert memory.own_segment.size == nbytes
+    assert memory.own_segment.dtype == np.uint8
+    assert not memory.own_segment.any(), "zeroed"
     assert memory.is_shared == (SIZE > 1)
     if not memory.is_shared:
         return
@@ -45,7 +45,7 @@ def test_every_rank_sees_all_segments(strategy: ms.Strategy, nbytes: int) -> Non
     assert len(memory.segments) == SIZE
     assert all(segment.__array_interface__["data"][0] % ALIGNMENT == 0 for segment in memory.segments)
     ranks.node_barrier()
-    memory.mine[:] = RANK + 1
+    memory.own_segment[:] = RANK + 1
     ranks.node_barrier()
     assert [set(segment.tolist()) for segment in memory.segments] == [{r + 1} if nbytes else set() for r in RANKS]
     ranks.node_barrier()
@@ -188,7 +188,7 @@ def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
         assert len(caught) == (RANK == 0)
         assert all("cannot share more memory" in str(warning.message) for warning in caught)
         assert not memory.is_shared
-        memory.mine[:] = 1
+        memory.own_segment[:] = 1
         assert ranks.mailboxes is not None
         assert still_works(strategy)
         assert ranks.shared(10_000).is_shared, "where there is room again"

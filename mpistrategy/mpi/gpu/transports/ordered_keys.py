@@ -89,4 +89,4 @@ def _launch(cupy: Any, name: str, keys: DeviceArray, op: str) -> None:
 def compile_for(cupy: Any) -> dict[str, Any]:
     """Return the kernels by their names; to be called before the ranks agree, since it may fail."""
     module = cupy.RawModule(code=SOURCE, options=("--std=c++17",))
-    return {name: module.get_function(name) for both in NAMES.values() for name in both}
+    return {name: module.get_function(name) for names in NAMES.values() for name in names}
