@@ -78,7 +78,7 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         return CommunicatorRoute(ranks, packs, op, shown, partial(combine_by_shares, ranks, text))
 
     def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
-        """Return all ranks' rows, those with equal indices added up, in the order of their indices; on the host."""
+        """Return all ranks' rows in the order of their indices, rows with equal indices added up; on the host."""
         slices = IndexedSlices(host_array(slices.values), host_array(slices.indices), slices.dense_shape)
         every = concatenate(ranks, slices, ReduceOp.SUM)
         dtype = every.values.dtype
@@ -87,10 +87,10 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         summed = host_wire_dtype(sum_dtype_of_mean(dtype) if op is ReduceOp.MEAN else dtype)
         total = np.empty((indices.size, *every.values.shape[1:]), summed)
         for count in np.unique(counts):
-            chosen = np.flatnonzero(counts == count)
-            rows = [every.values[order[starts[chosen] + number]].astype(summed) for number in range(count)]
-            combine_ordered([each.reshape(-1) for each in rows], [rows[0].reshape(-1)], "SUM", 1)
-            total[chosen] = rows[0]
+            positions = np.flatnonzero(counts == count)
+            rows = [every.values[order[starts[positions] + number]].astype(summed) for number in range(count)]
+            combine_ordered([row.reshape(-1) for row in rows], [rows[0].reshape(-1)], "SUM", 1)
+            total[positions] = rows[0]
         return IndexedSlices(finish(total, dtype, op, ranks.size), indices, slices.dense_shape)
 
     def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp) -> None:
@@ -168,7 +168,7 @@ def reals(array: Array) -> Array:
 
 
 def use_one_pattern(total: Array, *, zeros: bool) -> None:
-    """Give NaN, and with `zeros` zeros, the bits that do not tell of the order: NumPy's NaN, and +0.0."""
+    """Give NaN, and with `zeros` also zeros, bits that do not depend on the order: NumPy's NaN, and +0.0."""
     if total.dtype.kind == "f":
         if zeros:
             np.add(total, total.dtype.type(0), out=total)

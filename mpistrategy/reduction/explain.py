@@ -40,7 +40,7 @@ def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: Communicat
     elif leaves:
         contributions = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
         checked_leaves(contributions, lambda: nest.paths_without_none(value), _WHERE)
-        descriptions, notes = algorithm._explained(ranks, op, contributions, settings)
+        descriptions, notes = algorithm._explanation(ranks, op, contributions, settings)
     elif not (structure.num_none or reducer.is_alone):
         raise EmptyBatchError.at(_WHERE, found="an empty structure", expected="at least one array to reduce")
     if structure.num_none:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 
 
-#: What is imported where it is used, in calls, in errors and in alarms.
+#: Modules that are imported at their use, in calls, in errors and in alarms.
 _USED_LATER = (
     "mpistrategy.objects.other_names",
     *("difflib", "fcntl", "hashlib", "json", "numpy.ma", "numpy.random", "pwd", "termios"),
@@ -124,7 +124,7 @@ class MirroredStrategy(Strategy):
                 else:
                     try:
                         device = choose_device(request, ranks)
-                    except DeviceError as error:  # of all ranks, which have told each other what they found
+                    except DeviceError as error:  # raised on all ranks alike
                         raise ranks.guard.mark_reported(error) from None
                     ranks.share_device(device)
                     activate(device, ranks.guard)

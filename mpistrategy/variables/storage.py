@@ -49,7 +49,7 @@ class VariableStorage:
     """The memory of the variables of one strategy."""
 
     def __init__(self) -> None:
-        #: The slab that is filled, and how much of it is.
+        #: The slab that is being filled, and how many of its bytes are used.
         self._slab: SharedMemory | None = None
         self._used = 0
         self._slabs: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
@@ -83,14 +83,14 @@ class VariableStorage:
             return None
         usual = _FIRST_SLAB_BYTES
         if self._slab is not None:
-            held = np.array([self.nbytes])  # ranks collect garbage at different times
-            communicator.allreduce(held, "MAX")
-            usual = max(_SLAB_BYTES, padded(int(held[0]) // _SLAB_FRACTION))
+            total_bytes = np.array([self.nbytes])  # ranks collect garbage at different times
+            communicator.allreduce(total_bytes, "MAX")
+            usual = max(_SLAB_BYTES, padded(int(total_bytes[0]) // _SLAB_FRACTION))
         slab = communicator.shared(max(nbytes, usual))
         if not slab.is_shared:
             self._exhausted = True
             return None
         self._slabs.add(slab)
-        if nbytes < usual:  # a larger variable has one for itself
+        if nbytes < usual:  # a larger variable has a slab for itself
             self._slab, self._used = slab, nbytes
         return VariableSlot(slab, 0)

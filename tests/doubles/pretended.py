@@ -321,7 +321,7 @@ class PretendedJob:
                 board = StatusBoard(SharedMemory(segments, rank, True))
                 directory = CountedFiles(path, self.done)
                 self.groups.append(Group(guard, board, range(nodes * local), node, nodes, directory))
-                self.groups[-1]._told = self.now
+                self.groups[-1]._announced_end = self.now
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:

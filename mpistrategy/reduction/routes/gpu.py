@@ -160,7 +160,7 @@ def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None
 def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None:
     """Copy the arrays of a pack, which are of its dtype, into `bucket`, on the current stream of the current device."""
     places = pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)
-    _copy(pack.chosen(arrays), places.tolist())
+    _copy(pack.arrays_in(arrays), places.tolist())
 
 
 def _copy(sources: Sequence[DeviceArray], places: Sequence[int]) -> None:

@@ -163,7 +163,7 @@ def test_of_many_ranks_the_bits_are_those_of_one_rank_after_the_other(ranks: int
             if dtype.kind == "f" and shape:
                 values.reshape(ranks, -1)[:, 0] = -0.0  # whose sum is not 0.0
             route = route_of_many(ranks, values, op)
-            pack, theirs, rows, _ = route._seen[1][0]
+            pack, theirs, rows, _ = route._operands[1][0]
             assert (rows is not None) == (ranks >= 16 and op is not ms.ReduceOp.MAX)
             if rows is None:
                 continue
@@ -179,6 +179,6 @@ def route_of_many(ranks: int, values: Array, op: ms.ReduceOp) -> MailboxRoute:
     """Return the route of the first of many ranks, all of which have brought their values."""
     layouts = ((values.dtype, values.shape[1:]),)
     routes = [MailboxRoute(each, layouts, op) for each in mailboxes_of_many(ranks)[:1]]
-    for place, value in zip(routes[0]._seen[1][0][1], values, strict=True):
+    for place, value in zip(routes[0]._operands[1][0][1], values, strict=True):
         place[...] = value.reshape(-1)
     return routes[0]
