@@ -27,8 +27,8 @@ _FORMAT, _DATES = "%(asctime)s %(levelname)s %(name)s: %(message)s", "%H:%M:%S"
 class RankFilter(logging.Filter):
     """Lets records through according to the rank; for a handler or a logger of your own.
 
-    A record with an attribute ``ranks`` (``extra={"ranks": [0, 3]}``, or `ALL_RANKS`) is logged by these from `level`
-    on.
+    A record with an attribute ``ranks`` (``extra={"ranks": [0, 3]}``, or `ALL_RANKS`) is logged by these ranks from
+    `level` on.
 
     Args:
         ranks: who logs from `level` on: a rank, several, or "all".
@@ -52,10 +52,10 @@ class RankFilter(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         """Return whether this rank logs the record."""
-        rank, asked = own_place()[0], getattr(record, "ranks", None)
-        if _has(self._ranks if asked is None else asked, rank):
+        rank, record_ranks = own_place()[0], getattr(record, "ranks", None)
+        if _has(self._ranks if record_ranks is None else record_ranks, rank):
             return record.levelno >= self.level
-        return asked is None and record.levelno >= self.others
+        return record_ranks is None and record.levelno >= self.others
 
 
 class RankFormatter(logging.Formatter):
@@ -145,10 +145,10 @@ def setup_logging(
     if format is not None:
         handler.setFormatter(RankFormatter(format, _DATES))
     handler.addFilter(by_rank)
-    for each in list(chosen.handlers):
-        if force or isinstance(each, RankHandler):
-            chosen.removeHandler(each)
-            each.close()
+    for old_handler in list(chosen.handlers):
+        if force or isinstance(old_handler, RankHandler):
+            chosen.removeHandler(old_handler)
+            old_handler.close()
     chosen.addHandler(handler)
     chosen.setLevel(min(by_rank.level, by_rank.others))
     return handler

@@ -44,8 +44,8 @@ class Progress(Generic[T]):
         if self._iterable is None:
             raise OptionTypeError.at(_WHERE, found="no iterable", expected="one to go through, or update()")
         with self:
-            for each in self._iterable:
-                yield each
+            for item in self._iterable:
+                yield item
                 self.update()
 
     def update(self, count: int = 1) -> None:
@@ -93,8 +93,8 @@ def progress(
     >>> sum(ms.telemetry.progress(range(5), title="sum"))
     10
     """
-    given: Any = iterable
-    if not isinstance(given, (Iterable, type(None))):
+    source: Any = iterable
+    if not isinstance(source, (Iterable, type(None))):
         raise OptionTypeError.at(_WHERE, found=f"{iterable!r}", expected="something to go through")
     numbers: dict[str, Any] = {"total": total, "every_seconds": every_seconds}
     for name, value in numbers.items():

@@ -26,14 +26,18 @@ class Docstrings(griffe.Extension):
         pkg["strategy.current.ReplicaContext"].docstring = pkg["strategy.replica_context.ReplicaContext"].docstring
 
     def on_class(self, *, cls: griffe.Class, **_: Any) -> None:
-        """Find the nearest public classes that the class derives from."""
+        """Find the nearest public classes that the class derives from; leave a private constructor out."""
         kind = next((kind for kind in CLASSES if kind.__name__ == cls.name), object)
         above = [base for base in kind.__mro__[1:-1] if base in CLASSES or base.__module__ == "builtins"]
         nearest = [base for base in above if not any(issubclass(other, base) for other in above if other is not base)]
         cls.extra["mpistrategy"]["bases"] = [CLASSES.get(base, base.__name__) for base in nearest]
+        if cls.docstring is not None and "Args:" not in cls.docstring.value and "dataclass" not in cls.labels:
+            cls.members.pop("__init__", None)
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
         """Put links into a docstring, and a title above its examples."""
+        if obj.name == "__init__":
+            obj.docstring = None
         if obj.docstring is None or obj.parent is None:
             return
         owner = obj if obj.is_class else obj.parent
@@ -44,7 +48,7 @@ class Docstrings(griffe.Extension):
             link = '<autoref optional identifier="{}"><code>{}</code></autoref>'
             return link.format(names[0], match[1]) if names else match[0]
 
-        paragraphs = obj.docstring.value.split("\n\n")
+        paragraphs = obj.docstring.value.replace("\nCure:", "\n\nCure:").split("\n\n")
         for number, text in enumerate(paragraphs):
             if text.startswith(">>> "):
                 paragraphs[number] = "Examples:\n" + textwrap.indent(text, "    ")

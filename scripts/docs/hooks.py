@@ -60,4 +60,4 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         first, *tables = markdown.split("\n## ")
         linked = (re.sub(r"(?m)^\| `(.*?)`", rf"| [`\1`][{each.partition(chr(10))[0]}.\1]", each) for each in tables)
         return "\n## ".join([first, *linked])
-    return re.sub(r"\(`mpistrategy guide ([\w-]+)`\)", r"([\1](\1.md))", markdown)
+    return re.sub(r"\((`mpistrategy guide\s+([\w-]+)`)\)", r"([\1](\2.md))", markdown)

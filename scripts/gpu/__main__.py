@@ -171,7 +171,7 @@ def sanitizer(lane: Lane, row: Row) -> None:
     if tool is None or lane.on_cpu:
         row.result, row.text = ELSEWHERE, "needs compute-sanitizer on PATH or below /usr/local/cuda*, and a GPU"
         return
-    program = [lane.python, *PYTEST, ROOT / "tests" / "reduction" / "test_gpu_destinations.py"]
+    program = [lane.python, *PYTEST, ROOT / "tests" / "variables" / "test_gpu_variables.py"]
     ended = lane.job(row.name, [tool, "--tool", "memcheck", "--error-exitcode", "9", *program], 120)
     clean = ended.status == 0 and "ERROR SUMMARY: 0 errors" in ended.output
     unable = "not supported" in ended.output.lower() or "Unable to" in ended.output
@@ -179,7 +179,7 @@ def sanitizer(lane: Lane, row: Row) -> None:
     row.text = "memcheck found nothing" if clean else ended.why
 
 
-VALUES = ("variables/test_gpu_variables.py", "reduction/test_gpu_destinations.py", "arrays/test_foreign_arrays.py")
+VALUES = ("variables/test_gpu_variables.py", "arrays/test_foreign_arrays.py")
 STAYS = (
     "mpi/gpu/test_device_collectives.py",
     "reduction/test_gpu_stays_there.py",

@@ -9,11 +9,11 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cupy_here
+import gpu_here
 import ml_dtypes
 import numpy as np
 import pytest
-from cupy_here import Spoken, exported
+from gpu_here import Spoken
 from replicas import RANK, SIZE
 
 import mpistrategy as ms
@@ -26,7 +26,7 @@ class Tensor:
     def __init__(self, array: Any, *, grad: bool = False, conj: bool = False) -> None:
         self.array, self.grad, self._conj = array, grad, conj
         self.dtype = "torch.bfloat16" if array.dtype.name == "bfloat16" else str(array.dtype)
-        self.is_cuda = isinstance(array, cupy_here.ndarray)
+        self.is_cuda = not isinstance(array, np.ndarray)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -57,7 +57,7 @@ class Tensor:
     def __dlpack__(self, **options: Any) -> Any:
         if self.grad or self._conj:
             raise BufferError("Can't export tensors that require gradient")
-        return exported(self.array, **options)
+        return self.array.__dlpack__(**options)
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (2, 0) if self.is_cuda else (1, 0)
@@ -88,18 +88,22 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.fixture
-def gpu() -> Iterator[ms.MirroredStrategy]:
-    with cupy_here.installed(), cupy_here.strategy() as strategy:
+def gpu(cupy: Any) -> Iterator[ms.MirroredStrategy]:
+    with gpu_here.strategy() as strategy:
         yield strategy
 
 
 def on_gpu(array: Any, **options: Any) -> Tensor:
-    return Tensor(cupy_here.asarray(array), **options)
+    return Tensor(gpu_here.cupy_or_skip().asarray(array), **options)
 
 
 def numbers(value: Any) -> list[Any]:
     array = value.array if isinstance(value, (Tensor, Spoken)) else value
-    return (array.get() if isinstance(array, cupy_here.ndarray) else np.asarray(array)).astype(float).tolist()
+    return (
+        (np.asarray(array) if isinstance(array, (np.ndarray, np.generic, float)) else array.get())
+        .astype(float)
+        .tolist()
+    )
 
 
 def context() -> ms.ReplicaContext:
@@ -169,12 +173,12 @@ def test_a_tensor_in_gpu_memory_comes_back_as_one(gpu: ms.MirroredStrategy, name
         assert numbers(found) == expected
 
 
-def test_whatever_speaks_dlpack_is_accepted(gpu: ms.MirroredStrategy) -> None:
+def test_whatever_speaks_dlpack_is_accepted(gpu: ms.MirroredStrategy, cupy: Any) -> None:
     host = gpu.run(lambda: context().all_reduce("SUM", Spoken(np.full(2, RANK + 1.0))))
     assert type(host) is np.ndarray
     assert numbers(host) == [TOTAL] * 2
-    device = gpu.run(lambda: context().all_reduce("SUM", Spoken(cupy_here.asarray(np.full(2, RANK + 1.0)))))
-    assert type(device) is cupy_here.ndarray
+    device = gpu.run(lambda: context().all_reduce("SUM", Spoken(cupy.asarray(np.full(2, RANK + 1.0)))))
+    assert type(device) is cupy.ndarray
     assert numbers(device) == [TOTAL] * 2
 
 

@@ -117,7 +117,7 @@ FAULTS = {
         "mpi", "bad", "libmpi.so.99", "LD_DEBUG=libs",
     ),
     "one GPU for two ranks": Fault(
-        "from gpu_doubles import pretended\ngpu = pretended('GPU-1')\ngpu.__enter__()", "gpus", "bad", "ranks 0, 1",
+        "from gpu_here import visible\ngpu = visible('GPU-1')\ngpu.__enter__()", "gpus", "bad", "ranks 0, 1",
         "--gpus-per-task=1",
     ),
     "GPUs that a variable hides": Fault(

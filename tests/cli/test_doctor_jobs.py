@@ -84,12 +84,12 @@ def test_gpus_that_are_shared_an_mpi_that_takes_their_memory_and_two_mpis(launch
         import mmap, os, sys
         {MY_RANK}
         sys.path[:0] = {launching.HELPERS!r}
-        from gpu_doubles import seen
+        from gpu_here import visible
         from mpistrategy.cli import main as cli
         if rank == 1:
             with open({str(tmp_path / "libmpi.so.99")!r}, "rb") as file:
                 held = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        with seen("GPU-1"):
+        with visible("GPU-1"):
             raise SystemExit(cli.main(["doctor", "--json"]))
         """
     path = os.pathsep.join((str(tmp_path), str(PACKAGE.parent)))

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import launching
@@ -129,61 +129,57 @@ def tree(process: int) -> Iterator[int]:
             yield from tree(int(child))
 
 
+def kill(job: subprocess.Popen[bytes]) -> None:
+    """Kill a job as a whole, launcher and ranks."""
+    for process in list(tree(job.pid)) if job.poll() is None else []:
+        os.kill(process, signal.SIGKILL)
+    job.wait(20)
+
+
+def until(happened: Callable[[], object], what: str) -> None:
+    end = time.monotonic() + 60
+    while not happened():
+        assert time.monotonic() < end, what
+        time.sleep(0.05)
+
+
 @pytest.mark.each_mpi
 @one_rank
 @pytest.mark.slow
 def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A job that is killed as a whole, launcher and ranks, leaves something with MPICH and Open MPI."""
+    """It leaves something with MPICH and Open MPI."""
+    program, temporary = launching.program(WORKS, tmp_path), tmp_path / "temporary"
     monkeypatch.setattr(leftovers, "_YOUNG_SECONDS", -1.0)
     monkeypatch.setattr(leftovers, "folders", lambda: ("/dev/shm", str(temporary)))
-    program, temporary = launching.program(WORKS, tmp_path), tmp_path / "temporary"
     temporary.mkdir()
     environment = launching.environment() | {"TMPDIR": str(temporary)}
     before = set(os.listdir("/dev/shm"))
-    jobs = []
+    command = [*launching._mpiexec(), "-n", "2", sys.executable, "-m", "mpistrategy", "run", str(program)]
+    jobs, ready = [], []
     for name in ("killed", "runs"):
         (tmp_path / name).mkdir()
-        command = [*launching._mpiexec(), "-n", "2", sys.executable, "-m", "mpistrategy", "run", str(program)]
+        ready += [tmp_path / name / f"ready-{rank}" for rank in (0, 1)]
         jobs.append(subprocess.Popen(command, cwd=tmp_path / name, env=environment, start_new_session=True))
     killed, runs = jobs
     try:
-        end = time.monotonic() + 60
-        while not all((tmp_path / name / f"ready-{rank}").exists() for name in ("killed", "runs") for rank in (0, 1)):
-            assert time.monotonic() < end, "the jobs do not start"
-            assert runs.poll() is None
-            time.sleep(0.05)
-
-        used = "\n".join(
-            path for process in (*tree(killed.pid), *tree(runs.pid)) for path in leftovers.used_by(f"/proc/{process}")
-        )
-        mine = [
-            str(path)
-            for path in (*Path("/dev/shm").iterdir(), *temporary.iterdir())
-            if path.name not in before and str(path) in used
-        ]
-
-        def left() -> list[str]:
-            """Leave what other tests of this machine have killed meanwhile."""
-            return [path for path in leftovers.found() if path in mine]
-
-        if not mine:
+        until(lambda: all(path.exists() for path in ready), "the jobs do not start")
+        used = {path for job in jobs for pid in tree(job.pid) for path in leftovers.used_by(f"/proc/{pid}")}
+        new = [path for path in (*Path("/dev/shm").iterdir(), *temporary.iterdir()) if path.name not in before]
+        own = {str(path) for path in new if any(str(path) in each for each in used)}
+        if not own:
             pytest.skip("this MPI has nothing that could be left")
-        assert left() == [], "both jobs run"
-        for process in list(tree(killed.pid)):
-            os.kill(process, signal.SIGKILL)
-        killed.wait(20)
-        while not (gone := left()):
-            assert time.monotonic() < end, mine
-            time.sleep(0.05)
+        # Other tests of this machine leave something meanwhile, too.
+        assert own.isdisjoint(leftovers.found()), "both jobs run"
+        kill(killed)
+        until(lambda: own & set(leftovers.found()), "nothing is left")
+        gone = own & set(leftovers.found())
         with monkeypatch.context() as patched:
             patched.setattr(leftovers, "sees_all_processes", lambda: True)
-            patched.setattr(leftovers, "found", lambda: gone)
+            patched.setattr(leftovers, "found", lambda: sorted(gone))
             assert leftovers.run() == 0
         assert not any(os.path.exists(path) for path in gone)
         (tmp_path / "runs" / "end").touch()
         assert runs.wait(30) == 0, "it has lost nothing that it needs"
     finally:
         for job in jobs:
-            for process in list(tree(job.pid)) if job.poll() is None else []:
-                os.kill(process, signal.SIGKILL)
-            job.wait(20)
+            kill(job)

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -148,17 +147,9 @@ def test_a_signal_shows_the_stack(folder: Path, name: str) -> None:
 # ------------------------------------------------------------------------------------- the end of one of two ranks
 
 
-def start(launch: Launch, tmp_path: Path, source: str, ranks: int = 2) -> tuple[launching.Finished, float]:
-    """Run a program, and return also how many seconds after its failure the job had ended."""
-    when = tmp_path / "when"
-    program = launching.program(source, tmp_path)
-    job = launch(ranks, [*RUN, program], timeout=20, env={"WHEN": str(when)})
-    return job, time.time() - float(when.read_text()) if when.exists() else 0.0
-
-
 @pytest.mark.each_mpi
 def test_all_ranks_exit_together_and_the_first_says_so(launch: Launch, tmp_path: Path) -> None:
-    job, _ = start(launch, tmp_path, "import sys\nsys.exit(7)")
+    job = launch(2, [*RUN, launching.program("import sys\nsys.exit(7)", tmp_path)])
     assert job.returncode == 7, job
     assert job.stderr.count("SystemExit: 7") == job.stderr.count("[rank 0/2] ended with status 7: ") == 1, job
 
@@ -173,7 +164,7 @@ def test_ranks_that_have_agreed_to_stop_end_without_a_word(launch: Launch, tmp_p
 
     def train():
         with ms.MirroredStrategy() as strategy:
-            manager = ms.CheckpointManager(ms.Checkpoint(v=ms.Variable(np.ones(2))), os.environ["WHEN"] + "-run")
+            manager = ms.CheckpointManager(ms.Checkpoint(v=ms.Variable(np.ones(2))), sys.argv[1])
             handler = ms.PreemptionCheckpointHandler(manager)
             if strategy.rank == 1:
                 os.kill(os.getpid(), signal.SIGUSR2)
@@ -181,7 +172,7 @@ def test_ranks_that_have_agreed_to_stop_end_without_a_word(launch: Launch, tmp_p
 
     train()
     """
-    job, _ = start(launch, tmp_path, source)
+    job = launch(2, [*RUN, launching.program(source, tmp_path), tmp_path / "run"])
     assert job.returncode == 75, job
     assert "told to stop" in job.stdout + job.stderr, job
     assert "SystemExit" not in job.stderr, job

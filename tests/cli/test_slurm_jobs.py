@@ -21,7 +21,8 @@ from mpi4py import MPI
 from preempted import runs_in
 from slurm_bed import Job, SlurmBed
 from slurm_scripts import script
-from slurm_user import ENDED, MPI_TYPE, NEEDS_SLURM, ROOT, User, needs_srun, started, twice
+from slurm_trainings import STEPS, trains
+from slurm_user import ENDED, MPI_TYPE, NEEDS_SLURM, User, needs_srun, started, twice
 
 pytestmark = NEEDS_SLURM
 
@@ -200,37 +201,25 @@ def test_every_rank_sees_all_gpus(user: User) -> None:
 @needs_srun
 @twice
 def test_requeue(user: User) -> None:
-    """The whole cycle: told through the script at some time; then told past it, or (MPICH) a node crashes."""
-    crashes, steps = not launching.IS_OPEN_MPI, 40
-    shutil.copy(ROOT / "tests" / "jobs" / "preempted.py", user.folder)
-    user.environment["PYTHONPATH"] += os.pathsep + str(ROOT / "tests" / "jobs")
-    user.edit("requeue.sbatch", *f"preempted.py . --pause 0.05 --steps {steps} --save-every 5".split())
+    """The whole cycle: told through the script at some time; then told past it."""
+    trains(user)
     job = user.submit("requeue.sbatch")
     output = user.output(job)
     user.made(random.randrange(2, 12))
     user.tell(job)
     user.says(job, "restart 1 of 10")
     user.made(7 + saved_by(output)[0])
-    if crashes:
-        user.bed.crash("node2")
-        user.bed.until(lambda: user.bed.show(job).get("Restarts") == "2", 30, "requeue after the crash", output)
-        user.bed.revive("node2")
-    else:
-        user.bed.run("scancel", "--signal=TERM", job)  # to the ranks, and not to the script
+    user.bed.run("scancel", "--signal=TERM", job)  # to the ranks, and not to the script
     done = user.bed.wait(job, output)
     assert (done.state, done.status) == ("COMPLETED", 0), done.output
     told = re.findall(r"told to stop \((SIG\w+) on rank [0-3, ]+\): saved step \d+, .* of 60 s after", done.output)
-    assert told == ["SIGUSR2", *(["SIGTERM"] if not crashes else [])], done.output
-    assert done.output.count("the program stopped with status 75; back to the queue") == len(told)
+    assert told == ["SIGUSR2", "SIGTERM"], done.output
+    assert done.output.count("the program stopped with status 75; back to the queue") == 2
     assert "restart 2 of 10" in done.output
     assert "made all steps" in done.output
     runs, saved = runs_in(user.folder), saved_by(output)
-    assert ([run.begun for run in runs[:2]], runs[0].made, runs[2].made) == ([0, saved[0]], saved[0], steps)
-    if crashes:  # what it had saved by itself; and what it was saving may be there, or not
-        assert runs[2].begun in (runs[1].saved, runs[1].made // 5 * 5)
-        assert runs[1].made - runs[1].saved <= 5
-    else:
-        assert runs[2].begun == saved[1] == runs[1].made
+    assert [run.begun for run in runs] == [0, *saved]
+    assert [run.made for run in runs] == [*saved, STEPS]
 
 
 def saved_by(output: Path) -> list[int]:

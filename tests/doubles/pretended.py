@@ -10,8 +10,7 @@ import contextlib
 import json
 import os
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,6 @@ import numpy as np
 from mpi4py import MPI
 
 from mpistrategy.mpi.contract.guard import Guard
-from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.mpi.multi_node.two_level import across_nodes, allreduce_across
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
 from mpistrategy.mpi.shared_memory.spin_wait import Waiting
@@ -143,6 +140,7 @@ def creation_seconds(ranks: int, local: int, devices: Any = None) -> float:
     return took
 
 
+<<<<<<< HEAD
 # ------------------------------------------------------------------------------------- messages between nodes
 
 
@@ -277,38 +275,16 @@ def own_seconds(nodes: int, local: int, nbytes: int) -> float:
         return min(took)
 
 
+=======
+>>>>>>> main
 # ------------------------------------------------------------------------------------- watchdogs
-
-
-class CountedFiles(RunDirectory):
-    """A run directory that counts what is done with it."""
-
-    def __init__(self, path: Path, done: Counter[str]) -> None:
-        super().__init__(str(path))
-        self._done = done
-
-    def read(self, name: str) -> str:
-        self._done["read"] += 1
-        return super().read(name)
-
-    def names(self) -> list[str]:
-        self._done["names"] += 1
-        return super().names()
-
-    def write(self, name: str, text: str) -> bool:
-        self._done["write"] += 1
-        return super().write(name, text)
-
-    def claim(self, name: str) -> bool:
-        self._done["write"] += 1
-        return super().claim(name)
 
 
 class PretendedJob:
     """The groups of pretended ranks, in rank order, all with one run directory and a clock of their own."""
 
     def __init__(self, path: Path, nodes: int, local: int) -> None:
-        self.path, self.local, self.done = path, local, Counter[str]()
+        self.path, self.local = path, local
         self.now = 1_000.0
         #: Until when the last rank is busy.
         self.busy_until = 0.0
@@ -319,7 +295,7 @@ class PretendedJob:
                 guard = Guard(None, node * local + rank, nodes * local)
                 guard.timeout = LIMIT
                 board = StatusBoard(SharedMemory(segments, rank, True))
-                directory = CountedFiles(path, self.done)
+                directory = RunDirectory(str(path))
                 self.groups.append(Group(guard, board, range(nodes * local), node, nodes, directory))
                 self.groups[-1]._announced_end = self.now
 

@@ -17,17 +17,17 @@ _ON_GPU = ("test_torch_checkpoint", "test_torch_cuda", "test_torch_group", "test
 @pytest.fixture(scope="module")
 def strategy(request: pytest.FixtureRequest) -> Iterator[ms.MirroredStrategy]:
     """One replica on every rank; where there is a GPU, the replicas of some files share it, with torch's tensors."""
-    import cupy_here  # here: the other tests need neither CuPy nor torch
+    import gpu_here  # here: the other tests need neither CuPy nor torch
 
-    if not cupy_here.IS_GPU or request.path.stem not in _ON_GPU:
+    if not gpu_here.IS_GPU or request.path.stem not in _ON_GPU:
         with closing(ms.MirroredStrategy()) as made:
             yield made
         return
     torch: Any = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
-    with cupy_here.gpus() as made:
-        torch.cuda.set_device(cupy_here.number(made))
+    with gpu_here.strategy() as made:
+        torch.cuda.set_device(gpu_here.number(made))
         torch.set_default_device("cuda")
         yield made
         torch.set_default_device(None)

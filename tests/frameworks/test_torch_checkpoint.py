@@ -102,17 +102,6 @@ def test_another_module_is_refused_and_nothing_changes(strategy: ms.Strategy, tm
     assert first.tolist() == [1, 1]
 
 
-def test_hyperparameters_are_read_before_there_is_a_model(strategy: ms.Strategy, tmp_path: Path) -> None:
-    folder = shared_folder(tmp_path) / "c"
-    with strategy.scope():
-        ms.Checkpoint(net=torch.nn.Linear(2, 3), options={"inputs": 2, "outputs": 3}).save(folder)
-        options: dict[str, int] = {}
-        with pytest.raises(errors.CheckpointMismatchError, match=r"net.*partial=True"):
-            ms.Checkpoint(options=options).restore(folder)
-        ms.Checkpoint(options=options).restore(folder, partial=True)
-        ms.Checkpoint(net=torch.nn.Linear(options["inputs"], options["outputs"]), options=options).restore(folder)
-
-
 def test_tensors_and_arrays_of_each_other(strategy: ms.Strategy, tmp_path: Path) -> None:
     folder = shared_folder(tmp_path) / "c"
     with strategy.scope():

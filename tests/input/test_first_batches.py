@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import cupy_here
 import numpy as np
 import pytest
 from hypothesis import given
@@ -111,11 +110,10 @@ def test_the_same_bits_are_the_same_rows(
 
 
 @several
-def test_arrays_of_gpus_are_compared(strategy: ms.MirroredStrategy) -> None:
-    with cupy_here.installed():
-        for differ in (False, True):
-            _, told = taken(strategy, [cupy_here.asarray(np.arange(4.0) + (differ and ODD))])
-            assert len(told) == (differ and RANK == 0)
+def test_arrays_of_gpus_are_compared(strategy: ms.MirroredStrategy, cupy: Any) -> None:
+    for differ in (False, True):
+        _, told = taken(strategy, [cupy.asarray(np.arange(4.0) + (differ and ODD))])
+        assert len(told) == (differ and RANK == 0)
 
 
 @several

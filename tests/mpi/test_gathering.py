@@ -7,14 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from counting import counted_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replicas import RANK, RANKS, SIZE, OnNodes, bits, part_of, pieces_of, value_of
 
 import mpistrategy as ms
-from mpistrategy.mpi.interface.ranks import Alone
-from mpistrategy.testing import run_replicas
 
 pytestmark = pytest.mark.mpi(min_size=2)
 
@@ -52,12 +49,10 @@ def test_blocks_lie_one_after_the_other(
             if is_there:
                 mine = together[start : start + counts[RANK]]
                 mine[...] = blocks[RANK]
-            with counted_calls(ranks) as calls:
-                if way == "all":
-                    ranks.allgatherv(mine, counts, together)
-                else:
-                    ranks.gatherv(mine, counts, together if root == RANK else None, root)
-            assert calls.total() == 1 or wanted.nbytes > most or way == "one"
+            if way == "all":
+                ranks.allgatherv(mine, counts, together)
+            else:
+                ranks.gatherv(mine, counts, together if root == RANK else None, root)
             if way == "all" or root == RANK:
                 assert bits(together) == bits(wanted)
             if not is_there:
@@ -70,26 +65,6 @@ def test_each_rank_gets_its_part_of_all(strategy: ms.Strategy, dtype: str) -> No
     for count in (0, 1, 5000):
         sent = [value_of(rank, dtype, (SIZE * count,), 5) for rank in RANKS]
         received = np.zeros((SIZE, count), dtype)
-        with counted_calls(ranks) as calls:
-            ranks.alltoall(sent[RANK], received)
-        assert calls == {"Alltoall": 1}
+        ranks.alltoall(sent[RANK], received)
         for rank, row in enumerate(received):
             assert bits(row) == bits(sent[rank][RANK * count : (RANK + 1) * count])
-
-
-def _all_three(ranks: Any) -> tuple[list[float], list[float], list[float]]:
-    rank, size = ranks.rank, ranks.size
-    counts = [number + 1 for number in range(size)]
-    mine = np.full(rank + 1, float(rank))
-    everyones, of_last = np.zeros(sum(counts)), np.zeros(sum(counts))
-    ranks.allgatherv(mine, counts, everyones)
-    ranks.gatherv(mine, counts, of_last if rank == size - 1 else None, size - 1)
-    received = np.zeros((size, 2))
-    ranks.alltoall(np.arange(2.0 * size) + 100 * rank, received)
-    return everyones.tolist(), of_last.tolist(), received.reshape(-1).tolist()
-
-
-def test_one_rank_and_threads_do_the_same(strategy: ms.Strategy) -> None:
-    assert _all_three(Alone()) == ([0.0], [0.0], [0.0, 1.0])
-    simulated = run_replicas(lambda: _all_three(ms.MirroredStrategy().extended.communicator), SIZE)
-    assert _all_three(strategy.extended.communicator) == simulated[RANK]

@@ -192,20 +192,6 @@ def test_replicas_within_replicas_and_strategies_side_by_side() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_contexts_are_each_replicas_own() -> None:
-    def program() -> Any:
-        strategy = ms.MirroredStrategy()
-        rank = strategy.extended.communicator.rank
-        if rank == 1:
-            ms.experimental_set_strategy(strategy)
-        strategy.barrier()
-        return ms.has_strategy()
-
-    assert run_replicas(program, 3) == [False, True, False]
-    assert not ms.has_strategy()
-
-
-@pytest.mark.usefixtures("alone")
 def test_it_needs_no_mpi(tmp_path: Path) -> None:
     """Not even installed."""
     (tmp_path / "mpi4py.py").write_text("raise ImportError('not here')\n")

@@ -74,20 +74,6 @@ def test_replicas_that_wait_in_different_places_are_told() -> None:
 
 
 @pytest.mark.usefixtures("alone")
-def test_verbs_that_do_not_fit_raise_on_every_replica() -> None:
-    """Below the guard, where MPI would mix up numbers or hang."""
-
-    def program(rank: int, strategy: ms.Strategy) -> Any:
-        transport, buffer = strategy.extended.communicator, np.ones(2)
-        return transport.bcast(buffer, 0) if rank else transport.allreduce(buffer, "SUM")
-
-    endings = caught(program)
-    assert all(isinstance(ending, errors.CollectiveMismatchError) for ending in endings)
-    assert "replica 0: allreduce SUM" in str(endings[2])
-    assert "replica 1: bcast from 0" in str(endings[0])
-
-
-@pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize(
     "error", [KeyError("mine"), SystemExit(3), KeyboardInterrupt()], ids=lambda e: type(e).__name__
 )

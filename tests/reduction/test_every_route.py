@@ -16,7 +16,7 @@ from functools import partial
 from itertools import combinations
 from typing import Any
 
-import cupy_here
+import gpu_here
 import ml_dtypes
 import numpy as np
 import pytest
@@ -396,11 +396,10 @@ def test_in_the_hosts_memory(strategies: Strategies, name: str, value: str) -> N
 
 @pytest.mark.skipif(SIZE > 3 and not ALL, reason="three ranks show it")
 @pytest.mark.parametrize("value", ON_GPUS)
-@pytest.mark.parametrize("path", cupy_here.PATHS)
-def test_in_gpu_memory(monkeypatch: pytest.MonkeyPatch, path: str, value: str) -> None:
+@pytest.mark.parametrize("path", gpu_here.PATHS)
+def test_in_gpu_memory(cupy: Any, monkeypatch: pytest.MonkeyPatch, path: str, value: str) -> None:
     monkeypatch.setenv("MPISTRATEGY_GPU_PATH", path)
-    monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
-    with cupy_here.installed() as cupy, closing(cupy_here.strategy()) as strategy:
+    with closing(gpu_here.strategy()) as strategy:
         for op in OPS:
             mine, everyones = values_of(value, op)
             placed = nest.map_structure(cupy.asarray, mine)

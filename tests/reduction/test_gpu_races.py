@@ -1,16 +1,13 @@
 """All-reduces of what slow kernels have yet to write: right in the order that the library keeps, wrong without it.
 
-With MPISTRATEGY_TEST_GPU=1 the kernels of a real GPU take a millisecond each, and there are 1,000 of them, or 100 where
-a processor stands in for it; else there are a few of the double's, which take until somebody waits for them.
+The kernels take a millisecond each, and there are 1,000 of them, or 100 where a processor stands in for the GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
-import cupy_here
+import gpu_here
 import numpy as np
 import pytest
 from delayed_writes import delayed_fill
@@ -20,24 +17,16 @@ import mpistrategy as ms
 from mpistrategy.options import GPU_PATH
 
 pytestmark = pytest.mark.skipif(SIZE > 2 and not ALL, reason="two ranks show it")
-ITERATIONS = 1000 if cupy_here.IS_GPU else 100 if cupy_here.IS_REAL else 24
+ITERATIONS = 1000 if gpu_here.IS_GPU else 100
 SECONDS = 1e-3
 SIZES = (3, 1000, 70_000)
-
-
-@pytest.fixture
-def cupy() -> Iterator[ModuleType]:
-    with cupy_here.installed() as module:
-        yield module
 
 
 def wrong_sums(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch, iterations: int) -> int:
     """Return how many of the sums were wrong: what is read, and what the sums become part of, later on the stream."""
     monkeypatch.setenv(GPU_PATH, path)
-    if not cupy_here.IS_REAL:
-        monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "1")
     ranks = SIZE * (SIZE + 1) / 2
-    with cupy_here.strategy() as strategy, cupy.cuda.Stream(non_blocking=True) as stream:  # a stream of this rank's GPU
+    with gpu_here.strategy() as strategy, cupy.cuda.Stream(non_blocking=True) as stream:  # a stream of this rank's GPU
         gradients = [cupy.asarray(np.full(size, -1.0)) for size in SIZES]
         wrong = cupy.asarray(np.zeros(1))
 
@@ -54,13 +43,13 @@ def wrong_sums(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch, iterations
         return int(wrong.get(stream=stream)[0])
 
 
-@pytest.mark.parametrize("path", cupy_here.PATHS)
+@pytest.mark.parametrize("path", gpu_here.PATHS)
 def test_sums_of_what_slow_kernels_write_are_right(cupy: Any, path: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrong_sums(cupy, path, monkeypatch, ITERATIONS) == 0
 
 
 @pytest.mark.skipif(SIZE == 1, reason="one rank reduces nothing")
-@pytest.mark.parametrize("path", [path for path in cupy_here.PATHS if path != "nccl"])
+@pytest.mark.parametrize("path", [path for path in gpu_here.PATHS if path != "nccl"])
 def test_where_the_host_waits_for_no_event_they_are_wrong(cupy: Any, path: str, monkeypatch: Any) -> None:
     """The test above can fail."""
     monkeypatch.setattr(cupy.cuda.Event, "synchronize", lambda self: None)

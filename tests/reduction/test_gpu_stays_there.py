@@ -11,7 +11,7 @@ from types import ModuleType
 from typing import Any
 
 import cuda_counts
-import cupy_here
+import gpu_here
 import numpy as np
 import pytest
 from replicas import ALL, RANK, RANKS, SIZE, in_step, rows
@@ -29,7 +29,7 @@ ALGORITHMS = {
 }
 
 
-@pytest.fixture(scope="module", params=cupy_here.PATHS)
+@pytest.fixture(scope="module", params=gpu_here.PATHS)
 def path(request: pytest.FixtureRequest, cupy: ModuleType) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("MPISTRATEGY_CUDA_AWARE", "1")

@@ -46,41 +46,9 @@ def nothing_is_left_entered() -> Iterator[None]:
 # A column: how a thread comes into the context in which it calls ``call()``.
 
 
-def in_default(strategy: ms.Strategy, other: ms.Strategy, variable: ms.Variable, call: Callable[[], Any]) -> Any:
-    return call()
-
-
-def in_scope(strategy: ms.Strategy, other: ms.Strategy, variable: ms.Variable, call: Callable[[], Any]) -> Any:
+def in_scope(strategy: ms.Strategy, call: Callable[[], Any]) -> Any:
     with strategy.scope():
         return call()
-
-
-def in_run(strategy: ms.Strategy, other: ms.Strategy, variable: ms.Variable, call: Callable[[], Any]) -> Any:
-    return strategy.run(call)
-
-
-def in_merge_fn(strategy: ms.Strategy, other: ms.Strategy, variable: ms.Variable, call: Callable[[], Any]) -> Any:
-    return strategy.run(lambda: context().merge_call(lambda given: call()))
-
-
-def in_update_fn(strategy: ms.Strategy, other: ms.Strategy, variable: ms.Variable, call: Callable[[], Any]) -> Any:
-    return strategy.extended.update(variable, lambda given: call())
-
-
-def in_other_scope(strategy: ms.Strategy, other: ms.Strategy, variable: ms.Variable, call: Callable[[], Any]) -> Any:
-    with other.scope():
-        return call()
-
-
-def in_other_run(strategy: ms.Strategy, other: ms.Strategy, variable: ms.Variable, call: Callable[[], Any]) -> Any:
-    return other.run(call)
-
-
-def in_thread_of_scope(
-    strategy: ms.Strategy, other: ms.Strategy, variable: ms.Variable, call: Callable[[], Any]
-) -> Any:
-    with strategy.scope():
-        return in_thread(call)
 
 
 def in_thread(call: Callable[[], Any]) -> Any:
@@ -101,15 +69,18 @@ def in_thread(call: Callable[[], Any]) -> Any:
     return results[0]
 
 
-COLUMNS = {
-    "default": in_default,
-    "scope": in_scope,
-    "run": in_run,
-    "merge_fn": in_merge_fn,
-    "update fn": in_update_fn,
-    "other's scope": in_other_scope,
-    "other's run": in_other_run,
-    "thread": in_thread_of_scope,
+Column = Callable[[ms.Strategy, ms.Strategy, ms.Variable, Callable[[], Any]], Any]
+COLUMNS: dict[str, Column] = {
+    "default": lambda strategy, other, variable, call: call(),
+    "scope": lambda strategy, other, variable, call: in_scope(strategy, call),
+    "run": lambda strategy, other, variable, call: strategy.run(call),
+    "merge_fn": lambda strategy, other, variable, call: strategy.run(
+        lambda: context().merge_call(lambda given: call())
+    ),
+    "update fn": lambda strategy, other, variable, call: strategy.extended.update(variable, lambda given: call()),
+    "other's scope": lambda strategy, other, variable, call: in_scope(other, call),
+    "other's run": lambda strategy, other, variable, call: other.run(call),
+    "thread": lambda strategy, other, variable, call: in_scope(strategy, lambda: in_thread(call)),
 }
 #: How an error names the context that is meant.
 CROSS, REPLICA, OTHER, STALE = (
@@ -198,17 +169,12 @@ def test_methods_of_the_replica_context(
         with pytest.raises(errors.ContextError, match=refused) as refusal:
             COLUMNS[column](strategy, other, variable, call)
         assert f"ReplicaContext.{row}" in str(refusal.value)
+        assert stale.replica_id_in_sync_group == RANK  # facts stay readable
     else:
         assert COLUMNS[column](strategy, other, variable, call) is not None
+        with pytest.raises(errors.ContextError, match="get_replica_context"):  # kept from an earlier step
+            strategy.run(lambda: STEP_METHODS[row](stale))
     assert still_works(strategy)
-
-
-@pytest.mark.parametrize("row", STEP_METHODS)
-def test_a_context_kept_from_an_earlier_step_is_refused_in_a_later_one(strategy: ms.Strategy, row: str) -> None:
-    stale = strategy.run(context)
-    with pytest.raises(errors.ContextError, match="get_replica_context"):
-        strategy.run(lambda: STEP_METHODS[row](stale))
-    assert stale.replica_id_in_sync_group == RANK  # facts stay readable
 
 
 FUNCTIONS = {
@@ -299,3 +265,104 @@ def test_an_interruption_at_any_moment_leaves_the_context(
         assert not ms.in_cross_replica_context()
         moment += 1
     assert moment > 3
+
+
+# ------------------------------------------------------------------------------------------------- nesting
+
+
+def test_a_scope_may_be_nested_in_itself_and_entered_again(strategy: ms.Strategy, other: ms.Strategy) -> None:
+    scope = strategy.scope()
+    with scope as entered, strategy.scope(), scope:
+        assert entered is strategy
+        for refused in (other.scope(), ms.ReplicaContext(other, RANK)):
+            with pytest.raises(errors.ContextError, match="another strategy"), refused:
+                pass
+        assert ms.get_strategy() is strategy
+    with scope:
+        assert ms.in_cross_replica_context()
+
+
+def test_a_merge_fn_may_run_steps_and_enter_the_scope(strategy: ms.Strategy) -> None:
+    def merge_fn(given: ms.Strategy, x: int, *, y: int) -> Any:
+        with given.scope():
+            return given is strategy, x, y, given.run(lambda: context().all_reduce("SUM", 1.0))
+
+    found = strategy.run(lambda: context().merge_call(merge_fn, args=[RANK], kwargs={"y": 2}))
+    assert found == (True, RANK, 2, SIZE)
+
+
+def test_merge_call_unpacks_what_merge_fn_returns(strategy: ms.Strategy) -> None:
+    def merge_fn(given: ms.Strategy, mine: Any) -> Any:
+        to = given.extended
+        return {
+            "nest": [to.reduce_to("SUM", mine, mine), (ms.PerReplica((mine,)), "text")],
+            "batch": to.batch_reduce_to("SUM", [(mine, mine)]),
+            "elsewhere": to.reduce_to("SUM", mine, f"task:{SIZE - 1}"),
+        }
+
+    def step() -> Any:
+        got = context().merge_call(merge_fn, args=(np.full(2, RANK + 1.0),))
+        total, (own, text) = got["nest"]
+        assert type(total) is type(own) is type(got["batch"][0]) is np.ndarray
+        assert text == "text"
+        total *= 0.5  # as any array of the program's own
+        assert (context().all_reduce("MEAN", total) == SIZE * (SIZE + 1) / 4).all()
+        if RANK == SIZE - 1:
+            assert (got["elsewhere"] == got["batch"][0]).all()
+        else:
+            with pytest.raises(errors.PlacementError, match=f"rank {SIZE - 1}"):
+                _ = got["elsewhere"] + 1
+        return own
+
+    assert (strategy.run(step) == RANK + 1).all()
+    with strategy.scope():
+        v = ms.Variable(np.zeros(2), aggregation="SUM")
+    added = strategy.run(lambda: strategy.extended.update(v, lambda v: v.assign_add(np.ones(2)).numpy()))
+    assert type(added) is np.ndarray
+
+
+def test_what_a_replica_context_knows(strategy: ms.Strategy) -> None:
+    ctx = strategy.run(context)
+    assert ctx.strategy is strategy
+    assert (ctx.replica_id_in_sync_group, ctx.num_replicas_in_sync) == (RANK, SIZE)
+    with strategy.scope(), ms.ReplicaContext(strategy, RANK) as entered, entered:  # nested in itself
+        assert ms.get_replica_context() is entered
+        assert entered.all_reduce("SUM", 1.0) == SIZE
+    with pytest.raises(ValueError, match="replica_id_in_sync_group"):
+        ms.ReplicaContext(strategy, "0")  # type: ignore[arg-type]
+    with pytest.raises(errors.MpiStrategyError, match="no id"):
+        ms.ReplicaContext(strategy, None).replica_id_in_sync_group  # noqa: B018
+
+
+@pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
+def test_the_default_strategy_is_one_replica(strategy: ms.Strategy) -> None:
+    default = ms.get_strategy()
+    assert default is ms.get_strategy()
+    assert context().all_reduce("SUM", 3.0) == 3
+    assert context().merge_call(lambda given: given is default and not ms.has_strategy())
+    with default.scope():
+        assert not ms.has_strategy()
+        assert default.run(lambda: context().num_replicas_in_sync) == 1
+    with strategy.scope(), pytest.raises(errors.ContextError, match="another strategy"), default.scope():
+        pass
+
+
+def test_experimental_set_strategy(strategy: ms.Strategy, other: ms.Strategy) -> None:
+    ms.experimental_set_strategy(strategy)
+    try:
+        assert ms.get_strategy() is strategy
+        assert ms.in_cross_replica_context()
+        assert in_thread(ms.has_strategy) is False
+        with strategy.scope(), pytest.raises(errors.ContextError, match="outside every scope"):
+            ms.experimental_set_strategy(None)
+        with pytest.raises(errors.ContextError):
+            strategy.run(lambda: ms.experimental_set_strategy(other))
+        for nonsense in ("strategy", 3, ms.MirroredStrategy, object()):
+            with pytest.raises(errors.OptionTypeError, match="Strategy"):
+                ms.experimental_set_strategy(nonsense)  # type: ignore[arg-type]
+        ms.experimental_set_strategy(other)
+        assert ms.get_strategy() is other
+    finally:
+        ms.experimental_set_strategy(None)
+    assert not ms.has_strategy()
+    ms.experimental_set_strategy(None)  # again is no mistake

@@ -70,42 +70,28 @@ def test_a_nest_a_variable_and_numbers_of_rows_that_differ_by_leaf(strategy: ms.
     assert found["a"][1].shape == (1 if RANK == 0 else 0, 3)
 
 
-def test_simulated_replicas_get_their_parts() -> None:
-    def program() -> Any:
-        return reduce_scatter(ms.MirroredStrategy(), "SUM", np.arange(5.0)).tolist()
-
-    assert ms.testing.run_replicas(program, 3) == [[0.0, 3.0], [6.0, 9.0], [12.0]]
-
-
 # ---------------------------------------------------------------------------------------------- None among leaves
 
 
-def test_none_stays_none(strategy: ms.Strategy) -> None:
-    one = np.float64(RANK + 1)
-    total = SIZE * (SIZE + 1) / 2
-    value = {"a": None, "b": [one, None]}
-    for reduced in (
-        strategy.run(lambda: context().all_reduce("SUM", value)),
-        strategy.run(lambda: context().all_reduce("SUM", value)),
-        strategy.run(lambda: context().all_reduce_async("SUM", value).wait()),
-        strategy.reduce("SUM", value),
-    ):
-        assert reduced == {"a": None, "b": [total, None]}
-    out = {"a": None, "b": [np.zeros(()), None]}
-    assert strategy.run(lambda: context().all_reduce("SUM", value, out=out)) == out
-    assert out["b"][0] == total  # type: ignore[index]
-    assert strategy.run(lambda: context().all_reduce("MEAN", value, weight=2.0))["b"][0] == total / SIZE
+@pytest.mark.parametrize("lone", [False, True])
+def test_none_stays_none(strategy: ms.Strategy, lone: bool) -> None:
+    one, total = np.float64(RANK + 1), SIZE * (SIZE + 1) / 2
+    value: Any = [None] if lone else {"a": None, "b": [one, None]}
+    right: Any = [None] if lone else {"a": None, "b": [total, None]}
+    for _ in range(2):
+        for found in (
+            strategy.run(lambda: context().all_reduce("SUM", value)),
+            strategy.run(lambda: context().all_reduce_async("SUM", value).wait()),
+            strategy.reduce("SUM", value),
+        ):
+            assert found == right
+    out: Any = {"a": None, "b": [np.zeros(()), None]}
+    if not lone:
+        assert strategy.run(lambda: context().all_reduce("SUM", value, out=out)) == out == right
+        assert strategy.run(lambda: context().all_reduce("MEAN", value, weight=2.0))["b"][0] == total / SIZE
     gathered = strategy.gather((None, np.ones(1)), 0)
-    assert gathered[0] is None
-    assert gathered[1].shape == (SIZE,)
-
-
-def test_nothing_but_none_is_its_own_reduction(strategy: ms.Strategy) -> None:
-    assert strategy.reduce("SUM", None) is None
-    assert strategy.reduce("MEAN", None, axis=0) is None
-    assert strategy.gather(None, 0) is None
-    assert strategy.run(lambda: context().all_reduce("SUM", [None])) == [None]
-    assert strategy.run(lambda: context().all_reduce_async("SUM", [None]).wait()) == [None]
+    assert (gathered[0], gathered[1].shape) == (None, (SIZE,))
+    assert strategy.reduce("MEAN", None, axis=0) is strategy.gather(None, 0) is None
 
 
 @pytest.mark.mpi(min_size=2)

@@ -1,218 +1,253 @@
-"""Strategies: which ranks take part, which devices they drive, and what a communicator of one's own changes."""
+"""Strategies: which ranks take part, which devices they drive, barriers, `with`, close, and hooks of algorithms."""
 
 from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 from mpi4py import MPI
+from replicas import RANK, RANKS, SIZE, OnNodes, context, in_step, one_node, outcomes, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
 
 pytestmark = pytest.mark.mpi
-
+several = pytest.mark.mpi(min_size=2)
 WORLD = MPI.COMM_WORLD
 
 
-def sum_of_ranks(strategy: ms.Strategy) -> float:
-    """Sum the ranks of COMM_WORLD over the strategy's replicas."""
-    context_sum = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", float(WORLD.rank)))
-    return float(context_sum)
+# ------------------------------------------------------------------------------------------------- ranks
 
 
-class TestWorld:
-    def test_every_rank_is_one_replica(self, strategy: ms.MirroredStrategy) -> None:
-        assert strategy.num_replicas_in_sync == WORLD.size
-        ids = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
-        assert ids == WORLD.rank
-        assert sum_of_ranks(strategy) == sum(range(WORLD.size))
-
-    def test_the_users_own_traffic_never_meets_ours(self, strategy: ms.MirroredStrategy) -> None:
-        mine, total = np.array([1.0]), np.zeros(1)
-        request = WORLD.Iallreduce(mine, total, MPI.SUM)
-        assert sum_of_ranks(strategy) == sum(range(WORLD.size))
-        request.Wait()
-        assert total[0] == WORLD.size
-
-    def test_freeing_the_users_communicator_leaves_the_strategy_alone(self) -> None:
-        comm = WORLD.Dup()
-        strategy = ms.MirroredStrategy(communicator=comm)
-        comm.Free()
-        assert sum_of_ranks(strategy) == sum(range(WORLD.size))
-        strategy.close()
-
-    def test_closing_twice_is_harmless(self) -> None:
-        strategy = ms.MirroredStrategy()
-        strategy.close()
-        strategy.close()
-
-    def test_one_of_several_strategies_can_go_first(self, strategy: ms.MirroredStrategy) -> None:
-        other = ms.MirroredStrategy()
-        other.close()
-        assert sum_of_ranks(strategy) == sum(range(WORLD.size))
+def test_the_users_own_traffic_never_meets_ours() -> None:
+    comm, mine, total = WORLD.Dup(), np.array([1.0]), np.zeros(1)
+    strategy, other = ms.MirroredStrategy(communicator=comm), ms.MirroredStrategy()
+    comm.Free()
+    other.close()  # one of several can go first
+    request = WORLD.Iallreduce(mine, total, MPI.SUM)
+    assert still_works(strategy)
+    request.Wait()
+    assert total[0] == SIZE
+    strategy.close()
+    strategy.close()
 
 
-class TestSubCommunicators:
-    def test_they_are_independent_sync_groups(self) -> None:
-        color = WORLD.rank % 2
-        comm = WORLD.Split(color, WORLD.rank)
-        strategy = ms.MirroredStrategy(communicator=comm)
-        members = [rank for rank in range(WORLD.size) if rank % 2 == color]
-        assert strategy.num_replicas_in_sync == len(members)
-        # The groups make different numbers of calls, of different shapes.
-        for _ in range(color + 1):
-            total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.full(color + 1, WORLD.rank)))
-        assert np.array_equal(total, np.full(color + 1, sum(members)))
-        with strategy.scope():
-            variable = ms.Variable(float(WORLD.rank))
-        assert float(variable) == members[0]
-        strategy.close()
-        comm.Free()
-
-    def test_replica_ids_follow_the_communicator_not_the_world(self) -> None:
-        comm = WORLD.Split(0, -WORLD.rank)
-        strategy = ms.MirroredStrategy(communicator=comm)
-        replica = strategy.run(lambda: ms.get_replica_context().replica_id_in_sync_group)
-        assert replica == WORLD.size - 1 - WORLD.rank
-        strategy.close()
-        comm.Free()
-
-    @pytest.mark.parametrize("communicator", [3, "world", MPI.COMM_NULL])
-    def test_what_is_no_communicator_is_refused(self, communicator: object) -> None:
-        with pytest.raises(errors.OptionTypeError, match="intracommunicator"):
-            ms.MirroredStrategy(communicator=communicator)
-
-    def test_a_rank_outside_the_sub_communicator_is_told_so(self) -> None:
-        outside = WORLD.rank == WORLD.size - 1
-        part = WORLD.Split(MPI.UNDEFINED if outside else 0, WORLD.rank)
-        if outside:
-            for null in (part, MPI.COMM_NULL):
-                with pytest.raises(errors.OptionTypeError, match=r"communicator=MPI\.COMM_NULL;.*must not make"):
-                    ms.MirroredStrategy(communicator=null)
-            return
-        with ms.MirroredStrategy(communicator=part) as strategy:
-            assert strategy.reduce("SUM", 1) == WORLD.size - 1
-        part.Free()
-
-
-class TestDevices:
-    def test_automatic(self, strategy: ms.MirroredStrategy) -> None:
-        assert strategy.extended.worker_devices == (f"/job:worker/replica:0/task:{WORLD.rank}/device:CPU:0",)
-        assert strategy.extended.parameter_devices == strategy.extended.worker_devices
-        assert strategy.devices_by_rank[WORLD.rank] == strategy.extended.worker_devices[0]
-        assert len(strategy.devices_by_rank) == WORLD.size
-        assert strategy.run(lambda: ms.get_replica_context().devices) == strategy.extended.worker_devices
-
-    def test_a_rank_takes_the_entry_at_its_index_on_the_node(self) -> None:
-        strategy = ms.MirroredStrategy([f"CPU:{index}" for index in range(WORLD.size)])
-        assert strategy.extended.worker_devices[0].endswith(f"/task:{WORLD.rank}/device:CPU:{strategy.local_rank}")
-        strategy.close()
-
-    def test_an_empty_list_means_automatic(self) -> None:
-        strategy = ms.MirroredStrategy([])
-        assert strategy.extended.worker_devices[0].endswith("device:CPU:0")
-        strategy.close()
-
-    @pytest.mark.parametrize(
-        ("devices", "kind"),
-        [
-            (["CPU:9999"] * 1, errors.DeviceError),
-            (["GPU:77"], errors.DeviceError),
-            (["TPU:0"], errors.DeviceError),
-            (["not a device"], errors.DeviceError),
-            (["CPU:0", "CPU:0"], errors.DeviceError),
-            ("CPU:0", errors.OptionTypeError),
-            (3, errors.OptionTypeError),
-            ([3], errors.OptionTypeError),
-        ],
+@pytest.mark.parametrize("split", ["groups", "turned", "part"])
+def test_sub_communicators_are_sync_groups_of_their_own(split: str) -> None:
+    color, key = {"groups": (RANK % 2, RANK), "turned": (0, -RANK), "part": (int(RANK == SIZE - 1), RANK)}[split]
+    comm = WORLD.Split(color, key)
+    members = {"groups": [*RANKS[RANK % 2 :: 2]], "turned": [*reversed(RANKS)]}.get(
+        split, [*RANKS[:-1]] if color == 0 else [SIZE - 1]
     )
-    def test_impossible_devices_are_refused_on_every_rank(
-        self, strategy: ms.MirroredStrategy, devices: object, kind: type[Exception]
-    ) -> None:
-        with pytest.raises(kind):
-            ms.MirroredStrategy(devices)  # type: ignore[arg-type]
-        assert sum_of_ranks(strategy) == sum(range(WORLD.size))
-
-    @pytest.mark.mpi(min_size=2)
-    def test_a_list_shorter_than_the_ranks_on_the_node_is_refused(self) -> None:
-        with pytest.raises(errors.DeviceError, match="1 devices for"):
-            ms.MirroredStrategy(["CPU:0"])
-
-    @pytest.mark.mpi(min_size=2)
-    def test_what_one_rank_refuses_is_refused_everywhere(self) -> None:
-        devices = ["TPU:0"] if WORLD.rank == 1 else None
-        with pytest.raises(errors.DeviceError, match="TPU:0"):
-            ms.MirroredStrategy(devices)
-
-    def test_bad_algorithms_and_options_are_refused(self) -> None:
-        with pytest.raises(errors.OptionTypeError, match="CrossDeviceOps"):
-            ms.MirroredStrategy(cross_device_ops="ring")  # type: ignore[arg-type]
-        with pytest.raises(errors.OptionTypeError, match="CommunicationOptions"):
-            ms.MirroredStrategy(communication_options={"bytes_per_pack": 1})  # type: ignore[arg-type]
+    with ms.MirroredStrategy(communicator=comm) as strategy:
+        assert (strategy.num_replicas_in_sync, strategy.rank) == (len(members), members.index(RANK))
+        for _ in range(color + 1):  # the groups make different numbers of calls, of different shapes
+            total = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", np.full(color + 1, RANK)))
+        assert total.tolist() == [sum(members)] * (color + 1)
+        assert float(ms.Variable(float(RANK))) == members[0]
+        strategy.barrier(f"of group {color}")
+        assert [device.split("/")[3] for device in strategy.devices_by_rank] == [f"task:{r}" for r in range(comm.size)]
+    comm.Free()
 
 
-class TestOneReplica:
+@pytest.mark.parametrize("communicator", [3, "world", MPI.COMM_NULL])
+def test_what_is_no_communicator_is_refused(communicator: object) -> None:
+    words = r"communicator=MPI\.COMM_NULL;.*must not make" if communicator == MPI.COMM_NULL else "intracommunicator"
+    with pytest.raises(errors.OptionTypeError, match=words):
+        ms.MirroredStrategy(communicator=communicator)
+
+
+def test_the_names_a_strategy_has_for_its_ranks(strategy: ms.MirroredStrategy) -> None:
+    assert (strategy.rank, strategy.size, strategy.num_replicas_in_sync) == (RANK, SIZE, SIZE)
+    assert in_step(strategy, lambda ctx: ctx.replica_id_in_sync_group) == RANK
+    node_of = strategy.extended.communicator.node_of
+    assert strategy.local_rank == node_of[:RANK].count(node_of[RANK])
+    with OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce()) as nodes:
+        assert nodes.local_rank == RANK // 2
+    alone = ms.OneDeviceStrategy()
+    assert (alone.rank, alone.size, alone.local_rank) == (0, 1, 0)
+
+
+# ------------------------------------------------------------------------------------------------- devices
+
+
+@one_node
+def test_a_rank_takes_the_entry_at_its_index_on_the_node(strategy: ms.MirroredStrategy) -> None:
+    for devices, numbers in (
+        (None, [0] * SIZE),
+        ([], [0] * SIZE),
+        ([f"CPU:{i}" for i in reversed(RANKS)], RANKS[::-1]),
+    ):
+        with ms.MirroredStrategy(devices) as made:
+            named = tuple(f"/job:worker/replica:0/task:{r}/device:CPU:{number}" for r, number in enumerate(numbers))
+            assert made.devices_by_rank == named
+            assert same_everywhere(np.array(named).view(np.uint32))
+            mine = (named[RANK],)
+            assert made.extended.worker_devices == made.extended.parameter_devices == mine
+            assert in_step(made, lambda ctx: ctx.devices) == mine
+
+
+IMPOSSIBLE: list[tuple[Any, type[Exception]]] = [
+    (["CPU:9999"], errors.DeviceError),
+    (["GPU:77"], errors.DeviceError),
+    (["not a device"], errors.DeviceError),
+    (["CPU:0", "CPU:0"], errors.DeviceError),
+    ("CPU:0", errors.OptionTypeError),
+    (3, errors.OptionTypeError),
+    ([3], errors.OptionTypeError),
+]
+
+
+@pytest.mark.parametrize(("devices", "kind"), IMPOSSIBLE)
+def test_impossible_devices_are_refused_on_every_rank(
+    strategy: ms.MirroredStrategy, devices: Any, kind: type[Exception]
+) -> None:
+    for who in {0, SIZE}:  # one rank alone, and all
+        ends = outcomes(ms.MirroredStrategy, devices if who >= RANK else None)
+        assert {end.error for end in ends} == {kind}
+    assert still_works(strategy)
+
+
+@one_node
+@several
+def test_a_list_shorter_than_the_ranks_on_the_node_is_refused() -> None:
+    with pytest.raises(errors.DeviceError, match="1 devices for"):
+        ms.MirroredStrategy(["CPU:0"])
+
+
+@pytest.mark.parametrize("make", [lambda: ms.OneDeviceStrategy("CPU:0"), ms.get_strategy])
+@pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
+def test_one_replica_works_alone(make: Callable[[], ms.Strategy]) -> None:
     """`OneDeviceStrategy` and the default strategy are the specification of every other one."""
-
-    @pytest.mark.parametrize("make", [lambda: ms.OneDeviceStrategy("CPU:0"), ms.get_strategy])
-    @pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")
-    def test_everything_works_alone(self, make: object) -> None:
-        strategy = make()  # type: ignore[operator]
-        assert strategy.num_replicas_in_sync == 1
-        value = {"a": np.arange(3), "b": 2.5}
-        reduced = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", value))
-        assert np.array_equal(reduced["a"], value["a"])
-        assert reduced["b"] == 2.5
-        assert strategy.reduce("MEAN", np.arange(4.0), axis=0) == 1.5
-        assert np.array_equal(strategy.gather(np.arange(3), axis=0), np.arange(3))
-        assert strategy.experimental_local_results(7) == (7,)
-
-    def test_a_device_must_exist(self) -> None:
-        with pytest.raises(errors.DeviceError):
-            ms.OneDeviceStrategy("CPU:9999")
-        with pytest.raises(errors.OptionTypeError):
-            ms.OneDeviceStrategy(0)  # type: ignore[arg-type]
+    strategy = make()
+    assert strategy.num_replicas_in_sync == 1
+    assert strategy.devices_by_rank == ("/job:worker/replica:0/task:0/device:CPU:0",)
+    reduced = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", {"a": np.arange(3), "b": 2.5}))
+    assert (reduced["a"].tolist(), reduced["b"]) == ([0, 1, 2], 2.5)
+    assert strategy.reduce("MEAN", np.arange(4.0), axis=0) == 1.5
+    assert strategy.gather(np.arange(3), axis=0).tolist() == [0, 1, 2]
+    assert strategy.experimental_local_results(7) == (7,)
+    for device, kind in (("CPU:9999", errors.DeviceError), (0, errors.OptionTypeError)):
+        with pytest.raises(kind):
+            ms.OneDeviceStrategy(device)  # type: ignore[arg-type]
 
 
-class TestCustomCrossDeviceOps:
-    def test_hooks_are_called_and_what_they_return_is_used(self) -> None:
-        log: list[str] = []
+# ------------------------------------------------------------------------------------------------- barriers, life
 
-        class Doubling(ms.CrossDeviceOps):
-            """Twice the sum, through a built-in algorithm."""
 
-            def reduce_implementation(self, reduce_op, per_replica_value, destinations, options):  # type: ignore[no-untyped-def]
-                log.append("reduce")
-                total = ms.ReductionToOneDevice().reduce(reduce_op, per_replica_value, destinations)
-                return ms.Mirrored((2 * np.asarray(total),))
+def test_a_barrier_lets_nobody_through_before_all_have_come(strategy: ms.MirroredStrategy) -> None:
+    for late in RANKS:
+        if late == RANK:
+            time.sleep(0.05)
+        came = time.monotonic()
+        strategy.barrier()
+        left = time.monotonic()
+        assert left >= max(strategy.gather(np.array([came]), 0))  # the ranks of one machine share this clock
+    strategy.run(strategy.barrier)
+    strategy.run(lambda: context().merge_call(lambda s: s.barrier("in merge_fn")))
+    with ms.OneDeviceStrategy() as alone:
+        alone.barrier("alone")
 
-            def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):  # type: ignore[no-untyped-def]
-                log.append(f"batch_reduce {len(value_destination_pairs)}")
-                return [self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs]
 
-        strategy = ms.MirroredStrategy(cross_device_ops=Doubling())
-        result = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", [1.0, np.ones(2)]))
-        assert result[0] == 2 * WORLD.size
-        assert np.array_equal(result[1], [2 * WORLD.size] * 2)
-        assert strategy.reduce("SUM", 1.0) == 2 * WORLD.size
-        assert log == ["batch_reduce 2", "reduce", "reduce", "reduce"]
-        strategy.close()
+@several
+def test_barriers_of_different_names_do_not_meet(strategy: ms.MirroredStrategy) -> None:
+    ended = outcomes(strategy.barrier, "end of epoch" if RANK else "start")
+    assert all("end of epoch" in one.text and "start" in one.text for one in ended)
+    for ends in (ended, outcomes(strategy.barrier) if RANK else outcomes(strategy.reduce, "SUM", 1.0)):
+        assert {one.error for one in ends} == {errors.CollectiveMismatchError}
+    assert still_works(strategy)
 
-    def test_a_hook_that_loses_a_result_is_a_typed_error(self) -> None:
-        class Losing(ms.CrossDeviceOps):
-            def batch_reduce_implementation(self, reduce_op, value_destination_pairs, options):  # type: ignore[no-untyped-def]
-                return [ms.Mirrored((0.0,))]
 
-        strategy = ms.MirroredStrategy(cross_device_ops=Losing())
+def test_with_enters_the_scope_and_closes_at_the_end() -> None:
+    with ms.MirroredStrategy() as strategy:
+        assert ms.get_strategy() is strategy
+        assert ms.in_cross_replica_context()
+        assert strategy.extended.variable_created_in_scope(ms.Variable(float(RANK)))
+        with strategy:  # closes nothing: the outer block still needs it
+            pass
+        other = ms.MirroredStrategy()
+        assert {one.error for one in outcomes(other.__enter__)} == {errors.ContextError}
+        assert ms.get_strategy() is strategy
+        other.close()
+        assert still_works(strategy)
+    assert not ms.has_strategy()
+    with pytest.raises(KeyError), ms.MirroredStrategy() as strategy:
+        raise KeyError("of the program")
+    assert not ms.has_strategy()
+    with pytest.raises(errors.ContextError, match=r"after its close|failed in its with block: KeyError"):
+        strategy.reduce("SUM", 1.0)
+
+
+AFTER: dict[str, Callable[[ms.Strategy, ms.Variable], Any]] = {
+    "reduce": lambda s, v: s.reduce("SUM", 1.0),
+    "gather": lambda s, v: s.gather(np.ones(1), 0),
+    "barrier": lambda s, v: s.barrier(),
+    "all_reduce": lambda s, v: s.run(lambda: context().all_reduce("SUM", 1.0)),
+    "reduce_to": lambda s, v: s.extended.reduce_to("SUM", 1.0, "task:0"),
+    "broadcast_to": lambda s, v: s.extended.broadcast_to(1.0, "task:0"),
+    "assign in a step": lambda s, v: s.run(lambda: v.assign(1.0)),
+    "apply_gradients": lambda s, v: s.run(lambda: ms.optimizers.SGD().apply_gradients([(1.0, v)])),
+}
+
+
+def test_after_close_every_collective_says_so() -> None:
+    strategy = ms.MirroredStrategy()
+    with strategy.scope():
+        variable = ms.Variable(2.0, aggregation="SUM")
+    strategy.close()
+    for call in AFTER.values():
+        with pytest.raises(errors.ContextError, match=r"close\(\)"):
+            call(strategy, variable)
+    assert float(variable) == 2.0  # what is here stays
+    assert strategy.num_replicas_in_sync == SIZE
+
+
+# ------------------------------------------------------------------------------------------------- hooks
+
+
+class Doubling(ms.CrossDeviceOps):
+    """Twice the sum, through a built-in algorithm."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    def reduce_implementation(self, reduce_op: Any, per_replica_value: Any, destinations: Any, options: Any) -> Any:
+        self.log.append("reduce")
+        total = ms.ReductionToOneDevice().reduce(reduce_op, per_replica_value, destinations)
+        return ms.Mirrored((2 * np.asarray(total),))
+
+    def batch_reduce_implementation(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
+        assert isinstance(reduce_op, ms.ReduceOp)
+        assert isinstance(options, ms.CommunicationOptions)
+        self.log.append(f"batch_reduce {len(value_destination_pairs)}")
+        return [self.reduce_implementation(reduce_op, v, d, options) for v, d in value_destination_pairs]
+
+
+class Losing(ms.CrossDeviceOps):
+    """Loses a result."""
+
+    def batch_reduce_implementation(self, *given: Any) -> Any:
+        return [ms.Mirrored((0.0,))]
+
+
+def test_hooks_are_called_and_what_they_return_is_used() -> None:
+    doubling = Doubling()
+    with ms.MirroredStrategy(cross_device_ops=doubling) as strategy:
+        result = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", [1.0, np.ones(2)]))
+        assert (result[0], result[1].tolist()) == (2 * SIZE, [2 * SIZE] * 2)
+        assert strategy.reduce("SUM", 1.0) == 2 * SIZE
+        assert doubling.log == ["batch_reduce 2", "reduce", "reduce", "reduce"]
+        strategy.extended.cross_device_ops = Losing()
         with pytest.raises(errors.StructureError, match="one result for each value"):
-            strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", [1.0, 2.0]))
-        strategy.close()
-
-    def test_a_missing_hook_is_a_typed_error(self) -> None:
-        strategy = ms.MirroredStrategy(cross_device_ops=ms.CrossDeviceOps())
-        with pytest.raises(NotImplementedError, match="batch_reduce_implementation"):
-            strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", 1.0))
-        with strategy.scope():
-            sent = strategy.extended.broadcast_to(np.float64(WORLD.rank), 1.0 * np.ones(1))
-        assert float(sent) == 0.0
-        strategy.close()
+            in_step(strategy, lambda ctx: ctx.all_reduce("SUM", [1.0, 2.0]))
+        strategy.extended.cross_device_ops = ms.CrossDeviceOps()
+        for call in (
+            lambda: in_step(strategy, lambda ctx: ctx.all_reduce("SUM", 1.0)),
+            lambda: ms.CrossDeviceOps().reduce("SUM", 1.0, "CPU:0"),
+        ):
+            with pytest.raises(NotImplementedError, match="reduce_implementation"):
+                call()
+        assert float(strategy.extended.broadcast_to(np.float64(RANK), np.ones(1))) == 0.0

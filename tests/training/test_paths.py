@@ -1,9 +1,10 @@
-"""The two paths of an optimizer's step: to the bit the same, and which one is taken."""
+"""The paths of an optimizer's step: to the bit the same, whichever is taken, whatever changes between two steps."""
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -11,103 +12,68 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from optimizing import OPTIMIZERS, SHAPES, Shapes, apply, asked, gradients_for, model, state
 from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, bits, outcomes, part_of, same_everywhere, still_works
 
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.optimizers import SGD, Adam, Optimizer
 from mpistrategy.training import kernels
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
-
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "SGD": lambda **o: SGD(0.1, **o),
-    "momentum": lambda **o: SGD(0.03, momentum=0.9, **o),
-    "nesterov": lambda **o: SGD(0.03, momentum=0.9, nesterov=True, **o),
-    "Adam": lambda **o: Adam(0.01, 0.8, 0.99, 1e-5, **o),
-    "AdamW": lambda **o: AdamW(0.01, 0.05, 0.8, 0.99, 1e-5, **o),
-    "Adam without epsilon": lambda **o: Adam(0.01, epsilon=0, **o),
-}
-SHAPES: list[tuple[tuple[int, ...], str]] = [
-    ((3, 5), "float32"),
-    ((1,), "float32"),
-    ((), "float32"),
-    ((70, 31), "float32"),
-    ((7,), "float64"),
-    ((0, 4), "float32"),
-    ((2, 2, 2), "float64"),
-    ((16,), "float32"),
-]
-
-
-def plain(optimizer: Optimizer) -> Optimizer:
-    """Return the same optimizer, as one that is asked what to change: it takes the plain path."""
-    kind: Any = type(optimizer)
-    optimizer.__class__ = type(kind.__name__, (kind,), {"change": lambda self, g, slots: kind.change(self, g, slots)})
-    return optimizer
-
-
-def model(strategy: ms.Strategy, shapes: Sequence[Any] = SHAPES) -> list[ms.Variable]:
-    with strategy.scope():
-        return [ms.Variable(np.linspace(-1, 1, int(np.prod(s)), dtype=d).reshape(s)) for s, d in shapes]
-
-
-def gradients_for(variables: Sequence[ms.Variable], step: int) -> list[Array]:
-    random = np.random.default_rng([step, RANK])
-    return [np.asarray(random.standard_normal(v.shape)).astype(v.dtype) + v.dtype.type(0.5) for v in variables]
-
-
-def apply(strategy: ms.Strategy, optimizer: Optimizer, gradients: Sequence[Any], variables: Sequence[Any]) -> None:
-    strategy.run(lambda: optimizer.apply_gradients(zip(gradients, variables, strict=True)))
-
-
-def state(optimizer: Optimizer, variables: Sequence[ms.Variable]) -> list[bytes]:
-    slots = [slot for v in variables for slot in optimizer.slots_of(v).values()]
-    return [bits(v.local_copy()) for v in (*variables, *slots)]
-
-
 PATH = "sliced" if SIZE > 1 else "plain"
+
+
+@pytest.fixture
+def fresh() -> Iterator[ms.MirroredStrategy]:
+    with closing(ms.MirroredStrategy()) as made:
+        yield made
+
+
+class Twins:
+    """A model and its twin: one optimizer takes the path under test, the other one the plain path."""
+
+    def __init__(self, strategy: ms.Strategy, one: Optimizer, two: Optimizer, shapes: Shapes = SHAPES) -> None:
+        self.strategy, self.one, self.two = strategy, one, asked(two)
+        self.ours, self.theirs = model(strategy, shapes), model(strategy, shapes)
+
+    def step(self, mine: Sequence[Any], gradients: Sequence[Any], part: slice = slice(None)) -> None:
+        """Both make a step, with the same gradients in other clothes, and have the same bits."""
+        apply(self.strategy, self.one, mine[part], self.ours[part])
+        here = state(self.one, self.ours)  # at once: no rank may still be at work on this one's copies
+        apply(self.strategy, self.two, gradients[part], self.theirs[part])
+        assert here == state(self.two, self.theirs) == state(self.one, self.ours)
+        assert same_everywhere([v.local_copy() for v in self.ours])
+
+
+def twins(strategy: ms.Strategy, name: str, shapes: Shapes = SHAPES, **options: Any) -> Twins:
+    return Twins(strategy, OPTIMIZERS[name](0.1, **options), OPTIMIZERS[name](0.1, **options), shapes)
 
 
 @pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_both_paths_give_the_same_bits(strategy: ms.Strategy, name: str, aggregation: str) -> None:
-    """With several dtypes and odd sizes in one model, learning rates that change, and variables without gradients."""
-    ours, theirs = model(strategy), model(strategy)
-    one = OPTIMIZERS[name](aggregation=aggregation)
-    two = plain(OPTIMIZERS[name](aggregation=aggregation))
-    for step in range(6):
-        gradients: list[Any] = gradients_for(ours, step)
-        if step == 3:
-            one.learning_rate = two.learning_rate = 0.002
-        if step == 4:
+    """With several dtypes and odd sizes in one model, and variables without gradients."""
+    pair = twins(strategy, name, aggregation=aggregation)
+    updating = asked(OPTIMIZERS[name](0.1, aggregation=aggregation), "update")
+    third = model(strategy)
+    for step in range(4):
+        gradients: list[Any] = gradients_for(pair.ours, step)
+        if step == 2:
             gradients[0] = gradients[3] = None
-        if step == 5:
-            gradients[1] = ms.PerReplica((gradients[1],))
-            gradients[2] = gradients[2][()]
-            gradients[3] = np.asfortranarray(gradients[3])
-        apply(strategy, one, gradients, ours)
-        here = state(one, ours)  # at once: no rank may still be at work on this one's copies
-        apply(strategy, two, gradients, theirs)
-        assert here == state(two, theirs)
-        assert here == state(one, ours)
-        assert same_everywhere([v.local_copy() for v in ours])
-        assert (one.latest_path, two.latest_path) == (PATH, "plain")
-    assert one.iterations is not None
-    assert int(one.iterations) == 6
-
-
-def test_hundreds_of_small_variables_are_one_run(strategy: ms.Strategy) -> None:
-    ours, theirs = (model(strategy, [((n % 7 + 1,), "float32") for n in range(300)]) for _ in range(2))
-    one, two = SGD(0.1, momentum=0.5), plain(SGD(0.1, momentum=0.5))
-    for step in range(2):
-        gradients = gradients_for(ours, step)
-        apply(strategy, one, gradients, ours)
-        apply(strategy, two, gradients, theirs)
-    assert state(one, ours) == state(two, theirs)
-    assert one.latest_path == PATH
+        mine = list(gradients)
+        if step == 3:
+            mine[1] = ms.PerReplica((gradients[1],))
+            mine[2] = gradients[2][()]
+            mine[3] = np.asfortranarray(gradients[3])
+        pair.step(mine, gradients)
+        apply(strategy, updating, gradients, third)
+        assert state(updating, third) == state(pair.two, pair.theirs)
+        assert (pair.one.latest_path, pair.two.latest_path) == (PATH, "plain")
+    assert pair.one.iterations is not None
+    assert int(pair.one.iterations) == 4
 
 
 @several
@@ -116,29 +82,27 @@ def test_hundreds_of_small_variables_are_one_run(strategy: ms.Strategy) -> None:
     name=st.sampled_from(["SGD", "nesterov", "Adam"]),
     shapes=st.lists(
         st.tuples(st.tuples(st.integers(0, 120)), st.sampled_from(["float32", "float64"])), min_size=1, max_size=6
-    ),
+    )
+    | st.just([((n % 7 + 1,), "float32") for n in range(300)]),
     chunk=st.sampled_from([64, 256, 2**19]),
     built=st.booleans(),
 )
 def test_shares_of_any_layout(strategy: ms.Strategy, name: str, shapes: Any, chunk: int, built: bool) -> None:
-    """Odd sizes, fewer elements than ranks, several dtypes, other variables in between, and pieces of any size."""
-    ours, theirs = model(strategy, shapes), model(strategy, shapes)
-    one, two = OPTIMIZERS[name](), plain(OPTIMIZERS[name]())
+    """Odd sizes, fewer elements than ranks, several dtypes, hundreds of variables, and pieces of any size."""
+    pair = twins(strategy, name, shapes)
     if built:  # the slots of one variable after the other
         with strategy.scope():
-            for variable in ours:
-                one.build([variable])
+            for variable in pair.ours:
+                pair.one.build([variable])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(kernels, "CHUNK_BYTES", chunk)
         for step in range(2):
-            gradients = gradients_for(ours, step)
-            apply(strategy, one, gradients, ours)
-            apply(strategy, two, gradients, theirs)
-    assert state(one, ours) == state(two, theirs)
-    assert one.latest_path == PATH
+            gradients = gradients_for(pair.ours, step)
+            pair.step(gradients, gradients)
+    assert pair.one.latest_path == PATH
 
 
-LARGE: list[tuple[tuple[int, ...], str]] = [
+LARGE: Shapes = [
     ((7,), "float32"),
     ((500, 701), "float32"),
     ((3,), "float32"),
@@ -151,10 +115,9 @@ LARGE: list[tuple[tuple[int, ...], str]] = [
 @pytest.mark.parametrize("name", ["SGD", "Adam"])
 def test_large_gradients_are_read_where_they_are(strategy: ms.Strategy, name: str) -> None:
     """Not all of them are copied to where the peers see them, and the user's arrays stay as they are."""
-    ours, theirs = model(strategy, LARGE), model(strategy, LARGE)
-    one, two = OPTIMIZERS[name](), plain(OPTIMIZERS[name]())
-    for step in range(4):
-        gradients: list[Any] = gradients_for(ours, step)
+    pair = twins(strategy, name, LARGE)
+    for step in range(3):
+        gradients: list[Any] = gradients_for(pair.ours, step)
         if step == 1:
             gradients[1] = np.asfortranarray(gradients[1])
             gradients[3] = np.repeat(gradients[3], 2)[::2]
@@ -162,119 +125,90 @@ def test_large_gradients_are_read_where_they_are(strategy: ms.Strategy, name: st
             gradients[1].flags.writeable = False
             gradients[3], gradients[5] = np.zeros(390_000, np.float32)[130_000:], gradients[5][::-1]
         before = [gradient.copy() for gradient in gradients]
-        apply(strategy, one, gradients, ours)
-        apply(strategy, two, gradients, theirs)
-        for gradient, kept in zip(gradients, before, strict=True):
-            np.testing.assert_array_equal(gradient, kept)
-        assert state(one, ours) == state(two, theirs)
-        assert same_everywhere([v.local_copy() for v in ours])
-        assert one.latest_path == PATH
+        pair.step(gradients, gradients)
+        assert [bits(gradient) for gradient in gradients] == [bits(kept) for kept in before]
+        assert pair.one.latest_path == PATH
 
 
 def test_gradients_may_be_views_of_what_is_updated(strategy: ms.Strategy) -> None:
     """As in a weight decay by hand: the step must not read what it has just written."""
-    shapes: list[tuple[tuple[int, ...], str]] = [((150_000,), "float32")] * 4
-    ours, theirs = model(strategy, shapes), model(strategy, shapes)
-    one, two = SGD(0.1, momentum=0.5), plain(SGD(0.1, momentum=0.5))
+    pair = twins(strategy, "momentum", [((150_000,), "float32")] * 4)
+    with strategy.scope():
+        pair.one.build(pair.ours)
+    views, slot = [np.asarray(v) for v in pair.ours], np.asarray(pair.one.slots_of(pair.ours[1])["momentum"])
     for _ in range(3):
-        for optimizer, variables in ((one, ours), (two, theirs)):
-            with strategy.scope():
-                optimizer.build(variables)
-            views = [np.asarray(v) for v in variables]
-            slot = np.asarray(next(iter(optimizer.slots_of(variables[1]).values())))
-            given = [views[1], views[0], slot, views[3]]
-            apply(strategy, optimizer, given if optimizer is one else [array.copy() for array in given], variables)
-        assert state(one, ours) == state(two, theirs)
-    assert one.latest_path == PATH
+        given = [views[1], views[0], slot, views[3]]
+        pair.step(given, [array.copy() for array in given])
+    assert pair.one.latest_path == PATH
 
 
-class TestGradientArena:
-    """Gradients that are written where the ranks of the node see them."""
+# ------------------------------------------------------------------------------------------------- the arena
 
-    def test_gradients_in_the_arena_are_used_where_they_are(self, strategy: ms.Strategy) -> None:
-        ours, theirs = model(strategy), model(strategy)
-        one, two = Adam(0.01), plain(Adam(0.01))
-        arena = one.gradient_arena(ours)
-        assert arena is one.gradient_arena(ours)
-        assert [v.shape for v in arena.values] == [v.shape for v in ours]
-        assert [v.dtype for v in arena.values] == [v.dtype for v in ours]
-        for step in range(3):
-            gradients = gradients_for(ours, step)
-            for value, gradient in zip(arena.values, gradients, strict=True):
+
+def test_gradients_in_the_arena_are_used_where_they_are(strategy: ms.Strategy) -> None:
+    """The arena comes later, and some steps are of a few of its variables."""
+    pair = twins(strategy, "Adam")
+    for step in range(4):
+        gradients = gradients_for(pair.ours, step)
+        mine: Any = gradients
+        if step:
+            mine = pair.one.gradient_arena(pair.ours).values
+            for value, gradient in zip(mine, gradients, strict=True):
                 value[...] = gradient
-            apply(strategy, one, arena.values, ours)
-            apply(strategy, two, gradients, theirs)
-            assert state(one, ours) == state(two, theirs)
-            assert [bits(value) for value in arena.values] == [bits(gradient) for gradient in gradients]
-        assert one.latest_path == PATH
+        pair.step(mine, gradients, slice(None) if step % 2 else slice(1, 4))
+        assert [(v.shape, v.dtype, bits(v)) for v in mine] == [(g.shape, g.dtype, bits(g)) for g in gradients]
+        assert pair.one.latest_path == PATH
+    assert pair.one.gradient_arena(pair.ours) is pair.one.gradient_arena(pair.ours)
 
-    def test_some_in_the_arena_and_some_in_anothers_place(self, strategy: ms.Strategy) -> None:
-        shapes = [((4, 3), "float32")] * 4
-        ours, theirs = model(strategy, shapes), model(strategy, shapes)
-        one, two = SGD(0.1), plain(SGD(0.1))
-        places = one.gradient_arena(ours).values
-        for step, order in enumerate(([1, 0, 2, 3], [1, 2, 3, 0], [0, 0, 0, 0], [3, 2, 1, 0])):
-            for place, gradient in zip(places, gradients_for(ours, step), strict=True):
-                place[...] = gradient
-            mixed = [places[n] for n in order]
-            mixed[step] = mixed[step] * 2
-            mixed[2] = mixed[2][::-1]
-            copies = [np.array(gradient) for gradient in mixed]
-            apply(strategy, one, mixed, ours)
-            apply(strategy, two, copies, theirs)
-            assert state(one, ours) == state(two, theirs)
 
-    def test_an_arena_that_comes_later_and_one_for_more_variables(self, strategy: ms.Strategy) -> None:
-        ours, theirs = model(strategy), model(strategy)
-        one, two = SGD(0.1), plain(SGD(0.1))
-        some = slice(1, 4)
-        for step in range(4):
-            gradients = gradients_for(ours, step)
-            mine: Any = gradients
-            if step >= 1:
-                mine = one.gradient_arena(ours).values
-                for value, gradient in zip(mine, gradients, strict=True):
-                    value[...] = gradient
-            part = some if step % 2 == 0 else slice(None)
-            apply(strategy, one, mine[part], ours[part])
-            apply(strategy, two, gradients[part], theirs[part])
-            assert [bits(v) for v in ours] == [bits(v) for v in theirs]
-            assert one.latest_path == PATH
+def test_some_in_the_arena_and_some_in_anothers_place(strategy: ms.Strategy) -> None:
+    pair = twins(strategy, "SGD", [((4, 3), "float32")] * 4)
+    places = pair.one.gradient_arena(pair.ours).values
+    for step, order in enumerate(([1, 0, 2, 3], [1, 2, 3, 0], [0, 0, 0, 0], [3, 2, 1, 0])):
+        for place, gradient in zip(places, gradients_for(pair.ours, step), strict=True):
+            place[...] = gradient
+        mixed = [places[n] for n in order]
+        mixed[step] = mixed[step] * 2
+        mixed[2] = mixed[2][::-1]
+        pair.step(mixed, [np.array(gradient) for gradient in mixed])
 
-    def test_mistakes(self, strategy: ms.Strategy) -> None:
-        optimizer, wrong = SGD(0.1), [np.ones(2)]
-        with pytest.raises(errors.OptionError, match="Variable"):
-            optimizer.gradient_arena(wrong)  # type: ignore[arg-type]
-        with pytest.raises(errors.EmptyBatchError):
-            optimizer.gradient_arena([])
-        other = ms.OneDeviceStrategy("CPU:0")
-        with pytest.raises(errors.OptionError, match="another strategy"):
-            optimizer.gradient_arena([*model(strategy), *model(other)])
+
+def test_mistakes_with_an_arena(strategy: ms.Strategy) -> None:
+    optimizer, wrong = SGD(0.1), [np.ones(2)]
+    with pytest.raises(errors.OptionError, match="Variable"):
+        optimizer.gradient_arena(wrong)  # type: ignore[arg-type]
+    with pytest.raises(errors.EmptyBatchError):
+        optimizer.gradient_arena([])
+    with pytest.raises(errors.OptionError, match="another strategy"):
+        optimizer.gradient_arena([*model(strategy), *model(ms.OneDeviceStrategy("CPU:0"))])
 
 
 # ------------------------------------------------------------------------------------------------- the plain path
-
-
-def one_step(strategy: ms.Strategy, optimizer: Optimizer, variables: Sequence[ms.Variable], gradients: Any) -> str:
-    apply(strategy, optimizer, gradients, variables)
-    return optimizer.latest_path
 
 
 def sparse(variable: ms.Variable) -> ms.IndexedSlices:
     return ms.IndexedSlices(np.ones((1, *variable.shape[1:]), variable.dtype), np.array([0]), variable.shape)
 
 
-def test_what_cannot_be_sliced_takes_the_plain_path(strategy: ms.Strategy) -> None:
-    variables = model(strategy, [((4, 2), "float32")] * 2)
-    ones = [np.ones((4, 2), np.float32)] * 2
-
-    assert one_step(strategy, SGD(0.1), variables, ones) == PATH
-    assert one_step(strategy, SGD(0.1, global_clipnorm=1.0), variables, ones) == "plain"
-    assert one_step(strategy, SGD(0.1), variables, [ones[0], sparse(variables[1])]) == "plain"
-    assert one_step(strategy, SGD(0.1), variables, [ones[0], ones[1].astype(np.float64)]) == "plain"
-    assert one_step(strategy, SGD(0.1, aggregation="MEAN"), variables, [ones[0], ms.Mirrored((ones[1],))]) == "plain"
-    assert one_step(strategy, SGD(0.1), [variables[0]] * 2, ones) == "plain"
-    assert one_step(strategy, plain(SGD(0.1)), variables, ones) == "plain"
+@pytest.mark.parametrize(
+    ("options", "second", "path"),
+    [
+        ({}, lambda v, g: g, PATH),
+        ({"global_clipnorm": 1.0}, lambda v, g: g, "plain"),
+        ({}, lambda v, g: sparse(v), "plain"),
+        ({}, lambda v, g: g.astype(np.float64), "plain"),
+        ({"aggregation": "MEAN"}, lambda v, g: ms.Mirrored((g,)), "plain"),
+    ],
+)
+def test_what_cannot_be_sliced_takes_the_plain_path(
+    strategy: ms.Strategy, options: dict[str, Any], second: Callable[[ms.Variable, Array], Any], path: str
+) -> None:
+    variables, optimizer = model(strategy, [((4, 2), "float32")] * 2), SGD(0.1, **options)
+    ones = np.ones((4, 2), np.float32)
+    apply(strategy, optimizer, [ones, second(variables[1], ones)], variables)
+    assert optimizer.latest_path == path
+    apply(strategy, optimizer, [ones, ones], [variables[0]] * 2)
+    assert optimizer.latest_path == "plain"
     assert same_everywhere(variables)
 
 
@@ -283,7 +217,8 @@ def test_dtypes_that_take_the_plain_path(strategy: ms.Strategy, dtype: Any) -> N
     with strategy.scope():
         variables = [ms.Variable(np.zeros(3, dtype)), ms.Variable(np.zeros(3, np.float32))]
     optimizer = SGD(0.5)
-    assert one_step(strategy, optimizer, variables, [np.ones(3, dtype), np.ones(3, np.float32)]) == "plain"
+    apply(strategy, optimizer, [np.ones(3, dtype), np.ones(3, np.float32)], variables)
+    assert optimizer.latest_path == "plain"
     for variable in variables:
         np.testing.assert_array_equal(variable.numpy().real.astype(float), [-0.5 * SIZE] * 3)
 
@@ -292,41 +227,28 @@ def test_copies_that_may_differ_take_the_plain_path(strategy: ms.Strategy) -> No
     with strategy.scope():
         variable = ms.Variable(np.zeros(2), synchronization="ON_READ", aggregation="MEAN")
     strategy.run(lambda: variable.assign(np.full(2, float(RANK))))
-    assert one_step(strategy, SGD(0.5), [variable], [np.ones(2)]) == "plain"
+    optimizer = SGD(0.5)
+    apply(strategy, optimizer, [np.ones(2)], [variable])
+    assert optimizer.latest_path == "plain"
     np.testing.assert_array_equal(variable.local_copy(), [RANK - 0.5 * SIZE] * 2)
 
 
-@pytest.mark.parametrize("what", ["nodes", "algorithm", "update"])
+@pytest.mark.parametrize("what", ["nodes", "algorithm", "update", "no memory for variables", "none for slots", "none"])
 def test_strategies_that_take_the_plain_path(what: str) -> None:
-    made: ms.Strategy
+    algorithm = ms.ReductionToOneDevice() if what == "algorithm" else None
+    made: ms.Strategy = ms.MirroredStrategy(cross_device_ops=algorithm)
+    ranks: Any = made.extended.communicator
     if what == "nodes":
         made = OnNodes([rank % 2 for rank in RANKS], ms.MpiAllReduce())
-    elif what == "algorithm":
-        made = ms.MirroredStrategy(cross_device_ops=ms.ReductionToOneDevice())
-    else:
-        made = ms.MirroredStrategy()
-        made.extended.__class__ = type("Own", (type(made.extended),), {"update": ms.StrategyExtended.update})
-        made.extended.__class__.update = lambda self, *a, **k: ms.StrategyExtended.update(self, *a, **k)  # type: ignore[method-assign]
-    ours = model(made, SHAPES)
-    optimizer = Adam(0.1)
-    for _ in range(2):
-        assert one_step(made, optimizer, ours, [np.ones(v.shape, v.dtype) for v in ours]) == "plain"
-    assert same_everywhere(ours)
-    if what != "nodes":
-        made.close()
-
-
-@pytest.mark.parametrize("when", ["before the variables", "before the slots", "before the arena"])
-def test_without_shared_memory_it_is_the_plain_path(when: str) -> None:
-    made = ms.MirroredStrategy()
-    ranks: Any = made.extended.communicator
-    optimizer, shapes = Adam(0.1), [((200_000,), "float32"), ((3,), "float32")]
-    ranks.shares_memory = ranks.shares_memory and when != "before the variables"
-    variables = model(made, shapes)
-    ranks.shares_memory = ranks.shares_memory and when != "before the slots"
+    elif what == "update":
+        own = {"update": lambda self, *a, **k: ms.StrategyExtended.update(self, *a, **k)}
+        made.extended.__class__ = type("Own", (type(made.extended),), own)
+    ranks.shares_memory = ranks.shares_memory and what != "no memory for variables"
+    variables, optimizer = model(made), Adam(0.1)
+    ranks.shares_memory = ranks.shares_memory and what != "none for slots"
     with made.scope():
         optimizer.build(variables)
-    ranks.shares_memory = False
+    ranks.shares_memory = ranks.shares_memory and what != "none"
     for step in range(2):
         apply(made, optimizer, gradients_for(variables, step), variables)
         assert optimizer.latest_path == "plain"
@@ -334,45 +256,162 @@ def test_without_shared_memory_it_is_the_plain_path(when: str) -> None:
     made.close()
 
 
+# ------------------------------------------------------------------------------------------------- changes
+
+
+class Summing(ms.MpiAllReduce):
+    """A program's own algorithm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = 0
+
+    def batch_reduce_implementation(self, *args: Any) -> list[Any]:
+        self.asked += 1
+        return super().batch_reduce_implementation(*args)
+
+
+@pytest.mark.parametrize(
+    ("of", "name", "value"),
+    [
+        ("optimizer", "learning_rate", 0.5),
+        ("optimizer", "momentum", 0.25),
+        ("optimizer", "nesterov", True),
+        ("optimizer", "aggregation", ms.ReduceOp.MEAN),
+        ("optimizer", "global_clipnorm", 0.01),
+        ("optimizer", "nonfinite", "skip"),
+        ("strategy", "cross_device_ops", ms.ReductionToOneDevice()),
+        ("strategy", "options", ms.CommunicationOptions(bytes_per_pack=64)),
+    ],
+)
+def test_what_changes_between_steps_counts(fresh: ms.Strategy, of: str, name: str, value: Any) -> None:
+    pair = twins(fresh, "momentum")
+    for number in range(6):
+        if number == 3:
+            for changed in (pair.one, pair.two) if of == "optimizer" else (fresh.extended,):
+                setattr(changed, name, value)
+        before = state(pair.one, pair.ours)
+        gradients = gradients_for(pair.ours, number)
+        pair.step(gradients, gradients)
+        assert before != state(pair.one, pair.ours)
+    assert int(pair.one.iterations or 0) == 6
+
+
+def test_an_algorithm_that_is_set_later_is_called(fresh: ms.Strategy) -> None:
+    variables, optimizer, own = model(fresh), Adam(0.1), Summing()
+    for algorithm, path, asked_so_far in ((None, PATH, 0), (own, "plain", 2), (ms.MpiAllReduce(), PATH, 2)):
+        if algorithm is not None:
+            fresh.extended.cross_device_ops = algorithm
+        for number in range(2):
+            apply(fresh, optimizer, gradients_for(variables, number), variables)
+            assert optimizer.latest_path == path
+        assert own.asked == asked_so_far
+
+
+@pytest.mark.parametrize("where", ["class", "instance"])
+def test_a_method_that_is_overridden_later_is_called(fresh: ms.Strategy, where: str) -> None:
+    class Own(SGD):
+        pass
+
+    variables, optimizer, seen = model(fresh), Own(0.1), []
+
+    def change(gradient: Array, slots: Any) -> Array:
+        seen.append(gradient.shape)
+        return np.zeros_like(gradient)
+
+    apply(fresh, optimizer, gradients_for(variables, 0), variables)
+    before = state(optimizer, variables)
+    if where == "class":
+        Own.change = lambda self, gradient, slots: change(gradient, slots)  # type: ignore[method-assign]
+    else:
+        optimizer.change = change  # type: ignore[method-assign]
+    apply(fresh, optimizer, gradients_for(variables, 1), variables)
+    assert seen == [shape for shape, _ in SHAPES]
+    assert state(optimizer, variables) == before
+
+
+def test_a_counter_of_the_programs_own_counts_on(fresh: ms.Strategy) -> None:
+    variables, optimizer = model(fresh), Adam(0.1)
+    with fresh.scope():
+        mine, other = ms.Variable(np.int64(10), aggregation="ONLY_FIRST_REPLICA"), ms.Variable(np.float32(0))
+    for number, counter in enumerate((mine, mine, other)):
+        optimizer.iterations = counter
+        apply(fresh, optimizer, gradients_for(variables, number), variables)
+    assert (int(mine), float(other), optimizer.next_step()) == (12, 1.0, 2)
+
+
+@several
+def test_other_variables_in_every_step_take_no_more_memory(fresh: ms.Strategy) -> None:
+    """As where a part of the model is left out by chance: shared memory for gradients is made twice, and no more."""
+    pair, paths = twins(fresh, "SGD"), []
+    for first in (0, 1, 2, 3, 0):
+        gradients = gradients_for(pair.ours, first)
+        pair.step(gradients, gradients, slice(first, first + 2))
+        paths.append(pair.one.latest_path)
+    assert paths in (["sliced", "sliced", "plain", "plain", "sliced"], ["plain"] * 5)  # on several nodes
+
+
+def test_optimizers_that_come_and_go_leave_nothing(strategy: ms.Strategy) -> None:
+    maps, counts = Path("/proc/self/maps"), []
+    if not maps.exists():
+        pytest.skip("needs Linux")
+    for _ in range(12):
+        variables, optimizer = model(strategy, [((50_000,), "float32"), ((3,), "float64")]), Adam(0.1)
+        for step in range(2):
+            apply(strategy, optimizer, gradients_for(variables, step), variables)
+        del variables, optimizer
+        gc.collect()
+        counts.append(sum("mpistrategy" in line for line in maps.read_text().splitlines()))
+    assert max(counts[6:]) <= max(counts[:6])
+
+
 # ------------------------------------------------------------------------------------------------- mistakes
 
 
 @several
 def test_one_rank_that_cannot_make_the_step_changes_nothing(strategy: ms.Strategy) -> None:
-    variables = model(strategy, [((4, 2), "float32")] * 2)
-    optimizer = Adam(0.1)
-    gradients = gradients_for(variables, 0)
-    last = RANK == SIZE - 1
+    variables, optimizer = model(strategy, [((4, 2), "float32")] * 2), Adam(0.1)
+    gradients, last = gradients_for(variables, 0), RANK == SIZE - 1
 
-    def refused(mine: Any, kind: type[Exception], optimizer: Optimizer = optimizer) -> None:
+    def refused(mine: Any, kind: type[Exception]) -> None:
         before = state(optimizer, variables)
         ended = outcomes(apply, strategy, optimizer, mine if last else gradients, variables)
         assert {one.error for one in ended} == {kind}, ended
         assert state(optimizer, variables)[: len(before)] == before
         assert still_works(strategy)
 
-    for built in (False, True):  # slots and arenas not made yet, and made
+    for _ in range(2):  # slots and arenas not made yet, and made
         refused([gradients[0], np.ones((2, 4), np.float32)], errors.ShapeError)
-        refused([gradients[0], np.ones((4, 2), bool)], errors.DTypeError)
         refused([gradients[0], sparse(variables[1])], errors.CollectiveMismatchError)
         refused([gradients[0], gradients[1].astype(np.float64)], errors.CollectiveMismatchError)
         refused([gradients[0], None], errors.CollectiveMismatchError)
-        if not built:
-            apply(strategy, optimizer, gradients, variables)
-            assert optimizer.latest_path == "sliced"
+        apply(strategy, optimizer, gradients, variables)
+        assert optimizer.latest_path == PATH
     optimizer.learning_rate = 0.2 if last else 0.1
     refused(gradients, errors.CollectiveMismatchError)
-    optimizer.learning_rate = 0.1
-    apply(strategy, optimizer, gradients, variables)
-    assert same_everywhere(variables)
+
+
+@several
+@pytest.mark.parametrize("dtype", ["float64", "float16"], ids=["prepared", "plain"])
+def test_a_rank_that_is_a_step_ahead_is_found(fresh: ms.Strategy, dtype: str) -> None:
+    variables, optimizer = model(fresh, [((3, 5), dtype), ((70, 31), dtype)]), SGD(0.1)
+    for number in range(2):
+        apply(fresh, optimizer, gradients_for(variables, number), variables)
+    assert optimizer.iterations is not None
+    with fresh.scope():
+        optimizer.iterations.assign(np.int64(2 + RANK))  # each rank writes its own copy
+    before = state(optimizer, variables)
+    for end in outcomes(apply, fresh, optimizer, gradients_for(variables, 2), variables):
+        assert end.error is errors.CollectiveMismatchError
+        assert "they differ in: step" in end.text
+    assert state(optimizer, variables) == before
 
 
 @several
 def test_an_overflow_that_raises_in_one_share_raises_everywhere() -> None:
     strategy = ms.MirroredStrategy(on_error="raise")
     (variable,) = model(strategy, [((4096,), "float32")])
-    optimizer = SGD(1e30)
-    gradient = np.zeros(4096, np.float32)
+    optimizer, gradient = SGD(1e30), np.zeros(4096, np.float32)
     gradient[-1] = 1e30  # the last rank's share
 
     def step() -> None:
@@ -383,24 +422,3 @@ def test_an_overflow_that_raises_in_one_share_raises_everywhere() -> None:
     assert [one.error for one in ended] == [errors.RemoteError] * (SIZE - 1) + [Exception], ended
     assert "FloatingPointError" in ended[-1].text
     strategy.close()
-
-
-def test_optimizers_that_come_and_go_leave_nothing(strategy: ms.Strategy) -> None:
-    def mappings() -> int:
-        return sum("mpistrategy" in line for line in Path("/proc/self/maps").read_text().splitlines())
-
-    def once() -> None:
-        variables = model(strategy, [((50_000,), "float32"), ((3,), "float64")])
-        optimizer = Adam(0.1)
-        for step in range(2):
-            apply(strategy, optimizer, gradients_for(variables, step), variables)
-        assert optimizer.latest_path == PATH
-
-    if not Path("/proc/self/maps").exists():
-        pytest.skip("needs Linux")
-    counts = []
-    for _ in range(12):
-        once()
-        gc.collect()
-        counts.append(mappings())
-    assert max(counts[6:]) <= max(counts[:6])

@@ -1,89 +1,94 @@
-"""Optimizers: TensorFlow's recorded trajectories, and N replicas that do what one device does with the whole batch."""
+"""Optimizers: each step is the formula, to the bit, and N replicas do what one device does with the whole batch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import tracemalloc
+import warnings
 from typing import Any
 
 import numpy as np
 import pytest
-from conformance.cases import load_cases
-from conformance.compare import Tolerance, differences
-from conformance.environment import Env, kind_of
-from conformance.judge import Judge
-from conformance.programs.training import ByOptimizer, trained
-from conformance.replay import MpiRanks
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from replicas import BFLOAT16, RANK, RANKS, SIZE, same_everywhere
+from optimizing import FORMULAS, OPTIMIZERS, apply, gradients_for, model
+from replicas import BFLOAT16, RANK, RANKS, SIZE, bits, part_of, same_everywhere
 
 import mpistrategy as ms
-from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
+from mpistrategy.arrays.dtypes import Array
+from mpistrategy.optimizers import SGD, Adam, Optimizer
+from mpistrategy.training import kernels
 
 pytestmark = pytest.mark.mpi
-Json = Any
+FLOATS = [np.dtype(name) for name in ("float16", "float32", "float64", "longdouble")]
 
 
-# ---------------------------------------------------------------------------------------------- recorded trajectories
-
-RECORDED = [
-    case
-    for case in load_cases(areas=("optimizer",))
-    if case["num_replicas"] == SIZE and (case.get("inputs") or {}).get("style") == "four_steps"
-]
+@pytest.fixture(scope="module")
+def alone() -> ms.Strategy:
+    return ms.OneDeviceStrategy("CPU:0")
 
 
-def exactly_ours(p: dict[str, Any]) -> Optimizer:
-    """Our optimizer as it is, where the recorded program wrote the update out by hand, in float64 throughout."""
-    rate, aggregation = p["learning_rate"], p.get("aggregate", "SUM")
-    if p["optimizer"] == "adam":
-        return Adam(rate, p["beta1"], p["beta2"], p["epsilon"], aggregation=aggregation)
-    nesterov = p["optimizer"] == "nesterov"
-    return SGD(rate, momentum=p.get("momentum", 0.0), nesterov=nesterov, aggregation=aggregation)
+# ------------------------------------------------------------------------------------------------- the formulas
 
 
-@pytest.mark.parametrize("case", RECORDED, ids=lambda case: case["id"])
-def test_our_optimizers_follow_the_recorded_four_steps(case: Json) -> None:
-    """Weights, slots and losses after every step, to within rounding; but the slot of momentum, which Keras's SGD keeps
-    with the learning rate in it and the document's four steps without."""
-    env = Env(case, RANK, MpiRanks.strategies)
-    found = trained(env, case["inputs"], lambda env, p, variables: ByOptimizer(exactly_ours(p), variables))
-    wanted = Judge().expected(case, RANK)["observed"]
-    for row in wanted["trajectory"]:
-        row.get("state", {}).pop("beta powers", None)
-    for row in (*wanted["trajectory"], *found["trajectory"].value):
-        for slots in row.get("state", {}).values():
-            slots.pop("momentum", None)
-    tolerance = Tolerance.of_training(case)
-    assert list(differences(wanted["trajectory"], found["trajectory"].value, tolerance, "trajectory")) == []
-    assert found["copies are equal at the end"]
+def drawn(random: np.random.Generator, shape: Any, dtype: Any) -> Array:
+    """Return numbers of many magnitudes."""
+    return np.asarray(random.standard_normal(shape) * 10.0 ** random.integers(-3, 3, shape)).astype(dtype)
 
 
-def test_there_are_recorded_trajectories_for_one_to_four_ranks() -> None:
-    assert bool(RECORDED) == (SIZE <= 4)
-    assert {kind_of(case) for case in RECORDED} <= {"mirrored", "multi_worker", "one_device", "default"}
+@settings(max_examples=part_of(100))
+@given(
+    name=st.sampled_from(list(OPTIMIZERS)),
+    dtype=st.sampled_from(FLOATS),
+    shape=st.one_of(st.just(()), st.tuples(st.integers(0, 300)), st.tuples(st.integers(1, 40), st.integers(0, 40))),
+    chunk=st.sampled_from([16, 64, 1000, 2**18]),
+    rates=st.lists(st.floats(0.001, 0.5), min_size=3, max_size=3),
+    seed=st.integers(0, 10**6),
+)
+def test_the_bits_are_those_of_the_formula(
+    alone: ms.Strategy, name: str, dtype: Any, shape: Any, chunk: int, rates: list[float], seed: int
+) -> None:
+    random = np.random.default_rng(seed)
+    start, gradients = drawn(random, shape, dtype), [drawn(random, shape, dtype) for _ in range(3)]
+    with alone.scope():
+        variable, optimizer = ms.Variable(start), OPTIMIZERS[name](lambda step: rates[step])
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(), np.errstate(all="ignore"):
+        patch.setattr(kernels, "CHUNK_BYTES", chunk)
+        for gradient, (right, slots) in zip(gradients, FORMULAS[name](start, gradients, rates), strict=True):
+            before = bits(gradient)
+            apply(alone, optimizer, [gradient], [variable])
+            assert bits(variable) == bits(right)
+            found = {key: bits(slot) for key, slot in optimizer.slots_of(variable).items()}
+            assert found == {key: bits(slot) for key, slot in slots.items()}
+            assert bits(gradient) == before
 
 
-# ---------------------------------------------------------------------------------------------- N replicas, one device
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_step_is_the_formula_of_the_reduced_gradient(strategy: ms.Strategy, name: str, aggregation: str) -> None:
+    """With a learning rate that changes, and gradients of another dtype than the variable's."""
+    rates = [0.1, 0.1, 0.01, 0.3]
+    of_ranks = [[np.random.default_rng([step, rank]).normal(size=(2, 3)) for rank in RANKS] for step in range(4)]
+    reduced = [np.sum(parts, axis=0) / (SIZE if aggregation == "MEAN" else 1) for parts in of_ranks]
+    with strategy.scope():
+        double, single = (ms.Variable(np.zeros((2, 3), dtype)) for dtype in (np.float64, np.float32))
+        optimizer = OPTIMIZERS[name](lambda step: rates[step], aggregation=aggregation)
+    for parts, (right, _) in zip(of_ranks, FORMULAS[name](np.zeros((2, 3)), reduced, rates), strict=True):
+        apply(strategy, optimizer, [parts[RANK]] * 2, [double, single])
+        np.testing.assert_allclose(double, right, rtol=1e-12, atol=1e-13)
+        np.testing.assert_allclose(single, right, rtol=1e-4, atol=1e-5)
+        assert same_everywhere([double.local_copy(), single.local_copy()])
+    assert optimizer.iterations is not None
+    assert int(optimizer.iterations) == 4
 
-OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
-    "SGD": lambda **o: SGD(0.05, **o),
-    "momentum": lambda **o: SGD(0.03, momentum=0.9, **o),
-    "nesterov": lambda **o: SGD(0.03, momentum=0.9, nesterov=True, **o),
-    "Adam": lambda **o: Adam(0.1, **o),
-    "AdamW": lambda **o: AdamW(0.1, weight_decay=0.1, **o),
-    "clipped SGD": lambda **o: SGD(0.05, global_clipnorm=0.5, **o),
-    "clipped Adam": lambda **o: Adam(0.1, global_clipnorm=0.5, **o),
-}
+
+# ------------------------------------------------------------------------------------------------- N replicas, one device
 
 
-def train(strategy: ms.Strategy, make: Callable[[], Optimizer], batches: list[Any], dtype: Any) -> list[Any]:
+def train(strategy: ms.Strategy, optimizer: Optimizer, batches: list[Any], dtype: Any) -> list[Any]:
     """Linear regression with an embedding: dense, 0-d and sparse gradients; the weights after every step."""
     with strategy.scope():
-        w = ms.Variable(np.zeros(3, dtype), name="w")
-        b = ms.Variable(np.zeros((), dtype), name="b")
+        w, b = ms.Variable(np.zeros(3, dtype), name="w"), ms.Variable(np.zeros((), dtype), name="b")
         table = ms.Variable(np.linspace(-1, 1, 10).reshape(5, 2).astype(dtype), name="table")
-        optimizer = make()
 
     def step(x: Any, y: Any, ids: Any, size: int) -> None:
         rows = table[ids]
@@ -93,12 +98,9 @@ def train(strategy: ms.Strategy, make: Callable[[], Optimizer], batches: list[An
 
     trajectory = []
     for x, y, ids, cuts in batches:
-        rank = strategy.extended.communicator.rank
-        part = slice(cuts[rank], cuts[rank + 1]) if strategy.num_replicas_in_sync > 1 else slice(None)
+        part = slice(cuts[RANK], cuts[RANK + 1]) if strategy.num_replicas_in_sync > 1 else slice(None)
         strategy.run(step, args=(x[part].astype(dtype), y[part].astype(dtype), ids[part], len(x)))
         trajectory.append([v.read_value() for v in (w, b, table)])
-    assert optimizer.iterations is not None
-    assert int(optimizer.iterations) == len(batches)
     return trajectory
 
 
@@ -107,10 +109,11 @@ def train(strategy: ms.Strategy, make: Callable[[], Optimizer], batches: list[An
     name=st.sampled_from(list(OPTIMIZERS)),
     dtype=st.sampled_from([np.float64, np.float32]),
     cuts=st.lists(st.lists(st.integers(0, 7), min_size=3, max_size=3).map(sorted), min_size=3, max_size=5),
+    clipnorm=st.sampled_from([None, 0.5]),
     seed=st.integers(0, 1000),
 )
 def test_replicas_do_what_one_device_does_with_the_whole_batch(
-    strategy: ms.Strategy, name: str, dtype: Any, cuts: list[list[int]], seed: int
+    strategy: ms.Strategy, name: str, dtype: Any, cuts: list[list[int]], clipnorm: float | None, seed: int
 ) -> None:
     """However the batch is split: parts of any size, and ranks without rows."""
     random = np.random.default_rng(seed)
@@ -118,8 +121,9 @@ def test_replicas_do_what_one_device_does_with_the_whole_batch(
         (random.standard_normal((7, 3)), random.standard_normal(7), random.integers(0, 5, 7), [0, *cut[: SIZE - 1], 7])
         for cut in cuts
     ]
-    together = train(strategy, OPTIMIZERS[name], batches, dtype)
-    alone = train(ms.OneDeviceStrategy(), OPTIMIZERS[name], batches, dtype)
+    one, two = (OPTIMIZERS[name](0.05, global_clipnorm=clipnorm) for _ in range(2))
+    together = train(strategy, one, batches, dtype)
+    alone = train(ms.OneDeviceStrategy(), two, batches, dtype)
     assert same_everywhere(together)
     # Adam divides by the root of v: where a gradient is nearly 0, its rounding decides the step.
     exact = 1e-9 if dtype is np.float64 else 2e-3
@@ -130,70 +134,52 @@ def test_replicas_do_what_one_device_does_with_the_whole_batch(
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_means_of_equal_parts_are_the_mean_of_the_whole(strategy: ms.Strategy, name: str) -> None:
-    gradients = np.random.default_rng(3).standard_normal((4, SIZE, 6))
-
-    def run(where: ms.Strategy, make: Callable[[], Optimizer], own: Callable[[int], Any]) -> Any:
-        with where.scope():
-            w = ms.Variable(np.ones(6))
-            optimizer = make()
-        for number in range(4):
-            where.run(lambda number=number: optimizer.apply_gradients([(own(number), w)]))
-        return w.read_value()
-
-    together = run(strategy, lambda: OPTIMIZERS[name](aggregation="MEAN"), lambda n: gradients[n, RANK])
-    alone = run(ms.OneDeviceStrategy(), OPTIMIZERS[name], lambda n: gradients[n].mean(axis=0))
-    np.testing.assert_allclose(together, alone, rtol=1e-12)
-
-
-def test_adamw_is_adam_on_weights_that_have_decayed(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        w, plain = ms.Variable(np.ones(3)), ms.Variable(np.ones(3))
-        decaying, adam = AdamW(0.1, weight_decay=0.2), Adam(0.1)
-    for number in range(3):
-        before = [w.read_value(), plain.read_value()]
-        gradient = np.array([1.0, -2.0, number])
-        strategy.run(lambda gradient=gradient: decaying.apply_gradients([(gradient, w)]))
-        strategy.run(lambda gradient=gradient: adam.apply_gradients([(gradient, plain)]))
-        adams_step = plain.read_value() - before[1]
-        np.testing.assert_allclose(w.read_value(), before[0] * (1 - 0.1 * 0.2) + adams_step, rtol=1e-12)
-
-
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("dtype", [np.float16, BFLOAT16, np.float32, np.float64, np.longdouble, np.complex64], ids=str)
+@pytest.mark.parametrize("dtype", [*FLOATS, BFLOAT16, np.dtype(np.complex64)], ids=str)
 def test_every_dtype_stays_what_it_is(strategy: ms.Strategy, name: str, dtype: Any) -> None:
     """Hyper-parameters are Python numbers: a float64 among them must not make the weights float64."""
-    with strategy.scope():
-        v, scalar = ms.Variable(np.ones((2, 2), dtype)), ms.Variable(np.ones((), dtype))
-        optimizer = OPTIMIZERS[name]()
+    variables = model(strategy, [((2, 2), dtype), ((), dtype)])
+    optimizer = OPTIMIZERS[name]()
     optimizer.learning_rate = np.float64(0.5)
-    gradients = [np.full((2, 2), RANK + 1, np.dtype(dtype)), np.ones((), dtype)]
+    before = variables[0].local_copy()
+    for number in range(2):
+        apply(strategy, optimizer, gradients_for(variables, number), variables)
+    for v in (*variables, *(slot for v in variables for slot in optimizer.slots_of(v).values())):
+        assert v.dtype == dtype
+        assert same_everywhere(v.local_copy())
+    assert (variables[0].local_copy() != before).any()
+
+
+# ------------------------------------------------------------------------------------------------- sparse gradients
+
+
+@pytest.mark.parametrize("aggregation", ["SUM", "MEAN"])
+def test_a_sparse_gradient_is_the_dense_one_it_stands_for(strategy: ms.Strategy, aggregation: str) -> None:
+    """Every rank names other rows, as many as its number; a row named twice counts twice."""
+    indices = np.array([0, 0, *range(RANK)])
+    slices = ms.IndexedSlices(np.full((len(indices), 2), RANK + 1.0), indices, (SIZE + 1, 2))
+    sparse, dense = (model(strategy, [((SIZE + 1, 2), "float64")]) for _ in range(2))
+    one, two = (SGD(0.5, aggregation=aggregation) for _ in range(2))
     for _ in range(2):
-        strategy.run(lambda: optimizer.apply_gradients(zip(gradients, (v, scalar), strict=True)))
-    for variable in (v, scalar, *optimizer.slots_of(v).values(), *optimizer.slots_of(scalar).values()):
-        assert variable.dtype == dtype
-        assert same_everywhere(variable.local_copy())
-    if name != "AdamW" and np.dtype(dtype).kind != "c":
-        assert (v.read_value().astype(np.float64) < 1).all()
-
-
-# ---------------------------------------------------------------------------------------------- sparse gradients
+        apply(strategy, one, [slices], sparse)
+        apply(strategy, two, [slices.to_dense()], dense)
+    np.testing.assert_allclose(sparse[0], dense[0], rtol=1e-15)
+    assert float(dense[0][0, 0]) != -1
 
 
 def test_momentum_moves_only_the_rows_that_a_sparse_gradient_names(strategy: ms.Strategy) -> None:
     """TensorFlow's momentum does that; its Adam moves all rows that have ever been named."""
     with strategy.scope():
         mine, dense = ms.Variable(np.zeros((4, 2))), ms.Variable(np.zeros((4, 2)))
-        momentum, adam = SGD(0.1, momentum=0.5), Adam(0.1)
+    momentum, adam = SGD(0.1, momentum=0.5), Adam(0.1)
 
-    def step(rows: list[int]) -> None:
+    def step(*rows: int) -> None:
         slices = ms.IndexedSlices(np.ones((len(rows), 2)), np.array(rows, np.int32), (4, 2))
-        momentum.apply_gradients([(slices, mine)])
-        adam.apply_gradients([(slices, dense)])
+        apply(strategy, momentum, [slices], [mine])
+        apply(strategy, adam, [slices], [dense])
 
-    strategy.run(step, args=([1, 1],))  # repeated rows add up
+    step(1, 1)  # repeated rows add up
     np.testing.assert_allclose(mine.read_value()[:, 0], [0, -0.2 * SIZE, 0, 0])
-    strategy.run(step, args=([0] if RANK == 0 else [],))  # most ranks have none
+    step(*([0] if RANK == 0 else []))  # most ranks have none
     np.testing.assert_allclose(mine.read_value()[:, 0], [-0.1, -0.2 * SIZE, 0, 0])
     np.testing.assert_allclose(momentum.slots_of(mine)["momentum"][:, 0], [-0.1, -0.2 * SIZE, 0, 0])
     second = dense.read_value()[:, 0]
@@ -201,47 +187,56 @@ def test_momentum_moves_only_the_rows_that_a_sparse_gradient_names(strategy: ms.
     assert second[2] == second[3] == 0
 
 
-# ---------------------------------------------------------------------------------------------- slots and the counter
+# ------------------------------------------------------------------------------------------------- slots and memory
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_slots_live_beside_their_variables(strategy: ms.Strategy, name: str) -> None:
+def test_slots_live_beside_their_variables_and_are_made_once(strategy: ms.Strategy, name: str) -> None:
+    variables = model(strategy, [((2,), "float32"), ((3, 1), "float64")])
+    early, lazy = OPTIMIZERS[name](), OPTIMIZERS[name]()
+    with pytest.raises(ms.errors.ContextError, match="scope"):
+        early.build(variables)
     with strategy.scope():
-        variables = [ms.Variable(np.ones(2, np.float32)), ms.Variable(np.ones((3, 1)))]
-        optimizer = OPTIMIZERS[name]()
-        optimizer.build(variables)
-        built = [optimizer.slots_of(v) for v in variables]
-        optimizer.build(variables)  # again makes no new ones
-    lazily = OPTIMIZERS[name]()
-    assert lazily.slots_of(variables[0]) == {}
-    assert lazily.iterations is None
-    gradients = [np.ones(v.shape, v.dtype) for v in variables]
-    for one in (optimizer, lazily):
-        strategy.run(lambda one=one: one.apply_gradients(zip(gradients, variables, strict=True)))
-    assert [optimizer.slots_of(v) for v in variables] == built
-    for one in (optimizer, lazily):
+        early.build(variables)
+        built = [early.slots_of(v) for v in variables]
+        early.build(variables)
+    assert (lazy.slots_of(variables[0]), lazy.iterations) == ({}, None)
+    for optimizer in (early, lazy):
+        apply(strategy, optimizer, gradients_for(variables, 0), variables)
+        assert optimizer.iterations is not None
+        assert int(optimizer.iterations) == 1
         for v in variables:
-            assert set(one.slots_of(v)) == set(optimizer.slot_values)
-            for slot in one.slots_of(v).values():
+            assert set(optimizer.slots_of(v)) == set(optimizer.slot_values)
+            for slot in optimizer.slots_of(v).values():
                 assert slot._colocated_with is v
                 assert (slot.shape, slot.dtype, slot.trainable, slot.strategy) == (v.shape, v.dtype, False, strategy)
-        assert one.iterations is not None
-        assert int(one.iterations) == 1
+    assert [early.slots_of(v) for v in variables] == built
 
 
-def test_slots_are_made_in_the_scope(strategy: ms.Strategy) -> None:
+def test_a_momentum_that_is_set_later_gets_its_slots(strategy: ms.Strategy) -> None:
     with strategy.scope():
-        v = ms.Variable(np.ones(2))
-    optimizer = Adam()
-    with pytest.raises(ms.errors.ContextError, match="scope"):
-        optimizer.build([v])
+        variables = [ms.Variable(np.zeros(3)), ms.Variable(np.zeros(4, np.float32))]
+    optimizer = SGD(0.5, aggregation="MEAN")
+    for momentum in (0.0, 0.5, 0.5, 0.0):
+        optimizer.momentum = momentum
+        apply(strategy, optimizer, [np.full(v.shape, 2.0, v.dtype) for v in variables], variables)
+    # -1; v = -1, then v = 0.5 * -1 - 1; -1
+    assert all((v.numpy() == -1 - 1 - 1.5 - 1).all() for v in variables)
+    assert all((optimizer.slots_of(v)["momentum"].numpy() == -1.5).all() for v in variables)
 
 
-def test_steps_may_be_counted_in_a_variable_of_ones_own(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        v, steps = ms.Variable(1.0), ms.Variable(np.int64(7), aggregation="ONLY_FIRST_REPLICA")
-        optimizer = SGD(0.1)
-    optimizer.iterations = steps
-    strategy.run(lambda: optimizer.apply_gradients([(1.0, v)]))
-    assert int(steps) == 8  # by one, not by the number of replicas
-    assert float(v) == pytest.approx(1 - 0.1 * len(RANKS))
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_is_in_place_and_takes_no_memory_of_the_variables_size(alone: ms.Strategy, name: str) -> None:
+    size = 2**21
+    with alone.scope():
+        variable, optimizer = ms.Variable(np.zeros(size, np.float32)), OPTIMIZERS[name]()
+        optimizer.build([variable])
+    gradient = np.ones(size, np.float32)
+    views = [np.asarray(variable), *map(np.asarray, optimizer.slots_of(variable).values())]
+    apply(alone, optimizer, [gradient], [variable])
+    assert all((view != 0).all() for view in views)
+    tracemalloc.start()
+    apply(alone, optimizer, [gradient], [variable])
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 1.25 * gradient.nbytes  # the reduction's result; the update itself adds next to nothing

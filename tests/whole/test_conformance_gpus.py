@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-import cupy_here
+import gpu_here
 import pytest
 from conformance import on_device
 from conformance.cases import load_cases
@@ -13,14 +13,14 @@ from mpi4py import MPI
 from replicas import ALL, RANK, SIZE
 
 #: The short lane replays every so many cases.
-EVERY = 1 if ALL or cupy_here.IS_GPU else 8
+EVERY = 1 if ALL or gpu_here.IS_GPU else 8
 
 
 @pytest.mark.mpi
 @pytest.mark.filterwarnings("ignore:the path of arrays in GPU memory is")  # NCCL wants a GPU for each rank
 @pytest.mark.filterwarnings("ignore::mpistrategy.errors.OutsideStepWarning")  # some programs make variables so
 @pytest.mark.skipif(SIZE > 2, reason="1 and 2 ranks are what a machine with one GPU is asked for")
-@pytest.mark.skipif(not cupy_here.IS_REAL, reason="needs CuPy and a GPU, or its stand-in")
+@pytest.mark.skipif(not gpu_here.IS_HERE, reason="needs CuPy and a GPU, or its stand-in")
 def test_recorded_cases_hold_in_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(on_device, "MODE", "cupy")
     monkeypatch.setattr(MpiRanks, "strategies", {})  # those of other tests are on CPUs

@@ -1,4 +1,4 @@
-"""What device code asks of CuPy exists in the real one, and the double has nothing that it has not.
+"""What device code asks of CuPy exists in CuPy.
 
 CuPy can be imported without a GPU: these tests are skipped only where it is not installed.
 """
@@ -15,7 +15,6 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-import cupy_double
 import pytest
 from packaging.requirements import Requirement
 
@@ -26,15 +25,6 @@ pytestmark = pytest.mark.one_rank
 PACKAGE = Path(ms.__file__).parent
 #: How files of ours call the package and its parts.
 ROOTS = {"cupy": "cupy", "_cupy": "cupy", "cuda": "cupy.cuda"}
-#: Of the double: how it does what a GPU does by itself, and a queue's own words.
-ITS_OWN = {
-    "Stream": {"everything", "put", "run_until"},
-    "Event": set(),
-    "MemoryPool": set(),
-    "RawModule": set(),
-    "RawKernel": set(),
-    "ndarray": set(),
-}
 
 
 def dotted(node: ast.AST) -> str:
@@ -82,22 +72,6 @@ def test_a_name_exists_in_cupy(cupy: Any, file: str, name: str) -> None:
         with warnings.catch_warnings(action="ignore"):
             importlib.import_module(name)
     reduce(getattr, rest, module)
-
-
-@pytest.mark.parametrize("kind", ITS_OWN)
-def test_the_double_invents_nothing(cupy: Any, kind: str) -> None:
-    mine = getattr(cupy_double, kind)
-    theirs = getattr(cupy, kind, None) or getattr(cupy.cuda, kind)
-    ours = {name for name in vars(mine) if not name.startswith("_")} - ITS_OWN[kind]
-    assert ours <= set(dir(theirs))
-
-
-def test_the_doubles_functions_exist(cupy: Any) -> None:
-    runtime = vars(cupy_double.cupy.cuda.runtime)
-    assert all(hasattr(cupy.cuda.runtime, name) for name in runtime)
-    for place, real in ((cupy_double.cupy, cupy), (cupy_double.cupy.cuda, cupy.cuda)):
-        public = {name for name in vars(place) if not name.startswith("_")}
-        assert {name for name in public if not hasattr(real, name)} == set()
 
 
 def test_arguments_by_name_are_those_of_cupy(cupy: Any) -> None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shutil
-import sys
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -86,129 +83,67 @@ def test_a_failing_rank_fails_the_test_everywhere_in_one_report(session: Session
     assert job.stdout.count("E       ValueError: the same reason") == 1, job
 
 
-@pytest.mark.each_mpi
-def test_a_failed_rank_ends_the_job_when_the_others_are_stuck(session: Session) -> None:
-    source = """
+#: What makes a session end, the environment, and what is said.
+ENDS: dict[str, tuple[str, dict[str, str], list[str]]] = {
+    "a failed rank, and the others are stuck": (
+        """
         def test_stuck():
             assert rank != 1, "this is the reason"
             world.Barrier()
-    """
-    job = session(3, source, MPISTRATEGY_TEST_GRACE="2")
-    assert job.returncode != 0, job
-    assert job.seconds < 20, job
-    assert "rank 1 of 3: tests/test_small.py::test_stuck" in job.stderr, job
-    assert "this is the reason" in job.stderr, job
-
-
-def test_a_rank_that_does_not_come_ends_the_job(session: Session) -> None:
-    source = """
+        """,
+        {"MPISTRATEGY_TEST_GRACE": "2"},
+        ["rank 1 of 2: tests/test_small.py::test_stuck", "this is the reason"],
+    ),
+    "a rank that does not come": (
+        """
         def test_late():
             if rank == 1:
                 world.recv(source=0)
-    """
-    job = session(2, source, MPISTRATEGY_TEST_PATIENCE="2")
-    assert job.returncode != 0, job
-    assert job.seconds < 20, job
-    assert "rank 0 of 2: tests/test_small.py::test_late [call]: the other ranks did not come" in job.stderr, job
-
-
-def test_ranks_that_all_hang_are_ended_by_the_timeout(session: Session) -> None:
-    source = """
+        """,
+        {"MPISTRATEGY_TEST_PATIENCE": "2"},
+        ["rank 0 of 2: tests/test_small.py::test_late [call]: the other ranks did not come"],
+    ),
+    "ranks that all hang": (
+        """
         def test_hang():
             if rank == 0:
                 world.recv(source=1)
             world.Barrier()
-    """
-    job = session(2, source, "-m", "pytest", "--with-mpi", "--timeout=2")
-    assert job.returncode != 0, job
-    assert job.seconds < 20, job
-    assert "in test_hang" in job.stdout + job.stderr, job
-
-
-def test_ranks_at_different_places_end_the_job(session: Session) -> None:
-    source = """
+        """,
+        {"PYTEST_ADDOPTS": "--timeout=2"},
+        ["in test_hang"],
+    ),
+    "ranks at different places": (
+        """
         def test_leaves():
             if rank == 1:
                 pytest.exit("leaving alone", returncode=0)
-    """
-    job = session(2, source)
-    assert job.returncode != 0, job
-    assert "rank 0: tests/test_small.py::test_leaves [call] (passed)" in job.stderr, job
-    assert "rank 1: exit status (0)" in job.stderr, job
-
-
-def test_ranks_that_collect_different_tests_are_refused(session: Session) -> None:
-    source = """
+        """,
+        {},
+        ["rank 0: tests/test_small.py::test_leaves [call] (passed)", "rank 1: exit status (0)"],
+    ),
+    "other tests on a rank": (
+        """
         if rank == 1:
             def test_extra(): pass
 
         def test_common(): pass
-    """
-    job = session(2, source)
-    assert job.returncode == 3, job
-    assert "the ranks collected different tests" in job.stdout, job
-    assert "rank 1: 2 tests; only here, not on rank 0: ['tests/test_small.py::test_extra']" in job.stdout, job
-    assert "passed" not in job.stdout, job
+        """,
+        {},
+        ["rank 1: 2 tests; only here, not on rank 0: ['tests/test_small.py::test_extra']"],
+    ),
+}
 
 
-def test_what_has_nothing_to_do_with_ranks_runs_once(session: Session, tmp_path: Path) -> None:
-    (tmp_path / "tests" / "mpi").mkdir()
-    (tmp_path / "tests" / "mpi" / "test_below.py").write_text("def test_that_is_not_above_mpi(): pass")
-    source = """
-        @pytest.mark.one_rank
-        def test_alone(): assert world.size == 1
-
-        @pytest.mark.one_rank
-        @pytest.mark.mpi
-        def test_marked(): pass
-
-        def test_common(): pass
-
-        def test_starts_jobs(launch): pass
-
-        @pytest.mark.each_mpi
-        @pytest.mark.one_rank
-        def test_starts_jobs_that_may_go_otherwise(launch): pass
-    """
-    again = ("-m", "pytest", "--with-mpi", "--second-mpi")
-    assert "6 passed" in session(1, source).check().stdout
-    assert "2 passed, 4 deselected" in session(1, source, *again).check().stdout
-    for job in (session(2, source), session(2, source, *again)):
-        assert "3 passed, 3 deselected" in job.check().stdout, job
-
-
-def test_a_session_without_with_mpi_is_refused(session: Session) -> None:
-    job = session(1, "def test_nothing(): pass", "-m", "pytest")
-    assert job.returncode == pytest.ExitCode.USAGE_ERROR, job
-    assert "--with-mpi" in job.stderr, job
-
-
-def test_sessions_that_share_run_each_test_once(session: Session, tmp_path: Path) -> None:
-    """Tests of one file share fixtures and stay together; tests that start jobs go one by one, and first."""
-    source = """
-        @pytest.fixture(scope="module")
-        def made():
-            print("made")
-            yield
-            print("removed")
-
-        def test_one(made): print("one")
-
-        def test_job(launch, made): print("job")
-
-        def test_other(made): print("other")
-    """
-    (tmp_path / "taken").mkdir()
-    (tmp_path / "tests/test_more.py").write_text("def test_more(): pass")
-    share = ("-m", "pytest", "--with-mpi", "-s", f"--share={tmp_path / 'taken'}")
-    taken = session(1, source, *share, "tests/test_more.py").check().stdout
-    assert "1 passed" in taken
-    rest = session(1, source, *share).check().stdout
-    assert "3 passed" in rest
-    words = [word for word in re.findall(r"\w+", rest) if word in ("made", "removed", "one", "other", "job")]
-    assert words == ["made", "job", "removed", "made", "one", "other", "removed"]
-    assert "no tests ran" in session(1, source, *share).check().stdout
-    assert "--share is for sessions on one rank" in session(2, source, *share).stderr
+@pytest.mark.each_mpi
+@pytest.mark.parametrize("what", ENDS)
+def test_what_ends_a_session(session: Session, what: str) -> None:
+    source, environment, words = ENDS[what]
+    job = session(2, source, **environment)
+    assert job.returncode != 0, job
+    assert job.seconds < 20, job
+    assert [word for word in words if word not in job.stdout + job.stderr] == [], job
+    assert " passed" not in job.stdout, job
 
 
 @pytest.mark.each_mpi
@@ -233,13 +168,3 @@ def test_a_job_over_its_time_leaves_nothing_running(launch: Callable[..., launch
         except OSError:
             continue
         assert not command, f"process {process} still runs"  # a killed one nobody waits for has an empty line
-
-
-@pytest.mark.each_mpi
-def test_a_job_is_a_world_of_its_own(launch: Callable[..., launching.Finished], tmp_path: Path) -> None:
-    path = tmp_path / "a program.py"
-    path.write_text("import os, sys\nfrom mpi4py import MPI\nsys.exit(7 if MPI.COMM_WORLD.size == 3 else 0)\n")
-    assert launch(3, path).returncode == 7
-    assert launch(1, "import os, sys; print(os.environ['X'], sys.executable)", env={"X": "y"}).check().stdout.split(
-        maxsplit=1
-    ) == ["y", sys.executable + os.linesep]

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import ast
 import functools
-import inspect
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
 from pathlib import Path
@@ -62,8 +60,6 @@ MAY_IMPORT_MPI = (
     "mpistrategy.cli.doctor.mpich",
     "mpistrategy.cli.doctor.ranks",
 )
-#: What is made of public names alone.
-SERVICES = {name for name, floor in FLOORS.items() if FLOORS["training"] <= floor <= FLOORS["testing"]} | {"input"}
 LOWER_CASE_COMMUNICATION = {
     "send", "recv", "isend", "irecv", "bsend", "ssend", "sendrecv", "bcast", "gather", "allgather", "scatter",
     "alltoall", "reduce", "allreduce", "scan", "exscan",
@@ -132,19 +128,6 @@ def test_imports_point_downwards() -> None:
     assert [f"{path}:{line}: {module}" for path, module, line in imported if is_above(module, path)] == []
 
 
-def test_folders_can_be_overlooked() -> None:
-    """At most 15 names in a folder, at the top beside the public modules, and at most three that share a prefix."""
-    public = {"jax", "torch", *(name for name in ms.__all__ if inspect.ismodule(getattr(ms, name)))}
-    for folder in {path.parent for path in FILES}:
-        names = [p.name for p in folder.iterdir() if p.is_dir() or p.suffix == ".py"]
-        names = [name for name in names if not name.startswith("__")]
-        if folder == PACKAGE:
-            names = [name for name in names if name.removesuffix(".py") not in public]
-        assert len(names) <= 15, f"{folder}: {len(names)} names"
-        prefixes = Counter(name.partition("_")[0] for name in names if "_" in name)
-        assert max(prefixes.values(), default=0) <= 3, f"{folder}: {prefixes.most_common(1)}"
-
-
 def test_no_imports_go_in_a_circle() -> None:
     graph = {name_of(path): {module for module, _ in modules_of(path)} for path in FILES}
     order: TopologicalSorter[str] = TopologicalSorter(
@@ -171,53 +154,6 @@ def test_only_buffers_go_to_mpi(name: str) -> None:
             target = ast.unparse(node.func.value)
             on_mpi = target.endswith(("comm", "inside", "across")) or target.startswith("MPI")
             assert not (on_mpi and node.func.attr in LOWER_CASE_COMMUNICATION), f"{path}:{node.lineno}"
-
-
-#: What public classes share with the rest of the package, though users do not see it; a new name here is a decision.
-SHARED = {
-    *("_is_default", "_is_local", "_reducer", "_bucket_orders"),  # of strategies
-    *("_key", "_memory_slot", "_storage"),  # of variables
-    *("_buckets", "_leaves", "_places"),  # of arenas
-    *("_in_rank_order", "_parse"),  # of algorithms and operations
-    *("_begin", "_cleaned_up", "_save_after"),  # of checkpoints, and what they save:
-    *("_settle", "_wait", "_raise_failure", "_is_known", "_end_of_program"),  # of saves in the background
-    *("_kept_as", "_state", "_check", "_prepare", "_load"),  # of objects that tell checkpoints their state
-    *("_go_to", "_walk", "_partial_sums", "_slots"),
-    *("_describe", "_empty_batch", "_lazy_batches"),  # of datasets
-    *("_kernel", "_reduced_early"),  # of optimizers, gradient buckets
-    *("_C", "_distributed_c10d", "_create_work_from_future", "_debug_has_internal_overlap", "_nnz"),  # of torch
-    "_getframe",  # of sys
-    *("_current_graph_task_id", "_execution_engine", "_pytree"),  # of Python: what has entered a call
-}
-
-
-def test_services_use_public_names_and_what_is_shared() -> None:
-    for path in FILES:
-        if SERVICES & {*name_of(path).split(".")[1:2]}:
-            check_names(path)
-
-
-def check_names(path: Path) -> None:
-    for module, name, line in imports_of(path):
-        assert not name.startswith("_"), f"{path}:{line}: imports {module}.{name}"
-        assert not any(part.startswith("_") and part != "__future__" for part in module.split(".")), f"{path}:{line}"
-    for node in ast.walk(tree_of(path)):
-        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.startswith("__"):
-            if node.attr in {*SHARED, "_asdict", "_replace"}:  # these two of a NamedTuple
-                continue
-            assert isinstance(node.value, ast.Name), f"{path}:{node.lineno}: {ast.unparse(node)}"
-            assert node.value.id in ("self", "cls"), f"{path}:{node.lineno}: {ast.unparse(node)}"
-
-
-def test_public_names_exist_and_are_sorted() -> None:
-    assert list(ms.__all__) == sorted(set(ms.__all__))
-    for name in ms.__all__:
-        assert getattr(ms, name) is not None
-
-
-@pytest.mark.parametrize("name", [name for name in ms.__all__ if name not in ("Op", "errors", "metrics", "optimizers")])
-def test_public_names_are_documented(name: str) -> None:
-    assert (getattr(ms, name).__doc__ or "").strip()
 
 
 PROGRAMS = {

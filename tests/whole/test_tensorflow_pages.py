@@ -44,7 +44,7 @@ OURS = names(PORTING.partition("## Not in tf.distribute\n")[2])
 
 
 def test_names_of_the_porting_table_exist() -> None:
-    assert len(HERE) > 40
+    assert len(HERE) > 30
     assert len(OURS) > 4
     assert [name for name in HERE + OURS if not exists(name)] == []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from mpistrategy import own_files
 from mpistrategy.telemetry.tracing.timeline import Timeline
 
-#: So many collectives of a rank, and so many ranks, can be told apart in one picture.
+#: The most collectives of a rank, and the most ranks, that a reader can distinguish in one picture.
 _MOST_CALLS, _MOST_RANKS = 16, 32
 _COLORS = {"step": "#e4ecf5", "span": "#f6dfae", "waiting": "#c8c8c8"}
 #: Of a row of height 1, from its middle: where steps, spans and collectives begin, and how high they are.
@@ -29,20 +29,20 @@ def draw(timeline: Timeline, file: str) -> str:
     except ImportError:
         return "no picture: matplotlib is not installed (pip install matplotlib)"
     ranks, colors = list(timeline.by_rank())[:_MOST_RANKS], dict(_COLORS)
-    calls = [each for each in timeline.events if each["cat"] == "collective" and each["pid"] == ranks[0]]
+    calls = [event for event in timeline.events if event["cat"] == "collective" and event["pid"] == ranks[0]]
     middle = calls[max(0, len(calls) - _MOST_CALLS) // 2 :][:_MOST_CALLS] or timeline.events
     if not middle:
         return "no picture: nothing was recorded"
-    start, end = middle[0]["ts"], max(each["ts"] + each["dur"] for each in middle)
+    start, end = middle[0]["ts"], max(event["ts"] + event["dur"] for event in middle)
     figure = Figure(figsize=(12, 1.5 + 0.78 * len(ranks)), layout="constrained")
     axes = figure.subplots()
-    shown = [each for each in timeline.events if each["ts"] < end and each["ts"] + each["dur"] > start]
-    for each in sorted(shown, key=lambda event: [*_PARTS].index(event["cat"])):
-        if each["pid"] in ranks:
-            came, (low, height) = each["ts"] + each["args"].get("waited_us", 0), _PARTS[each["cat"]]
-            label = each["name"] if each["cat"] == "collective" else each["cat"]
-            for name, begin, stop in (("waiting", each["ts"], came), (label, came, each["ts"] + each["dur"])):
-                color, row = colors.setdefault(name, f"C{len(colors) % 10}"), (ranks.index(each["pid"]) + low, height)
+    shown = [event for event in timeline.events if event["ts"] < end and event["ts"] + event["dur"] > start]
+    for event in sorted(shown, key=lambda event: [*_PARTS].index(event["cat"])):
+        if event["pid"] in ranks:
+            came, (low, height) = event["ts"] + event["args"].get("waited_us", 0), _PARTS[event["cat"]]
+            label = event["name"] if event["cat"] == "collective" else event["cat"]
+            for name, begin, stop in (("waiting", event["ts"], came), (label, came, event["ts"] + event["dur"])):
+                color, row = colors.setdefault(name, f"C{len(colors) % 10}"), (ranks.index(event["pid"]) + low, height)
                 axes.broken_barh([(begin / 1e3, (stop - begin) / 1e3)], row, facecolors=color, edgecolors="white")
     axes.set(xlim=(start / 1e3, end / 1e3), xlabel="ms since the beginning", ylim=(len(ranks) - 0.5, -0.5))
     axes.set(yticks=range(len(ranks)), yticklabels=[f"rank {rank}" for rank in ranks])

@@ -44,7 +44,7 @@ SECONDS_BETWEEN_WRITES = 0.1
 MOST_EVENTS = 700_000
 #: How long the end of the program waits for a file system that hangs.
 _PATIENCE_SECONDS = 5.0
-#: What some rank may leave before others have come.
+#: Collectives that a rank may leave before all ranks have entered.
 _LOOSE = ("", "broadcast", "broadcast slices", "gather", "write")
 
 _now = time.monotonic_ns
@@ -53,17 +53,17 @@ _json = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 
 @dataclass(slots=True)
 class _Interval:
-    """What lasts, or has just ended.
+    """A collective, a step or a span: open, or just ended.
 
     Attributes:
         category: "collective", "step" or "span".
-        what: of a collective, its group and its call; of others name and number.
-        start, end: nanoseconds; no end while it lasts.
+        subject: of a collective, its group and its call; of a step or a span, name and number.
+        start, end: nanoseconds; `end` is 0 while it lasts.
         track: the rank, and the number of the thread.
     """
 
     category: str
-    what: tuple[str, Any]
+    subject: tuple[str, Any]
     start: int
     track: tuple[int, int]
     end: int = 0
@@ -139,8 +139,8 @@ class Recorder:
     def _give_up(self, why: str) -> None:
         observers.unwatch(self)
         rank, size = own_place()
-        told = f"[rank {rank}/{size}] mpistrategy cannot write its trace to"
-        sys.stderr.write(f"{told} {self.path or self.directory}: {why}. The job goes on without.\n")
+        message = f"[rank {rank}/{size}] mpistrategy cannot write its trace to"
+        sys.stderr.write(f"{message} {self.path or self.directory}: {why}. The job goes on without.\n")
 
     # ------------------------------------------------------------------------------- in the recorder's thread
 
@@ -187,19 +187,19 @@ def _header() -> dict[str, Any]:
     )
 
 
-def _about(pid: int, what: str, **args: Any) -> dict[str, Any]:
-    return {"name": what, "ph": "M", "ts": 0, "pid": pid, "tid": 0, "args": args}
+def _about(pid: int, name: str, **args: Any) -> dict[str, Any]:
+    return {"name": name, "ph": "M", "ts": 0, "pid": pid, "tid": 0, "args": args}
 
 
 def _event(interval: _Interval) -> dict[str, Any]:
-    name, number = interval.what
+    name, number = interval.subject
     args: dict[str, Any] = {}
     if interval.category == "collective":
-        group, call = interval.what
-        known = call.signature or Signature("")
-        where, title, place = known.call or call.where, known.name or call.name, known.place or call.place
-        name, args = _in_words(known._replace(call=where, name=title, place=place))
-        args = args | {"number": call.number} | ({"group": group} if group and _is_meeting(known) else {})
+        group, call = interval.subject
+        signature = call.signature or Signature("")
+        where, title, place = signature.call or call.where, signature.name or call.name, signature.place or call.place
+        name, args = _in_words(signature._replace(call=where, name=title, place=place))
+        args = args | {"number": call.number} | ({"group": group} if group and _is_meeting(signature) else {})
     elif interval.category == "step":
         name, args = f"step {number}", {"function": name, "number": number}
     times = {"ts": interval.start / 1e3, "dur": (interval.end - interval.start) / 1e3}
@@ -208,7 +208,7 @@ def _event(interval: _Interval) -> dict[str, Any]:
 
 
 def _group_of(guard: Guard) -> str:
-    """Return a name of the ranks of `guard`, the same on all of them and no other strategy's; "" where it is alone."""
+    """Return a name of the ranks of `guard`, equal on all these ranks and unique to the strategy; "" for one rank."""
     dog = watchdog.in_this_process()
     watched = None if dog is None else dog.groups.get(guard)
     return "" if watched is None else os.path.basename(watched.directory.path)
@@ -228,7 +228,7 @@ def _in_words(signature: Signature) -> tuple[str, dict[str, Any]]:
     op = signature.op if signature.op.isupper() and signature.op.isalpha() else ""
     nbytes = sum(bytes_of(dtype, shape) for dtype, shape in values)
     parts = signature.call.rpartition(".")[2], op, size_in_words(nbytes) if nbytes else ""
-    told = {
+    details = {
         "call": signature.call,
         "op": op,
         "values": values_in_words(values),
@@ -237,4 +237,4 @@ def _in_words(signature: Signature) -> tuple[str, dict[str, Any]]:
         "name": signature.name,
         "line": without_columns(signature.place),
     }
-    return " ".join(filter(None, parts)), {name: each for name, each in told.items() if each}
+    return " ".join(filter(None, parts)), {name: value for name, value in details.items() if value}

@@ -15,57 +15,57 @@ _MOST_PLACES = 3
 def report(timeline: Timeline) -> Iterator[str]:
     """Yield the lines."""
     recordings, by_rank = timeline.recordings, timeline.by_rank()
-    first, ranks, nodes = recordings[0].header, len(by_rank), len({each.header["host"] for each in recordings})
+    first, ranks, nodes = recordings[0].header, len(by_rank), len({file.header["host"] for file in recordings})
     on = f"{ranks} rank{'s' * (ranks > 1)} on {nodes} node{'s' * (nodes > 1)}"
     yield f"{first['program']}, {on}, {timeline.seconds:.3f} s, {len(timeline.events)} events, begun {first['begun']}"
     if absent := set(range(first["size"])) - by_rank.keys():
         yield f"no recording of {ranks_in_words(absent)} of {first['size']}"
-    if cut := {each.header["rank"] for each in recordings if not each.is_whole}:
+    if cut := {recording.header["rank"] for recording in recordings if not recording.is_whole}:
         yield f"not ended in order (killed, or still running): {ranks_in_words(cut)}"
-    if damaged := [each for each in recordings if each.damaged]:
-        yield f"{sum(each.damaged for each in damaged)} lines could not be read, in {damaged[0].path} and the like"
-    if others := timeline.other_files:
-        yield f"left out: {others} file{'s' * (others > 1)} of other runs in the same folder"
+    if damaged := [file for file in recordings if file.damaged]:
+        yield f"{sum(file.damaged for file in damaged)} lines could not be read, in {damaged[0].path} and the like"
+    if other_files := timeline.other_files:
+        yield f"left out: {other_files} file{'s' * (other_files > 1)} of other runs in the same folder"
     yield from _clocks(timeline)
     yield f"{'rank':>6} {'steps':>8} {'in steps':>12} {'in collectives':>16} {'of it waiting':>15} {'came last':>11}"
-    for rank, mine in by_rank.items():
-        yield _row(rank, mine)
+    for rank, events in by_rank.items():
+        yield _row(rank, events)
     yield from _late(timeline)
 
 
 def _clocks(timeline: Timeline) -> Iterator[str]:
-    reference, *headers = [each.header for each in timeline.recordings]
-    first_of = {each["clock"]: each for each in reversed(headers) if each["clock"] != reference["clock"]}
-    for name, each in sorted(first_of.items(), key=lambda item: int(item[1]["rank"])):
+    reference, *headers = [recording.header for recording in timeline.recordings]
+    first_of = {header["clock"]: header for header in reversed(headers) if header["clock"] != reference["clock"]}
+    for name, header in sorted(first_of.items(), key=lambda item: int(item[1]["rank"])):
         clock = timeline.clocks[name]
         ahead = f"{-clock.offset / 1e6:+.6f} s against {reference['host']} (rank {reference['rank']})"
-        told = f"known to {clock.uncertainty:.3g} us from {clock.meetings} collectives"
+        accuracy = f"known to {clock.uncertainty:.3g} us from {clock.meetings} collectives"
         if not clock.meetings:
-            told = "by their wall clocks, which may differ: the ranks have no collective in common"
+            accuracy = "by their wall clocks, which may differ: the ranks have no collective in common"
         elif clock.uncertainty < 0:
-            told = f"which did not stay: times may be {-clock.uncertainty:.3g} us apart"
-        yield f"clock of {each['host']} (rank {each['rank']}): {ahead}, {told}"
+            accuracy = f"which did not stay: times may be {-clock.uncertainty:.3g} us apart"
+        yield f"clock of {header['host']} (rank {header['rank']}): {ahead}, {accuracy}"
 
 
-def _row(rank: int, mine: list[dict[str, Any]]) -> str:
+def _row(rank: int, events: list[dict[str, Any]]) -> str:
     """Return how a rank spent its time."""
-    calls = [each for each in mine if each["cat"] == "collective"]
-    steps = [float(each["dur"]) for each in mine if each["cat"] == "step"]
-    met = [each["args"]["last_rank"] == rank for each in calls if "last_rank" in each["args"]]
+    calls = [event for event in events if event["cat"] == "collective"]
+    steps = [float(event["dur"]) for event in events if event["cat"] == "step"]
+    met = [call["args"]["last_rank"] == rank for call in calls if "last_rank" in call["args"]]
     share = f"{100 * sum(met) / len(met):.0f} %" if met else "-"
-    waited = sum(each["args"].get("waited_us", 0) for each in calls) / 1e6
-    inside = sum(float(each["dur"]) for each in calls) / 1e6
+    waited = sum(call["args"].get("waited_us", 0) for call in calls) / 1e6
+    inside = sum(float(call["dur"]) for call in calls) / 1e6
     return f"{rank:>6} {len(steps):>8} {sum(steps) / 1e6:>10.3f} s {inside:>14.3f} s {waited:>13.3f} s {share:>11}"
 
 
 def _late(timeline: Timeline) -> Iterator[str]:
     """Yield the places where ranks waited longest, and for whom."""
     waited, late = Counter[str](), dict[str, Counter[int]]()
-    for each in timeline.events:
-        if "last_rank" in (args := each["args"]):
-            place = f"{args.get('call')}{_at(each)}"
+    for event in timeline.events:
+        if "last_rank" in (args := event["args"]):
+            place = f"{args.get('call')}{_at(event)}"
             waited[place] += round(args["waited_us"])
-            late.setdefault(place, Counter())[each["pid"]] += each["pid"] == args["last_rank"]
+            late.setdefault(place, Counter())[event["pid"]] += event["pid"] == args["last_rank"]
     for place, microseconds in waited.most_common(_MOST_PLACES):
         rank, times = late[place].most_common(1)[0]
         yield f"waited {microseconds / 1e6:.3f} s in {place}: rank {rank} came last to {times} of {late[place].total()}"

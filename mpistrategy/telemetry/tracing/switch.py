@@ -54,10 +54,9 @@ class Trace(Switched, Settable):
 def trace(directory: str | os.PathLike[str]) -> Trace:
     """Record collectives, steps and spans of this rank into a folder, as a context manager or between start and stop.
 
-    Every rank for itself: nothing is sent, and ranks may record at different times, or not at all.  Each writes a file
-    of its own while it goes on, so that a job that is killed leaves its trace, too.
-    ``mpistrategy trace folder`` puts the files of all ranks together on one clock; a single one opens in a viewer as
-    it is.
+    No messages are sent: ranks may record at different times, or not at all.  Each rank writes its own file while it
+    goes on, so that a job that is killed leaves its trace, too.
+    ``mpistrategy trace folder`` merges the files of all ranks on one clock; a single file opens in a viewer as it is.
 
     What cannot be written is not written: the job goes on, after one warning.
 
@@ -70,10 +69,10 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
     Raises:
         OptionTypeError: for what is not a path.
     """
-    given: Any = directory
-    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+    path: Any = directory
+    if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise OptionTypeError.at("telemetry.trace", found=f"{directory!r}", expected="the path of a folder")
-    return Trace(os.fspath(given))
+    return Trace(os.fspath(path))
 
 
 @functools.cache

@@ -1,9 +1,9 @@
-"""What all ranks did, on one clock: the recordings of a run put together, and written as one file for viewers.
+"""Merges the recordings of all ranks of a run on one clock, and writes one file for viewers.
 
 Processes of one machine read the same clock.  Between machines the collectives themselves tell the difference, as the
-messages of NTP do: no rank leaves an all-reduce or a barrier before every rank has entered it.  So each of them bounds
-the difference of two clocks from both sides, and many of them narrow it down to about the time that the fastest took.
-Nothing has to be sent for it, and a job that was killed can be put together, too.
+messages of NTP do: no rank leaves an all-reduce or a barrier before every rank has entered it.  So every collective
+bounds the difference of two clocks from both sides.  Many collectives narrow the difference down to about the duration
+of the fastest.  This takes no messages, so that the recordings of a killed job can be merged, too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Event = dict[str, Any]
 
 @dataclass
 class Recording:
-    """One file.
+    """The recording of a rank: one file.
 
     Attributes:
         path: where it is.
@@ -50,8 +50,8 @@ class Recording:
 
     @property
     def groups(self) -> set[str]:
-        """Those whose ranks met in it."""
-        return {each["args"]["group"] for each in self.events if "group" in each["args"]}
+        """The groups of ranks whose collectives were recorded."""
+        return {event["args"]["group"] for event in self.events if "group" in event["args"]}
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Clock:
 
     Attributes:
         offset: microseconds to add.
-        uncertainty: how far the offset may be wrong, in microseconds; negative where no one offset fits all
-            collectives: the clocks drifted apart, or one was set.
-        meetings: how many collectives told so; 0 where wall clocks had to do.
+        uncertainty: how far the offset may be wrong, in microseconds; negative where no single offset fits all
+            collectives: the clocks drifted apart, or a clock was set.
+        meetings: how many collectives bound the offset; 0 where the wall clocks give it.
     """
 
     offset: float = 0.0
@@ -85,18 +85,18 @@ class Timeline:
     other_files: int = 0
 
     def __post_init__(self) -> None:
-        everything = [each for recording in self.recordings for each in recording.events]
-        #: Everything, by beginning; what lasts longer first.
-        self.events: list[Event] = sorted(everything, key=lambda each: (each["ts"], -each["dur"]))
-        #: How long it was recorded.
-        self.seconds: float = max((each["ts"] + each["dur"] for each in everything), default=0.0) / 1e6
+        everything = [event for recording in self.recordings for event in recording.events]
+        #: All events by start; of two with the same start, the longer first.
+        self.events: list[Event] = sorted(everything, key=lambda event: (event["ts"], -event["dur"]))
+        #: The length of the recording.
+        self.seconds: float = max((event["ts"] + event["dur"] for event in everything), default=0.0) / 1e6
 
     def by_rank(self) -> dict[int, list[Event]]:
-        """Return the events of each rank, in order; of those with nothing but a header, too."""
-        found: dict[int, list[Event]] = {each.header["rank"]: [] for each in self.recordings}
-        for each in self.events:
-            found.setdefault(each["pid"], []).append(each)
-        return dict(sorted(found.items()))
+        """Return the events of each rank, in order; a rank that recorded nothing has an empty list."""
+        events_of: dict[int, list[Event]] = {recording.header["rank"]: [] for recording in self.recordings}
+        for event in self.events:
+            events_of.setdefault(event["pid"], []).append(event)
+        return dict(sorted(events_of.items()))
 
     def write(self, path: str) -> None:
         """Write a file for viewers, as a whole.
@@ -121,49 +121,49 @@ def timeline_of(folder: str) -> Timeline:
     """Return the newest run in a folder, on one clock.
 
     Raises:
-        TraceError: where there is none that can be read.
+        TraceError: where the folder has no run that can be read.
     """
-    recordings, others = _newest_run(folder)
+    recordings, other_files = _newest_run(folder)
     clocks = common_clock(recordings)
-    zero = min((e["ts"] + clocks[each.header["clock"]].offset for each in recordings for e in each.events), default=0.0)
+    zero = min((e["ts"] + clocks[file.header["clock"]].offset for file in recordings for e in file.events), default=0.0)
     for recording in recordings:
-        for each in recording.events:
-            each["ts"] += clocks[recording.header["clock"]].offset - zero
+        for event in recording.events:
+            event["ts"] += clocks[recording.header["clock"]].offset - zero
     for meeting in meetings_of(recordings):
-        last = max(meeting, key=lambda each: float(each["ts"]))
-        for each in meeting if len(meeting) > 1 else ():
-            waited = max(0.0, min(last["ts"] - each["ts"], each["dur"]))
-            each["args"] |= {"waited_us": waited, "last_rank": last["pid"]}
-    return Timeline(recordings, clocks, others)
+        last = max(meeting, key=lambda event: float(event["ts"]))
+        for event in meeting if len(meeting) > 1 else ():
+            waited = max(0.0, min(last["ts"] - event["ts"], event["dur"]))
+            event["args"] |= {"waited_us": waited, "last_rank": last["pid"]}
+    return Timeline(recordings, clocks, other_files)
 
 
 def meetings_of(recordings: Iterable[Recording]) -> list[list[Event]]:
-    """Return the collectives that no rank can have left before all had entered, each as it was on all ranks."""
-    found: dict[tuple[str, int], list[Event]] = {}
+    """Return the events of all ranks for each collective that no rank leaves before all have entered."""
+    meetings: dict[tuple[str, int], list[Event]] = {}
     for recording in recordings:
-        for each in recording.events:
-            if "group" in each["args"]:
-                found.setdefault((each["args"]["group"], each["args"]["number"]), []).append(each)
-    return list(found.values())
+        for event in recording.events:
+            if "group" in event["args"]:
+                meetings.setdefault((event["args"]["group"], event["args"]["number"]), []).append(event)
+    return list(meetings.values())
 
 
 def common_clock(recordings: Sequence[Recording]) -> dict[str, Clock]:
-    """Return how each clock is read: by what its ranks met in with ranks of the first clock."""
-    clock_of, first = {each.header["rank"]: each.header["clock"] for each in recordings}, recordings[0].header
+    """Return the correction of each clock, from the collectives that its ranks share with ranks of the first clock."""
+    clock_of, first = {file.header["rank"]: file.header["clock"] for file in recordings}, recordings[0].header
     bounds: dict[str, list[tuple[float, float]]] = {}
     for meeting in meetings_of(recordings):
-        seen: dict[str, tuple[float, float]] = {}
-        for each in meeting:
-            name, start, end = clock_of[each["pid"]], each["ts"], each["ts"] + each["dur"]
-            entered, left = seen.get(name, (start, end))
-            seen[name] = max(entered, start), min(left, end)  # when the last of its ranks came, and the first went
-        came, went = seen.pop(first["clock"], (0.0, 0.0))
-        for name, (entered, left) in seen.items() if went else ():
-            bounds.setdefault(name, []).append((came - left, went - entered))
+        windows: dict[str, tuple[float, float]] = {}
+        for event in meeting:
+            name, start, end = clock_of[event["pid"]], event["ts"], event["ts"] + event["dur"]
+            last_in, first_out = windows.get(name, (start, end))
+            windows[name] = max(last_in, start), min(first_out, end)  # the last rank's entry, the first rank's exit
+        reference_in, reference_out = windows.pop(first["clock"], (0.0, 0.0))
+        for name, (last_in, first_out) in windows.items() if reference_out else ():
+            bounds.setdefault(name, []).append((reference_in - first_out, reference_out - last_in))
     clocks = {first["clock"]: Clock()}
-    for header in (each.header for each in recordings):
-        ahead = [each["monotonic_us"] - each["wall_us"] for each in (header, first)]
-        clocks.setdefault(header["clock"], Clock(ahead[1] - ahead[0]))
+    for own_header in (recording.header for recording in recordings):
+        ahead = [header["monotonic_us"] - header["wall_us"] for header in (own_header, first)]
+        clocks.setdefault(own_header["clock"], Clock(ahead[1] - ahead[0]))
     for name, pairs in bounds.items():
         lowest, highest = max(low for low, _ in pairs), min(high for _, high in pairs)
         clocks[name] = Clock((lowest + highest) / 2, (highest - lowest) / 2, len(pairs))
@@ -177,25 +177,25 @@ def _newest_run(folder: str) -> tuple[list[Recording], int]:
     """Return the recordings of the newest run in a folder, by rank, and how many others there are."""
     try:
         names = sorted(name for name in os.listdir(folder) if name.startswith(PREFIX) and name.endswith(SUFFIX))
-        found = [recording for name in names if (recording := read(os.path.join(folder, name))) is not None]
+        recordings = [recording for name in names if (recording := read(os.path.join(folder, name))) is not None]
     except OSError as error:
-        told = f"{error.filename or folder}: {error.strerror}"
-        raise _refusal(told, "a folder with a trace in it, of files of yours") from error
-    if not found:
+        message = f"{error.filename or folder}: {error.strerror}"
+        raise _refusal(message, "a folder with a trace in it, of files of yours") from error
+    if not recordings:
         fix = f"Make some: MPISTRATEGY_TRACE={folder} mpiexec -n 4 python program.py"
         raise _refusal(f"no recordings in {folder}", f"files {PREFIX}*{SUFFIX}", fix)
-    found.sort(key=lambda each: (bool(each.groups), each.header["wall_us"]))
-    newest = found[-1]  # rather one that met others: a program that a rank has started may have recorded, too
+    recordings.sort(key=lambda file: (bool(file.groups), file.header["wall_us"]))
+    newest = recordings[-1]  # one with collectives, if any: a program that a rank started may record, too
     near = [
-        each
-        for each in found
-        if each.header["size"] == newest.header["size"]
-        and newest.header["wall_us"] - each.header["wall_us"] < _TOGETHER_US
-        and (each.groups & newest.groups or not (each.groups or newest.groups))
+        file
+        for file in recordings
+        if file.header["size"] == newest.header["size"]
+        and newest.header["wall_us"] - file.header["wall_us"] < _TOGETHER_US
+        and (file.groups & newest.groups or not (file.groups or newest.groups))
     ]
-    process = {each.header["rank"]: each.header["process"] for each in near}  # of each rank the newest
-    run = [each for each in near if process[each.header["rank"]] == each.header["process"]]
-    return sorted(run, key=lambda each: (each.header["rank"], each.header["wall_us"])), len(found) - len(run)
+    process = {file.header["rank"]: file.header["process"] for file in near}  # of each rank the newest
+    run = [file for file in near if process[file.header["rank"]] == file.header["process"]]
+    return sorted(run, key=lambda file: (file.header["rank"], file.header["wall_us"])), len(recordings) - len(run)
 
 
 def read(path: str) -> Recording | None:
@@ -203,7 +203,7 @@ def read(path: str) -> Recording | None:
 
     Raises:
         OSError: for a file that cannot be read; where everybody can write, for somebody else's.
-        TraceError: for one of another version.
+        TraceError: for a recording of another version.
     """
     with os.fdopen(own_files.open_trusted(path), encoding="utf-8", errors="replace") as file:
         if os.fstat(file.fileno()).st_size > _MOST_BYTES:
@@ -215,18 +215,20 @@ def read(path: str) -> Recording | None:
     header = events[0]["args"]
     if header["version"] != VERSION:
         raise _refusal(f"{path} of version {header['version']} of the format", f"version {VERSION}")
-    known = [each for each in events if each is not None]
-    happened = sorted((each for each in known if each["ph"] == "X"), key=lambda each: (each["ts"], -each["dur"]))
-    return Recording(path, header, happened, len(events) - len(known), known[-1]["name"] == "end")
+    readable = [event for event in events if event is not None]
+    intervals = sorted(
+        (event for event in readable if event["ph"] == "X"), key=lambda event: (event["ts"], -event["dur"])
+    )
+    return Recording(path, header, intervals, len(events) - len(readable), readable[-1]["name"] == "end")
 
 
 def _event_in(line: str) -> Event | None:
     """Return an event; None for a line that was cut off, or damaged."""
     try:
-        found = json.loads(line)
+        event = json.loads(line)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) and found.keys() >= _FIELDS else None
+    return event if isinstance(event, dict) and event.keys() >= _FIELDS else None
 
 
 def _refusal(found: str, expected: str, fix: str = "") -> TraceError:

@@ -188,18 +188,6 @@ def test_what_calls_a_module_does_not_count(tmp_path: Path, launch: Callable[...
     launch(2, starter, env={"PYTHONNODEBUGRANGES": "1"}).check()
 
 
-@several
-def test_ranks_may_close_at_different_places() -> None:
-    strategy = ms.MirroredStrategy()
-    arena = strategy.arena([np.zeros(3)])
-    if RANK:
-        arena.close()
-        strategy.close()
-    else:
-        arena.close()
-        strategy.close()
-
-
 def test_code_that_comes_and_goes_is_not_mistaken() -> None:
     """The identity of a code object may be another's later."""
     for number in range(5000):

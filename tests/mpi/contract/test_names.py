@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
@@ -19,7 +17,6 @@ from replicas import RANK, RANKS, SIZE, OnNodes, context, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError
-from mpistrategy.mpi.contract.public_calls import all_declared
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -174,16 +171,6 @@ OUTSIDE_STEPS: dict[str, Call] = {
 }
 COLLECTIVES = [*IN_STEPS, *OUTSIDE_STEPS]
 
-#: What says that it is collective and takes no such name, and why.
-WITHOUT = {
-    "AllReduceHandle.wait": "may be made anywhere: what is compared is how many have started",
-    "Arena.close": "may be made anywhere: the arena's number is compared",
-    "Strategy.close": "may be made anywhere",
-    "GradientBuckets.reset": "waits, which may be made anywhere",
-    "PreemptionCheckpointHandler.run": "its keywords are the function's; the handler's name stands for its place",
-    "Variable": "its name is the variable's, and the place is compared, too",
-}
-
 
 def called(world: World, which: str, left: Any, right: Any) -> Any:
     """Make a call at one line on rank 0, at another one on the other ranks; with its own name at each."""
@@ -264,37 +251,3 @@ def test_gradients_may_be_ready_at_other_lines_on_other_nodes() -> None:
         apart.run(step)
         for variable in variables:
             np.testing.assert_array_equal(variable.local_view, 1 - SIZE)
-
-
-def collectives() -> Iterator[tuple[str, Any]]:
-    """Yield all public constructors and methods whose docstrings say that they are collective."""
-    for module in (ms, ms.metrics, ms.optimizers):
-        for kind in [getattr(module, name) for name in module.__all__]:
-            if not inspect.isclass(kind):
-                continue
-            if re.search(r"[Cc]reation is collective", kind.__doc__ or ""):
-                yield kind.__name__, kind
-            for name, method in inspect.getmembers(kind, inspect.isfunction):
-                if not name.startswith("_") and re.search(
-                    r"\bCollective\b|[( ]collective\)|is collective", method.__doc__ or ""
-                ):
-                    yield f"{_owner(kind, name).__name__}.{name}", method
-
-
-def _owner(kind: type, name: str) -> type:
-    """Return the public class that has a method first: parts of classes are not public."""
-    public = [
-        base for base in kind.__mro__ if base.__name__ in (*ms.__all__, *ms.metrics.__all__, *ms.optimizers.__all__)
-    ]
-    return [base for base in public if hasattr(base, name)][-1]
-
-
-def test_every_collective_takes_a_name() -> None:
-    for which, call in collectives():
-        if which.startswith("ReplicaContext."):
-            assert which in all_declared(), which
-        if which not in WITHOUT:
-            assert which in COLLECTIVES, which
-            name = inspect.signature(call).parameters["name"]
-            assert name.kind is name.KEYWORD_ONLY or which.endswith(".barrier"), which
-    assert {which for which, _ in collectives()} >= set(WITHOUT)

@@ -19,7 +19,7 @@ import pytest
 from gpu_here import visible
 from hypothesis import given
 from hypothesis import strategies as st
-from replicas import RANK, SIZE, gather_texts, one_node, outcomes, still_works
+from replicas import RANK, SIZE, one_node, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, DeviceError, FallbackWarning, OptionTypeError
@@ -367,33 +367,34 @@ def test_auto_says_why_it_is_the_cpu_where_there_are_too_few() -> None:
     strategy.close()
 
 
-@TWO_OR_MORE
-@pytest.mark.parametrize("devices", ["gpu", ["GPU:0"] * SIZE])
-def test_a_shared_gpu_is_refused_on_every_rank(devices: object) -> None:
-    with visible("GPU-one" if RANK in (0, SIZE - 1) else f"GPU-{RANK}"):
-        texts = refused(devices)
-    for text in texts:
-        assert f"ranks 0, {SIZE - 1} on" in text
-        assert "1 GPU between them: GPU-one" in text
-        assert 'devices="shared"' in text
+#: What is asked for, what each rank sees or why it cannot look, and what every rank is told.
+ONE_FOR_TWO = ["GPU-one" if rank in (0, SIZE - 1) else f"GPU-{rank}" for rank in range(SIZE)]
+EACH = [f"GPU-{rank}" for rank in range(SIZE)]
+NOT_ON_THE_LAST: list[Any] = [*EACH[:-1], DeviceError.at("GPUs", found="no driver", expected="a GPU", fix="Get one")]
+BROKEN: list[Any] = [ZeroDivisionError("in the driver"), *EACH[1:]]
+SHARED = [f"ranks 0, {SIZE - 1} on", "1 GPU between them: GPU-one", 'devices="shared"']
+REFUSED: dict[str, tuple[list[object], list[Any], list[str]]] = {
+    "a GPU for two ranks": (["gpu", ["GPU:0"] * SIZE], ONE_FOR_TWO, SHARED),
+    "a rank without a GPU": (
+        ["gpu", "shared", ["GPU:0"] * SIZE], NOT_ON_THE_LAST, [f"found no driver on rank {SIZE - 1}", "Get one"],
+    ),
+    "a number that does not exist": (
+        [[f"GPU:{rank + 1}" for rank in range(SIZE)], ["GPU:99"] * SIZE], EACH, ["which sees GPU:0"],
+    ),
+    "a rank that breaks": (["gpu"], BROKEN, ["ZeroDivisionError: in the driver", "on rank 0"]),
+}  # fmt: skip
 
 
 @TWO_OR_MORE
-@pytest.mark.parametrize("devices", ["gpu", "shared", ["GPU:0"] * SIZE])
-def test_a_rank_without_a_gpu_is_refused_on_every_rank(devices: object) -> None:
-    last = RANK == SIZE - 1
-    with visible(*([] if last else [f"GPU-{RANK}"])):
-        for text in refused(devices):
-            assert f"found no driver on rank {SIZE - 1}" in text
-            assert "Get one" in text
-
-
-@pytest.mark.mpi
-@pytest.mark.parametrize("devices", [[f"GPU:{index + 1}" for index in range(SIZE)], ["GPU:99"] * SIZE])
-def test_a_number_that_does_not_exist(devices: list[str]) -> None:
-    with visible(f"GPU-{RANK}"):
-        for text in refused(devices):
-            assert "which sees GPU:0" in text
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_is_refused_on_every_rank(what: str) -> None:
+    asked, seen, words = REFUSED[what]
+    mine = seen[RANK]
+    with visible(mine) if isinstance(mine, str) else visible(error=mine):
+        for devices in asked:
+            for text in refused(devices):
+                for word in words:
+                    assert word in text
 
 
 @pytest.mark.mpi
@@ -427,15 +428,6 @@ def test_cpus_and_gpus_in_one_list_are_refused() -> None:
     with visible(f"GPU-{RANK}"):
         for text in refused(["CPU:0", *(f"GPU:{index}" for index in range(SIZE - 1))]):
             assert "either CPUs or GPUs" in text
-
-
-@TWO_OR_MORE
-def test_a_rank_that_breaks_while_it_looks_leaves_nobody_waiting() -> None:
-    with visible(f"GPU-{RANK}", error=ZeroDivisionError("in the driver") if RANK == 0 else None):
-        for text in refused("gpu"):
-            assert "ZeroDivisionError: in the driver" in text
-            assert "on rank 0" in text
-    assert len(gather_texts("all are here")) == SIZE
 
 
 # ------------------------------------------------------------------------------------- GPUs that are there

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
-import subprocess
 from pathlib import Path
 
-import launching
 import pytest
 
 from mpistrategy.cli.doctor import cuda_trial
@@ -125,51 +122,3 @@ def test_what_keeps_the_doctor_from_trying(
     found = cuda_trial.obstacle()
     assert refused in found
     assert bool(found) is bool(refused)
-
-
-def library(folder: Path, name: str, source: str) -> str:
-    """Return the path of a shared library made of C."""
-    compiler = shutil.which("cc") or shutil.which("gcc")
-    if compiler is None:
-        pytest.skip("needs a C compiler")
-    (folder / f"{name}.c").write_text(source)
-    path = folder / name
-    subprocess.run([compiler, "-shared", "-fPIC", "-o", path, folder / f"{name}.c"], check=True, timeout=60)
-    return str(path)
-
-
-def test_functions_and_switches_of_libraries(tmp_path: Path) -> None:
-    old = library(tmp_path, "libmpi.so.40", "int MPIX_Query_cuda_support(void) { return 1; }")
-    newer = library(
-        tmp_path,
-        "libmpi_nvidia.so.12",
-        "#include <stdlib.h>\n"
-        "int MPIX_Query_cuda_support(void) { abort(); }\n"
-        "int MPIX_GPU_query_support(int kind, int *flag) { *flag = kind == 0; return 0; }",
-    )
-    failing = library(tmp_path, "libmpich.so.12", "int MPIX_GPU_query_support(int k, int *f) { *f = 1; return 17; }")
-    no = library(tmp_path, "libmpi_cray.so.12", "int MPIX_GPU_query_support(int k, int *f) { *f = 0; return 0; }")
-    silent = library(tmp_path, "libmpi.so.12", "int MPI_Init(void) { return 0; }")
-    other = library(tmp_path, "libother.so.1", "int MPIX_Query_cuda_support(void) { return 1; }")
-    assert cuda_trial.says_yes([silent, old]) is True
-    assert cuda_trial.says_yes([newer]) is True
-    assert cuda_trial.says_yes([old, newer]) is True
-    assert cuda_trial.says_yes([no]) is cuda_trial.says_yes([failing]) is False
-    for nothing in ([silent], [other], []):
-        assert cuda_trial.says_yes(nothing) is None
-    with pytest.raises(OSError, match="libmpi"):
-        cuda_trial.says_yes([str(tmp_path / "libmpi.so.99")])
-    on = library(tmp_path, "libopen-pal.so.40", "char opal_cuda_support = 1;")
-    off = library(tmp_path, "libopen-pal.so.80", "char opal_cuda_support = 0;")
-    without = library(tmp_path, "libopen-pal.so.90", "int nothing;")
-    assert cuda_trial.says_yes([without, on, old]) is True
-    assert cuda_trial.says_yes([off, old]) is False, "built with CUDA, and switched off"
-
-
-@pytest.mark.mpi
-def test_the_evidence_about_this_mpi() -> None:
-    version, *files = loaded_mpi.identity()
-    assert version == launching.LIBRARY
-    assert any("libmpi" in file for file in files)
-    if version.startswith(("Open MPI", "MPICH")):
-        assert cuda_trial.says_yes(loaded_mpi.mapped_files()) is not None, "it has a function, and it was found"

@@ -13,7 +13,7 @@ from replicas import RANK, SIZE, outcomes, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import CollectiveMismatchError, FallbackWarning, OptionError
-from mpistrategy.mpi.gpu.transports import choice, nccl
+from mpistrategy.mpi.gpu.transports import nccl
 from mpistrategy.mpi.gpu.transports.choice import Abilities, candidates, in_words, obstacles
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH, path_word
@@ -97,19 +97,6 @@ def reduce_one(options: ms.CommunicationOptions | None = None) -> Any:
 
 @gpu_here.needs_gpu
 @pytest.mark.skipif(SIZE == 1, reason="one rank chooses nothing")
-def test_one_rank_whose_mpi_does_not_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GPU_PATH, "mpi")
-    monkeypatch.setattr(nccl, "version", lambda: 0)
-    monkeypatch.setenv("MPISTRATEGY_CUDA_AWARE", "0" if RANK == SIZE - 1 else "1")
-    with warnings.catch_warnings(record=True) as said:
-        warnings.simplefilter("always")
-        assert reduce_one() == "staged"
-    assert [each.category for each in said] == ([FallbackWarning] if RANK == 0 else [])
-    assert all(f"MPISTRATEGY_CUDA_AWARE (rank {SIZE - 1})" in str(each.message) for each in said)
-
-
-@gpu_here.needs_gpu
-@pytest.mark.skipif(SIZE == 1, reason="one rank chooses nothing")
 def test_different_words_are_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(GPU_PATH, "staged" if RANK == 0 else "auto")
     for one in outcomes(reduce_one):
@@ -132,20 +119,6 @@ def test_a_malformed_variable_is_refused_on_every_rank(monkeypatch: pytest.Monke
     monkeypatch.undo()
     with ms.MirroredStrategy() as strategy:
         assert still_works(strategy)
-
-
-@gpu_here.needs_gpu
-@pytest.mark.skipif(SIZE == 1, reason="one rank has no path to lose")
-def test_a_rank_that_cannot_have_the_path_leaves_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GPU_PATH, "staged")
-
-    def out_of_memory(*args: Any) -> Any:
-        raise MemoryError("no pinned memory")
-
-    if RANK == 0:
-        monkeypatch.setattr(choice, "StagedPath", out_of_memory)
-    for one in outcomes(reduce_one):
-        assert "no pinned memory" in one.text
 
 
 @gpu_here.needs_gpu

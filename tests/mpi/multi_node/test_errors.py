@@ -105,22 +105,3 @@ def test_results(contained: ms.Strategy, mistake: Mistake, monkeypatch: pytest.M
     owner, name, call = CALLS[what]
     monkeypatch.setattr(owner, name, mistake.before(getattr(owner, name)))
     check_the_others_hear(mistake, lambda: contained.run(lambda: call(context())))
-
-
-def test_what_goes_on_in_the_background(
-    contained: ms.Strategy, mistake: Mistake, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The ranks' next calls are those that all have queued: who has caught the error goes on with them."""
-    monkeypatch.setattr(built_in, "in_kind", mistake.before(built_in.in_kind))
-
-    def call() -> float:
-        handle = contained.run(lambda: context().all_reduce_async("SUM", np.ones(3, ">f8")))
-        return float(handle.wait().sum())
-
-    assert call() == 3 * SIZE
-    mistake.is_on = True
-    ends = outcomes(call)
-    mistake.is_on = False
-    assert [end.error for end in ends] == [None] * LAST + [Exception]
-    assert call() == 3 * SIZE
-    assert contained.reduce("SUM", 1) == SIZE

@@ -238,9 +238,10 @@ def on_gpus(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ms.St
     """Each rank on a node of its own, with its values in GPU memory."""
     monkeypatch.setenv(GPU_PATH, "staged")
     made = OnNodes(range(SIZE), ms.MpiAllReduce(), "GPU", contains_errors=True)
-    made.reduce("SUM", cupy.ones(3))  # the path is chosen
-    yield made
-    made.close()
+    with cupy.cuda.Device(0):
+        made.reduce("SUM", cupy.ones(3))  # the path is chosen
+        yield made
+        made.close()
 
 
 def test_gather_and_slices_on_gpus(

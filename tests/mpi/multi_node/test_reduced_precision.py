@@ -128,17 +128,6 @@ def test_float16_keeps_all_digits_on_the_host(placed: tuple[ms.Strategy, Sequenc
     np.testing.assert_array_equal(reduced(strategy, "SUM", large, options), SIZE * large)
 
 
-def test_infinities_nans_and_overflow(placed: tuple[ms.Strategy, Sequence[int]]) -> None:
-    strategy, _ = placed
-    value = np.array([np.inf, -np.inf, np.nan, 3.4e38, 0.0, -0.0], np.float32)
-    result = reduced(strategy, "SUM", value)
-    assert result[0] == np.inf
-    assert result[1] == -np.inf
-    assert np.isnan(result[2])
-    assert result[4] == 0
-    assert same_everywhere(result)
-
-
 @several
 def test_ranks_that_ask_for_different_wires_are_refused(strategy: ms.MirroredStrategy) -> None:
     options = SHORT if RANK else None

@@ -201,19 +201,6 @@ def test_a_rank_that_is_late_within_a_reduction(
         assert bits(target) == bits(right)
 
 
-def test_what_was_written_before_a_barrier_is_seen_after_it(strategy: ms.Strategy) -> None:
-    ranks = strategy.extended.communicator
-    memory = ranks.shared(8 * 100)
-    mine = [segment.view(np.int64) for segment in memory.segments]
-    own = np.random.default_rng(RANK)
-    for number in range(1, 300):
-        idle(int(own.integers(0, 3000)))
-        mine[RANK][:] = number
-        ranks.node_barrier()
-        assert all(np.all(theirs == number) for theirs in mine)
-        ranks.node_barrier()
-
-
 def test_no_warning_in_the_middle(sums: dict[int, NodeSum]) -> None:
     """It would end one rank and leave its peers waiting."""
     with np.errstate(all="raise"):

@@ -21,7 +21,6 @@ from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.shared_memory import memory_limits, segments
 from mpistrategy.mpi.shared_memory.memory_limits import Room
-from mpistrategy.mpi.shared_memory.segments import ALIGNMENT
 
 pytestmark = [pytest.mark.mpi, one_node]
 
@@ -29,26 +28,6 @@ pytestmark = [pytest.mark.mpi, one_node]
 def mappings() -> int:
     """Return how many of our nameless files this process has mapped."""
     return len(re.findall(r"/memfd:mpistrategy ", Path("/proc/self/maps").read_text()))
-
-
-@pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 4095, 4096, 4097, 1_000_000])
-def test_every_rank_sees_all_segments(strategy: ms.Strategy, nbytes: int) -> None:
-    ranks = strategy.extended.communicator
-    memory = ranks.shared(nbytes)
-    assert memory.own_segment.size == nbytes
-    assert memory.own_segment.dtype == np.uint8
-    assert not memory.own_segment.any(), "zeroed"
-    assert memory.is_shared == (SIZE > 1)
-    if not memory.is_shared:
-        return
-    assert memory.local_rank == RANK
-    assert len(memory.segments) == SIZE
-    assert all(segment.__array_interface__["data"][0] % ALIGNMENT == 0 for segment in memory.segments)
-    ranks.node_barrier()
-    memory.own_segment[:] = RANK + 1
-    ranks.node_barrier()
-    assert [set(segment.tolist()) for segment in memory.segments] == [{r + 1} if nbytes else set() for r in RANKS]
-    ranks.node_barrier()
 
 
 @pytest.mark.mpi(min_size=2)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import launching
-import numpy as np
 import pytest
 from launching import Finished
 from mpi4py import MPI
@@ -125,23 +124,6 @@ def test_a_named_file_that_is_not_there(cache: Path, monkeypatch: pytest.MonkeyP
     with pytest.warns(FallbackWarning, match="No such file") as caught:
         assert agreed() == SHIPPED
     assert caught[0].filename == __file__  # where the user's program is, not where we warn
-
-
-@pytest.mark.mpi(min_size=2)
-def test_a_strategy_takes_what_was_measured_and_sums_the_same(
-    comm: MPI.Intracomm, cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = cache / f"{comm.rank}.json"
-    files.save(replace(MEASURED, chunk_bytes=4096), file)
-    monkeypatch.setenv(VARIABLE, str(file))
-    with ms.MirroredStrategy() as strategy:
-        communicator = strategy.extended.communicator
-        assert communicator.thresholds.chunk_bytes == 4096
-        if communicator.node_sum is not None:
-            ways = [communicator.route(nbytes, np.dtype("f8"), "SUM") for nbytes in (2**15, 2**16)]
-            assert ways == ["mpi", "node_sum"]
-        total = strategy.run(lambda: ms.get_replica_context().all_reduce("SUM", np.arange(50_000.0)))
-        np.testing.assert_array_equal(total, comm.size * np.arange(50_000.0))
 
 
 @pytest.mark.mpi(min_size=2)
