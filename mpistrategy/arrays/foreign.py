@@ -40,7 +40,7 @@ def is_foreign(value: object) -> bool:
 
     NumPy cannot read all values of JAX: see `without_data`.
     """
-    kind = type(value)  # variables and containers have __dlpack__, too, and say by _contribution what they hold
+    kind = type(value)  # variables and containers have __dlpack__, too, and a _contribution that returns their array
     if issubclass(kind, (np.ndarray, np.generic)) or hasattr(kind, OURS):
         return False
     return hasattr(kind, "__dlpack__") or library_of(value) in _JAX

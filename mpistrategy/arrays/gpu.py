@@ -77,8 +77,8 @@ def by_value(argument: Array) -> Array:
 def to_host(array: DeviceArray) -> Array:
     """Return a copy of a CuPy array on the host, after the work on the current stream."""
     with array.device:
-        copied: Array = array.get()
-    return copied
+        host_copy: Array = array.get()
+    return host_copy
 
 
 def are_apart(arrays: Sequence[DeviceArray]) -> bool:

@@ -232,12 +232,12 @@ class ArrayLike(NDArrayOperatorsMixin):
             change: instead of it, the text that changes parts of a copy ``x``.
             operator: as for `_assigned`.
         """
-        copied = f"x = v.copy(); {change}; {self._assigned('x')}"
+        statement = f"x = v.copy(); {change}; {self._assigned('x')}"
         raise UnsupportedError.at(
             f"{type(self).__name__}{what}",
             found="a write into the memory of the array",
             expected="a new value",
-            fix=f"Write {copied if change else self._assigned(new, operator)}.",
+            fix=f"Write {statement if change else self._assigned(new, operator)}.",
         )
 
     # ------------------------------------------------------------------------------------------ attributes
@@ -507,7 +507,7 @@ class ArenaBase:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What the function given to `experimental_distribute_values_from_function` is told.
+    """The argument of the function of `experimental_distribute_values_from_function`.
 
     Attributes:
         replica_id_in_sync_group: the replica whose value is asked for: this rank's.

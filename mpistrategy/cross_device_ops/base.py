@@ -142,10 +142,10 @@ class CrossDeviceOps(Algorithm):
     ) -> list[Any]:
         """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.reducer.Algorithm`."""
         kinds = (Mirrored, IndexedSlices)
-        wrapped = [value if isinstance(value, kinds) else PerReplica((value,)) for value in values]
-        if len(wrapped) == 1 and not is_batch:
-            return [local_component(self.reduce(op, wrapped[0], wrapped[0], options))]
-        return [local_component(r) for r in self.batch_reduce(op, [(value, value) for value in wrapped], options)]
+        containers = [value if isinstance(value, kinds) else PerReplica((value,)) for value in values]
+        if len(containers) == 1 and not is_batch:
+            return [local_component(self.reduce(op, containers[0], containers[0], options))]
+        return [local_component(r) for r in self.batch_reduce(op, [(value, value) for value in containers], options)]
 
     @collective("broadcast")
     def broadcast(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
@@ -177,7 +177,7 @@ class CrossDeviceOps(Algorithm):
             reduce_op: the operation.
             per_replica_value: a PerReplica with this rank's value, a Mirrored, or IndexedSlices.
             destinations: where the result goes, as in `reduce`.
-            options: the strategy's, merged with those of the call.
+            options: the strategy's options, merged with the call's.
 
         Returns:
             A Mirrored of the result, with a component on the ranks of the destinations.
@@ -195,7 +195,7 @@ class CrossDeviceOps(Algorithm):
         Args:
             reduce_op: the operation.
             value_destination_pairs: tuples of a value and its destinations, as in `reduce_implementation`.
-            options: the strategy's, merged with those of the call.
+            options: the strategy's options, merged with the call's.
 
         Returns:
             What `reduce_implementation` returns for each pair, in their order.

@@ -284,7 +284,7 @@ def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
 class NcclAllReduce(PackedCrossDeviceOps):
     """Sums arrays in GPU memory with NCCL, on CuPy's current stream; all others as `MpiAllReduce` does.
 
-    The call returns when the work is on the stream; what is put on the stream afterwards finds the result.  MIN and MAX
+    The call returns when the work is on the stream; later work on the stream sees the result.  MIN and MAX
     of floats travel as integers of the same order, since a NaN must win.  Products of complex numbers, which NCCL does
     not know, go by way of the host.  Where NCCL cannot be used (CuPy finds none, or two ranks share a GPU) the ranks
     take the next best way, and rank 0 says so with a FallbackWarning.
@@ -306,9 +306,9 @@ class NcclAllReduce(PackedCrossDeviceOps):
 
 
 class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
-    """Sums within each node, then between the nodes, and brings the result back within each node.
+    """Sums within each node, then between the nodes, and returns the result within each node.
 
-    Every rank of a node has a slice, and MPI's Allreduce combines what the counterparts on the nodes have.  Over the
+    Every rank of a node has a slice, and MPI's Allreduce combines the slices of counterparts on the nodes.  Over the
     network goes no more than must.  `MpiAllReduce` does the like with large values; this one does it with all.  Right
     for any number of ranks on any node.  Arrays in GPU memory go as with `MpiAllReduce`.
 

@@ -98,7 +98,7 @@ class AccumulationRoute(CommunicatorRoute):
     Args:
         ranks: the ranks that take part.
         packs: the buffers, one for each value.
-        op: MEAN divides what the function returned.
+        op: MEAN divides the function's result.
         function: gets all ranks' arrays in rank order, and returns an array.
         root: the rank that calls it.
         is_sent: whether others want the results.
@@ -126,11 +126,11 @@ class AccumulationRoute(CommunicatorRoute):
 
     def _combine_at_root(self, dtype: np.dtype[Any], result: Array) -> None:
         ranks = self._ranks
-        # The function may keep what it gets.  If it raises, the other ranks must not wait for its result.
-        together = ranks.guard.on_all(partial(self._room, result))
-        ranks.gatherv(result.reshape(-1), [result.size] * ranks.size, together, self._root)
+        # The function may keep its arguments.  If it raises, the other ranks must not wait for its result.
+        gathered = ranks.guard.on_all(partial(self._room, result))
+        ranks.gatherv(result.reshape(-1), [result.size] * ranks.size, gathered, self._root)
         dtype = result.dtype if result.dtype.kind in "iu" else dtype
-        ranks.guard.on_all(partial(self._accumulate, together, dtype, result))
+        ranks.guard.on_all(partial(self._accumulate, gathered, dtype, result))
         if self._is_sent:
             ranks.bcast(result.reshape(-1), self._root)
         with np.errstate(all="ignore"):
@@ -140,11 +140,11 @@ class AccumulationRoute(CommunicatorRoute):
         is_root = self._ranks.rank == self._root
         return np.empty((self._ranks.size, *array.shape), array.dtype) if is_root else None
 
-    def _accumulate(self, together: Array | None, dtype: np.dtype[Any], target: Array) -> None:
+    def _accumulate(self, gathered: Array | None, dtype: np.dtype[Any], target: Array) -> None:
         """Write the function's result for all ranks' copies, which it gets in `dtype`, into `target`."""
-        if together is None:
+        if gathered is None:
             return
-        copies = together.astype(dtype, copy=False)
+        copies = gathered.astype(dtype, copy=False)
         result = np.asarray(self._function([copies[rank, ...] for rank in range(len(copies))]))
         where = "ReductionToOneDevice"
         if result.shape != target.shape:

@@ -88,19 +88,19 @@ class Meeting:
 
     def allgather(self, rank: int, purpose: str, value: Any) -> list[Any]:
         """Return the values of all, in rank order; raise on all unless all came for the same `purpose`."""
-        brought = self._values
-        brought[rank] = (purpose, value)
-        if len(brought) == self.size:
+        round_values = self._values
+        round_values[rank] = (purpose, value)
+        if len(round_values) == self.size:
             self._values = {}
         try:
             where = site_of(sys._getframe(1)).text
-            self.turns.wait_for(rank, lambda: len(brought) == self.size, f"waits at {where}")
+            self.turns.wait_for(rank, lambda: len(round_values) == self.size, f"waits at {where}")
         except CollectiveMismatchError:
-            brought.pop(rank, None)
+            round_values.pop(rank, None)
             raise
-        purposes, values = zip(*(brought[peer] for peer in range(self.size)), strict=True)
+        purposes, values = zip(*(round_values[peer] for peer in range(self.size)), strict=True)
         if len(set(purposes)) > 1:
-            rows = [f"  replica {rank_of_row}: {purpose_of_row}" for rank_of_row, purpose_of_row in enumerate(purposes)]
+            rows = [f"  replica {rank_of_row}: {peer_purpose}" for rank_of_row, peer_purpose in enumerate(purposes)]
             raise CollectiveMismatchError("\n".join(["the replicas meet in different collectives", *rows]))
         return list(values)
 
@@ -182,12 +182,12 @@ def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | 
         For each rank how its program ended: with a `result`, or with an `error`.
     """
     turns = Turns(count)
-    everyone, numbers = Meeting(turns, count), list(dict.fromkeys(nodes or [0]))
+    meeting, numbers = Meeting(turns, count), list(dict.fromkeys(nodes or [0]))
     node_of = [numbers.index(node) for node in nodes or [0] * count]
     endings = [Ending() for _ in range(count)]
 
     def replica(rank: int) -> None:
-        _world.communicator = Threads(everyone, rank, node_of)
+        _world.communicator = Threads(meeting, rank, node_of)
         turns.begin(rank)
         try:
             endings[rank].result = function()

@@ -1,6 +1,6 @@
 """Whether JAX traces the function that this thread is in.
 
-In a trace there are no numbers yet: `jax.jit`, `grad`, `vmap`, `scan` and the like call a function to see what it does.
+In a trace there are no numbers yet: `jax.jit`, `grad`, `vmap`, `scan` and the like call a function to trace it.
 A collective in it would run once for many calls of the compiled function, a write likewise, and a value that it reads
 would be compiled in.  So this library refuses them all, whether their arguments are JAX's values or plain numbers.
 """

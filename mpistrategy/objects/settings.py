@@ -144,7 +144,7 @@ def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
 
 
 def checked_switch(where: str, name: str, value: Any) -> bool:
-    """Return `value` as a bool; raise OptionTypeError if it is none."""
+    """Return `value` as a bool; raise OptionTypeError if it is not a bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="True or False")
     return bool(value)

@@ -245,7 +245,7 @@ class Arena(ArenaBase, Generic[T]):
         Args:
             weight: for MEAN, the weight of this rank's values.
             out: None, the arena or its `values`, which asks for the result in place.
-            destination: what the ranks must agree on besides; in words.
+            destination: the destination in words, on which the ranks must agree, too.
 
         Returns:
             `values`, which hold the result, or with shared_result read-only views of the node's one result.

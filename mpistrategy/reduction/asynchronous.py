@@ -2,9 +2,9 @@
 
 Arrays on the host are reduced by a thread in the background between nodes, and at once on one node.
 
-Arrays in GPU memory are packed on the program's stream, and the results are made of it there, when somebody waits for
-them.  Between the two the reduction goes on a stream of its own.  Events order them: this stream waits for what was put
-on the program's stream before the call, and a program's stream waits for the reduction where the result is asked for.
+Arrays in GPU memory are packed on the program's stream.  The reduction runs on a stream of its own.  The results are
+unpacked on the program's stream, when the program waits for them.  Events order the streams: the reduction waits for
+earlier work on the program's stream, and the program's stream waits for the reduction where the result is asked for.
 Nothing waits on the host.  Only NCCL needs nothing else.  On the other paths the host takes part: this thread,
 or the call that starts the reduction where MPI may not be called in several threads.
 """
@@ -76,7 +76,7 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
         another order than by `all_reduce`: still the same bits on all ranks, and in equal runs.
 
         Raises:
-            CollectiveMismatchError: on every rank, when the ranks have started different all-reduces, or one of them
+            CollectiveMismatchError: on every rank, when the ranks have started different all-reduces, or a rank
                 does something else than wait.
             MpiStrategyError: on every rank, for bad input on any rank; of the kind raised there.
         """
@@ -148,7 +148,7 @@ def start_all_reduce(
         leaves_like(out, structure, _WHERE)
         # The caller may put other arrays into the nest meanwhile.
         snapshot = structure.pack([leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves])
-        # A reducer on the thread's communicator; what has been started goes on with the present algorithm and options.
+        # A reducer on the thread's communicator; a started reduction goes on with the present algorithm and options.
         make = partial(Reducer, background.communicator, reducer.algorithm, reducer.options)
         work = partial(reducer.cached(background, make).run, _CALL, AllReduce, reduce_op, snapshot, options, name, out)
     except Exception as error:  # the peers start theirs: they must hear of it there

@@ -61,7 +61,7 @@ PIECE_BYTES = 8 * 2**20
 
 
 class Collective(Transfer):
-    """How the arrays of a call move, and what the ranks compare first.
+    """How the arrays of a call move, and the signature that the ranks compare first.
 
     Attributes:
         verb: the name of the collective.
@@ -74,7 +74,7 @@ class Collective(Transfer):
     values: Values
 
     def signature(self, call: Call, destination: str = "") -> Signature:
-        """Return what the ranks compare."""
+        """Return the signature that the ranks compare."""
         words = (self.verb, self.op, call.structure, self.values, destination, "")
         return Signature(*words, call.name, call.where, call.place, call.step)
 
@@ -183,9 +183,9 @@ class Gathering(Collective):
         self._fits = False
         self._in_mailboxes: MailboxArrays | None = None
         if boxes is not None and MailboxArrays.has_room(boxes, header, boxes.size):
-            together = header + self.layouts
-            self._fits = MailboxArrays.has_room(boxes, together, boxes.size) and not any(map(is_on_device, arrays))
-            self._in_mailboxes = MailboxArrays(boxes, together if self._fits else header)
+            box_layouts = header + self.layouts
+            self._fits = MailboxArrays.has_room(boxes, box_layouts, boxes.size) and not any(map(is_on_device, arrays))
+            self._in_mailboxes = MailboxArrays(boxes, box_layouts if self._fits else header)
         else:
             self._numbers = NumbersOfRanks(ranks, len(arrays))
 

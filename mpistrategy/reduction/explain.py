@@ -1,4 +1,4 @@
-"""`Strategy.explain`: which way a value would take, and what is copied on it.
+"""`Strategy.explain`: the way that a value would take, and the copies on it.
 
 Everything is asked of the plans that do the work.  Nothing is sent, nothing is written.
 """
@@ -54,11 +54,11 @@ def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: Communicat
 
 def _lines(descriptions: Sequence[Description]) -> list[str]:
     """Return two lines for the buffers of a dtype that take one way."""
-    alike: dict[Any, list[Description]] = {}
+    groups: dict[Any, list[Description]] = {}
     for description in descriptions:
-        alike.setdefault((description.way, description.dtype, description.arrays > 1), []).append(description)
+        groups.setdefault((description.way, description.dtype, description.arrays > 1), []).append(description)
     lines = []
-    for ((way, copies), dtype, _), group in alike.items():
+    for ((way, copies), dtype, _), group in groups.items():
         arrays, nbytes = (
             _count(sum(description.arrays for description in group), "array"),
             sum(description.nbytes for description in group),

@@ -222,7 +222,7 @@ def in_kind(result: Any, like: Any) -> Any:
 
 
 def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
-    """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or one value of each replica?"""
+    """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or a value of each replica?"""
     if isinstance(value, Mirrored) and op in (ReduceOp.SUM, ReduceOp.PROD):
         raise OptionError.at(
             where,

@@ -73,7 +73,7 @@ class Plan(Transfer):
         self._is_exact = all(self._are_exact)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Take memory for the results, and do what the route needs before the ranks agree on the call."""
+        """Take memory for the results, and prepare the route before the ranks agree on the call."""
         if self._is_exact:
             return self.route.bring(arrays, targets)
         places = targets if targets is not None else [None] * len(self.layouts)
@@ -203,7 +203,7 @@ class Compared:
         self._timeout = None if timeout_seconds is None else timeouts.limit(timeout_seconds)
 
     def agree(self, call: Call) -> bool:
-        """Compare the call with those of the other ranks; see `Call.agree`."""
+        """Compare the call with the calls of the other ranks; see `Call.agree`."""
         call.structure = self._signature.structure
         if self._timeout is not None:
             call.timeout = self._timeout
@@ -234,7 +234,7 @@ class ArraysPlan(Compared):
         return self.plan.carried_out(arrays, partial(self.agree, call))
 
     def agree(self, call: Call) -> bool:
-        """Compare the call with those of the other ranks; see `Call.agree`."""
+        """Compare the call with the calls of the other ranks; see `Call.agree`."""
         words = call.name, call.where, call.place, call.step, call.structure
         if words != self._words:
             name, where, place, step, structure = words
@@ -317,10 +317,10 @@ class DevicePlan(NestPlan):
         results = self._results(call, arrays, None if out is None else route.own_results(arrays, arrays))
         if out is None:
             return self.leaves.build(results)
-        apart = [(result, array) for result, array in zip(results, arrays, strict=True) if result is not array]
-        if apart:
+        pairs = [(result, array) for result, array in zip(results, arrays, strict=True) if result is not array]
+        if pairs:
             with arrays[0].device:
-                move(*zip(*apart, strict=True))
+                move(*zip(*pairs, strict=True))
         return out
 
 

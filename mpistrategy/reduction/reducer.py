@@ -299,7 +299,7 @@ class Reducer:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Forget what was prepared for another algorithm or other options."""
+        """Forget the plans for another algorithm or other options."""
         self.changes += 1
         self._plans.clear()
 
@@ -320,7 +320,7 @@ class Reducer:
         out: Any = None,
         weight: Any = None,
     ) -> Any:
-        """Make the public call `where`, of the kind `general`, whose other arguments are those of the program.
+        """Make the public call `where`, of the kind `general`; the other arguments are the program's.
 
         `general` makes the calls that have no other plan, and defines `argument`, `value` and `out`.
         """
@@ -335,7 +335,7 @@ class Reducer:
                 kind = general.kind(value, out)
                 key = general, guard.level, call.where, call.place, call.name, argument_key, options, is_weighted, kind
                 plan = self._plans.get(key)
-            except Exception:  # such as that of a list that holds itself
+            except Exception:  # such as the error of a list that holds itself
                 key = None
             if key is None:  # out here, so that an error of the general way has no context
                 return general(self, argument, options).run(call, value, out, weight)
@@ -416,7 +416,7 @@ class Reducer:
     ) -> list[Any]:
         """Return the weighted means of dense arrays."""
         ranks, algorithm = self.communicator, self._algorithm
-        together = [checked_weight(weight, op, call.where), *arrays]
+        weight_and_arrays = [checked_weight(weight, op, call.where), *arrays]
         is_on_gpu, layouts = any(map(is_on_device, arrays)), layouts_of(arrays)
         means = None if is_on_gpu else self.weighted_means(layouts, options)
         sums = _ByAlgorithm(self, call, options, components)
@@ -424,7 +424,7 @@ class Reducer:
             means = WeightedMeans(ranks, layouts, sums)
         values, settings = tuple(map(layout_of, arrays)), algorithm._settings(options)
         agree = partial(call.agree, "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings)
-        results = means.carried_out(together, partial(agree, sparingly=True))
+        results = means.carried_out(weight_and_arrays, partial(agree, sparingly=True))
         ranks.guard.wait_for_gpu(sums.read)
         return [in_kind(result, local_component(value)) for result, value in zip(results, components, strict=True)]
 

@@ -61,7 +61,7 @@ def normalized(weights: Sequence[float]) -> tuple[list[float], float]:
 
 
 def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float) -> Array:
-    """Return what a rank adds, in the `dtype_of_products`: its values times its normalized weight, `factor`."""
+    """Return this rank's summand, in the `dtype_of_products`: its values times its normalized weight, `factor`."""
     if weight == 0:
         return np.zeros_like(array, dtype)
     # A factor with more digits than the dtype has, unlike most numbers of rows, meets the values in float64.
@@ -104,7 +104,7 @@ class WeightedMeans(Transfer):
         self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
         self._weights = NumbersOfRanks(ranks, 1)
         self._in_mailboxes: MailboxArrays | None = None
-        # The sums of other routes are those of the algorithm: in the order of the values, say.
+        # Other routes keep the algorithm's own order of additions: the order of the values, say.
         boxes = ranks.mailboxes if isinstance(sums, Plan) and isinstance(sums.route, MailboxRoute) else None
         if boxes is not None and MailboxArrays.has_room(boxes, (_WEIGHT, *layouts), boxes.size):
             self._in_mailboxes = MailboxArrays(boxes, (_WEIGHT, *layouts))

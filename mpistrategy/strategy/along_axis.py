@@ -52,11 +52,11 @@ class ReduceAlong(General):
         if len(set(axes)) != len(axes):
             raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
         call.structure = f"{op.value} of {dtype_name(array.dtype)} along axis {axes}"
-        here, rows = _combined_here(array, axes, op), prod(array.shape[a] for a in axes)
+        local_result, rows = _combined_here(array, axes, op), prod(array.shape[a] for a in axes)
         self.reducer.communicator.guard.wait_for_gpu(event_of_reads([component]))
         # A mean is divided at the end; of MIN and MAX the numbers of rows tell whether there is any row.
         over = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        leaves = [here, -rows if op is ReduceOp.MIN else rows]
+        leaves = [local_result, -rows if op is ReduceOp.MIN else rows]
         total, count = self.reducer.all_reduce_leaves(call, over, leaves, lambda: ["", " (the number of rows)"])
         if count == 0 and op in (ReduceOp.MIN, ReduceOp.MAX):
             raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")

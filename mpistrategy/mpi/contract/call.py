@@ -160,9 +160,9 @@ class Call(CurrentCall):
         patiently: bool = False,
         sparingly: bool = False,
     ) -> bool:
-        """Compare this call with those of the other ranks; on return all ranks make the same call.
+        """Compare this call with the calls of the other ranks; on return all ranks make the same call.
 
-        Return whether some ranks ask what the others have: see `mismatch_report.ASKS`.
+        Return whether some ranks ask for the values of the others: see `mismatch_report.ASKS`.
 
         Args:
             collective, op, values, destination, options: what must be equal on all ranks.
@@ -229,7 +229,7 @@ class Call(CurrentCall):
 
 
 def _is_under_way(frame: FrameType | None) -> bool:
-    """Return whether this thread is in what a frame does; True for a generator, which may be suspended."""
+    """Return whether this thread runs in a frame; True for a generator, which may be suspended."""
     if frame is None or frame.f_code.co_flags & _GENERATORS:
         return True
     now: FrameType | None = _getframe(1)

@@ -1,6 +1,6 @@
 """What tells calls apart: the call site, where in the user's program a call was made, and the call's signature.
 
-All ranks must make a call with the same signature, of which the call site is a part.
+All ranks must make a call with the same signature.  The call site is a part of the signature.
 
 Two equal calls at different call sites count as different calls, since that is how two swapped calls look.  A call site
 is the call's frame outside this package and at most two callers, innermost first; it ends at the step function.  So the

@@ -48,7 +48,7 @@ class ControlChannel(ABC):
 
         Args:
             text: this rank's.
-            look: is called now and then; what it raises ends the wait.
+            look: is called now and then; an exception in it ends the wait.
         """
 
 

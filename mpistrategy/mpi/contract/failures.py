@@ -20,7 +20,7 @@ from mpistrategy.objects.text import decoded, encoded
 _SHOWN = np.dtype([("broken", np.int64), ("origin", np.int64), ("where", "S400"), ("error", "S608")])
 #: How much memory each rank needs.
 BYTES = _SHOWN.itemsize
-#: How long ranks wait for each other where one of them has failed.
+#: How long ranks wait for each other where a rank has failed.
 PATIENCE_SECONDS = 2.0
 NO_MORE_CALLS = "This strategy takes no more calls. Make another one, on all its ranks, or let the job end."
 

@@ -116,6 +116,10 @@ def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the number of bytes of one layout; 0 if it is not known."""
     try:
         itemsize = np.dtype(dtype.removesuffix(" on a GPU").rpartition(" ")[2]).itemsize
-    except (TypeError, ValueError, SyntaxError):  # what NumPy alone does not know: bfloat16, slices with their indices
+    except (
+        TypeError,
+        ValueError,
+        SyntaxError,
+    ):  # dtypes that NumPy alone does not know: bfloat16, slices with their indices
         itemsize = 2 if dtype == "bfloat16" else 0
     return itemsize * math.prod(shape)

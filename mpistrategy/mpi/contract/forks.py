@@ -31,7 +31,7 @@ def close_all(why: Callable[[str], MpiStrategyError], least_size: int = 1) -> No
 
 
 def after_finalize(where: str) -> ContextError:
-    """Return what a public call raises once MPI has been finalized."""
+    """Return the error of a public call once MPI has been finalized."""
     return ContextError.at(
         where,
         found="a call after MPI.Finalize()",
@@ -41,7 +41,7 @@ def after_finalize(where: str) -> ContextError:
 
 
 def refusal(where: str) -> ForkedProcessError:
-    """Return what a collective in a forked child raises."""
+    """Return the error of a collective in a forked child."""
     return ForkedProcessError.at(
         where,
         found="a call in a forked child of a rank",

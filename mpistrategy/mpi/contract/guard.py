@@ -115,7 +115,7 @@ class Guard:
         self.on_gpu: Callable[[], AbstractContextManager[Any]] | None = None
         #: Since when this rank waits for earlier work of its own GPU; infinity if it does not.
         self.own_gpu_since: float = math.inf
-        #: Ends the job with an error that the other ranks cannot be told; None where errors are contained.
+        #: Ends the job with an error that cannot reach the other ranks; None where errors are contained.
         self.give_up: Callable[[BaseException], object] | None = None
         #: Whether this guard takes no more calls: after a close, a failure or a fork.
         self.closed: bool = False
@@ -171,7 +171,7 @@ class Guard:
         self._flag, self.flag_was_seen = 0, False
 
     def refusal(self, where: str) -> MpiStrategyError:
-        """Return what a public call raises once this guard is closed."""
+        """Return the error of a public call once this guard is closed."""
         if self._refusal is not None:
             return self._refusal(where)
         found, expected = "a strategy after its close()", "an open strategy"
@@ -180,7 +180,7 @@ class Guard:
         return errors.ContextError.at(where, found=found, expected=expected)
 
     def check_as(self, level: str) -> None:
-        """Compare all calls, or only those that need a barrier where that costs a message.
+        """Compare all calls; with "off" and where a comparison costs a message, only calls that need a barrier.
 
         All ranks set the level at the same time.
         """
@@ -310,7 +310,7 @@ class Guard:
     def break_off(self, where: str, error: BaseException) -> None:
         """Take no more calls after an error, and let the other ranks know; does not wait for them.
 
-        Ranks of other nodes are told by the watchdog, and when this rank's program ends.
+        Ranks of other nodes hear of it from the watchdog, and when this rank's program ends.
 
         Args:
             where: the call that the error has ended.
@@ -366,7 +366,7 @@ class Guard:
             self.is_untold = False
 
     def mark_reported(self, error: E) -> E:
-        """Note that the other ranks know the error, or that it can no longer be told; return it."""
+        """Note that the other ranks know the error, or can no longer hear of it; return the error."""
         self.reported = error
         return error
 

@@ -60,7 +60,7 @@ class MpiControlChannel(ControlChannel):
     A persistent collective matches only itself, so a rank that leaves can start it without waiting.
 
     Attributes:
-        values: what this rank adds to the sums; written before a comparison, whose call gives them a meaning.
+        values: this rank's numbers in the sums; written before a comparison, whose call gives them a meaning.
         sums: the sums over the ranks after it.
     """
 
@@ -129,7 +129,7 @@ class MpiControlChannel(ControlChannel):
         """Return whether all ranks get the same bits of MPI's sums, which MPI does not promise.  Collective.
 
         Args:
-            comm: another communicator of the same ranks, whose sums are tried besides those of the first message.
+            comm: another communicator of the same ranks, whose sums are tried besides the sums of the first message.
         """
         random = np.random.default_rng(self._comm.rank)  # sums that depend on the order of the additions
         sizes = (self.values.size, *_TRIED)
@@ -149,10 +149,10 @@ class MpiControlChannel(ControlChannel):
         data, counts = np.frombuffer(encoded(text), np.uint8), np.zeros(self._comm.size, np.int64)
         self._texts = self._comm.Iallgather(np.array([data.size]), counts)
         wait_patiently(self._has_texts, look)
-        together = np.empty(int(counts.sum()), np.uint8)
-        self._texts = self._comm.Iallgatherv(data, [together, counts])
+        all_data = np.empty(int(counts.sum()), np.uint8)
+        self._texts = self._comm.Iallgatherv(data, [all_data, counts])
         wait_patiently(self._has_texts, look)
-        texts, ends = together.tobytes(), np.cumsum(counts).tolist()
+        texts, ends = all_data.tobytes(), np.cumsum(counts).tolist()
         return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
     def _has_texts(self) -> bool | None:

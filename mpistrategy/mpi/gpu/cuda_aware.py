@@ -1,6 +1,6 @@
 """Whether this MPI takes pointers to GPU memory: the word of the user, else what `mpistrategy doctor` has found.
 
-A wrong yes is a segmentation fault, a wrong no costs a copy, and what a library says of itself is no evidence.  So the
+A wrong yes is a segmentation fault, a wrong no costs a copy, and a library's own word is no evidence.  So the
 doctor gives GPU memory to MPI in a job of its own, where a crash is an answer, and keeps the outcome beside the
 measured thresholds.  It counts for the library that it was found with, for the settings that decide how the library
 moves memory, and for one node or several.
@@ -81,14 +81,14 @@ def obstacle(nodes: int) -> str:
     word, name = user_setting(), library_name(loaded_mpi.identity()[0])
     if word is not None:
         return "" if word else f"the user says so: {VARIABLE}"
-    near = load("one node")
-    tried = near if nodes == 1 else load("several nodes")
-    for outcome in (near, tried):  # small arrays go by MPI within nodes, too
+    on_one_node = load("one node")
+    on_these_nodes = on_one_node if nodes == 1 else load("several nodes")
+    for outcome in (on_one_node, on_these_nodes):  # small arrays go by MPI within nodes, too
         if outcome is not None and outcome.outcome != "right":
             return f"{name}, tried: {outcome.reason}"
-    if tried is None:
+    if on_these_nodes is None:
         return f"{name} was not tried with these settings yet{' on several nodes' if nodes > 1 else ''}"
-    return f"{name} is slower than the host: {tried.reason}" if tried.is_slower else ""
+    return f"{name} is slower than the host: {on_these_nodes.reason}" if on_these_nodes.is_slower else ""
 
 
 def settings() -> dict[str, str]:

@@ -53,7 +53,7 @@ class Sight(NamedTuple):
         host: the name of the node.
         device_index: the number of the GPU that the program names for this rank; None without a name.
         reason: why there is no GPU, in words.
-        fix: what a user who wants GPUs should do; the beginning of a sentence.
+        fix: advice for a user who wants GPUs; the beginning of a sentence.
         is_strange: whether something is installed and does not work, so that a fallback needs a warning.
     """
 
@@ -81,7 +81,7 @@ class Sight(NamedTuple):
 
 
 def look(device_index: int | None = None) -> Sight:
-    """Return what this process sees; never raises: the other ranks wait for the result."""
+    """Return the GPUs that this process sees; never raises: the other ranks wait for the result."""
     host = os.uname().nodename
     try:
         return Sight(visible_gpus(), host, device_index)
@@ -93,10 +93,10 @@ def look(device_index: int | None = None) -> Sight:
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that CuPy can use in this process; what is visible is decided by the driver.
+    """Return the GPUs that CuPy can use in this process; the driver decides which are visible.
 
     Raises:
-        DeviceError: where there is none, or no CuPy.
+        DeviceError: without a GPU, or without CuPy.
         Exception: of CuPy's own types, where it does not work.
     """
     from importlib.util import find_spec  # here, for the quick import
@@ -231,10 +231,10 @@ def choose_device(request: Request, ranks: Ranks) -> Device:
 
 
 def bind(sights: Sequence[Sight], *, sharing: bool = False) -> tuple[int, ...]:
-    """Return the number of each rank's GPU, from what each rank sees.
+    """Return the number of each rank's GPU, from the GPUs that each rank sees.
 
     Args:
-        sights: what each rank sees.
+        sights: the GPUs that each rank sees.
         sharing: whether ranks may share a GPU where there are not enough; as evenly as can be, then.
 
     Raises:
@@ -260,16 +260,16 @@ def bind(sights: Sequence[Sight], *, sharing: bool = False) -> tuple[int, ...]:
 def _check_that_all_see(sights: Sequence[Sight]) -> None:
     for rank, sight in enumerate(sights):
         if not sight.gpus:
-            alike = [
+            peers = [
                 peer
                 for peer, peer_sight in enumerate(sights)
                 if not peer_sight.gpus and peer_sight.reason == sight.reason
             ]
-            more = len({sights[peer].host for peer in alike}) - 1
+            more = len({sights[peer].host for peer in peers}) - 1
             where = f"{sight.host}{f' and {more} more nodes' if more else ''}"
             raise DeviceError.at(
                 _WHERE,
-                found=f"{sight.reason} on {ranks_in_words(alike)} ({where})",
+                found=f"{sight.reason} on {ranks_in_words(peers)} ({where})",
                 expected="a GPU for each rank",
                 fix=f'{sight.fix}; for CPUs leave devices out, or give devices="cpu".',
             )

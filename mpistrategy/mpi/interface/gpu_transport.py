@@ -27,7 +27,7 @@ ON_THE_STREAM: tuple[PathName, ...] = ("alone", "nccl")
 class DevicePath(Freed):
     """One transport for buffers in GPU memory: flat, contiguous, on the current device, equal in size on all ranks.
 
-    Every rank makes the same call, after all have agreed on it.  The methods here are those of the path of one rank:
+    Every rank makes the same call, after all have agreed on it.  The methods here are for one rank alone:
     nothing moves.
 
     Attributes:
@@ -54,19 +54,19 @@ class DevicePath(Freed):
         """
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
-        """Replace `buffer` on every rank by that of `root`; any dtype."""
+        """Replace `buffer` on every rank by `root`'s buffer; any dtype."""
 
-    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; any dtype.
+    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `target` on every rank; any dtype.
 
-        Rank r's block has ``counts[r]`` elements.  The own block may be its part of `together`.
+        Rank r's block has ``counts[r]`` elements.  The own block may be its part of `target`.
         """
-        place = together[own_part(ranks, counts)]
+        place = target[own_part(ranks, counts)]
         if place.data.ptr != block.data.ptr:
             place[...] = block
 
     def free(self) -> None:
-        """Free what the path holds, where all ranks are known to do so."""
+        """Free the path's resources, where all ranks are known to do so."""
 
 
 @dataclass

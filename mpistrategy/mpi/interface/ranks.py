@@ -169,44 +169,44 @@ class Ranks(ABC):
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
-        everything = self._gathered(f"reduce {op} to {root}", buffer)
+        values = self._gathered(f"reduce {op} to {root}", buffer)
         if self.rank == root:
-            put(buffer, _combined(everything, op))
+            put(buffer, _combined(values, op))
 
     def bcast(self, buffer: Array, root: int) -> None:
-        """Replace `buffer` on every rank by that of `root`; any dtype."""
+        """Replace `buffer` on every rank by `root`'s buffer; any dtype."""
         put(buffer, self._gathered(f"bcast from {root}", buffer if self.rank == root else None)[root])
 
-    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.
+    def gatherv(self, block: Array, counts: Sequence[int], target: Array | None, root: int) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `target` on `root`; any dtype.
 
         Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
-        `together`, which is None on the other ranks.
+        `target`, which is None on the other ranks.
         """
         counts_here = counts if self.rank == root else [0] * self.size
-        received = np.empty(0, block.dtype) if together is None else together.reshape(-1)
+        received = np.empty(0, block.dtype) if target is None else target.reshape(-1)
         sent = [block.size * (rank == root) for rank in range(self.size)]
         self.alltoallv(block.reshape(-1), sent, received, counts_here)
 
-    def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
-        np.concatenate(self._gathered("allgatherv", block), axis=None, out=together.reshape(-1))
+    def allgatherv(self, block: Array, counts: Sequence[int], target: Array) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `target` on every rank; see `gatherv`."""
+        np.concatenate(self._gathered("allgatherv", block), axis=None, out=target.reshape(-1))
 
     def alltoall(self, sent: Array, received: Array) -> None:
         """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
 
         Any dtype; so few bytes that one MPI call takes them.
         """
-        everything = self._gathered("alltoall", sent)
-        received[...] = np.reshape([rows.reshape(self.size, -1)[self.rank] for rows in everything], received.shape)
+        values = self._gathered("alltoall", sent)
+        received[...] = np.reshape([rows.reshape(self.size, -1)[self.rank] for rows in values], received.shape)
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
         """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
 
         Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
         """
-        everything = self._gathered("alltoallv", np.split(sent, np.cumsum(counts)[:-1]))
-        np.concatenate([blocks[self.rank] for blocks in everything], out=received)
+        values = self._gathered("alltoallv", np.split(sent, np.cumsum(counts)[:-1]))
+        np.concatenate([blocks[self.rank] for blocks in values], out=received)
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order; for descriptions, never for data."""
@@ -221,7 +221,7 @@ class Ranks(ABC):
         return private_memory(nbytes)
 
     def node_barrier(self) -> None:
-        """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
+        """Wait for the ranks of this node; then this rank sees their earlier writes to shared memory."""
         self._gathered("node barrier", None)
 
     def free(self) -> None:

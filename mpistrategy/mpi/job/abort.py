@@ -34,7 +34,7 @@ from mpistrategy.mpi.watchdog import reports, watchdog
 from mpistrategy.options import is_on
 
 _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
-#: Files whose frames come before those of the program.
+#: Files whose frames come before the program's frames.
 _RUN = (os.path.join(_PACKAGE_FOLDER, "cli", "run.py"), "<frozen runpy>")
 #: Where ranks end with a status at the same time, the first rank prints it and ends the job before the others do.
 _FIRST_SPEAKS_SECONDS = 0.5

@@ -33,7 +33,7 @@ _warned: set[str] = set()
 
 
 def warn_of_unknown() -> None:
-    """Warn, once a process and name, of variables that only look like those of this package."""
+    """Warn, once for each process and name, of variables that only look like variables of this package."""
     unknown = {name for name in os.environ if name.startswith(_PREFIX) and not name.startswith(_TESTS)}
     for name in sorted(unknown - VARIABLES.keys() - _warned):
         _warned.add(name)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-#: Called before this rank ends the job: what other threads have begun must not be lost.
+#: Called before this rank ends the job: work of other threads must not be lost.
 before_abort: list[Callable[[], object]] = []
 #: The exit status of a program that Ctrl-C has ended, as in a shell.
 _INTERRUPTED = 130

@@ -84,7 +84,7 @@ def watch_waiting(comm: MPI.Intracomm, guard: Guard, memory: SharedMemory, node_
     world = MPI.COMM_WORLD
     guard.timeout = timeouts.expected()
     ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
-    # Hydra, MPICH's and Intel MPI's launcher, takes the status of any rank that it has to kill for that of the job.
+    # Hydra, MPICH's and Intel MPI's launcher, takes the status of any killed rank for the status of the job.
     by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
     directory = RunDirectory(path, f"[rank {world.rank}] " if comm.rank == 0 else "")
     board, identity = StatusBoard(memory), 1 + zlib.crc32(encoded(path))

@@ -37,7 +37,7 @@ NODE_BYTES = 2**27
 _LEAST_PIECE_BYTES = 2**12
 #: So many pieces are under way: one on the network, and one on which the node works.
 _UNDER_WAY = 2
-#: Looks before naps.  Ranks that outnumber their cores would take them from those that work: 4 nodes of 4 ranks on 2
+#: Looks before naps.  Ranks that outnumber their cores would take cores from working ranks: 4 nodes of 4 ranks on 2
 #: cores, over a bare Allreduce: 1 MiB 1.7 by many looks, 1.0 by few; 4 MiB 1.0 and 0.75.
 _LOOKS, _CROWDED_LOOKS = 500, 2
 

@@ -5,7 +5,7 @@ for a job the naps are short: on two nodes at 1 Gbit/s, long ones would leave th
 
 The communicator is a duplicate of the strategy's, with a guard of its own, on which `all_reduce_async` compares its
 calls.  The reductions of a backward pass of torch are compared on the program's own guard, among the program's other
-calls: each of these waits first until the thread has made what was submitted.
+calls: each such call waits first until the thread has made all submitted jobs.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from mpistrategy.errors import CollectiveTimeoutError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks, pieces
 
-#: The first tag of those that a program chooses.
+#: The first tag that a program can choose.
 PROGRAM_TAG = 2**11
 #: The greatest tag that every MPI takes.
 GREATEST_TAG = 2**15 - 1 - PROGRAM_TAG

@@ -65,7 +65,7 @@ class MpiRanks(Ranks):
     Args:
         comm: the communicator to duplicate; None means COMM_WORLD.
         node_key: ranks with an equal number are one node; None asks MPI's shared-memory split.  For tests, and for
-            machines where the split is not what is wanted.
+            machines where the split is not wanted.
         contains_errors: see `Guard`.
 
     Raises:
@@ -122,14 +122,16 @@ class MpiRanks(Ranks):
         if self.nodes == 1:
             self.piece_bytes = 2**20
         self.shares_memory: bool = self.nodes < self.size  # where some node has several ranks, which can
-        memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
-        if self._control is not None and usual is self._control:
+        memory, channel = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
+        if self._control is not None and channel is self._control:
             self.has_equal_sums: bool = self._control.has_equal_sums(self._comm)
             if self.has_equal_sums:
                 self.first_message: ControlChannel | None = self._control
             elif self.rank == 0:
                 warn(_UNEQUAL.format(self.library), FallbackWarning)
-        self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
+        self.guard: Guard = Guard(
+            channel, self.rank, self.size, failures=self.failures, contains_errors=contains_errors
+        )
         self._is_free = False
         world.close_at_finalize(self.guard)
         abort.watch(self.guard, self.free)
@@ -202,7 +204,7 @@ class MpiRanks(Ranks):
         return self._control.allgather_text(text, None if self.failures is None else self._look)
 
     def node_barrier(self) -> None:
-        """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
+        """Wait for the ranks of this node; then this rank sees their earlier writes to shared memory."""
         if self.node_sum is not None:
             self.node_sum.barrier()
 
@@ -308,15 +310,15 @@ class MpiRanks(Ranks):
                 self._comm.Reduce(piece, None, by_mpi, root)
 
     def bcast(self, buffer: Array, root: int) -> None:
-        """Replace `buffer` on every rank by that of `root`; any dtype."""
+        """Replace `buffer` on every rank by `root`'s buffer; any dtype."""
         parts = [*pieces(as_bytes(buffer), self.max_count)]
         self._meet()
         for piece in parts:
             self._comm.Bcast(piece, root)
 
-    def allgatherv(self, block: Array | None, counts: Sequence[int], together: Array) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
-        result, sizes = as_bytes(together), (np.asarray(counts, np.int64) * together.itemsize).tolist()
+    def allgatherv(self, block: Array | None, counts: Sequence[int], target: Array) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `target` on every rank; see `gatherv`."""
+        result, sizes = as_bytes(target), (np.asarray(counts, np.int64) * target.itemsize).tolist()
         ends = np.cumsum(sizes)
         if block is not None:
             put(result[ends[self.rank] - sizes[self.rank] : ends[self.rank]], as_bytes(block))

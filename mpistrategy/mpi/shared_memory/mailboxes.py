@@ -86,7 +86,7 @@ class Mailboxes(ControlChannel):
         return MailboxSlot(own_numbers, tuple(numbers), payloads, rows)
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
-        """Show the peers what this rank has written, and wait for them; see `ControlChannel.all_equal`.
+        """Show the peers this rank's mailbox, and wait for theirs; see `ControlChannel.all_equal`.
 
         Where it returns False, perhaps not all peers are there.
         """
@@ -103,7 +103,7 @@ class Mailboxes(ControlChannel):
         return True
 
     def _show(self, digest: int) -> int:
-        """Show the peers this rank's digest, and what is in its mailbox; return the number of the exchange."""
+        """Show the peers this rank's digest and its mailbox; return the number of the exchange."""
         self.sequence = sequence = self.sequence + 1
         own_numbers = self.slots[sequence & 1].own_numbers
         own_numbers[1] = digest

@@ -7,8 +7,8 @@ is combined and in which the result stays; else into buffers, in chunks that sta
 combines its own share, and shows the result.  The results of a chunk are copied out when the next one has been
 combined: between its sum and its result a share may be exchanged with other nodes (`Exchange`).
 
-A rank writes a chunk into the buffers of the one before the last.  It has then seen all results of that one, so nobody
-reads its operands any more; and it writes results there when all ranks have sent their chunk, after they copied out.
+A rank writes a chunk into the buffers of the chunk before the last.  It has then seen all results of that chunk, so no
+rank reads the operands any more.  It writes results there when all ranks have sent their chunk, after they copied out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpistrategy.mpi.tuning.thresholds import Thresholds
 
 _COUNTERS = 4
 _BUFFERS = 2
-#: With many ranks on a node a chunk grows, so that each one's share of it is worth a call of NumPy.
+#: With many ranks on a node a chunk grows, so that each rank's share of it is worth a call of NumPy.
 _LEAST_SHARE_BYTES = 16 * 2**10
 _LARGEST_CHUNK_BYTES = 2**20
 #: The chunks of all ranks' arrays together: about what a core's second cache holds beside other things.
@@ -166,7 +166,7 @@ class NodeSum:
         self._barriers = 0
 
     def barrier(self) -> None:
-        """Wait for all ranks of the node; what they wrote before can be read after it."""
+        """Wait for all ranks of the node; their earlier writes can be read after it."""
         self._barriers += 1
         self._arrivals.tell(self._barriers)
         self._wait_for(self._arrivals, self._barriers)

@@ -79,7 +79,7 @@ def private_memory(nbytes: int) -> SharedMemory:
 def share(nbytes: int, ranks: Any, fence: Fence | None = None, *, sparing: bool = False) -> SharedMemory | str:
     """Return `nbytes` for each rank of this node, or, on every rank, the same reason why not.
 
-    Collective over all `ranks`; `nbytes` must be equal on those of a node.  With `sparing`, half of the free memory
+    Collective over all `ranks`; `nbytes` must be equal on the ranks of a node.  With `sparing`, half of the free memory
     stays free for others.
     """
     size = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -104,8 +104,8 @@ def share(nbytes: int, ranks: Any, fence: Fence | None = None, *, sparing: bool 
     reason = _any_reason(ranks, reason)
     if reason or block is None:
         return reason
-    everything = np.frombuffer(block, np.uint8)
-    segments = tuple(everything[rank * size : rank * size + nbytes] for rank in range(ranks.local_size))
+    memory_of_node = np.frombuffer(block, np.uint8)
+    segments = tuple(memory_of_node[rank * size : rank * size + nbytes] for rank in range(ranks.local_size))
     return SharedMemory(segments, ranks.local_rank, True, fence)
 
 
@@ -128,7 +128,7 @@ def _file_of_node(ranks: Any) -> tuple[int, str]:
     try:
         if ranks.local_rank and path:
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            if identity != _identity(handle):  # in another container the number is that of another process
+            if identity != _identity(handle):  # in another container the number means another process
                 raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
     except OSError as error:
         reason = f"no file for shared memory that all ranks of a node can open: {_in_words(error)}"
@@ -208,16 +208,16 @@ def _forget(identity: int, handle: int) -> None:
 
 
 def _map(mapping: _Mapping, kind: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> bool:
-    """Map the file at its address, in place of what is there; return whether that was possible."""
+    """Map the file at its address, in place of the present mapping; return whether that was possible."""
     fixed = 0x10
     address = _libc().mmap(mapping.address, mapping.nbytes, access, kind | fixed, mapping.handle, 0)
     return bool(address == mapping.address)
 
 
 def _make_private() -> None:
-    """Give a forked child private mappings: it reads what the parent has there, and its writes stay with it.
+    """Give a forked child private mappings: it reads the parent's data, and its writes stay with it.
 
-    Its own children inherit them as they are; mapped once more, they would show what this child's parent has.
+    Its own children inherit them as they are; a new mapping would show the data of this child's parent.
     """
     for mapping in _mappings.values():
         if not _map(mapping, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)):

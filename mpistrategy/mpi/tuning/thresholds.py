@@ -163,7 +163,7 @@ def agreed(version: str, rank: int, node_of: Sequence[int], allgather_text: Call
     A file that cannot be used means the defaults, and one warning on rank 0.
 
     Args:
-        version: what MPI says about its version.
+        version: MPI's version text.
         rank: this rank.
         node_of: the node of each rank.
         allgather_text: returns the texts of all ranks.

@@ -75,7 +75,7 @@ def _end_job(status: int, end: Callable[[int], object] | None) -> NoReturn:
 
 
 def call_the_roll(groups: Sequence[Group], title: str) -> RollCall:
-    """Answer an alarm, and print the roll call on one rank; return what this rank knows then.
+    """Answer an alarm, and print the roll call on one rank; return the roll call as this rank knows it.
 
     Args:
         groups, title: as for `answer`.
@@ -104,7 +104,7 @@ def call_the_roll(groups: Sequence[Group], title: str) -> RollCall:
 
 
 def _on_this_node(widest: Group) -> list[RankStatus]:
-    """Return what is known of the ranks of this node."""
+    """Return the statuses of the ranks of this node."""
     words = {entry.number: in_words(entry) for entry in list(widest.guard.record.entries)}  # the other ranks' as well
     return [_with_reason(status, words) for status in widest.board.read() if status.process]
 
@@ -124,39 +124,41 @@ def _with_reason(status: RankStatus, words: Mapping[int, str]) -> RankStatus:
 
 def _speak(widest: Group, remote_statuses: list[RankStatus], title: str) -> None:
     """Print the roll call here, or leave that to the node that calls the roll; add the statuses of other nodes."""
-    here = _on_this_node(widest)
-    for status in here:
+    local_statuses = _on_this_node(widest)
+    for status in local_statuses:
         if status.silent and status.signal:  # print your stacks: this needs no Python in that process
             with suppress(OSError):
                 os.kill(status.process, status.signal)
-    if not _tell_by_files(widest, here, remote_statuses, title):
-        for status in here:
+    if not _tell_by_files(widest, local_statuses, remote_statuses, title):
+        for status in local_statuses:
             reports.say(f"{title}record of rank {status.rank}: ", status.record)
-        called = RollCall(here + remote_statuses, widest.ranks)
+        called = RollCall(local_statuses + remote_statuses, widest.ranks)
         reports.say(title, called.text(f"{_RECORDS} are above.", widest.guard.contains_errors))
 
 
-def _tell_by_files(widest: Group, here: Sequence[RankStatus], remote_statuses: list[RankStatus], title: str) -> bool:
+def _tell_by_files(
+    widest: Group, local_statuses: Sequence[RankStatus], remote_statuses: list[RankStatus], title: str
+) -> bool:
     """Write the records to the run directory and call the roll; return False where the directory cannot be used."""
     directory, name = widest.directory, f"error-{widest.node}.json"
     if not directory.claim(ROLL_CALL):  # the first node to claim the file calls the roll; the file is an alarm
-        is_written = directory.write(name, _as_json(widest, here, RollCall(here, widest.ranks), ""))
+        is_written = directory.write(name, _as_json(widest, local_statuses, RollCall(local_statuses, widest.ranks), ""))
         return is_written and _until(lambda: bool(directory.read(ROLL_CALL)), time.monotonic() + _SPEAKING_SECONDS)
     if widest.nodes > 1:
         remote_statuses += _hear_others(widest)
-    called = RollCall([*here, *remote_statuses], widest.ranks)
+    called = RollCall([*local_statuses, *remote_statuses], widest.ranks)
     text = called.text(f"{_RECORDS}: {directory.path}/*.json", widest.guard.contains_errors)
-    if not directory.write(name, _as_json(widest, here, called, text)):
+    if not directory.write(name, _as_json(widest, local_statuses, called, text)):
         return False
     reports.say(title, text)
     directory.write(ROLL_CALL, text)
     return True
 
 
-def _as_json(widest: Group, here: Sequence[RankStatus], called: RollCall, text: str) -> str:
+def _as_json(widest: Group, local_statuses: Sequence[RankStatus], called: RollCall, text: str) -> str:
     """Return the text of a node's file: the statuses, and the records of its ranks."""
     fields = {"ranks": as_data(called.statuses), "unknown": called.unknown, "missing": called.missing}
-    records = {status.rank: status.record.splitlines() for status in here}
+    records = {status.rank: status.record.splitlines() for status in local_statuses}
     return json.dumps({"text": text, "node": widest.node, **fields, "records": records}, indent=1)
 
 

@@ -116,7 +116,7 @@ class GpuProgress:
 
         Args:
             entry: its entry in the flight record.
-            limit: its timeout in seconds; None: that of the strategy.
+            limit: its timeout in seconds; None: the strategy's timeout.
         """
         stream = self._cupy.cuda.get_current_stream()
         if stream.ptr != self._stream:

@@ -40,7 +40,7 @@ class Group:
         node: the number of this node.
         nodes: how many there are.
         directory: for the other nodes, and for reports.
-        identity: a number that only this communicator has, the same on all its ranks; 0 where there is none.
+        identity: a number that only this communicator has, the same on all its ranks; 0 without one.
 
     Attributes:
         due: the error that ends each wait of this rank from now on; None while all ranks take calls.
@@ -138,9 +138,9 @@ class Group:
     # ------------------------------------------------------------------------------------------- the other nodes
 
     def look_at_nodes(self, now: float) -> None:
-        """As the first rank of a node, when it is time: hear what other nodes say, and tell them if this one is busy.
+        """As the first rank of a node, when it is time: read other nodes' messages, and write if this node is busy.
 
-        In a save a rank is busy until now, again and again: that is told from time to time.
+        In a save a rank says again and again that it is busy until now: other nodes hear of it from time to time.
         """
         expected, step = max(self.board.all("expected")), min(self.guard.timeout / 4, _UNTOLD_SECONDS)
         is_news = expected > max(now, self._announced_end)

@@ -36,8 +36,8 @@ class RollCall:
 
     Attributes:
         statuses: of the ranks that are known, in order.
-        unknown: the ranks of which nothing is known.
-        missing: the ranks that do not wait, or of which nothing is known.
+        unknown: the ranks without a known status.
+        missing: the ranks that do not wait, or have no known status.
     """
 
     def __init__(self, statuses: Sequence[RankStatus], ranks: Sequence[int]) -> None:

@@ -96,7 +96,7 @@ class RunDirectory:
 
     def _make(self) -> None:
         own_files.make_folders(os.path.dirname(self.path))
-        with suppress(FileExistsError):  # not looked for before: NFS may show for a while what is gone
+        with suppress(FileExistsError):  # not looked for before: NFS may show a removed folder for a while
             own_files.make_folder(self.path)
 
     def claim(self, name: str) -> bool:

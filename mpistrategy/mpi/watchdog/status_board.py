@@ -66,7 +66,7 @@ class RankStatus:
         state: 0, ANSWERED or CALLED.
         calls: when it entered its last collectives, in seconds of time.monotonic(), by their numbers; in order.
         record: its stacks and its last collectives in words; "" before it has written them.
-        silent: why it has not answered an alarm; "" where it has, or there is none.
+        silent: why it has not answered an alarm; "" where it has answered, or there is no alarm.
         host: the name of its node; "" if unknown.
     """
 

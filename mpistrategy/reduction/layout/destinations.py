@@ -108,7 +108,7 @@ def ranks_of(text: str, communicator: Ranks, where: str) -> list[int]:
     pattern = devices.parse(text, where, "destinations")
     ranks = [rank for rank, device in enumerate(communicator.devices) if pattern.matches(device)]
     if not ranks:
-        there = sorted({str(device) for device in communicator.devices})
-        shown = ", ".join(there[:4]) + (f", ... ({len(there)} in all)" if len(there) > 4 else "")
-        raise DeviceError.at(where, found=f"device {text!r}", expected=f"one of {shown}")
+        names = sorted({str(device) for device in communicator.devices})
+        text_of_names = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
+        raise DeviceError.at(where, found=f"device {text!r}", expected=f"one of {text_of_names}")
     return ranks

@@ -1,6 +1,6 @@
 """Many small arrays become few large buffers: grouped by dtype, in order, up to a number of bytes.
 
-A pack is summed in one call, and the results are views of it: fresh memory that nobody else holds.
+A pack is summed in one call, and the results are views of it: fresh memory without other users.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from mpistrategy.reduction.layout.packing import Layout, Pack
 #: For each array memory that a result in its own dtype may be written to, contiguous and sharing none with another
 #: array; or None.
 Targets: TypeAlias = "Sequence[Array | None] | None"
-#: How a pack travels, and what is copied on this rank, and where to; in words.
+#: How a pack travels, and the copies on this rank; in words.
 Way: TypeAlias = "tuple[str, tuple[str, ...]]"
 
 

@@ -236,7 +236,7 @@ class _Bucket:
         is_target: whether the memory is the caller's result.
         source: the array that `send` copies into the memory, which holds an earlier result until then; or None.
         payload: the flat array that travels: the memory, or its numbers in another dtype.
-        result: the memory, or that of a mean of integers.
+        result: the memory, or other memory for a mean of integers.
         rounded: memory of the dtype that NCCL sends between nodes, where it differs from the payload's; else None.
     """
 
@@ -443,16 +443,16 @@ def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) 
     """
     with block.device:
         width = prod(block.shape[1:])
-        together = communication_memory(cupy_for(_WHAT), sum(rows) * width, block.dtype)
-        own_block = together[sum(rows[: communicator.rank]) * width :][: block.size]
+        memory = communication_memory(cupy_for(_WHAT), sum(rows) * width, block.dtype)
+        own_block = memory[sum(rows[: communicator.rank]) * width :][: block.size]
         own_block[...] = block.reshape(-1)
         device_paths(communicator).check()
-        return own_block, together.reshape((sum(rows), *block.shape[1:]))
+        return own_block, memory.reshape((sum(rows), *block.shape[1:]))
 
 
-def gather_rows(communicator: Ranks, own_block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+def gather_rows(communicator: Ranks, own_block: DeviceArray, counts: Sequence[int], memory: DeviceArray) -> None:
     """Fill the memory of `room_for_rows`; ``counts[r]`` elements are of rank r."""
-    if together.size:
-        with together.device:
+    if memory.size:
+        with memory.device:
             path = any_path(communicator)
-            path.allgather(communicator, own_block, counts, together.reshape(-1))
+            path.allgather(communicator, own_block, counts, memory.reshape(-1))

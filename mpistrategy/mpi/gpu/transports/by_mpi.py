@@ -48,7 +48,7 @@ class StagedPath(DevicePath):
     """See `mpistrategy.mpi.interface.gpu_transport.DevicePath`.
 
     Args:
-        chunk_bytes: what is under way in one piece; a multiple of 16.
+        chunk_bytes: the size of a piece that is under way; a multiple of 16.
     """
 
     name: PathName = "staged"
@@ -85,7 +85,7 @@ class StagedPath(DevicePath):
         self._run_chunks(ranks, buffer, combine, stores=root is None or root == ranks.rank)
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
-        """Replace `buffer` by that of `root`."""
+        """Replace `buffer` by `root`'s buffer."""
         sends = ranks.rank == root
         self._run_chunks(ranks, buffer, lambda memory: ranks.bcast(memory, root), loads=sends, stores=not sends)
 
@@ -107,13 +107,11 @@ class StagedPath(DevicePath):
             pieces.append(_Piece(size, at if loads else [], combine, at if stores else []))
         self._run(ranks, pieces)
 
-    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
-        """Write all ranks' blocks into `together`: every rank has a part of each piece."""
-        self._run(ranks, list(self._parts(ranks, block, counts, together)))
+    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
+        """Write all ranks' blocks into `target`: every rank has a part of each piece."""
+        self._run(ranks, list(self._parts(ranks, block, counts, target)))
 
-    def _parts(
-        self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray
-    ) -> Iterator[_Piece]:
+    def _parts(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> Iterator[_Piece]:
         sizes = [count * block.itemsize for count in counts]
         begins = [0, *accumulate(sizes)]
         step = max(1, self._chunk_bytes // ranks.size)
@@ -126,11 +124,11 @@ class StagedPath(DevicePath):
                 ranks.allgatherv(memory[own_slice], parts, memory)
 
             where = zip(begins, places, parts, strict=False)
-            stores = [(together.data.ptr + begin + start, place, part) for begin, place, part in where]
+            stores = [(target.data.ptr + begin + start, place, part) for begin, place, part in where]
             yield _Piece(places[-1], [(block.data.ptr + start, own_slice.start, parts[ranks.rank])], combine, stores)
 
     def _run(self, ranks: Ranks, pieces: Sequence[_Piece]) -> None:
-        """Do all pieces, two of which are under way."""
+        """Move all pieces, two at a time."""
         stream = self._cuda.get_current_stream()
         if self._last_copy is not None:
             stream.wait_event(self._last_copy)
@@ -191,15 +189,15 @@ class DirectPath(DevicePath):
             ranks.reduce(values, root, op)
 
     def bcast(self, ranks: Any, buffer: DeviceArray, root: int) -> None:
-        """Replace `buffer` by that of `root`."""
+        """Replace `buffer` by `root`'s buffer."""
         self._wait(ranks)
         ranks.bcast(buffer, root)
 
-    def allgather(self, ranks: Any, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
-        """Write all ranks' blocks into `together`."""
-        super().allgather(ranks, block, counts, together)
+    def allgather(self, ranks: Any, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
+        """Write all ranks' blocks into `target`."""
+        super().allgather(ranks, block, counts, target)
         self._wait(ranks)
-        ranks.allgatherv(None, counts, together)
+        ranks.allgatherv(None, counts, target)
 
     def _wait(self, ranks: Any) -> None:
         """Wait until nothing on the current stream writes any buffer: MPI knows no streams."""

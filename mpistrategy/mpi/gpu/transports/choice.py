@@ -73,9 +73,9 @@ def device_path(ranks: Ranks, word: str) -> DevicePath:
         call.expect_more()  # a rank that fails from here on must tell the others
         own_text = json.dumps(_own_abilities(ranks))
         call.agree("look for the path of arrays in GPU memory", options=f"{GPU_PATH}, or implementation=, says {word}")
-        everyone = [Abilities(*json.loads(text)) for text in ranks.allgather_text(own_text)]
+        abilities = [Abilities(*json.loads(text)) for text in ranks.allgather_text(own_text)]
         call.expect_more()
-        path, reason, is_second_best = _choose(ranks, word, everyone)
+        path, reason, is_second_best = _choose(ranks, word, abilities)
         paths.by_name[path.name] = path  # it exists, whether or not this call succeeds
         if is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
             warn(f"{_WHERE} is {path.name}: {reason}", FallbackWarning)
@@ -84,19 +84,19 @@ def device_path(ranks: Ranks, word: str) -> DevicePath:
     return path
 
 
-def _choose(ranks: Ranks, word: str, everyone: Sequence[Abilities]) -> tuple[DevicePath, str, bool]:
+def _choose(ranks: Ranks, word: str, abilities: Sequence[Abilities]) -> tuple[DevicePath, str, bool]:
     """Return the path, and the answers of `in_words`; the same on all ranks.  Collective."""
     existing = device_paths(ranks).by_name
     if ranks.size == 1:
         return existing.get("alone") or DevicePath(), "one rank", False
     if ranks.is_simulated:
         return existing.get("staged") or StagedPath(), "these replicas are threads", False
-    against, is_broken = obstacles(everyone, existing), False
+    against, is_broken = obstacles(abilities, existing), False
     for name in candidates(word):
         if not against[name]:
             path = existing.get(name) or _make(name, ranks)
             if not isinstance(path, str):
-                return path, *in_words(name, word, against, everyone, is_broken=is_broken)
+                return path, *in_words(name, word, against, abilities, is_broken=is_broken)
             against[name], is_broken = path, True
     raise AssertionError("staged can always be")
 
@@ -160,7 +160,7 @@ def in_words(
 
     Args:
         name: of the path.
-        word: what was asked for.
+        word: the path that was asked for.
         against: why paths cannot be.
         ranks: the abilities of each rank.
         is_broken: whether NCCL is there, and does not work.

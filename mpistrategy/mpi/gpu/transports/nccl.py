@@ -144,18 +144,18 @@ class NcclPath(DevicePath):
                 self._begin(count, self._nccl.reduce, *arguments, root)
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
-        """Replace `buffer` by that of `root`."""
+        """Replace `buffer` by `root`'s buffer."""
         self._begin(buffer.nbytes, self._nccl.bcast, buffer.data.ptr, buffer.nbytes, _number("INT8"), root)
 
-    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
-        """Write all ranks' blocks into `together`; blocks of several sizes are broadcast one after the other."""
+    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
+        """Write all ranks' blocks into `target`; blocks of several sizes are broadcast one after the other."""
         if len(set(counts)) > 1:
-            super().allgather(ranks, block, counts, together)
+            super().allgather(ranks, block, counts, target)
             for root, stop in enumerate(accumulate(counts)):
-                self.bcast(ranks, together[stop - counts[root] : stop], root)
+                self.bcast(ranks, target[stop - counts[root] : stop], root)
         else:
-            arguments = block.data.ptr, together.data.ptr, block.nbytes, _number("INT8")
-            self._begin(together.nbytes, self._nccl.allGather, *arguments)
+            arguments = block.data.ptr, target.data.ptr, block.nbytes, _number("INT8")
+            self._begin(target.nbytes, self._nccl.allGather, *arguments)
 
     def _begin(self, size: int, launch: Callable[..., None], *arguments: Any) -> None:
         """Put a collective on the current stream, and note it where the watchdog sees it; nothing for a size of 0."""
@@ -172,7 +172,7 @@ class NcclPath(DevicePath):
         """Wait until the GPU has done all its work; the watchdog looks for a peer that never comes.
 
         Args:
-            seconds: for how long the GPU may be in a collective; what it does before does not count.
+            seconds: for how long the GPU may be in a collective; earlier work does not count.
 
         Raises:
             DeviceError: when NCCL has failed, or that takes too long; it is given up then.
@@ -218,7 +218,7 @@ class NcclPath(DevicePath):
 def join(ranks: Ranks) -> NcclPath | str:
     """Return the path, or why NCCL cannot connect these ranks; the same on all.  Collective.
 
-    The current device must be the one that this rank drives.
+    The current device must be this rank's GPU.
     """
     paths: list[NcclPath] = []
     unique_id = ranks.allgather_text("" if ranks.rank else _unique_id())[0]
