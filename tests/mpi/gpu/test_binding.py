@@ -203,7 +203,7 @@ def test_ranks_without_a_gpu(sights: list[Sight], texts: list[str]) -> None:
 
 
 def naming(sights: Sequence[Sight], numbers: Sequence[int]) -> list[Sight]:
-    return [sight._replace(named=number) for sight, number in zip(sights, numbers, strict=True)]
+    return [sight._replace(device_index=number) for sight, number in zip(sights, numbers, strict=True)]
 
 
 def test_ranks_take_the_gpus_that_the_program_names() -> None:

@@ -89,7 +89,9 @@ def test_the_data_are_written_before_the_number_and_read_after_it() -> None:
     """Where processors reorder writes, a fence stands on both sides."""
     seen: list[tuple[int, int]] = []
     them: list[Mailboxes] = []
-    them += all_mailboxes(2, 64, lambda: seen.append((them[0].slots[1].mine[0], them[0].slots[1].mine[1])))
+    them += all_mailboxes(
+        2, 64, lambda: seen.append((them[0].slots[1].own_numbers[0], them[0].slots[1].own_numbers[1]))
+    )
     them[0].start(42)
     assert seen == [(0, 42)], "the digest is there, the number not yet"
     them[1].start(42)
@@ -137,7 +139,7 @@ def test_of_many_ranks_the_bits_are_those_of_one_rank_after_the_other(ranks: int
             if dtype.kind == "f" and shape:
                 values.reshape(ranks, -1)[:, 0] = -0.0  # whose sum is not 0.0
             route = route_of_many(ranks, values, op)
-            pack, theirs, rows, _ = route._seen[1][0]
+            pack, theirs, rows, _ = route._operands[1][0]
             assert (rows is not None) == (ranks >= 16 and op is not ms.ReduceOp.MAX)
             if rows is None:
                 continue
@@ -153,6 +155,6 @@ def route_of_many(ranks: int, values: Array, op: ms.ReduceOp) -> MailboxRoute:
     """Return the route of the first of many ranks, all of which have brought their values."""
     layouts = ((values.dtype, values.shape[1:]),)
     routes = [MailboxRoute(each, layouts, op) for each in mailboxes_of_many(ranks)[:1]]
-    for place, value in zip(routes[0]._seen[1][0][1], values, strict=True):
+    for place, value in zip(routes[0]._operands[1][0][1], values, strict=True):
         place[...] = value.reshape(-1)
     return routes[0]

@@ -145,7 +145,7 @@ def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
         assert len(caught) == (RANK == 0)
         assert all("cannot share more memory" in str(warning.message) for warning in caught)
         assert not memory.is_shared
-        memory.mine[:] = 1
+        memory.own_segment[:] = 1
         assert ranks.mailboxes is not None
         assert still_works(strategy)
         assert ranks.shared(10_000).is_shared, "where there is room again"
