@@ -78,8 +78,8 @@ def __getattr__(name: str) -> Any:
     if name in _MODULES:
         return _importlib.import_module(f"{__name__}.{name}")
     if name in _LATER:
-        found = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
-        return found
+        value = globals()[name] = getattr(_importlib.import_module(f"{__name__}.{_LATER[name]}"), name)
+        return value
     if name == "CollectiveHints":  # TensorFlow's former name
         return CommunicationOptions
     raise _nearest.attribute_error(f"module {__name__!r}", name, _other_names.MODULE, _sys.modules[__name__])

@@ -76,22 +76,22 @@ class Frame:
 
 
 class _Thread(threading.local):
-    """What this thread has entered, and made where it is a simulated rank: the other threads know nothing of it.
+    """The contexts that this thread has entered, and the strategies that it has made as a simulated rank.
 
     Attributes:
         entered: the innermost last: contexts, and the ranks that the thread works for in each.
         set_frame: the context that `experimental_set_strategy` has entered.
-        made: the strategies of several simulated ranks.
+        references: to the strategies of several simulated ranks.
     """
 
     def __init__(self) -> None:
         self.entered: list[tuple[Frame | None, Ranks]] = []
         self.set_frame: Frame | None = None
-        self.made: list[ReferenceType[Strategy]] = []
+        self.references: list[ReferenceType[Strategy]] = []
 
 
 _thread = _Thread()
-#: The strategies of several ranks that were made; also those that are closed: the other ranks are still there.
+#: The strategies of several ranks that were made, also closed strategies: the other ranks still exist.
 _in_process: list[ReferenceType[Strategy]] = []
 _default: list[Callable[[], Strategy]] = []
 
@@ -129,8 +129,8 @@ def frames() -> list[Frame]:
 def current_communicator() -> Ranks | None:
     """Return the ranks that this thread works for, or None outside every strategy.
 
-    Users make a CrossDeviceOps without a communicator, and may call it directly or from another one: here it finds its
-    ranks.
+    Users make a CrossDeviceOps without a communicator, and may call it directly or from another object: here it finds
+    its ranks.
     """
     stack = _thread.entered
     return stack[-1][1] if stack else None
@@ -197,7 +197,7 @@ def require_same_strategy(frame: Frame, strategy: Strategy, where: str) -> None:
 
 
 def check_strategy(strategy: Any, where: str) -> None:
-    """Raise OptionTypeError unless `strategy` is one."""
+    """Raise OptionTypeError unless `strategy` is a strategy."""
     if not hasattr(type(strategy), "extended"):  # the instance may be half made
         raise OptionTypeError.at(where, found=f"{strategy!r}", expected="a Strategy")
 
@@ -254,55 +254,57 @@ class Scope(Generic[S]):
 def note_strategy(strategy: Strategy, communicator: Ranks) -> None:
     """Remember that a strategy of these ranks was made."""
     if communicator.size > 1:
-        made = _thread.made if isinstance(communicator, Threads) else _in_process
-        made.append(ref(strategy))
+        references = _thread.references if isinstance(communicator, Threads) else _in_process
+        references.append(ref(strategy))
 
 
 def has_peers() -> bool:
     """Return whether this rank has made a strategy of several ranks."""
-    return bool(_in_process or _thread.made)
+    return bool(_in_process or _thread.references)
 
 
-def open_strategy(where: str, what: str) -> Strategy | None:
+def open_strategy(where: str, subject: str) -> Strategy | None:
     """Return the strategy of several ranks that an object made outside scope() joins: the only one that is open.
 
     None if this rank has made no strategy of several ranks.
 
     Args:
         where: the public name of the object.
-        what: words for it.
+        subject: the object, in words.
 
     Raises:
-        ContextError: if none is open any more, or several are.
+        ContextError: if no strategy is open any more, or several are.
     """
     if not has_peers():
         return None
     if len(_open_strategies()) > 1:
-        gc.collect()  # those that the program has dropped
-    found = _open_strategies()
-    if len(found) == 1:
-        return found[0]
+        gc.collect()  # strategies that the program has dropped
+    strategies = _open_strategies()
+    if len(strategies) == 1:
+        return strategies[0]
     raise ContextError.at(
         where,
-        found=f"{what} made outside scope(), and {len(found) or 'no'} open strategies of several ranks",
+        found=f"{subject} made outside scope(), and {len(strategies) or 'no'} open strategies of several ranks",
         expected="to know whose ranks share it",
         fix=_INSIDE,
     )
 
 
 def _open_strategies() -> list[Strategy]:
-    """Return the open strategies that the program holds: of those with the same ranks, as copies have, the last one."""
-    held = [strategy for made in (*_in_process, *_thread.made) if (strategy := made()) is not None]
-    by_guard = {strategy.extended.communicator.guard: strategy for strategy in held}
+    """Return the open strategies that the program holds; of copies, which have the same ranks, the last."""
+    strategies = [
+        strategy for reference in (*_in_process, *_thread.references) if (strategy := reference()) is not None
+    ]
+    by_guard = {strategy.extended.communicator.guard: strategy for strategy in strategies}
     return [strategy for guard, strategy in by_guard.items() if not guard.closed]
 
 
-def refuse_outside(where: str, what: str) -> None:
+def refuse_outside(where: str, subject: str) -> None:
     """Raise ContextError outside every scope, once this rank has made a strategy of several ranks."""
     if current_frame() is None and has_peers():
         raise ContextError.at(
             where,
-            found=f"{what} made outside scope(): it would be this rank's own, and no call would combine the ranks'",
+            found=f"{subject} made outside scope(): it would be this rank's own, and no call would combine the ranks'",
             expected="one that belongs to a strategy",
             fix=_INSIDE,
         )
@@ -319,7 +321,7 @@ def warn_if_alone(
     how: str = "was called on the default strategy",
     cure: str = "Outside its scope, call the method on your own strategy object.",
 ) -> None:
-    """Warn, once for each call site, of a collective of the default strategy that leaves out the other ranks.
+    """Warn, once for each call site, of a collective of the default strategy, which leaves out the other ranks.
 
     TensorFlow does the same, which is harmless in its one process.  Here each rank would go on with its own value,
     without an error.  In a step of the default strategy and inside another collective there is no warning.
@@ -348,7 +350,7 @@ def warn_outside_steps(strategy: Strategy, where: str) -> None:
     """Do `warn_if_alone` for a method of the replica context that was called outside every step.
 
     Raises:
-        ContextError: for one that is not declared with what to call there.
+        ContextError: for a method whose declaration names no other call.
     """
     call = declared.get(where)
     if call is None or not call.outside:

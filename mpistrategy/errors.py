@@ -68,14 +68,14 @@ class RankCall:
 
     Attributes:
         call: the public name; "" for a rank that has left.
-        op: the reduce operation, and what else tells calls of one name apart.
+        op: the reduce operation, and further words that distinguish calls of the same name.
         structure: of the values, e.g. ``{'a':*,'b':[*,*]}``.
         dtypes, shapes: of the arrays, in the order of the leaves.
         destination, options: as the ranks compare them.
-        name: the argument `name`, or that of the variable.
+        name: the argument `name`, or the name of the variable.
         place: the lines of the program that are compared, innermost first; "" with a name.
         site: the line of the call, for people.
-        left: why the rank makes no call, e.g. that its program has ended; "" for one that makes a call.
+        left: why the rank makes no call, e.g. that its program has ended; "" for a rank that makes a call.
     """
 
     call: str = ""
@@ -97,20 +97,20 @@ class MpiStrategyError(Exception):
     A pickle or a copy has the text and the attributes that are public.
 
     Attributes:
-        where, found, expected, fix: the parts of the text; "" where it was not built of parts, as a table is not.
+        where, found, expected, fix: the parts of the text; "" for a text without parts, such as a table.
         rank: the rank whose mistake it is, where the other ranks raise the error because of it; else None.
     """
 
     where = found = expected = fix = ""
     rank: int | None = None
-    # Of an error that several ranks raise: whether another rank prints it whole, and whether others have other errors.
+    # Of an error that several ranks raise: whether another rank prints it whole.
     _is_printed_elsewhere = False
 
     def __init__(self, *args: object) -> None:
         super().__init__(*args)
         # Below the text in a traceback, and not in str(error).
-        named = next((kind.__name__ for kind in type(self).__mro__ if kind.__name__ in __all__), "errors")
-        self.add_note(f"More about it: mpistrategy guide {named}")
+        page = next((kind.__name__ for kind in type(self).__mro__ if kind.__name__ in __all__), "errors")
+        self.add_note(f"More about it: mpistrategy guide {page}")
 
     @classmethod
     def at(cls, where: str, *, found: str, expected: str, fix: str = "") -> Self:
@@ -118,8 +118,8 @@ class MpiStrategyError(Exception):
 
         Args:
             where: the public name that was called, e.g. ``"ReplicaContext.all_reduce"``.
-            found: what was given.
-            expected: what would have been right.
+            found: the value or the situation.
+            expected: the right value or situation.
             fix: what to write instead; may be empty when `expected` says it.
         """
         text = f"{where}: found {found}; expected {expected}."
@@ -129,7 +129,7 @@ class MpiStrategyError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         # Who prints the error means nothing elsewhere.
-        return type(self), self.args, {name: kept for name, kept in vars(self).items() if not name.startswith("_")}
+        return type(self), self.args, {name: value for name, value in vars(self).items() if not name.startswith("_")}
 
 
 class ContextError(MpiStrategyError, RuntimeError):
@@ -242,7 +242,7 @@ class DeviceError(MpiStrategyError, ValueError):
 
     Cause: a device string that cannot be read, a GPU that is not there or shared by two ranks, fewer devices than
     ranks on the node, or arrays on another GPU than the rank's.
-    Cure: `devices="gpu"` takes those that are there; `"shared"` lets ranks share; start one rank for each GPU. See
+    Cure: `devices="gpu"` takes the GPUs that exist; `"shared"` lets ranks share; start one rank for each GPU. See
     GPUs (`mpistrategy guide gpus`).
     """
 
@@ -393,8 +393,8 @@ class CollectiveMismatchError(MpiStrategyError, RuntimeError):
 
     Attributes:
         calls: what each rank did, by rank; the same on all ranks.  Where ranks wait for each other in different
-            strategies: the call and the site of those that this rank sees.  Empty where the ranks differ in something
-            else than a call, such as the rows of their datasets.
+            strategies: the calls and the sites that this rank sees.  Empty where the ranks differ in something else
+            than a call, such as the rows of their datasets.
         differ: the fields in which the calls differ: "call", "op", "structure", "values" (dtypes and shapes),
             "destination", "options", "name", "place"; or "strategy", where each waits in another one.
     """
@@ -526,7 +526,7 @@ class CollectiveTimeoutError(RemoteError, TimeoutError):
         calls: by the number in the job, what is known of each rank: the call that it waits in, its operation and its
             site; or with `left` where it is, and why it does not answer.
         missing: the ranks that have not come.
-        waited_seconds: by rank, how long it has waited; 0 for one that has not come.
+        waited_seconds: by rank, how long it has waited; 0 for a rank that has not come.
     """
 
     calls: Mapping[int, RankCall] = {}

@@ -36,8 +36,8 @@ def global_norm(arrays: Sequence[Any]) -> float:
     """Return the Euclidean norm of all elements of all arrays, summed in float64; local.
 
     Args:
-        arrays: of any numeric dtypes and shapes; None is left out.  Of IndexedSlices rows with one index are added
-            first, as in the array that they stand for.
+        arrays: of any numeric dtypes and shapes; None is left out.  Rows of IndexedSlices with the same index are added
+            first, as in the dense array.
 
     Raises:
         LeafError, DTypeError, ShapeError: for values that are no numeric arrays.
@@ -48,7 +48,7 @@ def global_norm(arrays: Sequence[Any]) -> float:
 
 
 def _sum_of_squares(array: Any) -> Any:
-    """Return a number of float64, where the array is; in GPU memory in parts, since all would take much room."""
+    """Return a float64 number on the array's device; in GPU memory part by part, which takes less room."""
     if not is_on_device(array):
         return np.square(np.abs(array), dtype=np.float64).sum()
     flat = array.ravel()
@@ -69,7 +69,7 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         clip_norm: a positive number.
 
     Returns:
-        The scaled arrays, in their dtypes and of the kind that was given, and the norm before scaling.  If it is not
+        The scaled arrays, in their dtypes and kinds of array, and the norm before scaling.  If the norm is not
         finite, all numbers become NaN.
 
     Raises:
@@ -77,22 +77,22 @@ def clip_by_global_norm(arrays: Sequence[Any], clip_norm: float) -> tuple[list[A
         LeafError, DTypeError, ShapeError: for values that are no arrays of such numbers.
     """
     where = "clip_by_global_norm"
-    if clip_norm != np.inf:  # which only asks for the norm
+    if clip_norm != np.inf:  # infinity only asks for the norm
         checked_number(where, "clip_norm", clip_norm, "a positive number", positive)
-    given = [array for array in arrays if array is not None]
-    parts = [_checked(array, where) for array in given]
+    originals = [array for array in arrays if array is not None]
+    parts = [_checked(array, where) for array in originals]
     values = [_values(part) for part in parts]
     for array in values:
         if array.dtype.kind in "iu":
             raise DTypeError.at(where, found=f"dtype {dtype_name(array.dtype)}", expected="a floating dtype")
     norm = global_norm(parts)
     scaled = scaled_by(values, scale_for(norm, clip_norm))
-    results = iter([_like(*each) for each in zip(parts, scaled, given, strict=True)])
+    results = iter([_like(*triple) for triple in zip(parts, scaled, originals, strict=True)])
     return [None if array is None else next(results) for array in arrays], norm
 
 
 def scale_for(norm: float, most: float) -> float:
-    """Return what makes a norm at most `most`; NaN for one that is not finite."""
+    """Return the factor that makes a norm at most `most`; NaN for a norm that is not finite."""
     if not np.isfinite(norm):
         return np.nan
     return min(1.0, most / norm) if norm else 1.0
@@ -110,18 +110,22 @@ def _values(gradient: Any) -> Any:
 
 
 def _with_values(gradient: Any, values: Any) -> Any:
-    """Return an array, or IndexedSlices with the rows of a gradient, of other values."""
+    """Return other values for a gradient: as an array, or as IndexedSlices of the gradient's rows."""
     is_sparse = isinstance(gradient, IndexedSlices)
     return IndexedSlices(values, gradient.indices, gradient.dense_shape) if is_sparse else values
 
 
-def _like(gradient: Any, values: Any, given: Any) -> Any:
-    """Return `_with_values`, of the kind of array that was given; None where one of them is None."""
-    return gradient if given is None or gradient is None else _with_values(gradient, like_given(values, _values(given)))
+def _like(gradient: Any, values: Any, original: Any) -> Any:
+    """Return `_with_values`, as the kind of array of `original`; None where an argument is None."""
+    return (
+        gradient
+        if original is None or gradient is None
+        else _with_values(gradient, like_given(values, _values(original)))
+    )
 
 
 def _rows_added(gradient: Any, where: str) -> Any:
-    """Return an array that has the numbers of a gradient; of IndexedSlices the rows, those of one index added."""
+    """Return a gradient as an array; of IndexedSlices the rows, added where they have the same index."""
     gradient = _checked(gradient, where)
     if not isinstance(gradient, IndexedSlices):
         return gradient
@@ -175,8 +179,8 @@ class GradientAccumulator(Kept, Settable):
             gradients: arrays, IndexedSlices, or None for a variable without a gradient in this step.
 
         Returns:
-            At every `steps`-th call the sums, for an optimizer, of the kind that was given; the next call starts at 0.
-            Else None.  A sum is None where all gradients were; the sum of IndexedSlices has the rows of all of them.
+            At every `steps`-th call the sums, for an optimizer, in the gradients' kind of array; the next call starts
+            at 0.  Else None.  A sum of None is None; a sum of IndexedSlices has the rows of all of them.
 
         Raises:
             ShapeError: when the number or the shapes of gradients differ from the step before.
@@ -184,26 +188,33 @@ class GradientAccumulator(Kept, Settable):
             ContextError: in a function that JAX traces.
         """
         refuse_in_jax_trace("GradientAccumulator.add")
-        given = [None if each is None else _checked(each, _WHERE) for each in gradients]
-        added = [None if each is None else _with_values(each, _widened(_values(each))) for each in given]
-        before = self._sums if self._count else [None] * len(added)
-        if len(before) != len(added) or not all(map(_fit, before, added)):
+        checked = [None if gradient is None else _checked(gradient, _WHERE) for gradient in gradients]
+        terms = [
+            None if gradient is None else _with_values(gradient, _widened(_values(gradient))) for gradient in checked
+        ]
+        before = self._sums if self._count else [None] * len(terms)
+        if len(before) != len(terms) or not all(map(_fit, before, terms)):
             raise ShapeError.at(
                 _WHERE,
-                found=f"gradients of shapes {[*map(_shape, added)]}",
+                found=f"gradients of shapes {[*map(_shape, terms)]}",
                 expected=f"shapes {[*map(_shape, before)]}, as in the step before",
             )
-        sums = [*map(_sum, before, added)]
-        known = self._dtypes if self._count else [None] * len(added)
-        dtypes = [dtype if each is None else _values(each).dtype for each, dtype in zip(given, known, strict=True)]
+        sums = [*map(_sum, before, terms)]
+        old_dtypes = self._dtypes if self._count else [None] * len(terms)
+        dtypes = [
+            dtype if gradient is None else _values(gradient).dtype
+            for gradient, dtype in zip(checked, old_dtypes, strict=True)
+        ]
         self._sums, self._dtypes = sums, dtypes
         self._count += 1
-        taken = self.take() if self._count >= self.steps else None
-        return taken and [_like(total, _values(total), each) for total, each in zip(taken, gradients, strict=True)]
+        totals = self.take() if self._count >= self.steps else None
+        return totals and [
+            _like(total, _values(total), gradient) for total, gradient in zip(totals, gradients, strict=True)
+        ]
 
     @property
     def _partial_sums(self) -> list[Array | None]:
-        """The sums so far, 16-bit floats in 32 bits, those of IndexedSlices dense; none before the first step."""
+        """The sums so far, 16-bit floats in 32 bits, IndexedSlices dense; empty before the first step."""
         sums = self._sums if self._count else []
         return [total.to_dense() if isinstance(total, IndexedSlices) else total for total in sums]
 
@@ -252,10 +263,10 @@ def _widened(array: Any) -> Any:
 
 
 def _shape(gradient: Any) -> tuple[int, ...] | None:
-    """Return the shape of the array that a gradient stands for; of IndexedSlices without one, that of a row."""
+    """Return the shape of a gradient as a dense array; of IndexedSlices without `dense_shape`, the shape of a row."""
     if isinstance(gradient, IndexedSlices):
-        known = gradient.dense_shape
-        return gradient.values.shape[1:] if known is None else tuple(int(n) for n in host_array(known))
+        dense_shape = gradient.dense_shape
+        return gradient.values.shape[1:] if dense_shape is None else tuple(int(n) for n in host_array(dense_shape))
     return None if gradient is None else tuple(gradient.shape)
 
 
@@ -263,11 +274,11 @@ def _fit(total: Any, gradient: Any) -> bool:
     """Return whether a gradient may be added to a sum."""
     if total is None or gradient is None:
         return True
-    one, other = _shape(total), _shape(gradient)
-    rows = [each.dense_shape is None for each in (total, gradient) if isinstance(each, IndexedSlices)]
-    if len(rows) == 2 and any(rows):  # what is known of both
+    total_shape, gradient_shape = _shape(total), _shape(gradient)
+    rows = [operand.dense_shape is None for operand in (total, gradient) if isinstance(operand, IndexedSlices)]
+    if len(rows) == 2 and any(rows):  # both are IndexedSlices
         return bool(total.values.shape[1:] == gradient.values.shape[1:])
-    return not any(rows) and one == other
+    return not any(rows) and total_shape == gradient_shape
 
 
 def _sum(total: Any, gradient: Any) -> Any:
@@ -279,7 +290,7 @@ def _sum(total: Any, gradient: Any) -> Any:
         if not isinstance(total, np.ndarray) and not is_on_device(total):
             values, indices = [part.values for part in parts], [host_array(part.indices) for part in parts]
             with on_device_of_any(values):
-                joined = np.concatenate([placed_as(each, values[-1]) for each in values])
+                joined = np.concatenate([placed_as(array, values[-1]) for array in values])
             shape = next((part.dense_shape for part in parts if part.dense_shape is not None), None)
             return IndexedSlices(joined, np.concatenate(indices), shape)
         gradient = gradient.to_dense()

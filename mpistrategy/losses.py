@@ -108,8 +108,8 @@ def _replicas(where: str) -> int:
     return count
 
 
-def _part(losses: Any, dtype: np.dtype[Any], count: int, given: Any) -> Any:
-    """Return the sum over `count` in `dtype`, in the kind of array that was given; 16-bit floats are rounded once."""
+def _part(losses: Any, dtype: np.dtype[Any], count: int, original: Any) -> Any:
+    """Return the sum over `count` in `dtype`, as the kind of array of `original`; 16-bit floats are rounded once."""
     wide = wire_dtype(dtype)
     total = any_array(losses.sum(dtype=wide) / wide.type(count))
-    return like_given(total.astype(dtype, copy=False)[()], given)
+    return like_given(total.astype(dtype, copy=False)[()], original)

@@ -81,7 +81,7 @@ class SGD(Optimizer):
         return {"momentum": 0.0} if self.momentum else {}
 
     def change(self, gradient: Array, slots: Mapping[str, Variable]) -> Array:
-        """Update the momentum; return what the variable loses."""
+        """Update the momentum; return the change to subtract."""
         return formulas.change_of(SGD._kernel(self), gradient, slots)
 
     def _kernel(self) -> formulas.Kernel:

@@ -27,15 +27,15 @@ def member_of(kind: type[E], value: Any) -> E | None:
 
 def checked_member(kind: type[E], value: Any, where: str, argument: str) -> E:
     """Return `member_of(kind, value)`; raise OptionError, which names the argument, where there is none."""
-    found = member_of(kind, value)
-    if found is None:
+    member = member_of(kind, value)
+    if member is None:
         raise OptionError.at(
             where,
             found=f"{argument}={value!r}",
             expected=f"one of {kind.__name__}: {', '.join(kind.__members__)}",
             fix=did_you_mean(value, kind.__members__),
         )
-    return found
+    return member
 
 
 class VariableSynchronization(enum.Enum):
@@ -80,7 +80,7 @@ class ReduceOp(enum.Enum):
         return "SUM" if self is ReduceOp.MEAN else self.value
 
     def _divisor(self, dtype: np.dtype[Any], count: int) -> int:
-        """Return what a sum of `count` values is divided by in its dtype on the wire; means of integers differ."""
+        """Return the divisor of a sum of `count` values in its dtype on the wire; means of integers differ."""
         return count if self is ReduceOp.MEAN and dtype.kind not in "iu" else 1
 
     @classmethod
@@ -94,10 +94,10 @@ class ReduceOp(enum.Enum):
         Raises:
             ReduceOpError: for anything else.
         """
-        named = member_of(cls, value.name if isinstance(value, VariableAggregation) else value)
-        if named is not None:
-            return named
-        is_mpis = type(value).__module__ == "mpi4py.MPI"  # whose own operations are pickled by name
+        member = member_of(cls, value.name if isinstance(value, VariableAggregation) else value)
+        if member is not None:
+            return member
+        is_mpis = type(value).__module__ == "mpi4py.MPI"  # mpi4py's own operations are pickled by name
         name = str(value.__reduce__() if is_mpis else value).upper().removeprefix("MPI.").removeprefix("MPI_")
         fix = did_you_mean(value, cls.__members__)
         if name in cls.__members__:
@@ -108,7 +108,7 @@ class ReduceOp(enum.Enum):
         raise ReduceOpError.at(where, found=f"reduce_op={value!r}", expected=expected, fix=fix)
 
 
-#: The operations of MPI that are none of ours.
+#: The operations of MPI that this library does not have.
 _MPIS_OWN = ("MAXLOC", "MINLOC", "LAND", "BAND", "LOR", "BOR", "LXOR", "BXOR", "REPLACE", "NO_OP")
 
 #: A mean, as an argument; see `Op`.
@@ -216,7 +216,7 @@ class CommunicationOptions:
             return self
         checked_type("options", "options", options, CommunicationOptions, "a CommunicationOptions or None")
         chosen = {
-            each.name: given for each in fields(options) if (given := getattr(options, each.name)) != each.default
+            field.name: value for field in fields(options) if (value := getattr(options, field.name)) != field.default
         }
         return replace(self, **chosen)
 
@@ -247,7 +247,7 @@ def path_word(options: CommunicationOptions, chosen: str = "") -> str:
     return word
 
 
-#: What a variable of the environment may say for no and for yes, in any letter case.
+#: The words for no and for yes in a variable of the environment, in any letter case.
 NO_WORDS, YES_WORDS = ("0", "off", "false", "no"), ("1", "on", "true", "yes")
 YES_OR_NO = "1, on, true or yes; or 0, off, false or no"
 

@@ -93,7 +93,7 @@ def read(name: str, most: int, only_own: bool = True) -> bytes:
 
 
 def make_folder(path: str) -> None:
-    """Make a folder for the user; inside a setgid folder also for its group, which the new one inherits.
+    """Make a folder for the user; inside a setgid folder also for its group, which the new folder inherits.
 
     Raises:
         OSError: when it exists already, or cannot be made.

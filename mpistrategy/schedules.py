@@ -110,7 +110,7 @@ class CosineDecay(Settable):
 
 
 class PiecewiseConstantDecay(Settable):
-    """One learning rate up to each boundary, and one after the last.
+    """One learning rate up to each boundary, and another after the last.
 
     Args:
         boundaries: step numbers, growing; a boundary belongs to the piece before it.
@@ -130,11 +130,11 @@ class PiecewiseConstantDecay(Settable):
 
     def __init__(self, boundaries: Sequence[int], values: Sequence[float]) -> None:
         kind = "PiecewiseConstantDecay"
-        for name, given in (("boundaries", boundaries), ("values", values)):
-            if not isinstance(given, (list, tuple)):
-                raise OptionTypeError.at(kind, found=f"{name}={given!r}", expected="a list of numbers")
-        self.boundaries = tuple(checked_count(kind, "boundaries", each, least=0) for each in boundaries)
-        self.values = tuple(_amount(kind, "values", each) for each in values)
+        for name, numbers in (("boundaries", boundaries), ("values", values)):
+            if not isinstance(numbers, (list, tuple)):
+                raise OptionTypeError.at(kind, found=f"{name}={numbers!r}", expected="a list of numbers")
+        self.boundaries = tuple(checked_count(kind, "boundaries", boundary, least=0) for boundary in boundaries)
+        self.values = tuple(_amount(kind, "values", value) for value in values)
         if list(self.boundaries) != sorted(set(self.boundaries)):
             raise OptionError.at(kind, found=f"boundaries={list(boundaries)}", expected="growing step numbers")
         if len(self.values) != len(self.boundaries) + 1:

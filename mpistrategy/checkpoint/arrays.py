@@ -1,7 +1,7 @@
 """`Checkpoint.arrays`: the arrays in a checkpoint, or in another file of arrays.
 
-A checkpoint is read as by one rank, and so are archives of NumPy's (.npz).  Other files are mapped into memory, so that
-large ones take none.  Writing into an array does not change the file.
+A checkpoint is read as by one rank, and so are NumPy's archives (.npz).  Other files are mapped into memory, so that
+large files take no memory.  Writing into an array does not change the file.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ def _safetensors(path: str) -> dict[str, Array]:
 
 def _npy(path: str) -> dict[str, Array]:
     header: Any = np.load(path, mmap_mode="r", allow_pickle=False)
-    found = np.ndarray(header.shape, header.dtype, _mapped(path), header.offset, header.strides)
-    return {"": found}
+    array = np.ndarray(header.shape, header.dtype, _mapped(path), header.offset, header.strides)
+    return {"": array}
 
 
 def _npz(path: str) -> dict[str, Array]:

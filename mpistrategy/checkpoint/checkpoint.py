@@ -256,11 +256,11 @@ class Checkpoint(NamesOurs):
             pending._settle(where, name)
 
     def _agreed(
-        self, what: str, directory: Any, options: str, strategy: Strategy, call: Call
+        self, operation: str, directory: Any, options: str, strategy: Strategy, call: Call
     ) -> tuple[str, dict[str, Any], State]:
         """Wait for the previous save; return path, objects and their state, once all ranks agree on the call."""
         path = checked_path(directory, call.where)
-        if what == "save":
+        if operation == "save":
             self._wait(call.where)
         else:
             self._settle(call.where)
@@ -269,7 +269,7 @@ class Checkpoint(NamesOurs):
         objects = {name: value() if _is_function(value) else value for name, value in objects.items()}
         state = State(objects, strategy, call.where)
         call.structure = state.structure()
-        call.agree(what, destination=path, options=options)
+        call.agree(operation, destination=path, options=options)
         return path, objects, state
 
     @staticmethod

@@ -1,7 +1,7 @@
-"""Which ranks write a checkpoint, what they write, and how it comes to them from the other ranks.
+"""Which ranks write a checkpoint, what they write, and how they get the data of the other ranks.
 
 One rank writes a small checkpoint, some on each node a large one.  Each writer writes one shard: some of the arrays
-that are saved once, which it has already, and what a group of ranks has for itself.  All ranks make the same plan.
+that are saved once, which every rank has, and the per-rank data of a group of ranks.  All ranks make the same plan.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from mpistrategy.checkpoint.storage.shards import own_pieces, pieces_of
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 
-#: About how many bytes a writer writes where there are few: one for so many bytes.
+#: The bytes of one writer: so many bytes of data get one writer more.
 BYTES_A_WRITER = 2**26
 #: Larger arrays are split.
 BYTES_A_PART = 2**26
-#: The most writers of a node, and of the job if it has fewer nodes.  There are more where the ranks have so much for
-#: themselves that a writer should not gather it.
+#: The most writers of a node, and of the job if it has fewer nodes.  There are more where the ranks have too much
+#: per-rank data for one writer to gather.
 MOST_A_NODE, MOST_WRITERS = 8, 1024
 
 
@@ -35,7 +35,7 @@ class Plan(NamedTuple):
 
     Attributes:
         writers: the rank that writes each shard; the first is rank 0.
-        writer_of: the rank that writes what each rank has for itself.
+        writer_of: for each rank, the rank that writes its data.
         shards: of each array that is saved once: `Item.shards`.
     """
 
@@ -50,7 +50,7 @@ def plan(node_of: Sequence[int], once: Mapping[str, Array], own_bytes: int) -> P
     Args:
         node_of: the node of each rank.
         once: the arrays that are saved once, by path.
-        own_bytes: what all ranks together have for themselves, in bytes.
+        own_bytes: the bytes of the per-rank data of all ranks together.
     """
     nodes = max(node_of) + 1
     total = own_bytes + sum(array.nbytes for array in once.values())
@@ -62,11 +62,11 @@ def plan(node_of: Sequence[int], once: Mapping[str, Array], own_bytes: int) -> P
     for writer, group in zip(writers, groups, strict=True):
         writer_of[group] = writer
     loads, shards = [(0, number) for number in range(count)], {}
-    for path, array in sorted(once.items(), key=lambda item: -item[1].nbytes):  # to those with the fewest bytes
+    for path, array in sorted(once.items(), key=lambda item: -item[1].nbytes):  # to the shards with the fewest bytes
         parts = min(count, _over(array.nbytes, BYTES_A_PART), max(1, array.size))
-        taken = [heapq.heappop(loads) for _ in range(parts)]
-        shards[path] = tuple(number for _, number in taken)
-        for nbytes, number in taken:
+        loads_of_parts = [heapq.heappop(loads) for _ in range(parts)]
+        shards[path] = tuple(number for _, number in loads_of_parts)
+        for nbytes, number in loads_of_parts:
             heapq.heappush(loads, (nbytes + array.nbytes // parts, number))
     return Plan(writers, writer_of, shards)
 
@@ -98,27 +98,27 @@ def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], l
     call.expect_more()
     blocks = {me: own} if own else {}
     if own and len(planned.writers) < size:
-        counts, taken = np.zeros((2, size), np.int64)
-        sent, writer = np.empty(0, np.uint8), planned.writer_of[me]
+        send_counts, receive_counts = np.zeros((2, size), np.int64)
+        outgoing, writer = np.empty(0, np.uint8), planned.writer_of[me]
         if writer != me:
-            sent = np.concatenate([np.frombuffer(piece, np.uint8) for piece in own])
-            counts[writer] = sent.size
+            outgoing = np.concatenate([np.frombuffer(piece, np.uint8) for piece in own])
+            send_counts[writer] = outgoing.size
         group = np.flatnonzero((planned.writer_of == me) & (np.arange(size) != me))
-        taken[group] = lengths[group]
-        received = np.empty(int(taken.sum()), np.uint8)
+        receive_counts[group] = lengths[group]
+        received = np.empty(int(receive_counts.sum()), np.uint8)
         call.agree("gather what each rank has")
-        communicator.alltoallv(sent, counts.tolist(), received, taken.tolist())
+        communicator.alltoallv(outgoing, send_counts.tolist(), received, receive_counts.tolist())
         call.expect_more()
-        theirs = np.split(received, np.cumsum(lengths[group])[:-1])
-        blocks |= {rank: [block] for rank, block in zip(group.tolist(), theirs, strict=False)}
+        others_blocks = np.split(received, np.cumsum(lengths[group])[:-1])
+        blocks |= {rank: [block] for rank, block in zip(group.tolist(), others_blocks, strict=False)}
     if me not in planned.writers:
         return planned.writers, None
-    mine = _parts_of(state, once, planned.writers.index(me))
-    return planned.writers, pieces_of(mine, dict(sorted(blocks.items())))
+    own_parts = _parts_of(state, once, planned.writers.index(me))
+    return planned.writers, pieces_of(own_parts, dict(sorted(blocks.items())))
 
 
 def _own(state: State, where: str) -> list[Any]:
-    """Return the bytes of what this rank has for itself; nothing if no rank has anything."""
+    """Return the bytes of this rank's data; nothing if no rank has data of its own."""
     own = {path: item for path, item in state.items.items() if item.is_of_each_rank}
     arrays = {path: host_array(state.arrays[path]) for path, item in own.items() if item.is_array}
     values: dict[str, Any] = {path: arrays[path].shape for path in arrays if own[path].has_lines}
@@ -132,10 +132,10 @@ def _nbytes(pieces: Sequence[Any]) -> int:
 
 def _parts_of(state: State, once: Mapping[str, Array], number: int) -> dict[str, Array]:
     """Return the arrays, and parts of them, in the shard of a number."""
-    found = {}
+    parts = {}
     for path, array in once.items():
         item = state.items[path]
         for shard, start, stop in item.parts:
             if shard == number:
-                found[path] = host_array(array if len(item.shards) == 1 else array.reshape(-1)[start:stop])
-    return found
+                parts[path] = host_array(array if len(item.shards) == 1 else array.reshape(-1)[start:stop])
+    return parts

@@ -1,8 +1,8 @@
 """How the arrays of a checkpoint come from the ranks that have read them to all ranks, and into the objects.
 
-An array that was saved once goes to all ranks.  Of an array of which each rank had a copy, each rank gets its own back;
-on another number of ranks all get the combined copies, the total by one collective for all of one dtype, and each keeps
-its share of a sum.  Of rows of a global array each rank gets the next ones, equally many.
+An array that was saved once goes to all ranks.  If each rank had a copy, each rank gets its own copy back; on another
+number of ranks all ranks get the combined copies, by one collective for each dtype, and keep their shares of a sum.
+The rows of a global array are split again, equally many for each rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from mpistrategy.variables.variable import Variable
 
 
 def deliver(source: Reading, targets: Mapping[str, Variable | None]) -> dict[str, Array]:
-    """Write arrays into variables, and return the others: by path, those that have no variable.  Collective."""
+    """Write arrays into variables; return the arrays without a variable, by path.  Collective."""
     ranks, items = source.communicator, source.manifest.items
     combined = {path: var for path, var in targets.items() if not _is_own(source, items[path], var)}
     totals = _totals(source, [path for path in combined if items[path].copies in ("SUM", "MEAN")])
@@ -53,7 +53,7 @@ def _is_own(source: Reading, item: Item, variable: Variable | None) -> bool:
 
 
 def _aggregation(item: Item, variable: Variable | None) -> str:
-    """Return how the copies belong together in a variable here, or in an array, which tells it in the checkpoint."""
+    """Return how copies are combined: as the variable says, or for an array, as the checkpoint says."""
     if variable is None:
         return item.copies
     is_local = variable.strategy.extended._is_local
@@ -73,7 +73,7 @@ def _dtype(item: Item) -> np.dtype[Any]:
 
 
 def _copy(source: Reading, path: str, item: Item) -> Array:
-    """Return the only copy, or the first rank's, on all ranks; its parts are sent where they were read."""
+    """Return the only copy, or the first rank's, on all ranks; the ranks that have read its parts send them."""
     ranks, parts = (
         source.communicator,
         [(source.readers[shard], shard, start, stop) for shard, start, stop in item.parts],
@@ -84,11 +84,11 @@ def _copy(source: Reading, path: str, item: Item) -> Array:
     for root, shard, start, stop in parts:
         part = array[start:stop]
         if root == ranks.rank:
-            read = array_of(source.owns[0], path, source.manifest) if shard < 0 else source.arrays[shard].pop(path)
+            stored = array_of(source.owns[0], path, source.manifest) if shard < 0 else source.arrays[shard].pop(path)
             if len(parts) == 1:
-                array = part = read.reshape(-1)  # which need not be copied
+                array = part = stored.reshape(-1)  # which need not be copied
             else:
-                part[...] = read
+                part[...] = stored
         if part.size:
             ranks.bcast(part, root)
     return array.reshape(item.shape)
@@ -100,7 +100,7 @@ def _totals(source: Reading, paths: Sequence[str]) -> dict[str, Array]:
     by_dtype: dict[np.dtype[Any], list[str]] = {}
     for path in paths:
         by_dtype.setdefault(_dtype_of_sums(source.manifest.items[path]), []).append(path)
-    found = {}
+    totals = {}
     for dtype, same in by_dtype.items():
         items = [source.manifest.items[path] for path in same]
         ends = np.cumsum([item.elements for item in items])
@@ -113,8 +113,8 @@ def _totals(source: Reading, paths: Sequence[str]) -> dict[str, Array]:
             source.communicator.allreduce(total)
         for path, item, part in zip(same, items, parts, strict=True):
             combined = part / source.manifest.ranks if item.copies == "MEAN" else part
-            found[path] = combined.astype(_dtype(item)).reshape(item.shape)
-    return found
+            totals[path] = combined.astype(_dtype(item)).reshape(item.shape)
+    return totals
 
 
 def _dtype_of_sums(item: Item) -> np.dtype[Any]:
@@ -129,25 +129,25 @@ def _rows(source: Reading, path: str, item: Item) -> Array:
     """Return this rank's part of a global array: the next rows, equally many on each rank but the last ones."""
     ranks, counts, readers = source.communicator, source.rows[path], source.reader_of
     begins = np.cumsum(counts) - counts
-    lengths, taken = np.zeros((2, ranks.size), np.int64)
-    sent = [np.empty(0, np.uint8)]
+    send_counts, receive_counts = np.zeros((2, ranks.size), np.int64)
+    outgoing = [np.empty(0, np.uint8)]
     for rank in range(ranks.size):
         for saved, start, stop in _parts_of(counts, rank, ranks.size):
             if saved in source.owns:
                 block = array_of(source.owns[saved], path, source.manifest)[
                     start - begins[saved] : stop - begins[saved]
                 ]
-                sent.append(_bytes(block))
-                lengths[rank] += block.nbytes
-    mine = _parts_of(counts, ranks.rank, ranks.size)
-    mine.sort(key=lambda part: int(readers[part[0]]))  # the order in which they come
+                outgoing.append(_bytes(block))
+                send_counts[rank] += block.nbytes
+    own_parts = _parts_of(counts, ranks.rank, ranks.size)
+    own_parts.sort(key=lambda part: int(readers[part[0]]))  # the order of arrival
     first, last = _part(int(counts.sum()), ranks.rank, ranks.size)
     array = np.empty((last - first, *item.shape[1:]), _dtype(item))
-    places = [_bytes(array[start - first : stop - first]) for _, start, stop in mine]
-    for (saved, _, _), place in zip(mine, places, strict=True):
-        taken[readers[saved]] += place.size
+    places = [_bytes(array[start - first : stop - first]) for _, start, stop in own_parts]
+    for (saved, _, _), place in zip(own_parts, places, strict=True):
+        receive_counts[readers[saved]] += place.size
     received = np.empty(array.nbytes, np.uint8)
-    ranks.alltoallv(np.concatenate(sent), lengths.tolist(), received, taken.tolist())
+    ranks.alltoallv(np.concatenate(outgoing), send_counts.tolist(), received, receive_counts.tolist())
     for place, block in zip(places, np.split(received, np.cumsum([place.size for place in places])[:-1]), strict=False):
         place[...] = block
     return array
@@ -158,14 +158,14 @@ def _bytes(array: Array) -> Array:
 
 
 def _part(count: int, rank: int, size: int) -> tuple[int, int]:
-    """Return the first row of a rank's part of a global array, and the one after the last."""
-    each = max(1, -(-count // size))
-    return min(rank * each, count), min((rank + 1) * each, count)
+    """Return the first row of a rank's part of a global array, and the row after the last."""
+    length = max(1, -(-count // size))
+    return min(rank * length, count), min((rank + 1) * length, count)
 
 
 def _parts_of(counts: Array, rank: int, size: int) -> list[tuple[int, int, int]]:
-    """Return of which ranks that saved a rank's part comes, each with the first row and the one after the last."""
+    """Return the sources of a rank's part: a rank that saved, the first row, and the row after the last."""
     ends = np.cumsum(counts)
     begins, (first, last) = ends - counts, _part(int(ends[-1]), rank, size)
-    there = np.flatnonzero((ends > first) & (begins < last) & (counts > 0)).tolist()
-    return [(saved, max(int(begins[saved]), first), min(int(ends[saved]), last)) for saved in there]
+    sources = np.flatnonzero((ends > first) & (begins < last) & (counts > 0)).tolist()
+    return [(saved, max(int(begins[saved]), first), min(int(ends[saved]), last)) for saved in sources]

@@ -1,6 +1,6 @@
 """The states of NumPy's random generators, as plain values.
 
-NumPy checks little of a state that it is given, so it is checked here.
+NumPy checks little of a state, so the state is checked here.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def set_state(generator: AnyGenerator, state: Any) -> None:
     """Set the state of a generator to one that `state_of` returned.
 
     Raises:
-        ValueError, TypeError, KeyError: for an invalid state, or one of another bit generator.
+        ValueError, TypeError, KeyError: for an invalid state, or a state of another bit generator.
     """
     if isinstance(generator, np.random.RandomState):
         generator.set_state(_from_plain(state))
@@ -48,7 +48,7 @@ def set_state(generator: AnyGenerator, state: Any) -> None:
 
 
 def checked_state(generator: AnyGenerator, state: Any, times: int) -> Any:
-    """Return a state that `set_state` takes; of another stream, independent of it and of those of fewer times.
+    """Return a state for `set_state`; with `times`, of a stream independent of it and of the streams of fewer times.
 
     Raises:
         ValueError, TypeError, KeyError: as `set_state`.
@@ -74,16 +74,16 @@ def _from_plain(state: Any) -> dict[str, Any]:
     """Return a state in NumPy's form; ValueError for numbers out of range."""
     if not isinstance(state, dict):  # NumPy would take a tuple of the same numbers, unchecked
         raise ValueError(f"a state of type {type(state).__name__}")
-    found: dict[str, Any] = {}
+    native_state: dict[str, Any] = {}
     for name, value in state.items():
-        found[name] = value
+        native_state[name] = value
         if name in _LARGEST:
             if not (type(value) is int and 0 <= value <= _LARGEST[name]):
                 raise ValueError(f"{name}={shown(value)} in the state of a generator, at most {_LARGEST[name]}")
         elif isinstance(value, dict):
-            found[name] = _from_plain(value)
+            native_state[name] = _from_plain(value)
         elif isinstance(value, tuple) and len(value) == 3 and value[0] == _ARRAY:
             if value[1] not in _WORDS:  # some dtypes make a large array of a short list
                 raise ValueError(f"an array of dtype {value[1]!r:.80}")
-            found[name] = np.array(value[2], value[1])
-    return found
+            native_state[name] = np.array(value[2], value[1])
+    return native_state

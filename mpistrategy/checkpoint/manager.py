@@ -178,8 +178,8 @@ class CheckpointManager(NamesOurs, Settable):
                     names = [name for name in self._names() if name.startswith(("step-", _LEFT))]
             call.agree("look for checkpoints", destination=self.directory, options=f"{partial=}")
             names = json.loads(communicator.allgather_text(json.dumps(names))[0])
-            others = [name for name in names if not _STEP.fullmatch(name)]
-            self.skipped = {name: _INCOMPLETE if name.startswith(_LEFT) else _NO_NAME for name in others}
+            other_names = [name for name in names if not _STEP.fullmatch(name)]
+            self.skipped = {name: _INCOMPLETE if name.startswith(_LEFT) else _NO_NAME for name in other_names}
             self.restored, self._damaged = None, set()
             for step in reversed(_steps_in(names)):
                 path = self.path_of(step)
@@ -272,8 +272,8 @@ class CheckpointManager(NamesOurs, Settable):
             steps: list[int] = []
             with contextlib.suppress(CheckpointError):
                 steps = [step for step in self.steps() if step not in self._damaged]
-            others = [step for step in steps if step != self._saved]
-            for step in others[: max(0, len(steps) - self.keep)]:
+            other_steps = [step for step in steps if step != self._saved]
+            for step in other_steps[: max(0, len(steps) - self.keep)]:
                 hidden = os.path.join(self.directory, SAVING.format(f"step-{step:012}") + "0" * 16)
                 with contextlib.suppress(OSError):
                     files.rename(self.path_of(step), hidden)  # if the job ends meanwhile, the next one sweeps the rest

@@ -51,7 +51,7 @@ class TerminationConfig:
 
     Raises:
         OptionError, OptionTypeError: for something else than a function or None, a negative grace period, an unknown
-            signal, and one that cannot be caught.
+            signal, and a signal that cannot be caught.
     """
 
     termination_watcher_fn: Callable[[], Any] | None = None
@@ -73,17 +73,17 @@ class TerminationConfig:
         object.__setattr__(self, "signals", tuple(dict.fromkeys(map(_signal, self.signals))))
 
 
-def _signal(given: Any) -> signal.Signals:
+def _signal(value: Any) -> signal.Signals:
     where, expected = "TerminationConfig, signals", 'the name of a signal that can be caught, such as "SIGUSR2"'
-    if isinstance(given, bool) or not isinstance(given, str | int):
-        raise OptionTypeError.at(where, found=repr(given), expected=expected)
+    if isinstance(value, bool) or not isinstance(value, str | int):
+        raise OptionTypeError.at(where, found=repr(value), expected=expected)
     try:
-        found = signal.Signals[given.upper()] if isinstance(given, str) else signal.Signals(given)
+        number = signal.Signals[value.upper()] if isinstance(value, str) else signal.Signals(value)
     except (KeyError, ValueError) as error:
-        raise OptionError.at(where, found=repr(given), expected=expected) from error
-    if found in (signal.SIGKILL, signal.SIGSTOP):
-        raise OptionError.at(where, found=found.name, expected=expected)
-    return found
+        raise OptionError.at(where, found=repr(value), expected=expected) from error
+    if number in (signal.SIGKILL, signal.SIGSTOP):
+        raise OptionError.at(where, found=number.name, expected=expected)
+    return number
 
 
 class PreemptionCheckpointHandler(Settable):
@@ -106,7 +106,7 @@ class PreemptionCheckpointHandler(Settable):
 
     Raises:
         OptionTypeError, OptionError: for invalid arguments.
-        ContextError: outside the main thread, because only that one can catch signals.
+        ContextError: outside the main thread, because only the main thread can catch signals.
         Exception: what `CheckpointManager.restore` raises, on every rank.
 
     >>> import tempfile, mpistrategy as ms
@@ -145,8 +145,8 @@ class PreemptionCheckpointHandler(Settable):
         self._communicator: Ranks = self._strategy.extended.communicator
         self._guard = self._communicator.guard
         self._raise_flag = self._guard.raise_flag  # at hand for the signal handler
-        #: What has told this rank to stop, and when; the handlers of signals before; the process that catches them.
-        self._told: tuple[str, float] | None = None
+        #: The notice to stop, and its time; the previous signal handlers; the process that catches signals.
+        self._notice: tuple[str, float] | None = None
         self._previous: dict[signal.Signals, Any] = {}
         self._process = os.getpid()
         self._name = name
@@ -179,7 +179,7 @@ class PreemptionCheckpointHandler(Settable):
     @property
     def is_told(self) -> bool:
         """Whether this rank was told to stop; the other ranks may not know it yet."""
-        return self._told is not None
+        return self._notice is not None
 
     def run(self, distributed_train_function: Callable[..., T], *args: Any, **kwargs: Any) -> T:
         """Make one step: ``distributed_train_function(*args, **kwargs)``, in cross-replica context.  Collective.
@@ -260,7 +260,7 @@ class PreemptionCheckpointHandler(Settable):
             signal.raise_signal(number)
             return
         # Do nothing else: the interrupted code may be half done.
-        self._told = self._told or (signal.Signals(number).name, time.monotonic())
+        self._notice = self._notice or (signal.Signals(number).name, time.monotonic())
         self._raise_flag()
 
     # --------------------------------------------------------------------------------------------- between the ranks
@@ -274,8 +274,8 @@ class PreemptionCheckpointHandler(Settable):
         """End the job if a rank was told to stop; `met` says whether the ranks have compared calls just now."""
         watcher = self._config.termination_watcher_fn
         if watcher is not None and watcher():
-            self._told = self._told or ("termination_watcher_fn", time.monotonic())
-        if self._told is not None:  # again, after a signal: another handler, which was closed, has lowered the flag
+            self._notice = self._notice or ("termination_watcher_fn", time.monotonic())
+        if self._notice is not None:  # again, after a signal: another handler, which was closed, has lowered the flag
             self._raise_flag()
         self._unchecked = 0 if met else self._unchecked + 1
         if self._unchecked >= self._steps_between_votes and not self._guard.flag_was_seen:
@@ -290,7 +290,7 @@ class PreemptionCheckpointHandler(Settable):
         with Call(self._guard, where, called=name) as call:
             call.agree("stop", options=f"after step {step}")
             now = time.monotonic()
-            told = communicator.allgather_text(f"{self._told[0]} {now - self._told[1]}" if self._told else "")
+            notices = communicator.allgather_text(f"{self._notice[0]} {now - self._notice[1]}" if self._notice else "")
         try:
             manager.wait(name=name)
         except CheckpointError as error:  # this state is saved all the same
@@ -299,11 +299,11 @@ class PreemptionCheckpointHandler(Settable):
         if manager.latest != step:
             manager.save(step, name=name)
         if communicator.rank == 0:
-            text = _in_words(told, time.monotonic() - now, self._config.grace_period)
+            text = _in_words(notices, time.monotonic() - now, self._config.grace_period)
             sys.stdout.flush()
             sys.stderr.write(f"{text.format(step)}: {manager.path_of(step)}\n")
             sys.stderr.flush()
-        self._told = None
+        self._notice = None
         self._guard.lower_flags()
         try:
             if self._config.exit_fn is None:
@@ -317,23 +317,23 @@ class PreemptionCheckpointHandler(Settable):
             raise
 
 
-def _in_words(told: Sequence[str], took: float, grace: float | None) -> str:
+def _in_words(notices: Sequence[str], took: float, grace: float | None) -> str:
     """Return who was told to stop, and how long it took, with {} for the step."""
-    signals = {rank: text.split() for rank, text in enumerate(told) if text}
-    who = f"{' and '.join(sorted({what for what, _ in signals.values()}))} on rank {', '.join(map(str, signals))}"
+    signals = {rank: text.split() for rank, text in enumerate(notices) if text}
+    who = f"{' and '.join(sorted({source for source, _ in signals.values()}))} on rank {', '.join(map(str, signals))}"
     seconds = max((float(ago) for _, ago in signals.values()), default=0.0) + took
     within = f" of {grace:g} s" if grace is not None else ""
     late = "; ask for an earlier signal" if grace is not None and seconds > grace / 2 else ""
     return f"told to stop ({who}): saved step {{}}, {seconds:.1f} s{within} after the signal{late}"
 
 
-def _manager(given: Any, folder: Any) -> CheckpointManager:
-    if isinstance(given, Checkpoint) and folder is not None:
-        return CheckpointManager(given, checked_path(folder, _WHERE, "checkpoint_dir"), keep=_KEPT)
-    if isinstance(given, CheckpointManager) and folder is None:
-        return given
+def _manager(saver: Any, folder: Any) -> CheckpointManager:
+    if isinstance(saver, Checkpoint) and folder is not None:
+        return CheckpointManager(saver, checked_path(folder, _WHERE, "checkpoint_dir"), keep=_KEPT)
+    if isinstance(saver, CheckpointManager) and folder is None:
+        return saver
     raise OptionTypeError.at(
         _WHERE,
-        found=f"checkpoint_or_checkpoint_manager={given!r}, checkpoint_dir={folder!r}",
+        found=f"checkpoint_or_checkpoint_manager={saver!r}, checkpoint_dir={folder!r}",
         expected="a CheckpointManager, or a Checkpoint and a checkpoint_dir",
     )

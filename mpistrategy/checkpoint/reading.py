@@ -1,8 +1,8 @@
-"""Who reads which part of a checkpoint, and how each rank gets what it had for itself.
+"""Which rank reads which part of a checkpoint, and how each rank gets its per-rank data.
 
-Rank 0 reads the manifest.  Each shard is read by one rank of the job: on as many ranks as saved, by the one that has
-written it; else the shards are spread over the nodes.  So each byte is read once, and then sent: networks are faster
-than the file system that the nodes share.
+Rank 0 reads the manifest.  Each shard is read by one rank: by its writer if the job has as many ranks as saved; else
+the shards are spread over the nodes.  So each byte is read once, and then sent: networks are faster than the file
+system that the nodes share.
 """
 
 from __future__ import annotations
@@ -35,13 +35,12 @@ class Reading:
         communicator, path: as given.
         manifest: as all ranks know it.
         readers: the rank that reads each shard.
-        arrays: the arrays that were saved once and that this rank has read, by shard and by the name that they have
-            there.
-        owns: what this rank has read of what ranks that saved had for themselves, by rank.
-        reader_of: the rank that has read what each rank that saved had for itself; empty if there is nothing.
+        arrays: of the arrays that were saved once, those that this rank has read, by shard and name.
+        owns: the per-rank data that this rank has read, by the rank that saved them.
+        reader_of: for each rank that saved, the rank that has read its data; empty without per-rank data.
         rows: by path, how many rows of a global array each rank that saved had.
-        own: what this rank had for itself, on as many ranks as saved; None on another number.
-        values: the values that this rank had for itself; if it was not there, those of another one.
+        own: the data of this rank, on as many ranks as saved; None on another number.
+        values: the plain values of this rank; of another rank if this rank did not save.
     """
 
     manifest: Manifest
@@ -58,7 +57,7 @@ class Reading:
         self.values: dict[str, Any] = {}
         self._folder = ""
         self._blocks: dict[int, Array] = {}
-        self._told: Array = np.empty((0, 0), np.int64)
+        self._own_table: Array = np.empty((0, 0), np.int64)
 
     @property
     def same_ranks(self) -> bool:
@@ -77,15 +76,15 @@ class Reading:
         parse(text, self.path)
         return os.fsencode(folder) + b"\0" + text
 
-    def tell_manifest(self, read: bytes) -> Manifest:
-        """Return the manifest on every rank; `read` is that of rank 0.  Collective."""
-        ranks, length = self.communicator, np.array([len(read)], np.int64)
+    def tell_manifest(self, data: bytes) -> Manifest:
+        """Return the manifest on every rank; `data` is what rank 0 has read.  Collective."""
+        ranks, length = self.communicator, np.array([len(data)], np.int64)
         ranks.bcast(length, 0)
-        told = np.empty(int(length[0]), np.uint8)
+        message = np.empty(int(length[0]), np.uint8)
         if ranks.rank == 0:
-            told[...] = np.frombuffer(read, np.uint8)
-        ranks.bcast(told, 0)
-        folder, _, text = told.tobytes().partition(b"\0")
+            message[...] = np.frombuffer(data, np.uint8)
+        ranks.bcast(message, 0)
+        folder, _, text = message.tobytes().partition(b"\0")
         self._folder, self.manifest = os.fsdecode(folder), parse(text, self.path)
         shards, by_node = self.manifest.shards, np.argsort(ranks.node_of, kind="stable")
         spread = np.arange(len(shards)) * max(len(by_node), len(shards)) // len(shards) % len(by_node)
@@ -93,59 +92,61 @@ class Reading:
         return self.manifest
 
     def read_shards(self, names: Collection[str]) -> None:
-        """Read the shards that this rank reads, whole; keep the arrays below some names, and what ranks have.
+        """Read this rank's shards, whole; keep the arrays below some names, and the per-rank data.
 
         Raises:
             CheckpointDamagedError: for another size or checksum than the manifest says, or missing arrays.
         """
         of_each, me = self.manifest.of_each_rank, self.communicator.rank
         rows = [path for path, item in of_each.items() if item.copies == ROWS]
-        self._told = np.zeros((4 + len(rows), self.manifest.ranks if of_each else 0), np.int64)
+        self._own_table = np.zeros((4 + len(rows), self.manifest.ranks if of_each else 0), np.int64)
         for number, shard in enumerate(self.manifest.shards):
             if self.readers[number] == me:
                 entries = self.manifest.entries_of(number).items()
-                wanted = {name: entry for name, entry in entries if name.partition("/")[0] in names}
+                selection = {name: entry for name, entry in entries if name.partition("/")[0] in names}
                 file = os.path.join(self._folder, shard_name(number))
-                self.arrays[number], blocks = read_shard(file, shard.nbytes, shard.checksum, wanted)
-                self._blocks |= {rank: block for rank, block in blocks.items() if rank < self._told.shape[1]}
+                self.arrays[number], blocks = read_shard(file, shard.nbytes, shard.checksum, selection)
+                self._blocks |= {rank: block for rank, block in blocks.items() if rank < self._own_table.shape[1]}
         for rank, block in self._blocks.items():
             own = self.owns[rank] = Own(block, self.path)
             check_own(own, self.manifest)
-            self._told[:, rank] = 1, me, block.size, own.line.size, *[own.values[path][0] for path in rows]
+            self._own_table[:, rank] = 1, me, block.size, own.line.size, *[own.values[path][0] for path in rows]
 
     def note_owns(self) -> None:
-        """Note who has read what of each rank that saved; raise CheckpointDamagedError if anything is nowhere."""
-        told = self._told
-        if not (told[0] == 1).all():
+        """Note which rank has read the data of each rank that saved; CheckpointDamagedError if data are missing."""
+        table = self._own_table
+        if not (table[0] == 1).all():
             raise damaged(self.path, "more or less of a rank than it had for itself")
         rows = [path for path, item in self.manifest.items.items() if item.copies == ROWS]
-        self.reader_of, self.rows = told[1], dict(zip(rows, told[4:], strict=True))
+        self.reader_of, self.rows = table[1], dict(zip(rows, table[4:], strict=True))
         self.own = self.owns.get(self.communicator.rank) if self.same_ranks else None
 
     def tell_owns(self, call: Call) -> None:
         """Make `own` and `values`.  Collective; the ranks expect one more agreement then.
 
         Raises:
-            CheckpointDamagedError: on every rank, if what a rank had is nowhere.
+            CheckpointDamagedError: on every rank, if the data of a rank are missing.
         """
-        ranks, told = self.communicator, self._told
+        ranks, table = self.communicator, self._own_table
         call.expect_more()
-        if not told.size:
+        if not table.size:
             return
-        ranks.allreduce(told)
+        ranks.allreduce(table)
         self.note_owns()
         call.agree("find what each rank had")
-        nearest = np.arange(ranks.size) % told.shape[1]
-        readers, lengths = told[1][nearest], told[2 if self.same_ranks else 3][nearest]
+        nearest = np.arange(ranks.size) % table.shape[1]
+        readers, lengths = table[1][nearest], table[2 if self.same_ranks else 3][nearest]
         blocks = self._blocks if self.same_ranks else {rank: own.line for rank, own in self.owns.items()}
-        sent = [blocks[rank] for rank in nearest[readers == ranks.rank].tolist()]
-        taken = np.where(np.arange(ranks.size) == readers[ranks.rank], lengths[ranks.rank], 0)
+        pieces = [blocks[rank] for rank in nearest[readers == ranks.rank].tolist()]
+        receive_counts = np.where(np.arange(ranks.size) == readers[ranks.rank], lengths[ranks.rank], 0)
         received = np.empty(int(lengths[ranks.rank]), np.uint8)
-        counts = np.where(readers == ranks.rank, lengths, 0)
+        send_counts = np.where(readers == ranks.rank, lengths, 0)
         if self.same_ranks and (readers == np.arange(ranks.size)).all():
             received = blocks[ranks.rank]
         else:
-            ranks.alltoallv(np.concatenate([_NOTHING, *sent]), counts.tolist(), received, taken.tolist())
+            ranks.alltoallv(
+                np.concatenate([_NOTHING, *pieces]), send_counts.tolist(), received, receive_counts.tolist()
+            )
         call.expect_more()
         if self.same_ranks:
             self.own = Own(received, self.path)
@@ -153,7 +154,7 @@ class Reading:
 
 
 def check_own(own: Own, manifest: Manifest) -> None:
-    """Raise CheckpointDamagedError unless a rank has for itself what the manifest says."""
+    """Raise CheckpointDamagedError unless the data of a rank are as the manifest says."""
     of_each = manifest.of_each_rank
     if own.values.keys() != {path for path, item in of_each.items() if item.has_lines}:
         raise damaged(own.where, "other plain values of a rank than the manifest names")

@@ -54,7 +54,7 @@ _UNSOUND = (ValueError, TypeError, LookupError, AttributeError, OverflowError, R
 #: The longest text about one problem, and how many problems are shown.
 _LONGEST, _MOST_PROBLEMS = 1000, 10
 _IN_PART = "; partial=True restores the others"
-#: Below these, arrays and values are those of the checkpoint, whatever is here.
+#: Below these kinds, arrays and values come from the checkpoint, whatever the program has.
 _FREE = KEPT | {"object"}
 
 
@@ -69,8 +69,8 @@ class Restored:
         layout: `Strategy.layout()` of that job.
         notes: differences between that layout and the present one; they may change the last bits of later sums.
         left_out: with partial=True, the paths that are on one side only.
-        objects: the restored objects by name: those that were given, changed in place where that can be, and new ones
-            for numbers, strings, tuples and JAX arrays, and for what a function returned.
+        objects: the restored objects by name: the program's objects, changed in place where possible, and new objects
+            for numbers, strings, tuples and JAX arrays, and for the results of functions.
     """
 
     path: str
@@ -113,18 +113,18 @@ def restore(
     objects.update({name: fit.restored(name) for name in objects if name in manifest.items})
     fit.reset()
     call.agree("restore a checkpoint")
-    left_out = tuple(printable(each, "") for each in fit.left_out)
+    left_out = tuple(printable(skipped, "") for skipped in fit.left_out)
     notes = tuple(_notes(manifest, layout))
     return Restored(path, manifest.ranks, manifest.written_by, manifest.layout, notes, left_out, dict(objects))
 
 
 class Comparison:
-    """A checkpoint beside these objects, path by path; the comparison is the same on all ranks but for their own data.
+    """Compares a checkpoint with these objects, path by path; alike on all ranks but for per-rank data.
 
     Args:
         source: the checkpoint, with the plain values of this rank.
         state: the objects.
-        partial: restore what is on both sides, and leave the rest.
+        partial: restore the objects that are on both sides, and leave the others.
 
     Attributes:
         problems: what does not fit, in words.
@@ -140,7 +140,7 @@ class Comparison:
         self.problems: list[str] = []
         self._more_problems = 0
         self.left_out: list[str] = []
-        #: What is left out, and what is above it: all of this stays.
+        #: The paths that are left out, and the paths above them: their objects stay.
         self._stays: set[str] = set()
         self.staged: dict[str, Array] = {}
 
@@ -149,16 +149,16 @@ class Comparison:
     def compare(self, names: Mapping[str, Any]) -> None:
         """Note everything that does not fit, and what is left out."""
         absent: set[str] = set()
-        for path, here in self._state.items.items():
+        for path, own_item in self._state.items.items():
             if path in self._items:
                 continue
             above = path.rpartition("/")[0]
             is_free = self._nearest(self._state.items, path, {"object", "module"}) == "object"
-            may_go = is_free or here.kind in REPLACEABLE or path in self._state.firsts
+            may_go = is_free or own_item.kind in REPLACEABLE or path in self._state.firsts
             if above in absent or not (above and may_go):
                 absent.add(path)
                 if above not in absent:
-                    self._leave_out(path, f"{self._named(path)} here, nothing in the checkpoint{_IN_PART}")
+                    self._leave_out(path, f"{self._in_words(path)} here, nothing in the checkpoint{_IN_PART}")
         for name in self._source.manifest.names:
             if name not in names:
                 self._leave_out(name, f"{self._items[name].kind} in the checkpoint, nothing here{_IN_PART}")
@@ -192,20 +192,22 @@ class Comparison:
             where,
             found=f"a checkpoint, {self._source.path!r}, that does not fit the objects",
             expected="the same names, kinds, dtypes and shapes",
-            fix="\n".join(["Nothing has changed. These do not fit:", *(f"  {each}" for each in self.problems), *more]),
+            fix="\n".join(
+                ["Nothing has changed. These do not fit:", *(f"  {problem}" for problem in self.problems), *more]
+            ),
         )
 
     def _trouble(self, path: str, item: Item) -> str:
         """Return why an item does not fit what is here; "" if it does."""
         if path.count("/") > DEEPEST:
             raise ValueError(f"more than {DEEPEST} levels")
-        value, kind, here = self._here(path, item), item.kind, self._state.items.get(path)
+        value, kind, own_item = self._target(path, item), item.kind, self._state.items.get(path)
         if item.copies == OWN and not self._source.same_ranks and kind != "rng":
             return self._of_its_own(item)
         if not self._fits(path, item, value):
             shape = f" {item.dtype}{list(self._shape_of(path, item))}" if item.is_array else ""
-            return f"{kind}{shape} in the checkpoint, {self._named(path)} here"
-        if kind == "variable" and item.copies in COMBINED and here is not None and here.copies == UNDECIDED:
+            return f"{kind}{shape} in the checkpoint, {self._in_words(path)} here"
+        if kind == "variable" and item.copies in COMBINED and own_item is not None and own_item.copies == UNDECIDED:
             return f"aggregation {item.copies} in the checkpoint, NONE here"
         if kind in ARRAYS and isinstance(value, np.ndarray) and not value.flags.writeable:
             return "a read-only array here"
@@ -218,20 +220,20 @@ class Comparison:
                 if below(path, key) not in self._items:  # a forged item may name far more than there is
                     raise ValueError(f"nothing in the checkpoint for {shown(key)}")
         if kind == "module":
-            saved, mine = ({*items[below(path, "state")].more} for items in (self._items, self._state.items))
-            if saved != mine:
-                return f"not in the checkpoint: {sorted(mine - saved)}; not in the module here: {sorted(saved - mine)}"
-        return value._check(self._told(path), self._state.live.get) if kind in KEPT else ""
+            saved, own = ({*items[below(path, "state")].more} for items in (self._items, self._state.items))
+            if saved != own:
+                return f"not in the checkpoint: {sorted(own - saved)}; not in the module here: {sorted(saved - own)}"
+        return value._check(self._zero_state(path), self._state.live.get) if kind in KEPT else ""
 
     def _fits(self, path: str, item: Item, value: Any) -> bool:
-        """Return whether there is an object of this kind, with this dtype and shape, or something that may go."""
-        kind, here, live = item.kind, self._state.items.get(path), self._state.live.get(path, ABSENT)
+        """Return whether there is an object of this kind, dtype and shape, or a replaceable object."""
+        kind, own_item, live = item.kind, self._state.items.get(path), self._state.live.get(path, ABSENT)
         if kind == "variable":
             # An optimizer has looked at the variables that it will make.
-            is_planned = here is None and self._nearest(self._items, path, _FREE) == "optimizer"
+            is_planned = own_item is None and self._nearest(self._items, path, _FREE) == "optimizer"
             return is_planned or (isinstance(value, Variable) and self._has_layout(path, item))
         if kind == ROWS:
-            is_like = here is not None and (here.dtype, here.shape[1:]) == (item.dtype, item.shape[1:])
+            is_like = own_item is not None and (own_item.dtype, own_item.shape[1:]) == (item.dtype, item.shape[1:])
             return live is ABSENT or (isinstance(live, Rows) and (is_like or value is ABSENT))
         if kind in ARRAYS and _is_in_place(value):
             return self._has_layout(path, item)
@@ -242,22 +244,24 @@ class Comparison:
             return value is ABSENT or (is_tuple(value) and (not names or len(names) == item.more))
         if kind in ("dict", "list"):
             return value is ABSENT or type(value) in (DICTS if kind == "dict" else (list,))
-        return here is not None and here.kind == kind and not item.is_array
+        return own_item is not None and own_item.kind == kind and not item.is_array
 
     def _may_go(self, path: str, value: Any) -> bool:
         """Return whether the object at a path may become another object: nothing in it must stay."""
-        here = self._state.items.get(path)
-        can_go = here is None or here.kind in REPLACEABLE or (value is ABSENT and here.kind != ROWS)
+        own_item = self._state.items.get(path)
+        can_go = own_item is None or own_item.kind in REPLACEABLE or (value is ABSENT and own_item.kind != ROWS)
         return can_go and path not in self._stays
 
     def _has_layout(self, path: str, item: Item) -> bool:
-        here = self._state.items.get(path)
+        own_item = self._state.items.get(path)
         return (
-            here is not None and item.is_array and (here.dtype, here.shape) == (item.dtype, self._shape_of(path, item))
+            own_item is not None
+            and item.is_array
+            and (own_item.dtype, own_item.shape) == (item.dtype, self._shape_of(path, item))
         )
 
     def _shape_of(self, path: str, item: Item) -> tuple[int, ...]:
-        """Return the shape of what this rank gets back; of rows, that of the first rank."""
+        """Return the shape of the array that this rank gets; for rows, the shape of the first rank's."""
         is_own = item.copies == OWN and self._source.same_ranks
         return tuple(self._source.values[path]) if is_own else item.shape
 
@@ -270,29 +274,33 @@ class Comparison:
             "aggregation, or make it equal on all ranks"
         )
 
-    def _named(self, path: str) -> str:
+    def _in_words(self, path: str) -> str:
         """Return what is here, in words."""
-        here, live = self._state.items.get(path), self._state.live.get(path)
-        if here is None:
+        own_item, live = self._state.items.get(path), self._state.live.get(path)
+        if own_item is None:
             return "nothing"
-        return f"{here.kind} {here.dtype}{list(here.shape)}" if here.is_array else f"a {type(live).__name__}"
+        return (
+            f"{own_item.kind} {own_item.dtype}{list(own_item.shape)}"
+            if own_item.is_array
+            else f"a {type(live).__name__}"
+        )
 
     # ------------------------------------------------------------------------------------------- what is where
 
-    def _here(self, path: str, item: Item) -> Any:
-        """Return the object at a path that an item goes into; `ABSENT` if the item makes a new one."""
+    def _target(self, path: str, item: Item) -> Any:
+        """Return the object at a path that an item goes into; `ABSENT` if the item makes a new object."""
         if item.kind in REPLACEABLE | {ROWS} and self._nearest(self._items, path, _FREE | {"module"}) in _FREE:
             return ABSENT
         return self._state.live.get(path, ABSENT)
 
     @staticmethod
     def _nearest(items: Mapping[str, Item], path: str, kinds: set[str] | frozenset[str]) -> str:
-        """Return the kind of the nearest object above a path that is of one of these kinds; "" without one."""
-        return next((items[each].kind for each in _above(path) if each in items and items[each].kind in kinds), "")
+        """Return the kind of the nearest object above a path that has one of these kinds; "" if there is none."""
+        return next((items[above].kind for above in _above(path) if above in items and items[above].kind in kinds), "")
 
     @staticmethod
     def _keys(item: Item) -> Sequence[Any]:
-        """Return the keys of what an item holds; ValueError for what no save has written."""
+        """Return the keys of an item's children; ValueError for keys that no save has written."""
         more = item.more
         if item.kind in ("module", "object"):
             return ("state",)
@@ -305,43 +313,43 @@ class Comparison:
         return range(more)
 
     def _value(self, path: str, item: Item) -> Any:
-        """Return the plain value of this rank; if it was not there, of another one."""
+        """Return the plain value of this rank; of another rank if this rank did not save."""
         return from_json(item.values[0] if item.copies == ONE else self._source.values[path])
 
     def _state_of(self, generator: Any, path: str, item: Item) -> Any:
-        """Return the state of a generator: that of this rank, or of a stream of its own if it was not there."""
+        """Return the state of this rank's generator; of a new stream if this rank did not save."""
         times = self._source.communicator.rank // self._source.manifest.ranks
         return checked_state(generator, self._value(path, item), 0 if item.copies == ONE else times)
 
-    def _told(self, path: str) -> Any:
-        """Return the state of an object that tells its own, with arrays of zeros."""
+    def _zero_state(self, path: str) -> Any:
+        """Return the saved state of an object of this package, with zeros in its arrays."""
         item = self._items[path]
         if item.is_array:
             return np.broadcast_to(np.zeros((), dtype_of(item.dtype).newbyteorder("=")), self._shape_of(path, item))
         if item.kind == "list":
-            return [self._told(below(path, key)) for key in self._keys(item)]
+            return [self._zero_state(below(path, key)) for key in self._keys(item)]
         if item.kind in KEPT | {"dict"}:
-            return {key: self._told(below(path, key)) for key in self._keys(item)}
+            return {key: self._zero_state(below(path, key)) for key in self._keys(item)}
         return self._value(path, item) if item.kind == "plain" else None
 
     # ------------------------------------------------------------------------------------------- restoring
 
     def prepare(self, objects: Mapping[str, Any]) -> None:
-        """Make the variables that are missing.  Collective."""
+        """Make the missing variables.  Collective."""
         state = self._state
         for path, value in state.live.items():
             if isinstance(value, Kept) and path in self._items:
-                value._prepare(self._told(path), state.live.get, state.strategy)
+                value._prepare(self._zero_state(path), state.live.get, state.strategy)
         self._state = State(objects, state.strategy, state.where)
 
     def targets(self, names: Mapping[str, Any]) -> dict[str, Variable | None]:
         """Return the variables that arrays go into, by path; None for other arrays."""
-        found: dict[str, Variable | None] = {}
+        variables: dict[str, Variable | None] = {}
         for path, item in self._items.items():
             if item.is_array and path.partition("/")[0] in names:
                 live = self._state.live.get(path) if item.kind == "variable" else None
-                found[path] = live if isinstance(live, Variable) and self._has_layout(path, item) else None
-        return found
+                variables[path] = live if isinstance(live, Variable) and self._has_layout(path, item) else None
+        return variables
 
     def reset(self) -> None:
         """Fill the variables of optimizers that the checkpoint does not have."""
@@ -351,9 +359,9 @@ class Comparison:
                 store(var, np.full(var.shape, first, var.dtype))
 
     def restored(self, path: str) -> Any:
-        """Return the restored object at a path: the one that is here, changed in place if that can be."""
+        """Return the restored object at a path: the program's object, changed in place if possible."""
         item = self._items[path]
-        value, live, kind = self._here(path, item), self._state.live.get(path, ABSENT), item.kind
+        value, live, kind = self._target(path, item), self._state.live.get(path, ABSENT), item.kind
         if kind == "variable":
             return live
         if item.is_array:
@@ -365,20 +373,20 @@ class Comparison:
             return live
         children = {key: self.restored(below(path, key)) for key in self._keys(item)}
         if kind == "dict":
-            there = copy.copy(live) if value is ABSENT and type(live) in DICTS else value
-            keys = there if type(there) in DICTS else ()
-            children |= {key: there[key] for key in self._staying(path, keys) if key not in children}
-            return _in_place(children, there)
+            container = copy.copy(live) if value is ABSENT and type(live) in DICTS else value
+            keys = container if type(container) in DICTS else ()
+            children |= {key: container[key] for key in self._staying(path, keys) if key not in children}
+            return _in_place(children, container)
         if kind == "list":
-            there = value if type(value) is list else []
-            extra = [there[key] for key in self._staying(path, range(len(there))) if key not in children]
+            container = value if type(value) is list else []
+            extra = [container[key] for key in self._staying(path, range(len(container))) if key not in children]
             return _in_place([*children.values(), *extra], value)
         if kind == "tuple":
             return getattr(type(live), "_make", tuple)(children.values())
         if kind == "component":
-            found = copy.copy(live) if value is ABSENT else value
-            found.values = tuple(children.values())
-            return found
+            component = copy.copy(live) if value is ABSENT else value
+            component.values = tuple(children.values())
+            return component
         if kind in ("module", "object"):
             live.load_state_dict(children["state"])
         elif kind in KEPT:
@@ -386,15 +394,15 @@ class Comparison:
         return live
 
     def _staying(self, path: str, keys: Any) -> list[Any]:
-        """Return the keys of what stays, although the checkpoint may not have it."""
+        """Return the keys of the objects that stay, also where the checkpoint lacks them."""
         return [key for key in keys if below(path, key) in self._stays] if self._stays else []
 
     def _restored_array(self, array: Array, item: Item, value: Any, live: Any) -> Any:
         if item.kind == ROWS:
-            made = like_given(array, live.value) if isinstance(live, Rows) else array
+            rows = like_given(array, live.value) if isinstance(live, Rows) else array
             if value is ABSENT:
-                return Rows(made)
-            value.value = made
+                return Rows(rows)
+            value.value = rows
             return value
         if _is_in_place(value) and library_of(value) not in NEVER_WRITTEN:
             target = as_target(value, "Checkpoint.restore", "an array")
@@ -415,20 +423,20 @@ def _above(path: str) -> Iterator[str]:
 
 
 def _is_in_place(value: Any) -> bool:
-    """Return whether a value is an array that has a place."""
+    """Return whether a value is an array that can be written in place."""
     return is_array(value) and not isinstance(value, np.generic)
 
 
-def _in_place(found: Any, there: Any) -> Any:
-    """Put what was found into the list or dict that is there, and return that; else return what was found."""
-    if type(there) is list and type(found) is list:
-        there[:] = found
-        return there
-    if type(there) in DICTS and type(found) is dict:
-        there.clear()
-        there.update(found)
-        return there
-    return found
+def _in_place(value: Any, container: Any) -> Any:
+    """Return the container with the contents of a value, if both are lists or both are dicts; else the value."""
+    if type(container) is list and type(value) is list:
+        container[:] = value
+        return container
+    if type(container) in DICTS and type(value) is dict:
+        container.clear()
+        container.update(value)
+        return container
+    return value
 
 
 def _notes(manifest: Manifest, now: dict[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
 """Writing a checkpoint: it is complete or absent, whatever ends the job and whichever rank fails.
 
 1. Rank 0 makes a folder with a unique name beside the final one.
-2. What each rank has for itself goes to the writers (`collecting`).  Each of them writes one shard there and
-   syncs it to the disk.
+2. Per-rank data go to the writers (`collecting`).  Each writer writes one shard into the folder and syncs it to the
+   disk.
 3. Rank 0 gets the sizes and checksums from the writers.  It writes the manifest, last, syncs it, and renames the
    folder.  Before the rename there is no new checkpoint, after it there is a complete one.
 
@@ -45,8 +45,8 @@ from mpistrategy.objects.copies import NotPickled
 
 #: Names of the folder of checkpoint {}, while it is written and while it is replaced.
 SAVING, REPLACED = ".{}.saving-", ".{}.replaced"
-#: What a writer tells rank 0: the number, the size and the checksum of its shard.  In the background, the name of an
-#: empty file; `_FAILED` begins that of a writer that has failed.
+#: The message of a writer to rank 0: the number, the size and the checksum of its shard.  In the background it is the
+#: name of an empty file; after a failure the name begins with `_FAILED`.
 _DONE, _FAILED = "done-{}-{}-{}", "failed-"
 _MARK = re.compile(r"done-([0-9]{1,9})-([0-9]{1,19})-([0-9a-f]{32})")
 #: The seconds between two looks of rank 0 at the marks; a metadata server has other things to do.
@@ -66,9 +66,9 @@ class Saving(NotPickled):
 
     Attributes:
         path: the folder.
-        is_committed: whether the checkpoint is in place, as far as this rank knows: rank 0 sees it at once, the others
-            in the next call that waits for it.
-        has_failed: whether it has failed, as all ranks know after such a call.
+        is_committed: whether the checkpoint is in place, as far as this rank knows: rank 0 sees it at once, the other
+            ranks in the next call that waits for it.
+        has_failed: whether the save has failed, as all ranks know after such a call.
     """
 
     _instead_of_pickling = "Send its path."
@@ -89,7 +89,7 @@ class Saving(NotPickled):
         #: The thread, where there is one; whether this rank has written its shard, and whether another rank has failed.
         self._thread: threading.Thread | None = None
         self._written, self._cancelled = threading.Event(), threading.Event()
-        #: What has failed in the thread of this rank; and what all ranks know of it and no call has raised.
+        #: The error in the thread of this rank; and the error that all ranks know and no call has raised.
         self._error: CheckpointError | None = None
         self._failure: CheckpointError | None = None
         #: Whether all ranks know the outcome.
@@ -156,12 +156,12 @@ class Saving(NotPickled):
         parent, name = os.path.split(self.path)
         own_files.make_folders(parent)
         self._check_place(where)
-        # What jobs have left that have ended: nobody holds their locks.
-        held = files.sweep(parent, re.compile(re.escape(SAVING.format(name)) + files.TOKEN))
-        if held:
+        # Folders of jobs that have ended: nobody holds their locks.
+        locked = files.sweep(parent, re.compile(re.escape(SAVING.format(name)) + files.TOKEN))
+        if locked:
             raise CheckpointExistsError.at(
                 where,
-                found=f"{held!r}: another save to {self.path!r} has begun and not ended",
+                found=f"{locked!r}: another save to {self.path!r} has begun and not ended",
                 expected="one at a time",
                 fix="Give each job a folder of its own; and wait() for what save(..., wait=False) returned.",
             )
@@ -172,12 +172,12 @@ class Saving(NotPickled):
         """Return whether there is a checkpoint to replace; raise if the name is taken."""
         if not os.path.lexists(self.path) or (files.is_folder(self.path) and not os.listdir(self.path)):
             return False
-        is_one = is_checkpoint(self.path)
-        if is_one and self._overwrite:
+        has_checkpoint = is_checkpoint(self.path)
+        if has_checkpoint and self._overwrite:
             return True
         raise CheckpointExistsError.at(
             where,
-            found=f"{'a checkpoint' if is_one else 'something else than a checkpoint'} at {self.path!r}",
+            found=f"{'a checkpoint' if has_checkpoint else 'something else than a checkpoint'} at {self.path!r}",
             expected="nothing there",
             fix="Give each checkpoint a name of its own (CheckpointManager does), or pass overwrite=True, which "
             "replaces a checkpoint and nothing else.",
@@ -210,11 +210,9 @@ class Saving(NotPickled):
                     else:
                         self._remove()
         except BaseException as error:
-            if is_first or os.path.lexists(self._folder):  # else rank 0 has removed it, because another rank has failed
-                found = f"{type(error).__name__}: {error}"
-                unexpected = CheckpointWriteError.at(
-                    "Checkpoint.save", found=found, expected="memory and time to write"
-                )
+            if is_first or os.path.lexists(self._folder):  # else rank 0 has removed it after another rank's error
+                text = f"{type(error).__name__}: {error}"
+                unexpected = CheckpointWriteError.at("Checkpoint.save", found=text, expected="memory and time to write")
                 self._error = error if isinstance(error, CheckpointError) else unexpected
             if is_first:
                 self._remove()
@@ -263,7 +261,7 @@ class Saving(NotPickled):
             pause = min(2 * pause, _LONGEST_PAUSE)
 
     def _end_of_program(self) -> None:
-        """Wait for the threads of all ranks, which are not told of it; and tell what no call has raised.
+        """Wait for the threads of all ranks, without a message to them; print the error that no call has raised.
 
         When they have ended, the folder has its final name, or is gone.
         """
@@ -283,7 +281,7 @@ class Saving(NotPickled):
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank's shard is on the disk; the checkpoint is in place when those of all ranks are."""
+        """Whether this rank's shard is on the disk; the checkpoint is in place when all shards are."""
         return self.is_committed or self._written.is_set()
 
     def wait(self, *, name: str | None = None) -> str:
@@ -309,21 +307,21 @@ class Saving(NotPickled):
             return
         try:
             with Call(self._communicator.guard, where, called=name) as call:
-                for what in ("write a checkpoint", "commit a checkpoint"):
+                for step in ("write a checkpoint", "commit a checkpoint"):
                     call.expect_more()
                     self._written.wait()
-                    if self._thread is not None and what == "commit a checkpoint":
+                    if self._thread is not None and step == "commit a checkpoint":
                         self._thread.join()
                     if self._error is not None:
                         raise self._error
-                    call.agree(what, destination=self.path, patiently=True)
+                    call.agree(step, destination=self.path, patiently=True)
                 self._end(committed=True)
         except CheckpointError as error:  # on all ranks; after other errors the threads go on
             self._failure = error
             self._abandon()
 
     def _raise_failure(self, where: str) -> None:
-        """Raise what has failed, once, on every rank: the same error, in the public call `where`."""
+        """Raise the error of a failed save, once, on every rank: the same error, in the public call `where`."""
         failure, self._failure = self._failure, None
         if failure is None:
             return
@@ -339,7 +337,7 @@ class Saving(NotPickled):
     # ------------------------------------------------------------------------------------------- completing it
 
     def _text(self, where: str, shards: Sequence[Shard]) -> bytes:
-        """Return the manifest; raise OptionError for one that `restore` would refuse."""
+        """Return the manifest; raise OptionError for a manifest that `restore` would refuse."""
         items = dict(self._items)
         for path, value in self._values.items():
             if items[path].copies == ONE:
@@ -360,7 +358,7 @@ class Saving(NotPickled):
         parent, name = os.path.split(self.path)
         old, replaces = os.path.join(parent, REPLACED.format(name)), self._check_place(where)
         if replaces:
-            if files.is_folder(old) and not files.foreign(old):  # of a job that was killed: never are there two
+            if files.is_folder(old) and not files.foreign(old):  # of a job that was killed: there is at most one
                 files.remove(old)
                 files.sync(parent)
             files.rename(self.path, old)
@@ -390,7 +388,7 @@ class Saving(NotPickled):
             raise
 
     def _abandon(self) -> None:
-        """Give it up.  Never raises."""
+        """Give up the save.  Never raises."""
         self._cancelled.set()
         if self._thread is not None:
             self._thread.join()
@@ -429,7 +427,7 @@ _watches_the_end = False
 def _note(saving: Saving) -> None:
     """Have the end of the program wait for a save."""
     global _watches_the_end
-    _open[:] = [other for other in _open if not other._is_known]
+    _open[:] = [earlier for earlier in _open if not earlier._is_known]
     _open.append(saving)
     if not _watches_the_end:
         _watches_the_end = True

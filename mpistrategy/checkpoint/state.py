@@ -4,8 +4,7 @@ A leaf of the table is an array, a plain value, a variable or a random generator
 (`mpistrategy.objects.kept`, or `state_dict`) is entered as that state is, and so are dicts, lists and tuples.
 
 The table says kinds, dtypes and shapes, and must be equal on all ranks; beside it are this rank's arrays and values.
-The ranks compare their arrays, numbers and generators: those that are equal everywhere are saved once, others once for
-each rank.
+The ranks compare their arrays, numbers and generators.  Equal items are saved once, other items once for each rank.
 """
 
 from __future__ import annotations
@@ -44,9 +43,9 @@ _ACCEPTED = (
     "strategy.rng(seed), iterators of distributed datasets, torch's modules, tensors, JAX's arrays, dicts, lists and "
     "tuples of these, objects with state_dict() and load_state_dict(), and functions that return one of these"
 )
-#: Copies of an item before the ranks have compared them: kept once if they are equal, else one for each rank.
+#: Copies of an item before the ranks have compared them: saved once if they are equal, else once for each rank.
 UNDECIDED = "?"
-#: Kinds of arrays, and of what a restore may make anew; other objects must be there.
+#: Kinds of arrays, and kinds that a restore may make anew; objects of other kinds must exist.
 ARRAYS = frozenset({"array", "tensor", "scalar"})
 REPLACEABLE = frozenset({"plain", "dict", "list", "tuple", "component"}) | ARRAYS
 #: The kinds of objects that tell their own state.
@@ -87,17 +86,17 @@ class State:
         self.values: dict[str, Any] = {}
         self.firsts: dict[str, float] = {}
         self._paths: dict[int, str] = {}
-        kept: list[tuple[str, Kept]] = []
+        owners: list[tuple[str, Kept]] = []
         for name, value in objects.items():
-            self._add(name, value, kept)
-        for path, each in kept:  # last: they name paths of variables
-            state = each._state(lambda var: self._paths.get(id(var)))
+            self._add(name, value, owners)
+        for path, owner in owners:  # last: their states name paths of variables
+            state = owner._state(lambda var: self._paths.get(id(var)))
             if state is None:
-                raise self._unknown(path, each)
-            self._add_all(path, each._kept_as, [*state], state, kept)
+                raise self._unknown(path, owner)
+            self._add_all(path, owner._kept_as, [*state], state, owners)
 
-    def _add(self, path: str, value: Any, kept: list[tuple[str, Kept]]) -> None:
-        """Enter an object and what it holds; note one that tells its own state."""
+    def _add(self, path: str, value: Any, owners: list[tuple[str, Kept]]) -> None:
+        """Enter an object and its children; note an object with a state of its own in `owners`."""
         depth, copies = path.count("/"), UNDECIDED
         if depth > DEEPEST:
             raise OptionError.at(self.where, found=f"{path[:80]!r}, {depth} levels deep", expected="fewer levels")
@@ -119,35 +118,40 @@ class State:
             self._add_array(path, ROWS, ROWS, host_array(value.value))
         elif isinstance(value, Kept):
             self.items[path] = Item(value._kept_as)  # its place in the table
-            kept.append((path, value))
+            owners.append((path, value))
         elif isinstance(value, DistributedValues):
-            self._add_all(path, "component", len(value.values), value.values, kept)
+            self._add_all(path, "component", len(value.values), value.values, owners)
         elif type(value) in DICTS:
             if not all(type(key) in (str, int) for key in value) or len(set(map(str, value))) < len(value):
-                found = f"the keys {[*value]!r:.80} of {path!r}"
-                raise OptionTypeError.at(self.where, found=found, expected="strings or ints, all different")
-            self._add_all(path, "dict", [*value], value, kept)
+                problem = f"the keys {[*value]!r:.80} of {path!r}"
+                raise OptionTypeError.at(self.where, found=problem, expected="strings or ints, all different")
+            self._add_all(path, "dict", [*value], value, owners)
         elif type(value) is list or is_tuple(value):
-            self._add_all(path, "list" if type(value) is list else "tuple", len(value), value, kept)
+            self._add_all(path, "list" if type(value) is list else "tuple", len(value), value, owners)
         elif is_array(value):
             kind = "scalar" if isinstance(value, np.generic) else "array"
             kind = "tensor" if library_of(value) == "torch" and is_foreign(value) else kind
             self._add_array(path, kind, copies, host_array(value, "Checkpoint.save", path))
         elif is_stateful(value):
             kind = "module" if callable(getattr(value, "named_parameters", None)) else "object"
-            self._add_all(path, kind, None, {"state": value.state_dict()}, kept)
+            self._add_all(path, kind, None, {"state": value.state_dict()}, owners)
         elif members := members_of(value):
-            self._add_all(path, "variables", len(members), members, kept)
+            self._add_all(path, "variables", len(members), members, owners)
         else:
             raise self._unknown(path, value)
 
     def _add_all(
-        self, path: str, kind: str, more: Any, children: Mapping[Any, Any] | Sequence[Any], kept: list[tuple[str, Kept]]
+        self,
+        path: str,
+        kind: str,
+        more: Any,
+        children: Mapping[Any, Any] | Sequence[Any],
+        owners: list[tuple[str, Kept]],
     ) -> None:
-        """Enter an object that only holds others."""
+        """Enter an object that only holds other objects."""
         self.items[path] = Item(kind, more=more)
         for key, child in children.items() if isinstance(children, Mapping) else enumerate(children):
-            self._add(below(path, key), child, kept)
+            self._add(below(path, key), child, owners)
 
     def _add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
         dtype = dtype_text(array.dtype, f"{self.where}: {path!r}")
@@ -198,19 +202,19 @@ class State:
     def by_name(self, digests: Mapping[str, int]) -> dict[str, int]:
         """Return a digest of each object of arrays and values, or of JAX's arrays, that is equal on all ranks.
 
-        Objects that change in place, and such without data, are left out.  All ranks return the same.
+        Objects that change in place, and objects without data, are left out.  All ranks return the same dict.
         """
         names: dict[str, list[str]] = {}
         for path in self.items:
             names.setdefault(path.partition("/")[0], []).append(path)
-        found = {}
+        summaries = {}
         for name, paths in names.items():
             is_never_written = any(library_of(self.live[path]) in NEVER_WRITTEN for path in paths)
             kinds = REPLACEABLE | {"object"} if is_never_written else REPLACEABLE
             is_by_value = all(self.items[path].kind in kinds and self.items[path].copies != OWN for path in paths)
             if is_by_value and any(self._has_data(path) for path in paths):
-                found[name] = _summary([digests[path] for path in paths if path in digests])
-        return found
+                summaries[name] = _summary([digests[path] for path in paths if path in digests])
+        return summaries
 
     def _has_data(self, path: str) -> bool:
         """Return whether there is anything at a path that could change."""
@@ -262,17 +266,17 @@ def members_of(value: Any) -> tuple[Variable, ...]:
 def strategy_of(objects: Mapping[str, Any], made_in: Strategy) -> Strategy:
     """Return the strategy whose ranks share these objects.
 
-    That is `made_in`; for the default strategy, the strategy of the variables among the objects, or else the only one
-    of several ranks that is open.
+    That is `made_in`; for the default strategy, the strategy of the variables among the objects, or else the only
+    open strategy of several ranks.
 
     Raises:
-        ContextError: if there are several, or none any more.
+        ContextError: if several strategies are open, or none any more.
     """
     if not made_in._is_default:
         return made_in
-    found: list[Any] = [var.strategy for var in _variables_in(objects, 0) if not var.strategy._is_default]
-    found.sort(key=lambda strategy: strategy.extended._is_local)
-    joined: Any = found[0] if found else context.open_strategy("Checkpoint", "one that was")
+    strategies: list[Any] = [var.strategy for var in _variables_in(objects, 0) if not var.strategy._is_default]
+    strategies.sort(key=lambda strategy: strategy.extended._is_local)
+    joined: Any = strategies[0] if strategies else context.open_strategy("Checkpoint", "one that was")
     return made_in if joined is None else joined
 
 

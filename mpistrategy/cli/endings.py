@@ -21,7 +21,7 @@ from mpistrategy.errors import LaunchError, MpiStrategyError
 from mpistrategy.mpi.job.exit_hooks import status_of
 from mpistrategy.objects.text import encoded
 
-#: "Saved; start me again": what programs end with that were told to stop.
+#: "Saved; start me again": the status of programs that were told to stop.
 STOPPED = 75
 _MOST = 300  # characters of an error's text
 
@@ -74,12 +74,12 @@ class Unfinished:
 
 def _is_from_outside(error: BaseException | None) -> bool:
     """Return whether an error has its cause in another rank or in MPI: in a node that is gone, for one."""
-    seen = []
-    while error is not None and error not in seen:
+    visited = []
+    while error is not None and error not in visited:
         if isinstance(error, MpiStrategyError) and error._is_printed_elsewhere:
             return True
         if type(error).__module__.partition(".")[0] == "mpi4py":
             return True
-        seen.append(error)
+        visited.append(error)
         error = error.__cause__ or error.__context__
     return False

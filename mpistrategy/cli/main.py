@@ -38,7 +38,7 @@ class Command:
     module: str
 
     def load(self) -> Any:
-        """Return the module: that of one command only, since every rank of a job loads it."""
+        """Return the module: of one command only, since every rank of a job loads it."""
         return importlib.import_module(f"mpistrategy.cli.{self.module}")
 
 
@@ -59,10 +59,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=f"mpistrategy {mpistrategy.__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     words = sys.argv[1:] if arguments is None else arguments
-    named = next((word for word in words if not word.startswith("-")), "")
+    command_name = next((word for word in words if not word.startswith("-")), "")
     for name, command in COMMANDS.items():
         subparser = subparsers.add_parser(name, help=command.summary, description=command.summary)
-        if name == named:
+        if name == command_name:
             command.load().add_options(subparser)
     options = parser.parse_args(words)
     run = COMMANDS[options.command].load().run

@@ -2,8 +2,8 @@
 
 A job script ends with ``exec mpistrategy requeue ... -- srun ... mpistrategy run PROGRAM``.  The signal that the time
 is nearly up reaches this process, which hands it on to the launcher, and so to all ranks.  After the end the reason
-decides, not the launcher's status: one may return 0 where nothing was started, and the greatest status of all ranks
-hides the first.  The ranks write the reason into a file: see `mpistrategy.cli.endings`.
+decides, not the launcher's status: a launcher may return 0 where nothing was started, and the greatest status of
+all ranks hides the first.  The ranks write the reason into a file: see `mpistrategy.cli.endings`.
 
 - The program is done, or failed (an exception, a status, a signal of its own fault, too little memory): the job ends.
 - It was told to stop and has saved, or was ended from outside (a lost node, a more urgent job, the time limit): the job
@@ -27,7 +27,7 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-#: "Saved; start me again": what programs end with that were told to stop.
+#: "Saved; start me again": the status of programs that were told to stop.
 STOPPED = 75
 _DONE = "is done"
 _PATIENCE_SECONDS = 60
@@ -85,12 +85,12 @@ def _pbs(options: argparse.Namespace) -> Batch:
         restarts = int(count[1]) - 1 if count else 0
     with open(os.environ["PBS_NODEFILE"]) as file:
         place = f"{len(set(file))} nodes"
-    handed_on = f"CHAIN_LINK={options.link + 1},CHAIN_BEFORE={job}"
-    submit = ["qsub", "-W", f"depend=afterany:{job}", "-v", handed_on, str(options.chain)]
+    variables = f"CHAIN_LINK={options.link + 1},CHAIN_BEFORE={job}"
+    submit = ["qsub", "-W", f"depend=afterany:{job}", "-v", variables, str(options.chain)]
     return Batch(job, place, restarts, ["qrerun", job], submit, ["qdel"], [])
 
 
-def _did(command: list[str], **how: Any) -> bool:
+def _succeeds(command: list[str], **how: Any) -> bool:
     sys.stdout.flush()
     try:
         return subprocess.run(command, check=False, **how).returncode == 0
@@ -113,13 +113,13 @@ def _remove(path: str) -> None:
 
 
 def _size_of_output() -> int | None:
-    """Return how much stands in the output of the job; None where that is no file."""
+    """Return the size of the output of the job; None where the output is no file."""
     state = os.fstat(2)
     return state.st_size if stat.S_ISREG(state.st_mode) else None
 
 
 def _fault_in_output(start: int | None) -> str:
-    """Return the line from there on in which the launcher says that a rank ended by its own fault; "" for none."""
+    """Return the launcher's line, from `start` on, about a rank that ended by its own fault; "" for none."""
     if start is None:
         return ""
     srun_ends = False
@@ -147,8 +147,8 @@ def verdict(status: int, notes: list[str] | None, fault: Callable[[], str]) -> t
         return False, failed
     if status == 0:
         return True, "has not ended, whatever the launcher says"
-    if "begun" in notes and not any(line.startswith("stopped") for line in notes) and (found := fault()):
-        return False, f"was ended: {found}"
+    if "begun" in notes and not any(line.startswith("stopped") for line in notes) and (fault_line := fault()):
+        return False, f"was ended: {fault_line}"
     return True, f"stopped with status {status}"
 
 
@@ -169,7 +169,7 @@ class Step:
         self.notes: str = _path_of_notes(batch.job)
         self.status: int = 0
         self._batch, self._command, self._signal = batch, command, hands_on
-        self._told, self._is_handed_on = False, False
+        self._is_told, self._is_handed_on = False, False
         self._process: subprocess.Popen[bytes] | None = None
         for number in (signal.SIGUSR2, signal.SIGALRM):
             signal.signal(number, self._tell)
@@ -202,14 +202,14 @@ class Step:
         for number in (signal.SIGUSR2, signal.SIGALRM):
             signal.signal(number, signal.SIG_IGN)
         if not has_notes:  # the ranks could write nothing
-            again = self.status != 0 and (self._told or self.status == STOPPED)
+            again = self.status != 0 and (self._is_told or self.status == STOPPED)
             return again, f"{'stopped' if again else 'failed'} with status {self.status}" if self.status else _DONE
 
         def fault() -> str:
-            found, probe = _fault_in_output(start), self._batch.probe
-            if found and probe and not _did(probe, stderr=subprocess.DEVNULL, timeout=_PATIENCE_SECONDS):
+            line, probe = _fault_in_output(start), self._batch.probe
+            if line and probe and not _succeeds(probe, stderr=subprocess.DEVNULL, timeout=_PATIENCE_SECONDS):
                 return ""
-            return found
+            return line
 
         notes = None
         with contextlib.suppress(FileNotFoundError), open(self.notes, errors="replace") as file:
@@ -220,12 +220,12 @@ class Step:
     def _tell(self, number: int, frame: Any) -> None:
         # not print: it may be at work
         os.write(1, f"job {self._batch.job}: the time is nearly up, {_now()}\n".encode())
-        self._told = True
+        self._is_told = True
         self._hand_on()
 
     def _hand_on(self) -> None:
         """Tell the launcher, once there is one, and once."""
-        if self._told and self._process is not None and not self._is_handed_on:
+        if self._is_told and self._process is not None and not self._is_handed_on:
             self._is_handed_on = True
             self._process.send_signal(self._signal)
 
@@ -255,21 +255,21 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Run the command; return the status of the job."""
     command = options.words[1:] if options.words[:1] == ["--"] else options.words
-    named = "PBS_JOBID" if "PBS_JOBID" in os.environ else "SLURM_JOB_ID"
-    if not command or named not in os.environ:
-        found = "outside a job of Slurm or PBS" if command else "no launcher"
-        sys.stderr.write(f"mpistrategy requeue: found {found}; write: exec mpistrategy requeue -- srun ...\n")
+    variable = "PBS_JOBID" if "PBS_JOBID" in os.environ else "SLURM_JOB_ID"
+    if not command or variable not in os.environ:
+        problem = "outside a job of Slurm or PBS" if command else "no launcher"
+        sys.stderr.write(f"mpistrategy requeue: found {problem}; write: exec mpistrategy requeue -- srun ...\n")
         return 2
     try:
-        batch = _pbs(options) if named == "PBS_JOBID" else _slurm(options)
+        batch = _pbs(options) if variable == "PBS_JOBID" else _slurm(options)
         step = Step(batch, command, signal.Signals[f"SIG{options.signal}"])
         count = f"restart {batch.restarts}" if options.chain is None else f"link {options.link}"
         print(
             f"job {batch.job}, {count} of {options.at_most}, on {batch.place}: {sys.executable}, {_now()}", flush=True
         )
-        again, why = (_requeued if options.chain is None else _chained)(batch, step, options)
+        again, why = (_run_and_requeue if options.chain is None else _run_and_chain)(batch, step, options)
     except (OSError, subprocess.CalledProcessError) as error:  # of sbatch, qsub or qstat
-        _remove(_path_of_notes(os.environ[named]))
+        _remove(_path_of_notes(os.environ[variable]))
         sys.stderr.write(f"mpistrategy requeue: {error}; the program was not started\n")
         return 2
     if step.status == 0 and why != _DONE:
@@ -277,13 +277,13 @@ def run(options: argparse.Namespace) -> int:
     return step.status
 
 
-def _requeued(batch: Batch, step: Step, options: argparse.Namespace) -> tuple[bool, str]:
+def _run_and_requeue(batch: Batch, step: Step, options: argparse.Namespace) -> tuple[bool, str]:
     again, why = step.run(options.tell_after)
     if again and batch.restarts >= options.at_most:
         sys.stderr.write(f"job {batch.job}: not done after {batch.restarts} restarts; not requeued\n")
     elif again:
         print(f"job {batch.job}: the program {why}; back to the queue", flush=True)
-        if not _did(batch.requeue):
+        if not _succeeds(batch.requeue):
             sys.stderr.write(f"job {batch.job}: cannot be requeued here; use chain\n")
     elif why == _DONE:
         print(f"job {batch.job}: the program {why}")
@@ -292,17 +292,17 @@ def _requeued(batch: Batch, step: Step, options: argparse.Namespace) -> tuple[bo
     return again, why
 
 
-def _chained(batch: Batch, step: Step, options: argparse.Namespace) -> tuple[bool, str]:
-    following = ""
+def _run_and_chain(batch: Batch, step: Step, options: argparse.Namespace) -> tuple[bool, str]:
+    next_job = ""
     if options.before:  # it has ended, perhaps by a SIGKILL
         _remove(_path_of_notes(options.before))
     if options.link < options.at_most:  # now, and not at the end: a job that is killed gets no further
-        following = _answer(batch.submit).partition(";")[0]
-        print(f"job {batch.job}: job {following} goes on after it", flush=True)
+        next_job = _answer(batch.submit).partition(";")[0]
+        print(f"job {batch.job}: job {next_job} goes on after it", flush=True)
     again, why = step.run(options.tell_after)
-    goes_on = f"{f'job {following}' if following else 'nothing'} goes on" if again else "the chain ends here"
-    if following and not again:
-        _did([*batch.cancel, following])
+    goes_on = f"{f'job {next_job}' if next_job else 'nothing'} goes on" if again else "the chain ends here"
+    if next_job and not again:
+        _succeeds([*batch.cancel, next_job])
     print(f"job {batch.job}: the program {why}; {goes_on}")
     return again, why
 

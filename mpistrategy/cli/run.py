@@ -1,7 +1,7 @@
 """`mpistrategy run program.py`: runs a program on every rank, in place of `python program.py`.
 
 MPI is started and checked before the program runs.  From then on the end of one rank ends the job, also when an import
-fails.  Everything else is as under `python`: arguments, path, `__main__`, exit status.  No rank waits for another one
+fails.  Everything else is as under `python`: arguments, path, `__main__`, exit status.  No rank waits for another rank
 here: the other ranks of MPI.COMM_WORLD may run other programs.
 """
 
@@ -54,10 +54,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="write into this file how the program ended, and remove it at status 0; for job scripts",
     )
-    rest: dict[str, Any] = {"nargs": argparse.REMAINDER, "default": []}
-    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does", **rest)
-    parser.add_argument("-c", dest="text", metavar="CODE", help="run a text, as python -c does", **rest)
-    parser.add_argument("program", metavar="program.py", help="the program and its arguments", **rest)
+    remainder: dict[str, Any] = {"nargs": argparse.REMAINDER, "default": []}
+    parser.add_argument("-m", dest="module", metavar="MODULE", help="run a module, as python -m does", **remainder)
+    parser.add_argument("-c", dest="text", metavar="CODE", help="run a text, as python -c does", **remainder)
+    parser.add_argument("program", metavar="program.py", help="the program and its arguments", **remainder)
     parser.set_defaults(refuse=parser.error)
 
 

@@ -42,8 +42,8 @@ class Rows:
         if isinstance(self._source, np.ndarray):
             return _read(self._source[rows])
         # Files need each row once and in order.
-        wanted, positions = np.unique(rows, return_inverse=True)
-        return _read(self._source[wanted] if len(rows) else self._source[0:0])[positions]
+        unique_rows, positions = np.unique(rows, return_inverse=True)
+        return _read(self._source[unique_rows] if len(rows) else self._source[0:0])[positions]
 
 
 def _read(block: Any) -> Any:
@@ -173,8 +173,8 @@ class Dataset(NamesOurs, Generic[E]):
 
     @property
     def _batches_per_epoch(self) -> int:
-        whole, rest = divmod(self._num_rows, self._batch)
-        return whole + (rest > 0 and not self._drop_remainder)
+        whole, remainder = divmod(self._num_rows, self._batch)
+        return whole + (remainder > 0 and not self._drop_remainder)
 
     def _empty_batch(self) -> Any:
         """Return a batch without rows."""

@@ -65,11 +65,11 @@ class DistributedDataset(Generic[E]):
     ) -> None:
         where = "experimental_distribute_dataset"
         check_iterable(dataset, where)
-        given: Any = dataset
-        if isinstance(given, np.ndarray) or is_cupy(given):
+        source: Any = dataset
+        if isinstance(source, np.ndarray) or is_cupy(source):
             raise OptionTypeError.at(
                 where,
-                found=f"an array of shape {given.shape}: is its first axis batches, or rows?",
+                found=f"an array of shape {source.shape}: is its first axis batches, or rows?",
                 expected="an iterable of global batches",
                 fix="Dataset.from_arrays(array, global_batch_size) cuts rows into batches; list(array) is of batches.",
             )
@@ -145,9 +145,9 @@ def _padded(block: Any, rows: int) -> Any:
     """Return rows and zeros behind them, made on the host."""
     if len(block) == rows:
         return block
-    given = host_array(block)
-    padded = np.zeros((rows, *given.shape[1:]), given.dtype)
-    padded[: len(given)] = given
+    rows_on_host = host_array(block)
+    padded = np.zeros((rows, *rows_on_host.shape[1:]), rows_on_host.dtype)
+    padded[: len(rows_on_host)] = rows_on_host
     return like_given(padded, block)
 
 
@@ -155,7 +155,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
     """Iterates over this rank's own dataset, in step with the other ranks.  Iterating is collective.
 
     All ranks make as many steps as the rank with the most elements; a rank without more elements gets arrays of length
-    0.  The ranks tell each other at every step whether they have one.
+    0.  At every step the ranks tell each other whether they have an element.
 
     Args:
         dataset: an iterable of this rank's batches.
@@ -180,7 +180,9 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
 
     def _elements(self, walk: Walk) -> Iterator[Any]:
         element = END
-        iterator = itertools.chain.from_iterable([self._dataset])  # it begins in a call: an error there is told
+        iterator = itertools.chain.from_iterable(
+            [self._dataset]
+        )  # iter() runs in a call, which tells the other ranks of an error
         for skipped in itertools.islice(iterator, walk.position):
             element = skipped
         while (element := self._next_of_all(iterator, element)) is not END:
@@ -188,7 +190,7 @@ class DistributedDatasetsFromFunction(NotPickled, Generic[E]):
             yield element
 
     def _next_of_all(self, iterator: Iterator[Any], last: Any) -> Any:
-        """Return this rank's next element, one without rows when only other ranks have more, or END."""
+        """Return this rank's next element; an element without rows when only other ranks have more; or END."""
         with Call(self._communicator.guard, "next(distributed dataset)", called=self._name) as call:
             with call.own_work():
                 element = next(iterator, END)

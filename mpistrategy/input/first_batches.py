@@ -1,6 +1,6 @@
 """The check that the ranks iterate over the same global batches: it compares the first ones.
 
-Lengths, structures, dtypes and shapes are compared as those of any call.  Of the rows each rank sends a digest.
+Lengths, structures, dtypes and shapes are compared as in any call.  Of the rows each rank sends a digest.
 """
 
 from __future__ import annotations
@@ -75,13 +75,13 @@ class FirstBatches:
         return batch
 
     def _tell(self, digests: list[str]) -> None:
-        found = f"first batches with other rows: {outliers(digests)[1]}"
+        problem = f"first batches with other rows: {outliers(digests)[1]}"
         cure = f'{_PER_RANK} Shuffle with one seed on all ranks. To turn off this check: check_batches="off".'
         if self._level == "raise":
-            raise CollectiveMismatchError.at(WHERE, found=found, expected="the same global batches", fix=cure)
+            raise CollectiveMismatchError.at(WHERE, found=problem, expected="the same global batches", fix=cure)
         if self._communicator.rank == 0:
             lost = "Each rank gets its part of its own batches, so the other rows are lost."
-            warn(f"{WHERE}: found {found}. {lost} {cure}", DatasetWarning)
+            warn(f"{WHERE}: found {problem}. {lost} {cure}", DatasetWarning)
 
 
 def _length_in_words(dataset: Any) -> str:
@@ -95,9 +95,9 @@ def _values_and_rows(batch: Any) -> tuple[tuple[tuple[str, tuple[int, ...]], ...
     """Return the dtypes and shapes of the arrays of a batch, and a digest of their rows."""
     arrays = [to_rows(leaf) for leaf in nest.flatten(batch)[0]]
     common_length(arrays, WHERE)
-    found = [_dtype_and_digest(array, MOST_BYTES // len(arrays)) for array in arrays]
-    values = tuple((dtype, tuple(array.shape)) for (dtype, _), array in zip(found, arrays, strict=True))
-    return values, " ".join(rows for _, rows in found)
+    pairs = [_dtype_and_digest(array, MOST_BYTES // len(arrays)) for array in arrays]
+    values = tuple((dtype, tuple(array.shape)) for (dtype, _), array in zip(pairs, arrays, strict=True))
+    return values, " ".join(rows for _, rows in pairs)
 
 
 def _dtype_and_digest(array: Any, most: int) -> tuple[str, str]:

@@ -61,12 +61,12 @@ class Sampler:
         return self._epoch
 
     def set_epoch(self, epoch: int) -> None:
-        """Go to the beginning of an epoch; to the epoch that it is in: stay."""
+        """Go to the beginning of another epoch; keep the position if it is the present epoch."""
         if whole_number("Sampler.set_epoch", "epoch", epoch) != self._epoch:
             self._epoch, self._done, self._start = epoch, 0, 0
 
     def __len__(self) -> int:
-        """Return how many rows this rank reads in this epoch: all, or after a restore those that were left then."""
+        """Return how many rows this rank reads in this epoch; after a restore, of the remaining rows."""
         return len(self._rows_from(self._start))
 
     def __iter__(self) -> Iterator[int]:
@@ -77,11 +77,11 @@ class Sampler:
         order = np.arange(self._rows)
         if self._shuffle:
             order = np.random.default_rng([self._seed, self._epoch]).permutation(self._rows)
-        left = order[done:]
-        missing = -len(left) % self._ranks
+        remaining = order[done:]
+        missing = -len(remaining) % self._ranks
         if self._pad and missing:
-            left = np.concatenate([left, np.resize(order, missing)])
-        return left[self._rank :: self._ranks]
+            remaining = np.concatenate([remaining, np.resize(order, missing)])
+        return remaining[self._rank :: self._ranks]
 
     def over(self, loader: Iterable[T]) -> Iterator[T]:
         """Yield the batches of a loader that this sampler is in, and count their rows; then go to the next epoch.
@@ -110,10 +110,10 @@ class Sampler:
         Raises:
             OptionError: for the state of a sampler with another seed, or of other data.
         """
-        mine, theirs = (self._seed, self._rows), (state["seed"], state["rows"])
-        if mine != theirs:
+        own, saved = (self._seed, self._rows), (state["seed"], state["rows"])
+        if own != saved:
             raise OptionError.at(
-                "Sampler.load_state_dict", found=f"seed and rows {theirs}", expected=f"those of this sampler, {mine}"
+                "Sampler.load_state_dict", found=f"seed and rows {saved}", expected=f"those of this sampler, {own}"
             )
         self._epoch, self._done = state["epoch"], state["done"]
         self._start = self._done

@@ -30,7 +30,7 @@ if not hasattr(sys.modules["jax._src.core"], "trace_state_clean"):  # see `mpist
     )
 
 _PACKAGE = "mpistrategy.jax"
-#: Of objects in keys that have no words of their own; another one in each process.
+#: The address in the text of an object without a `repr` of its own; it differs between processes.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 _REMEMBERED = 64
 
@@ -74,8 +74,8 @@ def _reduced(tree: Any, op: Op, strategy: Strategy | None, method: str, weight: 
     with ReplicaContext(of, of.rank) as context:
         _check(flat, tree, of, f"{_PACKAGE}.{method}", name)
         # None for a tree without leaves: the ranks compare the call, and nothing is sent.
-        found: Any = context.all_reduce(op, {flat.text: flat.leaves or None}, name=name, weight=weight)
-    return jax.tree.unflatten(flat.structure, found[flat.text] or [])
+        reduced: Any = context.all_reduce(op, {flat.text: flat.leaves or None}, name=name, weight=weight)
+    return jax.tree.unflatten(flat.structure, reduced[flat.text] or [])
 
 
 def all_gather(tree: Any, axis: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
@@ -95,8 +95,8 @@ def all_gather(tree: Any, axis: int = 0, *, strategy: Strategy | None = None, na
     of, flat = strategy_for(strategy, f"{_PACKAGE}.all_gather"), _flat(tree)
     with ReplicaContext(of, of.rank) as context:
         _check(flat, tree, of, f"{_PACKAGE}.all_gather", name)
-        found: Any = context.all_gather({flat.text: flat.leaves}, axis, name=name)
-    return jax.tree.unflatten(flat.structure, found[flat.text])
+        gathered: Any = context.all_gather({flat.text: flat.leaves}, axis, name=name)
+    return jax.tree.unflatten(flat.structure, gathered[flat.text])
 
 
 def broadcast(tree: Any, root: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
@@ -113,8 +113,8 @@ def broadcast(tree: Any, root: int = 0, *, strategy: Strategy | None = None, nam
     """
     of, flat = strategy_for(strategy, f"{_PACKAGE}.broadcast"), _flat(tree)
     _check(flat, tree, of, f"{_PACKAGE}.broadcast", name)
-    found: Any = of.broadcast({flat.text: flat.leaves}, root, name=name)
-    return jax.tree.unflatten(flat.structure, found[flat.text])
+    received: Any = of.broadcast({flat.text: flat.leaves}, root, name=name)
+    return jax.tree.unflatten(flat.structure, received[flat.text])
 
 
 class _Flat(NamedTuple):
@@ -122,7 +122,7 @@ class _Flat(NamedTuple):
 
     Attributes:
         leaves: its leaves.
-        structure: what JAX puts them together by.
+        structure: from which JAX builds the tree again.
         text: the classes of its nodes and the keys of its leaves, alike in every process.
     """
 
@@ -162,9 +162,9 @@ def _words(node: Any, paths: Iterator[str]) -> str:
 
 
 def _paths(tree: Any) -> list[str]:
-    """Return how each leaf is reached."""
-    found = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
-    return [_ADDRESS.sub("", path) for path in found]
+    """Return the path of each leaf."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(tree)[0]]
+    return [_ADDRESS.sub("", path) for path in paths]
 
 
 def _check(flat: _Flat, tree: Any, of: Strategy, where: str, name: str | None) -> None:
@@ -193,7 +193,7 @@ class Tree:
     ``checkpoint.objects`` has the restored ones.
 
     Attributes:
-        value: the pytree; after a restore the one with the restored leaves.
+        value: the pytree; after a restore, with the restored leaves.
 
     >>> Tree({"w": 1.0}).state_dict()
     {'structure': "dict(['w'])", 'leaves': [1.0]}
@@ -211,7 +211,7 @@ class Tree:
         """Take over the leaves.
 
         Raises:
-            OptionError: for those of another structure.
+            OptionError: for leaves of another structure.
         """
         flat = _flat(self.value)
         if state["structure"] != flat.text:

@@ -1,4 +1,4 @@
-"""Collectives of nests of tensors, in any context; gradients flow through those whose derivative is a collective."""
+"""Collectives of nests of tensors, in any context; gradients flow through a collective whose derivative is one, too."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mpistrategy.strategy.current import ReplicaContext, strategy_for
 from mpistrategy.strategy.strategy import Strategy
 from mpistrategy.torch import tensors as t
 
-#: A collective in a context: of a nest, or of the gradients of its results and with a name for the call.
+#: A collective in a context: takes a nest; or takes the gradients of its results, and a name for the call.
 Collective = Callable[..., Any]
 
 
@@ -36,12 +36,12 @@ class _Through(torch.autograd.Function):  # type: ignore[misc]
     ) -> Any:
         ctx.strategy, ctx.of_gradients, ctx.name = strategy, backward, name
         with t.on_stream(t.gpu_of(leaves)), ReplicaContext(strategy, strategy.rank) as context:
-            return tuple(nest.flatten(collective(context, structure.pack([each.detach() for each in leaves])))[0])
+            return tuple(nest.flatten(collective(context, structure.pack([leaf.detach() for leaf in leaves])))[0])
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> Any:
         with t.on_stream(t.gpu_of(gradients)), ReplicaContext(ctx.strategy, ctx.strategy.rank) as context:
-            return *5 * (None,), *ctx.of_gradients(context, [each.contiguous() for each in gradients], ctx.name)
+            return *5 * (None,), *ctx.of_gradients(context, [gradient.contiguous() for gradient in gradients], ctx.name)
 
 
 def _carried(
@@ -54,20 +54,20 @@ def _carried(
     *,
     carries: bool = True,
 ) -> Any:
-    """Return what a collective makes of a nest; gradients flow through it if some tensor wants them.
+    """Return the result of a collective; gradients flow through it if a tensor requires gradients.
 
     Args:
         strategy: whose ranks.
         value: the nest.
         collective: takes and returns nests of one structure.
-        backward: makes the gradients of the leaves from those of the results.
+        backward: makes the gradients of the leaves from the gradients of the results.
         where: the public name.
         name: that the program gave the call.
-        carries: whether there are such gradients.
+        carries: whether gradients can flow through it.
     """
     leaves, structure = nest.flatten(value)
-    tensors = [each for each in leaves if isinstance(each, torch.Tensor)]
-    if not torch.is_grad_enabled() or not any(each.requires_grad for each in tensors):
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not torch.is_grad_enabled() or not any(tensor.requires_grad for tensor in tensors):
         with t.on_stream(t.gpu_of(tensors)), ReplicaContext(strategy, strategy.rank) as context:
             return collective(context, value)
     if not carries or len(tensors) < len(leaves):
@@ -87,8 +87,8 @@ def all_reduce(
 ) -> Any:
     """Reduce a tensor, or a nest of tensors, over the ranks.  Collective; in any context.
 
-    Gradients flow through SUM and MEAN: that of an element is the SUM or MEAN of the ranks' gradients of its result,
-    as in Horovod.  Then backward is collective, too.
+    Gradients flow through SUM and MEAN: the gradient of an element is the SUM or MEAN of the ranks' gradients of its
+    result, as in Horovod.  Then backward is collective, too.
 
     Args:
         value: tensors, arrays and numbers in any nest, alike on all ranks.
@@ -106,7 +106,7 @@ def all_reduce(
         strategy_for(strategy, where),
         value,
         lambda context, values: context.all_reduce(op, values, name=name, out=out),
-        lambda context, gradients, called: context.all_reduce(op, gradients, name=called),
+        lambda context, gradients, call_name: context.all_reduce(op, gradients, name=call_name),
         where,
         name,
         carries=out is None and ReduceOp._parse(op, where) in (ReduceOp.SUM, ReduceOp.MEAN),
@@ -116,8 +116,8 @@ def all_reduce(
 def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
     """Concatenate the ranks' tensors along `axis`, in rank order.  Collective; in any context.
 
-    Gradients flow through it: that of a rank's tensor is the sum over the ranks of the gradients of its part.  Then
-    backward is collective, too.
+    Gradients flow through it: the gradient of a rank's tensor is the sum over the ranks of the gradients of its part.
+    Then backward is collective, too.
 
     Args:
         value: a tensor, or a nest of tensors; the lengths along `axis` may differ.
@@ -130,12 +130,12 @@ def all_gather(value: Any, axis: int = 0, *, strategy: Strategy | None = None, n
     """
     where = "mpistrategy.torch.all_gather"
     of = strategy_for(strategy, where)
-    shapes = [np.shape(each) for each in nest.flatten(value)[0]]
+    shapes = [np.shape(leaf) for leaf in nest.flatten(value)[0]]
 
-    def backward(context: ReplicaContext, gradients: list[Any], called: str) -> list[Any]:
+    def backward(context: ReplicaContext, gradients: list[Any], call_name: str) -> list[Any]:
         lengths = np.array([shape[axis] for shape in shapes], np.int64)[None]
-        begins = context.all_gather(lengths, 0, name=called)[: of.rank].sum(0)
-        totals = context.all_reduce("SUM", gradients, name=called)
+        begins = context.all_gather(lengths, 0, name=call_name)[: of.rank].sum(0)
+        totals = context.all_reduce("SUM", gradients, name=call_name)
         return [
             total.narrow(axis, int(begin), int(length))
             for total, begin, length in zip(totals, begins, lengths[0], strict=True)
@@ -168,9 +168,9 @@ def reduce_scatter(
     where = "mpistrategy.torch.reduce_scatter"
     kind = ReduceOp._parse(op, where)
 
-    def backward(context: ReplicaContext, gradients: list[Any], called: str) -> list[Any]:
-        whole = context.all_gather(gradients, axis, name=called)
-        return [each / context.num_replicas_in_sync for each in whole] if kind is ReduceOp.MEAN else whole
+    def backward(context: ReplicaContext, gradients: list[Any], call_name: str) -> list[Any]:
+        whole = context.all_gather(gradients, axis, name=call_name)
+        return [gradient / context.num_replicas_in_sync for gradient in whole] if kind is ReduceOp.MEAN else whole
 
     return _carried(
         strategy_for(strategy, where),
@@ -197,7 +197,7 @@ def all_to_all(
         name: is compared between the ranks instead of the call site.
 
     Returns:
-        What the ranks have sent to this one, in rank order, and how many rows each has sent.
+        The rows that this rank has received, in rank order, and how many rows each rank has sent.
 
     Raises:
         ShapeError, OptionError: on every rank, for a tensor without axes, or splits that do not fit.
@@ -210,8 +210,8 @@ def all_to_all(
         result, received[:] = _exchanged(context, tensors[0], splits, name)
         return [result]
 
-    def backward(context: ReplicaContext, gradients: list[Any], called: str) -> list[Any]:
-        return [_exchanged(context, gradients[0], received, called)[0]]
+    def backward(context: ReplicaContext, gradients: list[Any], call_name: str) -> list[Any]:
+        return [_exchanged(context, gradients[0], received, call_name)[0]]
 
     (result,) = _carried(strategy_for(strategy, where), [tensor], forward, backward, where, name)
     return result, list(received)
@@ -222,9 +222,9 @@ def _exchanged(
 ) -> tuple[Any, list[int]]:
     communicator = context.strategy.extended.communicator
     with Call(communicator.guard, "mpistrategy.torch.all_to_all", called=name) as call:
-        given = tensor.detach()
-        rows = t.lengths(given, splits or (), communicator.size, call.where)
-        call.structure = f"rows of {given.dtype}{list(given.shape[1:])}"
-        width = given.shape[1:].numel() * given.element_size()
-        received, taken = exchange(communicator, call, t.in_bytes(given), rows, width)
-        return t.from_bytes(received, given).view(sum(taken), *given.shape[1:]).to(given.device), taken
+        source = tensor.detach()
+        rows = t.lengths(source, splits or (), communicator.size, call.where)
+        call.structure = f"rows of {source.dtype}{list(source.shape[1:])}"
+        width = source.shape[1:].numel() * source.element_size()
+        received, counts = exchange(communicator, call, t.in_bytes(source), rows, width)
+        return t.from_bytes(received, source).view(sum(counts), *source.shape[1:]).to(source.device), counts

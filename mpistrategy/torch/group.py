@@ -28,8 +28,8 @@ from mpistrategy.mpi.over_mpi.background import Background
 from mpistrategy.mpi.over_mpi.messages import GREATEST_TAG, Message, exchange
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.options import CommunicationOptions
-from mpistrategy.reduction.collectives import broadcast as that_of_root
-from mpistrategy.reduction.collectives import gather as side_by_side
+from mpistrategy.reduction.collectives import broadcast as broadcast_arrays
+from mpistrategy.reduction.collectives import gather as gather_arrays
 from mpistrategy.reduction.layout.packing import layouts_of
 from mpistrategy.reduction.plan import run_plan, usual_plan
 from mpistrategy.reduction.reducer import Reducer
@@ -39,10 +39,10 @@ from mpistrategy.torch import tensors as t
 _TAKES_WORKS = hasattr(dist.AllreduceOptions(), "asyncOp")
 
 
-def done(result: Any) -> Any:
-    """Return the work of a call that is over, or on the current streams; its future holds the result."""
-    tensors = [each for given in result for each in ([given] if isinstance(given, torch.Tensor) else given)]
-    future: Any = torch.futures.Future(devices=list({each.device for each in tensors if each.is_cuda}))
+def completed_work(result: Any) -> Any:
+    """Return the work of a finished call, or of a call on the current streams; its future holds the result."""
+    tensors = [tensor for item in result for tensor in ([item] if isinstance(item, torch.Tensor) else item)]
+    future: Any = torch.futures.Future(devices=list({tensor.device for tensor in tensors if tensor.is_cuda}))
     future.set_result(result)
     return torch._C._distributed_c10d._create_work_from_future(future)
 
@@ -58,8 +58,8 @@ class Transfer(dist.Work):  # type: ignore[misc]
     Args:
         group: whose timeout holds.
         message: is under way.
-        results: a flat tensor of what is received, with the message's memory; nothing for what is sent.
-        targets: the tensor that gets its elements.
+        results: a flat tensor with the message's memory, for a message that is received; else empty.
+        targets: the tensor that gets the received elements.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Transfer(dist.Work):  # type: ignore[misc]
         self._group, self._message, self._results, self._targets = group, message, results, targets
 
     def wait(self, timeout: timedelta = timedelta()) -> bool:
-        """Wait until the tensor may be used again, or has what was sent; 0 stands for the group's timeout."""
+        """Wait until the tensor may be used again, or has the data; a timeout of 0 stands for the group's timeout."""
         own = self._group.communicator.guard.timeout
         self._message.wait("torch.distributed.Work.wait", chosen_seconds(timeout) or own)
         t.write(self._results, self._targets)
@@ -96,7 +96,7 @@ class Reduction(dist.Work):  # type: ignore[misc]
     def __init__(self, background: Background, job: Future[Any], tensors: Sequence[Any]) -> None:
         super().__init__()
         self._background, self._job = background, job
-        #: It has the tensors after an error, too: torch would end the process over an exception in it.
+        #: It holds the tensors after an error, too: torch ends the process over an exception in a future.
         self._future: Any = torch.futures.Future()
         future = self._future  # the job does not keep this object, which keeps the job
         job.add_done_callback(lambda _: future.set_result(tensors))
@@ -150,7 +150,7 @@ class Group:
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
         """Replace each tensor by its reduction over the ranks; large ones go on in the background between nodes."""
-        dense = [each.nbytes for each in tensors if each.is_cpu and not each.is_sparse]
+        dense = [tensor.nbytes for tensor in tensors if tensor.is_cpu and not tensor.is_sparse]
         is_large = _TAKES_WORKS and len(dense) == len(tensors) and self._background.takes(sum(dense))
         goes_on = is_large and (opts is None or opts.asyncOp) and not self._background.is_here
         # another thread has other lines
@@ -158,7 +158,7 @@ class Group:
         all_reduce = functools.partial(self._all_reduce, list(tensors), opts, site, is_large=is_large)
         if not goes_on:
             all_reduce()
-            return done(list(tensors))
+            return completed_work(list(tensors))
         work = functools.partial(self._background.unless_failed, all_reduce)
         job = self._background.submit(work, "torch.distributed.all_reduce")
         if torch._C._current_graph_task_id() >= 0:
@@ -168,7 +168,7 @@ class Group:
     def _all_reduce(self, tensors: list[Any], opts: Any, site: Site | None, *, is_large: bool) -> None:
         with self._call("all_reduce", site) as call:
             targets = t.checked(tensors, call.where, dtype=tensors[0].dtype, is_written=True)
-            if any(each.is_sparse for each in targets):
+            if any(target.is_sparse for target in targets):
                 self._all_reduce_rows(call, tensors, t.operation(opts, call.where)[0])
             else:
                 t.write(self._reduced(call, targets, opts, in_place=True, is_large=is_large), targets)
@@ -192,16 +192,16 @@ class Group:
             tensors: this rank's, checked.
             opts: of c10d.
             in_place: whether results may be written into the tensors' own memory; else they are flat.
-            is_large: whether the data travel as those in the background, which other ranks may make there.
+            is_large: whether the data travel as in the background, where other ranks may make this call.
             words: what else the ranks compare.
         """
         (op, factor), travels = t.operation(opts, call.where), "among those in the background" if is_large else ""
         dtype, by, bits, truncates = t.reduction(op, tensors[0].dtype, call.where)
         device, alike = t.gpu_of(tensors), {"op": op, "values": t.values_of(tensors), "options": travels, **words}
-        elements = [t.scaled(each, dtype, factor, device) for each in tensors]
+        elements = [t.scaled(tensor, dtype, factor, device) for tensor in tensors]
         if bits is not None:
-            found = self._moved(call, side_by_side, 0, elements, (op, t.values_of(tensors)))
-            return [functools.reduce(bits, each.chunk(self._ranks)) for each in found]
+            wholes = self._moved(call, gather_arrays, 0, elements, (op, t.values_of(tensors)))
+            return [functools.reduce(bits, whole.chunk(self._ranks)) for whole in wholes]
         if device is not None:
             call.structure = " ".join(map(str, alike.values()))
             with t.on_stream(device):
@@ -213,11 +213,11 @@ class Group:
             ranks = self._background.connected(call) if is_large else self.communicator
             agree = functools.partial(call.agree, call.where, patiently=self._background.is_here, **alike)
             totals = run_plan(usual_plan(ranks, layouts_of(arrays), by), arrays, agree, in_place=in_place)
-            results = elements if in_place else [torch.from_numpy(each) for each in totals]
-        return [each.div_(self._ranks, rounding_mode="trunc") for each in results] if truncates else results
+            results = elements if in_place else [torch.from_numpy(total) for total in totals]
+        return [result.div_(self._ranks, rounding_mode="trunc") for result in results] if truncates else results
 
     def _site(self) -> Site | None:
-        """Return which reduction of a backward pass this is: the program has one line for all; None outside of it."""
+        """Return the number of this reduction in its backward pass, as a call site; None outside of a backward pass."""
         backward = torch._C._current_graph_task_id()
         self._reductions, self._backward = self._reductions + 1 if backward == self._backward else 1, backward
         if backward < 0:
@@ -228,19 +228,19 @@ class Group:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def _all_reduce_rows(self, call: Call, targets: Sequence[Any], op: str) -> None:
         """Sum sparse COO tensors: the indices and values of all ranks together."""
-        if op not in ("SUM", "AVG") or not all(each.is_sparse for each in targets):
+        if op not in ("SUM", "AVG") or not all(target.is_sparse for target in targets):
             raise UnsupportedError.at(
                 call.where,
                 found=f"ReduceOp.{op} of sparse tensors, or of sparse and dense ones in one call",
                 expected="SUM or AVG of sparse COO tensors",
             )
-        given = [each.coalesce() for each in targets]
-        shapes = ", ".join(f"{each.dtype}{list(each.shape)} sparse in {each.sparse_dim()}" for each in given)
-        rows = [part for each in given for part in (each.indices().t(), each.values())]
-        found = iter(self._moved(call, side_by_side, 0, rows, f"{op} of sparse tensors {shapes}"))
-        for target, mine, indices, values in zip(targets, given, found, found, strict=True):
-            places, rows = indices.view(-1, mine.sparse_dim()).t(), values.view(-1, *mine.values().shape[1:])
-            total = torch.sparse_coo_tensor(places, rows, mine.shape, device=rows.device, check_invariants=False)
+        own_tensors = [target.coalesce() for target in targets]
+        shapes = ", ".join(f"{own.dtype}{list(own.shape)} sparse in {own.sparse_dim()}" for own in own_tensors)
+        rows = [part for own in own_tensors for part in (own.indices().t(), own.values())]
+        gathered = iter(self._moved(call, gather_arrays, 0, rows, f"{op} of sparse tensors {shapes}"))
+        for target, own, indices, values in zip(targets, own_tensors, gathered, gathered, strict=True):
+            places, rows = indices.view(-1, own.sparse_dim()).t(), values.view(-1, *own.values().shape[1:])
+            total = torch.sparse_coo_tensor(places, rows, own.shape, device=rows.device, check_invariants=False)
             target.copy_((total / self._ranks if op == "AVG" else total).coalesce())
 
     def reduce(self, tensors: Any, opts: Any) -> Any:
@@ -250,22 +250,22 @@ class Group:
             targets = t.checked(tensors, call.where, dtype=tensors[0].dtype, is_written=True)
             totals = self._reduced(call, targets, opts, in_place=self._rank == root, destination=f"rank {root}")
             t.write(totals, targets if self._rank == root else totals)
-        return done(list(tensors))
+        return completed_work(list(tensors))
 
     def reduce_scatter(self, outputs: Any, inputs: Any, opts: Any = None, wholes: Sequence[Any] = ()) -> Any:
         """Reduce the r-th tensors of the ranks' lists into the output of rank r; their sizes may differ.
 
-        The parts of a list may be those of one of the `wholes`.
+        The tensors of a list may be the parts of an entry of `wholes`.
         """
         for output, parts, whole in list(zip(outputs, inputs, wholes or [None] * len(outputs), strict=True)):
             with self._call("reduce_scatter", self._site()) as call:
                 targets = t.checked([output], call.where, is_written=True)
-                given = t.checked(parts, call.where, count=self._ranks, dtype=output.dtype)
-                t.checked([given[self._rank]], call.where, numel=output.numel())
-                elements = t.together(given) if whole is None else whole.detach().reshape(-1)
-                (total,) = self._reduced(call, [elements], opts, values=t.values_of(given))
-                t.write([total.split([each.numel() for each in given])[self._rank]], targets)
-        return done(list(outputs))
+                sources = t.checked(parts, call.where, count=self._ranks, dtype=output.dtype)
+                t.checked([sources[self._rank]], call.where, numel=output.numel())
+                elements = t.together(sources) if whole is None else whole.detach().reshape(-1)
+                (total,) = self._reduced(call, [elements], opts, values=t.values_of(sources))
+                t.write([total.split([source.numel() for source in sources])[self._rank]], targets)
+        return completed_work(list(outputs))
 
     def reduce_scatter_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Reduce a tensor, and write the r-th part of its elements into the output of rank r."""
@@ -273,7 +273,7 @@ class Group:
 
     def reduce_scatter_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Do so with several tensors."""
-        return self.reduce_scatter(outputs, [t.parts(each, self._ranks) for each in inputs], opts, inputs)
+        return self.reduce_scatter(outputs, [t.parts(tensor, self._ranks) for tensor in inputs], opts, inputs)
 
     # -------------------------------------------------------------------------------------------------- gathers
 
@@ -282,44 +282,44 @@ class Group:
         with self._call("broadcast") as call:
             root = self._member(opts.rootRank, "root", call.where)
             targets = t.checked(tensors, call.where, is_written=True)
-            t.write(self._moved(call, that_of_root, root, targets, t.values_of(targets), in_place=True), targets)
-        return done(list(tensors))
+            t.write(self._moved(call, broadcast_arrays, root, targets, t.values_of(targets), in_place=True), targets)
+        return completed_work(list(tensors))
 
     def _moved(
         self, call: Call, move: Callable[..., Any], to: int, tensors: Sequence[Any], alike: Any, **options: Any
     ) -> list[Any]:
-        """Return what the library's broadcast from a rank, or gather along the first axis, makes of tensors, flat.
+        """Return the flat results of the library's broadcast from a rank, or of its gather along the first axis.
 
-        Before data move the ranks compare what is `alike`.
+        Before data move the ranks compare `alike`.
         """
         device, call.structure = t.gpu_of(tensors), str(alike)
         with t.on_stream(device):
-            given = [t.in_bytes(each, device) for each in tensors]
-            arrays = given if device is None else [as_device_array(each, call.where) for each in given]
-            found = move(self.communicator, arrays, to, call, **options)
+            buffers = [t.in_bytes(tensor, device) for tensor in tensors]
+            arrays = buffers if device is None else [as_device_array(buffer, call.where) for buffer in buffers]
+            results = move(self.communicator, arrays, to, call, **options)
             if device is not None:
-                self.communicator.guard.wait_for_gpu(event_of_reads(given))
-                found = [*map(like_given, found, given)]
-            return [t.from_bytes(*both) for both in zip(found, tensors, strict=True)]
+                self.communicator.guard.wait_for_gpu(event_of_reads(buffers))
+                results = [*map(like_given, results, buffers)]
+            return [t.from_bytes(*pair) for pair in zip(results, tensors, strict=True)]
 
     def allgather(self, outputs: Any, inputs: Any, opts: Any = None, wholes: Sequence[Any] = ()) -> Any:
         """Write the tensor of rank r into the r-th tensor of a list; the tensors' sizes may differ.
 
-        The tensors of a list may be the parts of one of the `wholes`.
+        The tensors of a list may be the parts of an entry of `wholes`, a tensor.
         """
-        for given, written, whole in list(zip(inputs, outputs, wholes or [None] * len(outputs), strict=True)):
+        for tensor, parts, whole in list(zip(inputs, outputs, wholes or [None] * len(outputs), strict=True)):
             with self._call("all_gather") as call:
-                (mine,) = t.checked([given], call.where)
-                targets = t.checked(written, call.where, count=self._ranks, dtype=mine.dtype, is_written=True)
-                t.checked([targets[self._rank]], call.where, numel=mine.numel())
+                (own,) = t.checked([tensor], call.where)
+                targets = t.checked(parts, call.where, count=self._ranks, dtype=own.dtype, is_written=True)
+                t.checked([targets[self._rank]], call.where, numel=own.numel())
                 into = [t.in_bytes(whole.detach())] if whole is not None and whole.is_cpu else None
-                (found,) = self._moved(call, side_by_side, 0, [mine], t.values_of(targets), into=into)
-                t.write(found.split([each.numel() for each in targets]), targets)
-        return done(list(outputs))
+                (gathered,) = self._moved(call, gather_arrays, 0, [own], t.values_of(targets), into=into)
+                t.write(gathered.split([target.numel() for target in targets]), targets)
+        return completed_work(list(outputs))
 
     def allgather_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Write the k-th tensor of rank r into ``outputs[r][k]``."""
-        return self.allgather([list(each) for each in zip(*outputs, strict=True)], inputs)
+        return self.allgather([list(column) for column in zip(*outputs, strict=True)], inputs)
 
     def all_gather_single(self, output: Any, input: Any, opts: Any = None) -> Any:
         """Write the ranks' tensors, all of one size, one after the other into a tensor."""
@@ -327,7 +327,7 @@ class Group:
 
     def all_gather_single_coalesced(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Do so with several tensors."""
-        return self.allgather([t.parts(each, self._ranks) for each in outputs], inputs, wholes=outputs)
+        return self.allgather([t.parts(output, self._ranks) for output in outputs], inputs, wholes=outputs)
 
     # ------------------------------------------------------------------------------------ parts for single ranks
 
@@ -335,7 +335,7 @@ class Group:
         self,
         call: Call,
         targets: Sequence[Any],
-        given: Sequence[Any],
+        sources: Sequence[Any],
         alike: Sequence[Any] = (),
         destination: str = "",
         whole: Any = None,
@@ -343,60 +343,68 @@ class Group:
         """Send the r-th tensor to rank r, and write what rank r sends into the r-th target.
 
         The ranks compare the numbers of elements of the tensors that are `alike` on all of them, and the destination.
-        The tensors may be the parts of a `whole` one.
+        The tensors may be the parts of `whole`.
         """
-        t.checked([*targets, *given], call.where, dtype=given[0].dtype)
-        sent = t.flat(t.together(given) if whole is None else whole)
-        counts, taken = ([each.numel() for each in tensors] for tensors in (given, targets))
-        words = {"values": t.values_of(alike or [sent[:0]]), "destination": destination}
-        received, _ = exchange(self.communicator, call, t.in_bytes(sent), counts, sent.element_size(), taken, **words)
-        t.write(t.from_bytes(received, sent).split(taken), targets)
+        t.checked([*targets, *sources], call.where, dtype=sources[0].dtype)
+        elements = t.flat(t.together(sources) if whole is None else whole)
+        source_counts, target_counts = ([tensor.numel() for tensor in tensors] for tensors in (sources, targets))
+        words = {"values": t.values_of(alike or [elements[:0]]), "destination": destination}
+        received, _ = exchange(
+            self.communicator,
+            call,
+            t.in_bytes(elements),
+            source_counts,
+            elements.element_size(),
+            target_counts,
+            **words,
+        )
+        t.write(t.from_bytes(received, elements).split(target_counts), targets)
 
     def _only(self, rank: int, tensor: Any) -> list[Any]:
         """Return a tensor for one rank, none for -1, and empty ones for the others."""
-        return [tensor if each == rank else tensor.new_empty(0) for each in range(self._ranks)]
+        return [tensor if other == rank else tensor.new_empty(0) for other in range(self._ranks)]
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Write the tensor of rank r into the root's r-th output; all have one size."""
         with self._call("gather") as call:
-            root, (mine,) = self._member(opts.rootRank, "root", call.where), t.checked(inputs, call.where)
-            wanted, numel = (outputs[0], mine.numel()) if self._rank == root else (self._only(-1, mine), 0)
-            targets = t.checked(wanted, call.where, count=self._ranks, numel=numel, is_written=True)
-            self._exchange(call, targets, self._only(root, mine), [mine], f"rank {root}")
-        return done(targets)
+            root, (own,) = self._member(opts.rootRank, "root", call.where), t.checked(inputs, call.where)
+            parts, numel = (outputs[0], own.numel()) if self._rank == root else (self._only(-1, own), 0)
+            targets = t.checked(parts, call.where, count=self._ranks, numel=numel, is_written=True)
+            self._exchange(call, targets, self._only(root, own), [own], f"rank {root}")
+        return completed_work(targets)
 
     def scatter(self, outputs: Any, inputs: Any, opts: Any) -> Any:
         """Write the root's r-th input into the output of rank r; all have one size."""
         with self._call("scatter") as call:
-            root, (mine,) = (
+            root, (own,) = (
                 self._member(opts.rootRank, "root", call.where),
                 t.checked(outputs, call.where, is_written=True),
             )
-            given, numel = (inputs[0], mine.numel()) if self._rank == root else (self._only(-1, mine), 0)
-            given = t.checked(given, call.where, count=self._ranks, numel=numel)
-            self._exchange(call, self._only(root, mine), given, [mine], f"rank {root}")
-        return done(list(outputs))
+            parts, numel = (inputs[0], own.numel()) if self._rank == root else (self._only(-1, own), 0)
+            parts = t.checked(parts, call.where, count=self._ranks, numel=numel)
+            self._exchange(call, self._only(root, own), parts, [own], f"rank {root}")
+        return completed_work(list(outputs))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
         """Send the r-th input to rank r, and write what rank r sends into the r-th output; sizes may differ."""
         with self._call("all_to_all") as call:
             targets = t.checked(outputs, call.where, count=self._ranks, is_written=True)
             self._exchange(call, targets, t.checked(inputs, call.where, count=self._ranks))
-        return done(list(outputs))
+        return completed_work(list(outputs))
 
     def all_to_all_single(
         self, output: Any, input: Any, output_splits: Any = (), input_splits: Any = (), opts: Any = None
     ) -> Any:
         """Send the r-th part of a tensor's first axis to rank r; without splits the parts are equal."""
         with self._call("all_to_all_single") as call:
-            (target,), (given,) = t.checked([output], call.where, is_written=True), t.checked([input], call.where)
+            (target,), (source,) = t.checked([output], call.where, is_written=True), t.checked([input], call.where)
             self._exchange(
                 call,
                 target.split(t.lengths(target, output_splits, self._ranks, call.where)),
-                given.split(t.lengths(given, input_splits, self._ranks, call.where)),
-                whole=given,
+                source.split(t.lengths(source, input_splits, self._ranks, call.where)),
+                whole=source,
             )
-        return done([output])
+        return completed_work([output])
 
     # -------------------------------------------------------------------------------------- messages, barriers
 
@@ -423,11 +431,11 @@ class Group:
         message = self.communicator.begin_message(t.in_bytes(elements), peer, tag, sends=not receives)
         return Transfer(self, message, *([[elements], targets] if receives else ()))
 
-    def _member(self, rank: int, what: str, where: str) -> int:
+    def _member(self, rank: int, role: str, where: str) -> int:
         """Return a rank of the group."""
         if not 0 <= rank < self._ranks:
             raise OptionError.at(
-                where, found=f"{what} {rank}", expected=f"a rank of the group, from 0 to {self._ranks - 1}"
+                where, found=f"{role} {rank}", expected=f"a rank of the group, from 0 to {self._ranks - 1}"
             )
         return rank
 
@@ -436,4 +444,4 @@ class Group:
         with self._call("barrier") as call:
             call.wait_as(None if opts is None else chosen_seconds(opts.timeout))
             call.agree(call.where)
-        return done([])
+        return completed_work([])

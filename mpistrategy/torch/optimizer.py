@@ -24,7 +24,7 @@ from mpistrategy.torch.collectives import all_reduce
 from mpistrategy.torch.starts import broadcast
 
 _WHERE = "DistributedOptimizer"
-#: What a rank has of a parameter's gradient; the greatest of all ranks decides.
+#: The kind of a parameter's gradient on a rank; the greatest kind of all ranks decides.
 _NONE, _SPARSE, _DENSE = 0, 1, 2
 
 
@@ -35,12 +35,12 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
     unscale gradients in between, call `synchronize` before: the next `step` does not combine again.  Until then
     gradients are this rank's own, so that several backwards before a step accumulate as for one process.
 
-    The result is written into the gradient that is there.  A parameter with a gradient on some ranks only counts as
-    zeros on the others, and has one on all ranks afterwards.  Without a gradient on any rank it has none.  Sparse
-    gradients stay sparse.  Which parameters there are, and which are frozen, is looked at anew each time.
+    The result is written into the existing gradient.  If only some ranks have a gradient of a parameter, the other
+    ranks add zeros, and all ranks have a gradient afterwards.  If no rank has a gradient, none is made.  Sparse
+    gradients stay sparse.  Parameters may be added and frozen between the steps.
 
-    Every parameter gets rank 0's value at creation; buffers do not, see `broadcast`.  The optimizer that was given
-    makes the steps, and has `param_groups`, `state` and all else, so that schedulers work with either.
+    Every parameter gets rank 0's value at creation; buffers do not, see `broadcast`.  The wrapped optimizer makes the
+    steps, and has `param_groups`, `state` and all else, so that schedulers work with both.
 
     Args:
         optimizer: any of `torch.optim`.
@@ -56,7 +56,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         CollectiveMismatchError: on every rank, when the ranks' parameters differ.
     """
 
-    #: The living ones under "SUM", to find parameters that two of them would sum.
+    #: The living optimizers under "SUM", to find parameters that two optimizers would sum.
     _summing: ClassVar[weakref.WeakSet[DistributedOptimizer]] = weakref.WeakSet()
     #: Of a fused optimizer, which would take the factor of a GradScaler from the scaler itself.
     _step_supports_amp_scaling: ClassVar[bool] = False
@@ -82,20 +82,20 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         self._op = ReduceOp._parse(aggregation, _WHERE)
         if self._op not in (ReduceOp.MEAN, ReduceOp.SUM):
             raise OptionError.at(_WHERE, found=f"aggregation={aggregation!r}", expected="'MEAN' or 'SUM'")
-        named = list(named_parameters or ())
-        if len(dict(named)) < len(named):
+        pairs = list(named_parameters or ())
+        if len(dict(pairs)) < len(pairs):
             raise OptionError.at(
                 _WHERE,
-                found=f"names {[name for name, _ in named]!r:.200}",
+                found=f"names {[name for name, _ in pairs]!r:.200}",
                 expected="a name of its own for each parameter",
             )
-        self._names = {id(tensor): name for name, tensor in named}
+        self._names = {id(tensor): name for name, tensor in pairs}
         self._strategy: Strategy = strategy_for(strategy, _WHERE)
         self._options = CommunicationOptions(wire=wire)
         self._is_synchronized, self._synchronizes, self._steps = False, True, 0
         parameters = dict(self._parameters())
         if self._op is ReduceOp.SUM:
-            groups = [group for other in self._summing for group in other.param_groups]
+            groups = [group for summing in self._summing for group in summing.param_groups]
             summed = {id(tensor) for group in groups for tensor in group["params"]}
             shared = [name for name, tensor in parameters.items() if id(tensor) in summed]
             if shared:
@@ -109,17 +109,17 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         broadcast(parameters, strategy=self._strategy, name=name)
 
     def __getattr__(self, name: str) -> Any:
-        """Return what the optimizer that makes the steps has: its groups, state, defaults, hooks."""
+        """Return an attribute of the wrapped optimizer: its groups, state, defaults, hooks."""
         return getattr(object.__getattribute__(self, "optimizer"), name)
 
     def _parameters(self) -> list[tuple[str, Any]]:
         """Return the names and tensors of all parameters, each once."""
-        found = {
+        parameters = {
             id(tensor): (self._names.get(id(tensor), f"parameter {number} of group {at}"), tensor)
             for at, group in enumerate(self.optimizer.param_groups)
             for number, tensor in enumerate(group["params"])
         }
-        return list(found.values())
+        return list(parameters.values())
 
     # ------------------------------------------------------------------------------------------------ the steps
 
@@ -135,36 +135,36 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         parameters = self._parameters()
         guard, reducer = self._strategy.extended.communicator.guard, self._strategy.extended._reducer
         with (
-            t.on_stream(t.gpu_of([each for _, each in parameters])),
+            t.on_stream(t.gpu_of([tensor for _, tensor in parameters])),
             ReplicaContext(self._strategy, self._strategy.rank) as context,
             torch.no_grad(),
             Call(guard, f"{_WHERE}.synchronize", anywhere=True) as call,
         ):
             call.name = f"step {self._steps}"
-            call.structure = ", ".join(f"{name} {each.dtype}{list(each.shape)}" for name, each in parameters)
-            mine = np.array([_kind(*each) for each in parameters], np.int8)
-            [kinds] = reducer.all_reduce_arrays(call, ReduceOp.MAX, [mine])
+            call.structure = ", ".join(f"{name} {tensor.dtype}{list(tensor.shape)}" for name, tensor in parameters)
+            own_kinds = np.array([_kind(*parameter) for parameter in parameters], np.int8)
+            [kinds] = reducer.all_reduce_arrays(call, ReduceOp.MAX, [own_kinds])
             call.expect_more()
             dense: dict[int, Any] = {}
-            for (_, each), kind in zip(parameters, kinds, strict=True):
+            for (_, parameter), kind in zip(parameters, kinds, strict=True):
                 if kind == _SPARSE:
-                    each.grad = _combined_rows(each, self._op, context)
+                    parameter.grad = _combined_rows(parameter, self._op, context)
                 elif kind == _DENSE:
-                    if each.grad is None:
-                        each.grad = torch.zeros_like(each)
-                    elif each.grad.is_sparse:
-                        each.grad = each.grad.to_dense()
-                    dense[each.grad.data_ptr()] = each.grad.detach()
-            self._combine(call, [each for each in dense.values() if each.numel()], context, reducer)
+                    if parameter.grad is None:
+                        parameter.grad = torch.zeros_like(parameter)
+                    elif parameter.grad.is_sparse:
+                        parameter.grad = parameter.grad.to_dense()
+                    dense[parameter.grad.data_ptr()] = parameter.grad.detach()
+            self._combine(call, [gradient for gradient in dense.values() if gradient.numel()], context, reducer)
         self._is_synchronized = True
         self._steps += 1
 
     def _combine(self, call: Call, gradients: list[Any], context: ReplicaContext, reducer: Reducer) -> None:
-        """Write the combined gradients into the tensors that are there."""
+        """Write the combined gradients into the existing tensors."""
         if not gradients:
             return
-        wide = [_wide(each) for each in gradients]
-        arrays = [t.in_numpy(each) for each in wide if each.is_cpu and self._options.wire is None]
+        wide = [_wide(gradient) for gradient in gradients]
+        arrays = [t.in_numpy(tensor) for tensor in wide if tensor.is_cpu and self._options.wire is None]
         plan = None if len(arrays) < len(wide) else reducer.plan_of_arrays(self._op, layouts_of(arrays))
         if plan is None:
             context.all_reduce(self._op, wide, self._options, out=wide)
@@ -192,14 +192,14 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
             What the optimizer returns.
         """
 
-        def together() -> Any:
+        def synchronized_closure() -> Any:
             loss = closure()
             self.synchronize()
             return loss if loss is None else all_reduce(loss.detach(), strategy=self._strategy, name="a closure's loss")
 
         if closure is None and self._synchronizes and not self._is_synchronized:
             self.synchronize()
-        result = self.optimizer.step(*([together] if closure else []))
+        result = self.optimizer.step(*([synchronized_closure] if closure else []))
         self._is_synchronized = False
         return result
 
@@ -232,7 +232,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
 
 def _kind(name: str, parameter: Any) -> int:
-    """Return what this rank has of a parameter's gradient; raise for one that cannot be written."""
+    """Return which kind of gradient this rank has of a parameter; raise for a gradient that cannot be written."""
     if parameter.grad is None:
         return _NONE
     t.checked([parameter.grad], f"{_WHERE}.synchronize, the gradient of {name!r}", is_written=True)
@@ -247,8 +247,8 @@ def _wide(tensor: Any) -> Any:
 def _combined_rows(parameter: Any, op: ReduceOp, context: ReplicaContext) -> Any:
     """Return a sparse gradient: the rows of all ranks."""
     grad = parameter.detach()[:0].to_sparse(1) if parameter.grad is None else parameter.grad
-    mine = grad.coalesce()
-    places, values = context.all_gather([mine.indices().t().contiguous(), _wide(mine.values())], 0)
+    own_rows = grad.coalesce()
+    places, values = context.all_gather([own_rows.indices().t().contiguous(), _wide(own_rows.values())], 0)
     total = torch.sparse_coo_tensor(  # without checks of the indices, and saying so: else torch warns of them
         places.t(), values, parameter.shape, device=values.device, check_invariants=False
     ).coalesce()

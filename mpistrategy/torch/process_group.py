@@ -22,7 +22,7 @@ from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.strategy.mirrored import MirroredStrategy
 from mpistrategy.strategy.strategy import Strategy
-from mpistrategy.torch.group import Group, chosen_seconds, done
+from mpistrategy.torch.group import Group, chosen_seconds, completed_work
 
 # What can be written in Python.
 if TYPE_CHECKING or tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14):
@@ -33,10 +33,10 @@ else:
 NAME = "mpistrategy"
 _WHERE = "mpistrategy.torch.init_process_group"
 
-#: C++ holds groups, works and stores, and falls back to its base class once their Python half is gone.
-_kept: list[Any] = []
+#: References to groups: C++ holds them, too, but falls back to its base class once their Python half is gone.
+_references: list[Any] = []
 #: The strategy whose ranks the next default group has.
-_next: list[Strategy] = []
+_pending_strategies: list[Strategy] = []
 
 
 class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
@@ -44,7 +44,7 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
 
     Args:
         communicator: the ranks.
-        store: the one that torch has made.
+        store: made by torch.
     """
 
     def __init__(self, communicator: MpiRanks, store: Any) -> None:
@@ -56,7 +56,7 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
         return NAME
 
     name: Any = getBackendName
-    # torch asks for these as properties, some of which in C++ call themselves without end
+    # torch asks for these properties; in C++, some call themselves without end
     supports_splitting = supports_coalescing = supports_time_estimate = supports_tensor_alloc = False
 
     # the names before torch 2.13
@@ -83,7 +83,7 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
             self._background.free()
         finally:
             self.communicator.free()
-            _kept[:] = [each for each in _kept if each is not self]
+            _references[:] = [group for group in _references if group is not self]
 
     def abort(self) -> None:
         """Take no more calls."""
@@ -124,18 +124,18 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
         """Do nothing: each call of a coalescing manager is made at once."""
 
     def _end_coalescing(self, device: Any) -> Any:
-        return done([])
+        return completed_work([])
 
 
 def _make(options: Any, strategy: Any = None) -> Any:
-    """Make the group that torch asks for: the default one, or one of some ranks, on which alone this is called."""
+    """Make the group that torch asks for: the default group, or a group of some ranks, which alone call this."""
     ranks = list(options.global_ranks_in_group)
-    whole = _kept[0].communicator if ranks else _of_mpi(strategy or _next.pop())
-    made = ProcessGroupMPI(whole.part(ranks) if ranks else whole.duplicate(), options.store)
+    whole = _references[0].communicator if ranks else _of_mpi(strategy or _pending_strategies.pop())
+    group = ProcessGroupMPI(whole.part(ranks) if ranks else whole.duplicate(), options.store)
     if chosen_seconds(options.timeout):
-        made.set_timeout(options.timeout)
-    _kept[:] = [*(_kept if ranks else ()), made]  # torch 2.4 does not say that the former ones are destroyed
-    return made
+        group.set_timeout(options.timeout)
+    _references[:] = [*(_references if ranks else ()), group]  # torch 2.4 does not say when former groups are destroyed
+    return group
 
 
 def _of_mpi(strategy: Strategy) -> MpiRanks:
@@ -176,7 +176,7 @@ def _rendezvous(url: str, timeout: timedelta | None = None, **more: Any) -> Iter
     """Answer ``init_method="mpistrategy://"``."""
     _refuse_other_launchers()
     strategy = MirroredStrategy()
-    _next.append(strategy)
+    _pending_strategies.append(strategy)
     yield _store(strategy), strategy.rank, strategy.num_replicas_in_sync
 
 

@@ -41,7 +41,7 @@ def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, na
         ShapeError: on every rank, for a tensor whose elements share memory.
         OptionTypeError: for a nest with other objects.
         UnsupportedError: for computed tensors that want gradients, unless in `torch.no_grad()`; for a module with
-            SyncBatchNorm while torch.distributed is not initialized, with which it would be each rank's own.
+            SyncBatchNorm while torch.distributed is not initialized: its statistics would be each rank's own.
 
     >>> import torch, mpistrategy as ms, mpistrategy.torch as mst
     >>> strategy = ms.OneDeviceStrategy("CPU:0")
@@ -78,28 +78,30 @@ def _received(nest: Any, root: int, strategy: Strategy, name: str | None, *, mus
 
     Args:
         nest, root, strategy, name: as of `broadcast`.
-        must_fit: whether a rank that has a nest needs the root's tensors in it, and gets the values there; else it gets
-            new ones.
+        must_fit: whether a rank's nest must have the root's tensors, and gets their values in place; else the rank gets
+            new tensors.
     """
     communicator = strategy.extended.communicator
     with Call(communicator.guard, _WHERE, called=name) as call:
         is_source = strategy.rank == checked_root(root, strategy.size, call.where)
         is_there = nest is not None and (is_source or must_fit)
         leaves, structure = pytree.tree_flatten_with_path(nest if is_there else ())
-        mine = {pytree.keystr(path): leaf for path, leaf in leaves}
-        described = {path: _described(leaf, path or "the top") for path, leaf in mine.items()}
-        text = json.dumps([_in_text(structure), described]) if is_source else ""
+        own_leaves = {pytree.keystr(path): leaf for path, leaf in leaves}
+        descriptions = {path: _description(leaf, path or "the top") for path, leaf in own_leaves.items()}
+        text = json.dumps([_in_text(structure), descriptions]) if is_source else ""
         call.agree("broadcast a nest", op=f"from rank {root}")
-        structure, theirs = json.loads(communicator.allgather_text(text)[root])
+        structure, root_descriptions = json.loads(communicator.allgather_text(text)[root])
         call.expect_more()
-        found = {path: _made(each, mine.get(path)) for path, each in theirs.items()}
-        tensors = {path: each for path, each in (mine or found).items() if isinstance(each, torch.Tensor)}
-        # on the host: a state that is on the root alone may be on another device than the others make it
-        received = strategy.broadcast({path: each.detach().cpu() for path, each in tensors.items()}, root)
+        new_leaves = {
+            path: _leaf_of(description, own_leaves.get(path)) for path, description in root_descriptions.items()
+        }
+        tensors = {path: leaf for path, leaf in (own_leaves or new_leaves).items() if isinstance(leaf, torch.Tensor)}
+        # on the host: other ranks may make the root's state on another device
+        received = strategy.broadcast({path: tensor.detach().cpu() for path, tensor in tensors.items()}, root)
         with torch.no_grad():
             for path, tensor in tensors.items():
                 tensor.copy_(received[path])
-    return nest if is_source else pytree.tree_unflatten(found.values(), pytree.treespec_loads(structure))
+    return nest if is_source else pytree.tree_unflatten(new_leaves.values(), pytree.treespec_loads(structure))
 
 
 def _in_text(structure: Any) -> str:
@@ -115,7 +117,7 @@ def _in_text(structure: Any) -> str:
     )
 
 
-def _described(leaf: Any, path: str) -> Any:
+def _description(leaf: Any, path: str) -> Any:
     """Return a leaf as JSON, a tensor without its numbers."""
     if isinstance(leaf, torch.Tensor):
         if torch.is_grad_enabled() and leaf.requires_grad and not leaf.is_leaf:
@@ -137,13 +139,13 @@ def _described(leaf: Any, path: str) -> Any:
     return plain
 
 
-def _made(described: Any, mine: Any) -> Any:
-    """Return the leaf that was described: a tensor of this rank's nest if there is one, else a new one."""
-    match described:
+def _leaf_of(description: Any, own_leaf: Any) -> Any:
+    """Return the leaf of a description: the tensor of this rank's nest if there is one, else a new leaf."""
+    match description:
         case {"tensor": [dtype, shape]}:
-            return torch.empty(shape, dtype=getattr(torch, dtype)) if mine is None else mine
+            return torch.empty(shape, dtype=getattr(torch, dtype)) if own_leaf is None else own_leaf
         case {"number": [dtype, data]}:
             return np.frombuffer(bytes.fromhex(data), dtype)[0]
         case {"Counter": pairs}:
             return Counter(from_json(pairs))
-    return from_json(described)
+    return from_json(description)

@@ -16,7 +16,7 @@ from mpistrategy.arrays.gpu import cupy_for
 from mpistrategy.errors import DeviceError, DTypeError, OptionError, ReduceOpError, ShapeError
 from mpistrategy.options import ReduceOp
 
-#: Sums of these are taken in the dtype beside it, and rounded once.
+#: The dtype in which sums of a dtype are taken, before they are rounded once.
 WIDER = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
@@ -29,7 +29,7 @@ _BITWISE: dict[str, Callable[..., Any]] = {
     "BOR": torch.bitwise_or,
     "BXOR": torch.bitwise_xor,
 }
-#: What torch's operations on truth values are on bytes of 0 and 1.
+#: The operations on bytes of 0 and 1 that stand for torch's operations on truth values.
 _OF_TRUTH = {"SUM": "MAX", "MAX": "MAX", "BOR": "MAX", "PRODUCT": "MIN", "MIN": "MIN", "BAND": "MIN", "BXOR": "BXOR"}
 _BY_LIBRARY = {
     "SUM": ReduceOp.SUM,
@@ -61,8 +61,8 @@ def operation(opts: Any, where: str) -> tuple[str, Any]:
 def reduction(op: str, dtype: Any, where: str) -> tuple[Any, ReduceOp, Callable[..., Any] | None, bool]:
     """Return how tensors of a dtype are reduced by an operation that `operation` has named.
 
-    That is: the dtype in which they are combined; the library's operation; None, or torch's on the bits of two tensors,
-    which is made instead; whether the sum is divided, too, and rounded towards zero.
+    Four results: the dtype in which they are combined; the library's operation; torch's operation on bits, which is
+    used instead, or None; whether the sum is also divided, and rounded towards zero.
     """
     is_whole = not (dtype.is_floating_point or dtype.is_complex)
     name = _OF_TRUTH.get(op) if dtype is torch.bool else op
@@ -89,35 +89,35 @@ def checked(
         tensors: dense tensors, or COO where sparse ones are taken.
         where: the public name.
         count: how many there must be, one for each rank; None: any number.
-        dtype: that of each; None: any.
-        numel: the number of elements of each; None: any.
-        is_written: whether results are written into them.
+        dtype: of every tensor; None: any.
+        numel: the number of elements of every tensor; None: any.
+        is_written: whether results are written into the tensors.
     """
     if count is not None and len(tensors) != count:
         raise ShapeError.at(where, found=f"a list of {len(tensors)} tensors", expected=f"{count}: one for each rank")
-    for each in tensors:
-        if not (each.is_cpu or each.is_cuda):
-            raise DeviceError.at(where, found=f"a tensor on {each.device}", expected="one on a CPU or a CUDA GPU")
-        if is_written and not each.is_sparse and torch._debug_has_internal_overlap(each) == 1:
+    for tensor in tensors:
+        if not (tensor.is_cpu or tensor.is_cuda):
+            raise DeviceError.at(where, found=f"a tensor on {tensor.device}", expected="one on a CPU or a CUDA GPU")
+        if is_written and not tensor.is_sparse and torch._debug_has_internal_overlap(tensor) == 1:
             raise ShapeError.at(
                 where,
-                found=f"a result tensor of shape {list(each.shape)} whose elements share memory",
+                found=f"a result tensor of shape {list(tensor.shape)} whose elements share memory",
                 expected="a tensor with memory for each element",
                 fix="Give tensor.contiguous(), or torch.empty(...).",
             )
-        expected = each.numel() if numel is None else numel, each.dtype if dtype is None else dtype
-        if (each.numel(), each.dtype) != expected:
+        expected = tensor.numel() if numel is None else numel, tensor.dtype if dtype is None else dtype
+        if (tensor.numel(), tensor.dtype) != expected:
             raise ShapeError.at(
                 where,
-                found=f"a tensor of {each.numel()} elements of {each.dtype}",
+                found=f"a tensor of {tensor.numel()} elements of {tensor.dtype}",
                 expected="{} elements of {}".format(*expected),
             )
-    return [each.detach() if each.requires_grad else each for each in tensors]
+    return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
 
 def gpu_of(tensors: Sequence[Any]) -> Any:
-    """Return the GPU in whose memory all tensors are; None for others, for none, and without CuPy."""
-    places = {each.device if each.is_cuda and find_spec("cupy") else None for each in tensors}
+    """Return the GPU in whose memory all tensors are; None for other tensors, for no tensors, and without CuPy."""
+    places = {tensor.device if tensor.is_cuda and find_spec("cupy") else None for tensor in tensors}
     return places.pop() if len(places) == 1 else None
 
 
@@ -136,13 +136,13 @@ def _on_stream(cupy: Any, device: Any) -> Iterator[None]:
 def _stream(cupy: Any, index: int, pointer: int) -> Any:
     """Return a stream of torch as CuPy's; with the GPU of this index current."""
     is_old = int(cupy.__version__.partition(".")[0]) < 14
-    told = SimpleNamespace(__cuda_stream__=lambda: (0, pointer))
-    return cupy.cuda.ExternalStream(pointer) if is_old else cupy.cuda.Stream.from_external(told)
+    stream = SimpleNamespace(__cuda_stream__=lambda: (0, pointer))
+    return cupy.cuda.ExternalStream(pointer) if is_old else cupy.cuda.Stream.from_external(stream)
 
 
 def flat(tensor: Any, dtype: Any = None, device: Any = None) -> Any:
-    """Return the elements of a tensor, contiguous, on a GPU or the host: its own memory where they are so already."""
-    # of a single element a view may have another stride than 1
+    """Return the elements of a tensor, contiguous, on a GPU or the host; in the tensor's own memory if possible."""
+    # a view of a single element may have another stride than 1
     return (
         tensor.resolve_conj()
         .resolve_neg()
@@ -153,10 +153,10 @@ def flat(tensor: Any, dtype: Any = None, device: Any = None) -> Any:
 
 
 def scaled(tensor: Any, dtype: Any, factor: Any, device: Any) -> Any:
-    """Return a tensor times a factor, in a dtype that NumPy has: itself where it is that, else its elements, flat."""
+    """Return a tensor times a factor, in a dtype that NumPy has: the tensor itself, or its flat elements."""
     is_plain = tensor.is_cpu and tensor.dtype is dtype and not tensor.is_conj() and not tensor.is_neg()
-    found = tensor if is_plain else flat(tensor, dtype, device)
-    return found if factor == 1 else found * factor
+    elements = tensor if is_plain else flat(tensor, dtype, device)
+    return elements if factor == 1 else elements * factor
 
 
 def in_numpy(tensor: Any) -> Any:
@@ -173,20 +173,20 @@ def in_numpy(tensor: Any) -> Any:
 
 
 def in_bytes(tensor: Any, device: Any = None) -> Any:
-    """Return the elements of a tensor as bytes, an array on the host or a tensor on a GPU; their memory if it fits."""
-    found = flat(tensor, None, device).view(torch.uint8)
-    return in_numpy(found) if device is None else found
+    """Return the elements of a tensor as bytes, an array on the host or a tensor on a GPU; if possible, not copied."""
+    elements = flat(tensor, None, device).view(torch.uint8)
+    return in_numpy(elements) if device is None else elements
 
 
-def from_bytes(found: Any, like: Any) -> Any:
+def from_bytes(data: Any, like: Any) -> Any:
     """Return bytes, an array or a tensor, as a flat tensor of the dtype of another."""
-    if not len(found):
+    if not len(data):
         return like.new_empty(0)
-    return (torch.from_numpy(found) if isinstance(found, np.ndarray) else found).view(like.dtype)
+    return (torch.from_numpy(data) if isinstance(data, np.ndarray) else data).view(like.dtype)
 
 
 def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Write the elements of tensors into others, unless the memory is theirs already."""
+    """Write the elements of results into targets, unless they share memory."""
     for result, target in zip(results, targets, strict=True):
         if result is not target and (result.data_ptr() != target.data_ptr() or not target.is_contiguous()):
             target.copy_(result.view(target.shape))
@@ -194,24 +194,26 @@ def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
 
 def values_of(tensors: Sequence[Any]) -> tuple[tuple[str, tuple[int, ...]], ...]:
     """Return dtypes and numbers of elements, as ranks compare them."""
-    return tuple([(str(each.dtype).removeprefix("torch."), (each.numel(),)) for each in tensors])
+    return tuple([(str(tensor.dtype).removeprefix("torch."), (tensor.numel(),)) for tensor in tensors])
 
 
 def parts(whole: Any, count: int) -> list[Any]:
-    """Return a tensor in equal parts of its elements; in one where this cannot be."""
+    """Return a tensor in equal parts of its elements; in one part where equal parts are impossible."""
     whole = whole.detach() if whole.dim() and not whole.shape[0] % count else whole.detach().view(-1)
     return [whole] if whole.shape[0] % count else list(whole.tensor_split(count))
 
 
 def together(tensors: Sequence[Any]) -> Any:
     """Return the elements of tensors of one dtype, on the host or on one GPU, one after the other."""
-    return torch.cat([flat(each, device=each.device).view(torch.uint8) for each in tensors]).view(tensors[0].dtype)
+    return torch.cat([flat(tensor, device=tensor.device).view(torch.uint8) for tensor in tensors]).view(
+        tensors[0].dtype
+    )
 
 
 def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[int]:
     """Return how many rows of a tensor belong to each rank; without splits equally many."""
     rows = tensor.shape[0] if tensor.dim() else 0
-    chosen = [int(each) for each in splits] or [rows // ranks] * ranks
+    chosen = [int(split) for split in splits] or [rows // ranks] * ranks
     if not tensor.dim() or len(chosen) != ranks or sum(chosen) != rows or min(chosen) < 0:
         raise OptionError.at(
             where,

@@ -107,14 +107,14 @@ def change_of(kernel: Kernel, gradient: Array, slots: Mapping[str, Variable]) ->
     """
     gradient = any_array(gradient)
     dtype = np.dtype(np.float32) if is_bfloat16(gradient.dtype) else gradient.dtype
-    kept = {name: slot._storage for name, slot in slots.items()}
-    working = {name: array.astype(dtype, copy=False) for name, array in kept.items()}
+    storages = {name: slot._storage for name, slot in slots.items()}
+    working = {name: array.astype(dtype, copy=False) for name, array in storages.items()}
     lost = gradient.astype(dtype)
     scratch = [np.empty_like(lost) for _ in range(SCRATCH_ARRAYS)]
     lost[...] = -0.0  # of which a step leaves its negative, with the signs of zeros
     kernel(lost, gradient.astype(dtype, copy=False), working, scratch)
     for name, array in working.items():
-        if array is not kept[name]:
-            kept[name][...] = array
+        if array is not storages[name]:
+            storages[name][...] = array
     change: Array = np.negative(lost, out=lost)
     return change

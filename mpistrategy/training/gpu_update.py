@@ -139,13 +139,13 @@ class FusedUpdate:
     def __init__(self, parameters: Sequence[DeviceArray], slots: Sequence[Mapping[str, DeviceArray]]) -> None:
         self._device, self._dtype = parameters[0].device, parameters[0].dtype
         self._slots = tuple(slots[0])
-        rows = [parameters, parameters, *([each[name] for each in slots] for name in self._slots)]
+        rows = [parameters, parameters, *([arrays[name] for arrays in slots] for name in self._slots)]
         self._pointers = len(rows)
         #: For each launch, its variables, and its argument without the gradients.
         self._tables: list[tuple[slice, Array, int]] = []
         for first in range(0, len(parameters), arrays_of(len(rows))):
             part = slice(first, min(first + arrays_of(len(rows)), len(parameters)))
-            sizes = np.array([each.size for each in parameters[part]], np.int64)
+            sizes = np.array([array.size for array in parameters[part]], np.int64)
             blocks, table = -(-sizes // BLOCK_ELEMENTS), np.zeros(1, table_of(len(rows)))
             table["addresses"][0, :, : len(sizes)] = [_addresses(row[part]) for row in rows]
             table["size"][0, : len(sizes)] = sizes
@@ -166,7 +166,7 @@ class FusedUpdate:
             with np.errstate(over="ignore"):
                 rounded[: len(numbers)] = np.array(numbers).astype(self._dtype)  # as NumPy rounds a Python number
             # Copies are kept until all launches are on the stream.
-            gradients = [each if each.flags.c_contiguous else each.copy() for each in gradients]
+            gradients = [gradient if gradient.flags.c_contiguous else gradient.copy() for gradient in gradients]
             for part, table, blocks in self._tables:
                 argument, count = table.copy(), part.stop - part.start
                 argument["addresses"][0, 1, :count] = _addresses(gradients[part])

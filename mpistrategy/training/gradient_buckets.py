@@ -192,15 +192,15 @@ class GradientBuckets:
 def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
     """Return the buckets: neighbours in memory of one dtype, from the last variable to the first."""
     places = gradients.arena._places
-    made: list[Bucket] = []
+    buckets: list[Bucket] = []
     for at, flat in enumerate(gradients.arena._buckets):
         members: list[int] = []
         of_dtype = [number for number, (bucket, _) in enumerate(places) if bucket == at]
         for number in reversed(of_dtype):
             members.append(number)
-            memory = flat.mine[places[number][1].start : places[members[0]][1].stop]
+            memory = flat.own_array[places[number][1].start : places[members[0]][1].stop]
             if memory.nbytes >= bytes_per_bucket or number == of_dtype[0]:
-                made.append(Bucket(tuple(members), memory))
+                buckets.append(Bucket(tuple(members), memory))
                 members = []
     # In the order of backward propagation.
-    return sorted(made, key=lambda bucket: -bucket.members[-1])
+    return sorted(buckets, key=lambda bucket: -bucket.members[-1])

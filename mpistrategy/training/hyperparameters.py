@@ -57,11 +57,11 @@ class LearningRate(Setting[float]):
 
 def follow(optimizer: object, schedule: Callable[[int], float], step: int) -> None:
     """Set the learning rate to what a schedule says after so many steps: a number from 0 on, as float or array."""
-    found: Any = schedule(step)
-    if getattr(found, "shape", None) == ():
-        found = np.asarray(found)[()]  # an array of one number, of any library
+    value: Any = schedule(step)
+    if getattr(value, "shape", None) == ():
+        value = np.asarray(value)[()]  # an array of one number, of any library
     where, name = type(optimizer).__name__, f"learning_rate({step})"
-    rate = checked_number(where, name, found, "a number from 0 on from the schedule", not_negative)
+    rate = checked_number(where, name, value, "a number from 0 on from the schedule", not_negative)
     optimizer.__dict__["learning_rate"] = rate
 
 

@@ -36,10 +36,10 @@ class Scratch:
 
     def of(self, dtype: np.dtype[Any], size: int) -> tuple[Array, ...]:
         """Return ``SCRATCH_ARRAYS + 1`` arrays of `size` elements (at most `chunk_size`): always the same memory."""
-        known = self._arrays.get(dtype)
-        if known is None:
-            known = self._arrays[dtype] = tuple(np.empty((SCRATCH_ARRAYS + 1, chunk_size(dtype)), dtype))
-        return tuple(array[:size] for array in known)
+        arrays = self._arrays.get(dtype)
+        if arrays is None:
+            arrays = self._arrays[dtype] = tuple(np.empty((SCRATCH_ARRAYS + 1, chunk_size(dtype)), dtype))
+        return tuple(array[:size] for array in arrays)
 
 
 def chunk_size(dtype: np.dtype[Any]) -> int:
@@ -95,7 +95,7 @@ class ChangedMemory:
         self._end = max((end for _, end in spans), default=0)
 
     def apart(self, arrays: Sequence[Any]) -> list[Any]:
-        """Return `arrays`, with copies of those that may share this memory: a step would change them as it reads.
+        """Return `arrays`, with copies of arrays that may share this memory: a step would change them as it reads.
 
         An array that owns its memory shares none.
         """

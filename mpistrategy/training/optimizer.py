@@ -119,12 +119,12 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         self.iterations, self.skipped_steps = None, 0
         self._slots = Slots(where)
         self._plans, self._arenas, self._scratch = StepPlans(), GradientArenas(), Scratch()
-        #: How many steps it was asked for, and how the latest was made.
+        #: The number of calls, and the path of the latest step.
         self._calls, self._latest_path = 0, ""
         #: The settings that ranks compare, in order; other attributes are the program's own.
         self._declared: tuple[str, ...] = tuple(sorted(setting.declared(type(self))))
-        #: What `_settings` has put into words, and the words.
-        self._told: tuple[tuple[Any, ...], str] = ((), "")
+        #: The latest settings that `_settings` has put into words, and the words.
+        self._latest_words: tuple[tuple[Any, ...], str] = ((), "")
 
     def __setattr__(self, name: str, value: object) -> None:
         if name in setting.RIGHT_NAMES:
@@ -178,7 +178,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         ``arena.values[i]`` and the i-th variable.  A step does not change them.
 
         Args:
-            variables: variables of one strategy.  The same ones in the same order always have the same arena.
+            variables: variables of one strategy.  The same variables in the same order always have the same arena.
             name: is compared between the ranks instead of the call site.
 
         Returns:
@@ -291,25 +291,25 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
 
     def _settings(self) -> str:
         """Return all numbers that a step depends on, in words.  If ranks differed in one, their copies would, too."""
-        found = (*map(vars(self).get, self._declared), self.nonfinite, self.aggregation)
-        told, words = self._told
-        if not (told and all(map(is_, told, found))):
-            both = zip(self._declared, found, strict=False)
-            numbers = {name: number for name, number in both if isinstance(number, (int, float))}
-            self._told = found, (words := f"{numbers}, nonfinite={self.nonfinite}, {self.aggregation.name}")
+        settings = (*map(vars(self).get, self._declared), self.nonfinite, self.aggregation)
+        old_settings, words = self._latest_words
+        if not (old_settings and all(map(is_, old_settings, settings))):
+            pairs = zip(self._declared, settings, strict=False)
+            numbers = {name: number for name, number in pairs if isinstance(number, (int, float))}
+            self._latest_words = settings, (words := f"{numbers}, nonfinite={self.nonfinite}, {self.aggregation.name}")
         return words
 
     def _step(self, plan: StepPlan, gradients: Sequence[Any], arrays: Arrays, totals: Arrays, call: Call) -> str:
-        """Make a step; return what of the reduced gradients is not finite.
+        """Make a step; return which reduced gradient is not finite, in words.
 
         Args:
             plan: the plan.
             gradients: this rank's, of any kind.
-            arrays: the same as ordinary arrays; None where some are not.
+            arrays: the same gradients as ordinary arrays; None if some gradients are not ordinary.
             totals: the reduced gradients, where buckets have reduced them; else None.
             call: the call that all ranks make.
         """
-        # A setting may want slots that the steps before did not: a momentum that was 0.
+        # A setting may want slots that earlier steps did not want: a momentum that was 0.
         if self.iterations is None or not plan.has_slots or not self.slot_values.keys() <= plan.slot_names:
             with cross_replica(plan.strategy):
                 self._step_counter()
@@ -325,9 +325,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             self._latest_path, trouble = "sliced", ""
         else:
             self._latest_path = "plain" if totals is None else "buckets"
-            brought = gradients if totals is None else None  # buckets have been overwritten
+            originals = gradients if totals is None else None  # buckets have been overwritten
             dense, rows = self._dense(plan, gradients, arrays, totals, call)
-            reduced, trouble = screened(dense, plan, brought, call, clip=self.global_clipnorm, policy=self.nonfinite)
+            reduced, trouble = screened(dense, plan, originals, call, clip=self.global_clipnorm, policy=self.nonfinite)
             if trouble and self.nonfinite == "skip":
                 self._latest_path = "skipped"
                 self.skipped_steps += 1
@@ -341,11 +341,11 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         return trouble
 
     def _make_ready(self, plan: StepPlan, kernel: Kernel | None, call: Call) -> None:
-        """Prepare how ordinary gradients are reduced, unless that is done.  Collective where it is not."""
+        """Prepare the reduction of ordinary gradients, unless it is prepared already; collective then."""
         extended, variables = plan.strategy.extended, plan.variables
         screens = self.global_clipnorm is not None or self.nonfinite is not None
-        reducer, mine = extended._reducer, (kernel is None, screens, self.aggregation)
-        key = (*mine, reducer.changes, extended.communicator.guard.level, self._arenas.made)
+        reducer, choices = extended._reducer, (kernel is None, screens, self.aggregation)
+        key = (*choices, reducer.changes, extended.communicator.guard.level, self._arenas.count)
         if key == plan.key or not plan.is_usual:
             return
         if plan.is_on_gpu:
@@ -365,12 +365,12 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         plan.reduces_nothing = extended.communicator.size == 1 and reducer.algorithm._in_rank_order
         if plan.sliced is None and not plan.reduces_nothing:
             plan.reduction = reducer.plan_of_arrays(self.aggregation, plan.layouts)
-        plan.key = (*key[:-1], self._arenas.made)
+        plan.key = (*key[:-1], self._arenas.count)
 
     def _dense(
         self, plan: StepPlan, gradients: Sequence[Any], arrays: Arrays, totals: Arrays, call: Call
     ) -> tuple[Sequence[Array], dict[int, Array]]:
-        """Return the reduced gradients of this rank as arrays that no update changes, and which rows they name."""
+        """Return this rank's reduced gradients as arrays that no update changes, and the rows of sparse gradients."""
         if totals is None and arrays is not None and plan.reduction is not None:
             return plan.reduction.run(call, arrays), {}
         if totals is None and arrays is not None and plan.reduces_nothing:
@@ -380,9 +380,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
             with cross_replica(plan.strategy):
                 pairs = list(zip(gradients, plan.variables, strict=True))
                 results = [*map(local_component, plan.strategy.extended.batch_reduce_to(self.aggregation, pairs))]
-        named = {number: each.indices for number, each in enumerate(results) if isinstance(each, IndexedSlices)}
+        rows = {number: result.indices for number, result in enumerate(results) if isinstance(result, IndexedSlices)}
         dense = [as_dense(total, var) for total, var in zip(results, plan.variables, strict=True)]
-        return plan.changed.apart(dense), named if self.only_named_rows else {}
+        return plan.changed.apart(dense), rows if self.only_named_rows else {}
 
     def _update_all(
         self, plan: StepPlan, kernel: Kernel | None, totals: Sequence[Array], rows: dict[int, Array]
@@ -393,11 +393,11 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         if kernel is not None:
             for numbers, update in plan.updates:
                 update.run(kernel, [totals[number] for number in numbers])
-        for number in range(len(totals)) if kernel is None else plan.others:
+        for number in range(len(totals)) if kernel is None else plan.singles:
             with cross_replica(plan.strategy):
                 var = plan.variables[number]
-                given = totals[number], self.slots_of(var), rows.get(number)
-                plan.strategy.extended.update(var, self.update, args=given)
+                arguments = totals[number], self.slots_of(var), rows.get(number)
+                plan.strategy.extended.update(var, self.update, args=arguments)
 
     def _check_mirrored(self, strategy: Strategy) -> None:
         slotted = [var for var, _ in self._slots.by_id.values()]
@@ -419,7 +419,7 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     def _kernel(self) -> Kernel | None:
         """Return the next step as a kernel that does what `change` and `update` do; None where there is none.
 
-        Where a class overrides `change` or `update` but not this method, those are called.
+        Where a class overrides `change` or `update` but not this method, its `change` and `update` are called.
         """
         return None
 
@@ -439,13 +439,13 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         before = {name: slot.local_copy() for name, slot in slots.items()} if rows is not None else {}
         change = any_array(self.change(gradient, slots)).astype(var.dtype, copy=False)
         if rows is not None:
-            named = np.zeros(len(change), bool)
-            named[host_array(rows)] = True
-            others = placed_as(~named, change).reshape(-1, *[1] * (change.ndim - 1))
+            is_named = np.zeros(len(change), bool)
+            is_named[host_array(rows)] = True
+            unnamed = placed_as(~is_named, change).reshape(-1, *[1] * (change.ndim - 1))
             # CuPy's where() knows no bfloat16, and returns float32.
-            change = np.where(others, change.dtype.type(0), change).astype(change.dtype, copy=False)
+            change = np.where(unnamed, change.dtype.type(0), change).astype(change.dtype, copy=False)
             for name, slot in slots.items():
-                slot.assign(np.where(others, before[name], slot.local_copy()).astype(slot.dtype, copy=False))
+                slot.assign(np.where(unnamed, before[name], slot.local_copy()).astype(slot.dtype, copy=False))
         var.assign_sub(change)
 
     def _state(self, path_of: PathOf) -> dict[Any, Any]:
@@ -464,9 +464,9 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         return state
 
     def _check(self, saved: Mapping[Any, Any], at: ObjectAt) -> str:
-        here, names = type(self).__name__, sorted(self.slot_values)
-        if (saved["class"], sorted(saved["names"])) != (here, names):
-            return f"{saved['class']} with slots {sorted(saved['names'])} in the checkpoint, {here} {names} here"
+        own_class, names = type(self).__name__, sorted(self.slot_values)
+        if (saved["class"], sorted(saved["names"])) != (own_class, names):
+            return f"{saved['class']} with slots {sorted(saved['names'])} in the checkpoint, {own_class} {names} here"
         rate, skipped = saved["learning_rate"], saved["skipped_steps"]
         least = 0 if self.schedule is None else -1  # a schedule may end at 0
         if not (type(rate) is float and least < rate < float("inf") and type(skipped) is int):
@@ -489,8 +489,8 @@ class Optimizer(Kept, NamesOurs, NotPickled, Settable):
         slotted = [var for var, _ in self._slots.by_id.values()]
         if isinstance(path, int):
             return slotted[path] if 0 <= path < len(slotted) else None
-        found = at(path)
-        return found if isinstance(found, Variable) else None
+        var = at(path)
+        return var if isinstance(var, Variable) else None
 
     def _prepare(self, saved: Mapping[Any, Any], at: ObjectAt, strategy: Any) -> None:
         variables = [self._slotted(path, at) for path in saved["slots"]]

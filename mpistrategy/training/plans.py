@@ -1,7 +1,7 @@
 """What an optimizer keeps for its variables: their slots, and a plan for each list of variables of a step.
 
-A plan is found by one look-up.  Its variables have been checked.  After the first step it also holds what can be
-prepared: how ordinary gradients are reduced, and how this rank's copies are updated.
+A plan is found by one look-up.  Its variables have been checked.  After the first step it also holds prepared work: the
+reduction of ordinary gradients, and the update of this rank's copies.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Slots:
 
     def of(self, var: Variable) -> dict[str, Variable]:
         """Return the slots of `var` by name; empty before they are made."""
-        known = self.by_id.get(id(var))
-        return dict(known[1]) if known is not None else {}
+        entry = self.by_id.get(id(var))
+        return dict(entry[1]) if entry is not None else {}
 
     def make(self, variables: Sequence[Variable], values: Mapping[str, float]) -> None:
-        """Make the slots that are missing, filled with `values`.  Collective; in the strategy's scope or a step."""
+        """Make the missing slots, filled with `values`.  Collective; in the strategy's scope or a step."""
         for var in variables:
             self.by_id.setdefault(id(var), (var, {}))
         # Slot by slot: the slots of one name then follow one another in memory, as their variables do.
@@ -80,23 +80,23 @@ class StepPlan:
     """The plan of a step: its variables that have gradients, which have been checked.
 
     Args:
-        named: all variables of the step, and whether each has a gradient.
+        pairs: all variables of the step, each with whether it has a gradient.
         strategy: the strategy that keeps them.
 
     Attributes:
-        variables: those with gradients, in the order of the pairs.
+        variables: the variables with gradients, in the order of the pairs.
         strategy: as given.
-        layouts: their dtypes and shapes.
+        layouts: the dtypes and shapes of the variables.
         is_usual: whether the strategy reduces and updates as `StrategyExtended` does, so that it need not be asked.
-        is_on_host, is_on_gpu: whether all its variables and slots are there; of the slots known once there are some.
+        is_on_host, is_on_gpu: whether all its variables and slots are there; slots count once they are made.
         slot_names: the names of the slots.
-        key: what the following depends on besides the variables: `Optimizer` compares it at each step.
+        key: values that the next attributes depend on, besides the variables; `Optimizer` compares it at each step.
         sliced: the sliced step of ordinary gradients; None where there is none.
         reduction: how ordinary gradients are reduced otherwise; None where the strategy is asked.
         reduces_nothing: whether ordinary gradients are their own reduction: of one replica.
-        updates: how kernels update this rank's copies: the numbers of variables, and what updates them together.
-        others: the numbers of those that `Optimizer.update` updates.
-        sparse: the numbers of those of which single rows change, which are among these.
+        updates: how kernels update this rank's copies: the numbers of variables, and the update of them together.
+        singles: the numbers of the variables that `Optimizer.update` updates one by one.
+        sparse: those of `singles` of which only some rows change.
         changed: the memory of the variables and their slots.
     """
 
@@ -104,15 +104,15 @@ class StepPlan:
     is_on_host: bool
     is_on_gpu: bool
 
-    def __init__(self, named: Sequence[tuple[Variable, bool]], strategy: Strategy) -> None:
+    def __init__(self, pairs: Sequence[tuple[Variable, bool]], strategy: Strategy) -> None:
         # Numbered: two variables may have one shape, and their gradients must not be added to each other.
-        numbered = [(number, var) for number, (var, has_gradient) in enumerate(named) if has_gradient]
+        numbered = [(number, var) for number, (var, has_gradient) in enumerate(pairs) if has_gradient]
         self.variables: tuple[Variable, ...] = tuple(var for _, var in numbered)
         self.strategy = strategy
         self.layouts: tuple[Any, ...] = tuple((var.dtype, var.shape) for var in self.variables)
         kind = type(strategy.extended)
-        asked = kind.batch_reduce_to, kind.update
-        self.is_usual: bool = asked == (StrategyExtended.batch_reduce_to, StrategyExtended.update)
+        methods = kind.batch_reduce_to, kind.update
+        self.is_usual: bool = methods == (StrategyExtended.batch_reduce_to, StrategyExtended.update)
         self._note_place([var._storage for var in self.variables])
         self.slot_names: Set[str] = frozenset()
         self.key: Any = None
@@ -120,35 +120,35 @@ class StepPlan:
         self.reduction: ArraysPlan | None = None
         self.reduces_nothing: bool = False
         self.updates: list[tuple[list[int], FlatUpdate | FusedUpdate]] = []
-        self.others: list[int] = []
+        self.singles: list[int] = []
         self.sparse: Set[int] = frozenset()
-        self._named = named  # keeps the variables alive, whose ids find the plan
+        self._pairs = pairs  # keeps the variables alive, whose ids find the plan
         self._text = _shortened([f"{number}: {var._key}" for number, var in numbered])
-        self._said = "", ""
+        self._latest_text = "", ""
 
     @property
     def has_slots(self) -> bool:
         """Whether their slots have been made."""
-        return bool(self.updates or self.others)
+        return bool(self.updates or self.singles)
 
     def use(self, slots: Slots, scratch: Scratch, sparse: Set[int] = frozenset()) -> None:
         """Note how the variables and their slots, which have been made, are updated."""
         memory = [{name: slot._storage for name, slot in slots.of(var).items()} for var in self.variables]
         self.slot_names = memory[0].keys()
         arrays = [var._storage for var in self.variables]
-        everything = [*arrays, *(slot for each in memory for slot in each.values())]
+        everything = [*arrays, *(slot for entry in memory for slot in entry.values())]
         self.changed = ChangedMemory(everything)
         self._note_place(everything)
-        self.updates, self.others, self.sparse = [], [], sparse
+        self.updates, self.singles, self.sparse = [], [], sparse
         are_apart = len({*map(id, arrays)}) == len(arrays)
         together: dict[Any, list[int]] = {}
         for number, array in enumerate(arrays):
             if number in sparse or not has_kernel(array.dtype):
-                self.others.append(number)
+                self.singles.append(number)
             elif can_be_fused(array) and are_apart:
                 together.setdefault(array.dtype, []).append(number)
             elif is_on_device(array):
-                self.others.append(number)
+                self.singles.append(number)
             else:
                 self.updates.append(([number], FlatUpdate(array, memory[number], scratch)))
         for numbers in together.values():
@@ -161,9 +161,9 @@ class StepPlan:
 
     def in_words(self, settings: str) -> str:
         """Return the settings of a step and the variables, as ranks compare them."""
-        if self._said[0] is not settings:
-            self._said = settings, f"{settings} for {self._text}"
-        return self._said[1]
+        if self._latest_text[0] is not settings:
+            self._latest_text = settings, f"{settings} for {self._text}"
+        return self._latest_text[1]
 
     def ordinary(self, gradients: Sequence[Any], where: str) -> Sequence[Array] | None:
         """Return gradients as arrays of their variables' dtypes and place; None where they need another reduction.
@@ -192,7 +192,7 @@ class StepPlans:
     _MOST = 32
 
     def __init__(self) -> None:
-        self._known: dict[tuple[int, ...], StepPlan] = {}
+        self._plans: dict[tuple[int, ...], StepPlan] = {}
 
     def find(self, grads_and_vars: Any, strategy: Strategy, where: str) -> tuple[Sequence[Any], StepPlan]:
         """Return the gradients that are not None, and the plan of their variables."""
@@ -206,12 +206,12 @@ class StepPlans:
                 gradients = [gradient for gradient in gradients if gradient is not None]
         except (TypeError, ValueError):
             key = ()  # what are no pairs has no plan
-        plan = self._known.get(key)
+        plan = self._plans.get(key)
         if plan is None or plan.strategy is not strategy:
             plan = _new_plan(pairs, strategy, where)
-            while len(self._known) >= self._MOST:
-                del self._known[next(iter(self._known))]
-            self._known[key] = plan
+            while len(self._plans) >= self._MOST:
+                del self._plans[next(iter(self._plans))]
+            self._plans[key] = plan
         return gradients, plan
 
 

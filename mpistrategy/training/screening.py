@@ -29,24 +29,24 @@ _PIECE = 2**16
 def screened(
     reduced: Sequence[Array],
     plan: StepPlan,
-    brought: Sequence[Any] | None,
+    originals: Sequence[Any] | None,
     call: Call,
     *,
     clip: float | None,
     policy: NonFinite | None,
 ) -> tuple[Sequence[Array], str]:
-    """Return gradients ready for the step, and which of them is not finite, in words; "" where all are.
+    """Return gradients ready for the step, and which gradient is not finite, in words; "" where all are.
 
-    Collective where there is a policy: the ranks exchange one number.  What they see may differ, with different
-    Mirrored gradients on each rank or with broken memory.
+    Collective where there is a policy: the ranks exchange one number.  Their gradients may differ: by different
+    Mirrored gradients on each rank, or by broken memory.
 
     Args:
         reduced: the gradients.
         plan: the step's.
-        brought: this rank's gradients before the reduction; None if they have been overwritten.
+        originals: this rank's gradients before the reduction; None if they have been overwritten.
         call: the call that all ranks make.
         clip: the most that their norm may be; None for no limit.
-        policy: what is done if they are not finite; None: nobody looks.
+        policy: what is done if they are not finite; None: no check.
 
     Raises:
         NonFiniteError: on all ranks, where the policy is "raise".
@@ -76,22 +76,22 @@ def screened(
         first = int(least[0])
     if first > len(reduced):
         return reduced, ""
-    what = "a global norm of the gradients that is not finite"
+    problem = "a global norm of the gradients that is not finite"
     if first < len(reduced):
-        what = f"a reduced gradient of {plan.variables[first]._key} that is not finite"
-        if policy != "skip" and brought is not None:
-            what += f" ({_of_ranks(ranks, contribution(brought[first]))})"
+        problem = f"a reduced gradient of {plan.variables[first]._key} that is not finite"
+        if policy != "skip" and originals is not None:
+            problem += f" ({_of_ranks(ranks, contribution(originals[first]))})"
     if policy == "raise":
-        raise NonFiniteError.at(call.where, found=what, expected="finite numbers", fix="Nothing has changed.")
-    return reduced, what
+        raise NonFiniteError.at(call.where, found=problem, expected="finite numbers", fix="Nothing has changed.")
+    return reduced, problem
 
 
 def _gathered(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
-    """Copy arrays into one for each dtype in GPU memory, which takes few launches; return these, and the copies."""
+    """Copy arrays in GPU memory into one array for each dtype, by few launches; return these arrays, and the copies."""
     from mpistrategy.reduction.routes.gpu import move  # here: on CPUs nothing reads it
 
-    found = [array if is_on_device(array) else array.copy() for array in arrays]
-    together = [array for array in found if not is_on_device(array)]
+    copies = [array if is_on_device(array) else array.copy() for array in arrays]
+    together = [array for array in copies if not is_on_device(array)]
     with on_device_of_any(arrays):
         for dtype in dict.fromkeys(array.dtype for array in arrays if is_on_device(array)):
             numbers = [n for n, array in enumerate(arrays) if is_on_device(array) and array.dtype == dtype]
@@ -99,11 +99,11 @@ def _gathered(arrays: Sequence[Array]) -> tuple[list[Array], list[Array]]:
             start = 0
             for number in numbers:
                 stop = start + arrays[number].size
-                found[number] = flat[start:stop].reshape(arrays[number].shape)
+                copies[number] = flat[start:stop].reshape(arrays[number].shape)
                 start = stop
-            move([arrays[n] for n in numbers], [found[n] for n in numbers])
+            move([arrays[n] for n in numbers], [copies[n] for n in numbers])
             together.append(flat)
-    return together, found
+    return together, copies
 
 
 def all_finite(array: Array) -> bool:
@@ -130,9 +130,9 @@ def _pieces(array: Array) -> Iterator[Array]:
 
 def _of_ranks(ranks: Ranks, gradient: Any) -> str:
     """Return in words which ranks' gradients are not finite.  Collective."""
-    mine = all_finite(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
-    told = [rank for rank, text in enumerate(ranks.allgather_text("" if mine else "not finite")) if text]
-    return f"of {ranks_in_words(told)}" if told else "no rank had such numbers: their sum overflowed"
+    is_finite = all_finite(host_array(gradient.values if isinstance(gradient, IndexedSlices) else gradient))
+    broken_ranks = [rank for rank, text in enumerate(ranks.allgather_text("" if is_finite else "not finite")) if text]
+    return f"of {ranks_in_words(broken_ranks)}" if broken_ranks else "no rank had such numbers: their sum overflowed"
 
 
 def warn_of(trouble: str, where: str, step: int, rank: int) -> None:

@@ -1,7 +1,7 @@
 """The sliced step: each rank of a node reduces and updates its share of all variables, in every rank's copy.
 
 It needs variables, slots and gradients in memory that the ranks of the node share.  One rank then reads, adds and
-steps each number, instead of all of them, while the number is in that rank's cache.  The bits are those of the plain
+steps each number, instead of all ranks, while the number is in that rank's cache.  The bits are those of the plain
 path: sums are made in rank order, a mean is divided after the sum, and the kernel is the same.
 
 Small variables that follow one another in the memory of every rank are one run, so hundreds of them need few calls of
@@ -48,7 +48,7 @@ class Place(NamedTuple):
     def replicas(self, piece: slice, dtype: np.dtype[Any]) -> tuple[Array, ...]:
         """Return a piece, in elements from the offset on, of every rank's copy."""
         start, stop = (self.offset + at * dtype.itemsize for at in (piece.start, piece.stop))
-        return tuple(one[start:stop].view(dtype) for one in self.memory)
+        return tuple(memory[start:stop].view(dtype) for memory in self.memory)
 
 
 class GradientArena:
@@ -57,7 +57,7 @@ class GradientArena:
     Attributes:
         arena: the memory; its values are like the variables, in their order.
         variables: the variables.
-        numbers: which of them each is, by its id.
+        numbers: the index of each variable, by its id.
     """
 
     def __init__(self, arena: Arena[Any], variables: tuple[Variable, ...]) -> None:
@@ -76,39 +76,39 @@ class GradientArenas:
     """The gradient arenas of one optimizer.
 
     Attributes:
-        made: how many have been made: a step that was prepared before one of them is prepared again.
+        count: the number of arenas: a step that was prepared before an arena was made is prepared again.
     """
 
     def __init__(self) -> None:
-        self.made: int = 0
-        self._made_for_steps = 0
-        self._known: list[GradientArena] = []
+        self.count: int = 0
+        self._count_for_steps = 0
+        self._arenas: list[GradientArena] = []
 
     def of(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena:
         """Return the arena of exactly these variables.  Collective when there is none yet."""
-        for known in self._known:
-            if [*map(id, known.variables)] == [*map(id, variables)]:
-                return known
-        self._known.append(GradientArena(strategy.arena(list(variables)), variables))
-        self.made += 1
-        return self._known[-1]
+        for arena in self._arenas:
+            if [*map(id, arena.variables)] == [*map(id, variables)]:
+                return arena
+        self._arenas.append(GradientArena(strategy.arena(list(variables)), variables))
+        self.count += 1
+        return self._arenas[-1]
 
     def covering(self, strategy: Strategy, variables: tuple[Variable, ...]) -> GradientArena | None:
         """Return an arena that has these variables among others.  Collective when there is none yet.
 
         Returns:
-            None for a further one, where other variables have gradients in every step: their memory would grow.
+            None instead of a further arena, where other variables have gradients in every step: memory would grow.
         """
-        wanted = {*map(id, variables)}
-        found = next((known for known in reversed(self._known) if wanted <= known.numbers.keys()), None)
-        if found is None and self._made_for_steps < _MOST_ARENAS:
-            self._made_for_steps += 1
-            found = self.of(strategy, variables)
-        return found
+        ids = {*map(id, variables)}
+        arena = next((candidate for candidate in reversed(self._arenas) if ids <= candidate.numbers.keys()), None)
+        if arena is None and self._count_for_steps < _MOST_ARENAS:
+            self._count_for_steps += 1
+            arena = self.of(strategy, variables)
+        return arena
 
 
 def can_be_sliced(strategy: Strategy, variables: Sequence[Variable], slots: Sequence[Mapping[str, Variable]]) -> bool:
-    """Return whether all these are in memory that the ranks share; the same on all ranks."""
+    """Return whether the variables and slots are in memory that the ranks share; the same on all ranks."""
     ranks = strategy.extended.communicator
     one_node = ranks.size > 1 and ranks.nodes == 1
     everything = [*variables, *(slot for beside in slots for slot in beside.values())]
@@ -147,16 +147,16 @@ class _Run:
         distance = aligned(self.nbytes)
         return (
             (is_small and nbytes < kernels.CHUNK_BYTES and dtype == self.dtype)
-            and all(its.offset == mine.offset + distance for mine, its in zip(self.places, places, strict=True))
-            and all(its.memory[0] is mine.memory[0] for mine, its in zip(self.places, places, strict=True))
+            and all(new.offset == own.offset + distance for own, new in zip(self.places, places, strict=True))
+            and all(new.memory[0] is own.memory[0] for own, new in zip(self.places, places, strict=True))
         )
 
 
 class _Chunk(NamedTuple):
-    """What is updated at once.
+    """A part of a run that is updated at once.
 
     Attributes:
-        number: the variable that it is a piece of; None for a run of several.
+        number: its variable; None for a run of several variables.
         piece: which elements of the run.
         gradients: of all ranks.
         total: for their sum.
@@ -183,7 +183,7 @@ class SlicedStep:
         gradients: the shared memory for the gradients.
         variables: the variables, in the same order on all ranks.
         slots: the slots of each.
-        kernel: a step as they will be made.
+        kernel: a step like those that `run` makes.
         scratch: temporary arrays for sums and kernels.
     """
 
@@ -237,7 +237,7 @@ class SlicedStep:
         parameter, gradient, *beside = (np.zeros(1, dtype) for _ in range(2 + len(slots)))
         with np.errstate(all="ignore"):
             kernel(parameter, gradient, dict(zip(slots, beside, strict=True)), self._scratch.of(dtype, 1)[:-1])
-        return not any(each.any() for each in (parameter, *beside))
+        return not any(array.any() for array in (parameter, *beside))
 
     def _chunk(self, run: _Run, number: int | None, piece: slice, names: Sequence[str]) -> _Chunk:
         me, scratch = self._ranks.local_rank, self._scratch.of(run.dtype, piece.stop - piece.start)
@@ -282,17 +282,19 @@ class SlicedStep:
         self._ranks.node_barrier()
 
     def _collect(self, gradients: Sequence[Array]) -> dict[int | None, Array]:
-        """Copy what other ranks read to shared memory.
+        """Copy the parts that other ranks read to shared memory.
 
         Returns:
-            By the numbers of variables: flat gradients of which this rank's part is read where it is.
+            By the numbers of variables: flat gradients whose part for this rank was not copied.
         """
         elsewhere: dict[int | None, Array] = {}
         moved: Sequence[int] = range(len(gradients))
-        if any(mine.base is not None for mine in gradients):  # views: those in the arena are there already
+        if any(gradient.base is not None for gradient in gradients):  # views: some are views of the arena
             pairs = enumerate(zip(gradients, self._values, strict=True))
-            moved = [number for number, (mine, value) in pairs if mine.base is None or not _is_same(mine, value)]
-            # What shares memory with another gradient, or with what the step changes, is copied before it is written.
+            moved = [
+                number for number, (gradient, value) in pairs if gradient.base is None or not _is_same(gradient, value)
+            ]
+            # Gradients that share memory with other gradients, or with the step's arrays, are copied before a write.
             gradients = self._changed.apart([gradients[at] for at in moved])
         for number, gradient in zip(moved, gradients, strict=True):
             value, own = self._values[number], self._own.get(number)

@@ -146,7 +146,7 @@ def test_what_the_nodes_of_a_job_print(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(printed) > 4
     assert max(map(len, printed)) < 1000
     found = running_job.read("\n".join(["srun: a warning", *printed[::-1], "mpistrategy-view node3 1/2 AAAA"]))
-    assert [each.rank for each in found.seen] == [0, 1, 2, 3]
+    assert [each.rank for each in found.statuses] == [0, 1, 2, 3]
     assert len(last_calls.compare(found.calls)[0].numbers) == last_calls.MOST_CALLS
     (trouble,) = found.troubles
     assert trouble.startswith("node3: its answer cannot be read (")

@@ -94,9 +94,9 @@ def moves_on() -> None:
 # ------------------------------------------------------------------------------------------------ writing
 
 
-def _before(what: str, name: str) -> None:
+def _before(operation: str, name: str) -> None:
     if watcher is not None:
-        watcher(what, name)
+        watcher(operation, name)
 
 
 def new_folder(prefix: str) -> str:
@@ -190,7 +190,7 @@ def sweep(folder: str, names: re.Pattern[str]) -> str:
 
     What cannot be removed stays; without file locks, everything stays.
     """
-    held = ""
+    locked = ""
     for name in filter(names.fullmatch, sorted(os.listdir(folder))):
         path = os.path.join(folder, name)
         try:
@@ -198,10 +198,10 @@ def sweep(folder: str, names: re.Pattern[str]) -> str:
                 if lock.is_held:
                     remove(path)
         except BlockingIOError:
-            held = name
+            locked = name
         except OSError:
             continue
-    return held
+    return locked
 
 
 # ------------------------------------------------------------------------------------------------ reading
@@ -243,10 +243,10 @@ def opened(path: str, most: int, size: int | None = None) -> IO[bytes]:
         descriptor = own_files.open_trusted(path)
     except FileNotFoundError as error:
         raise damaged(path, f"no {os.path.basename(path)}: it was not finished, or is not a checkpoint") from error
-    found = os.fstat(descriptor).st_size
-    if found > most or size not in (None, found):
+    actual = os.fstat(descriptor).st_size
+    if actual > most or size not in (None, actual):
         os.close(descriptor)
-        raise damaged(path, f"{found} bytes, not {f'at most {most}' if size is None else size}")
+        raise damaged(path, f"{actual} bytes, not {f'at most {most}' if size is None else size}")
     return os.fdopen(descriptor, "rb")
 
 

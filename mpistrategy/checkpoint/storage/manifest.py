@@ -4,7 +4,7 @@ It is one JSON object on two lines.  The first line has the format and the check
 rest.  Everything is checked before it is used.  Names of files are made from numbers, so that a forged manifest cannot
 name other files.
 
-It has nothing of single ranks but the number of each rank's node, in `layout`: what each rank has for itself is in the
+The only per-rank data in it are the numbers of the ranks' nodes, in `layout`; all other per-rank data are in the
 shards.
 """
 
@@ -29,7 +29,7 @@ VERSION = 1
 ONE, OWN, ROWS = "one", "own", "rows"
 COMBINED = ("SUM", "MEAN", "ONLY_FIRST_REPLICA")
 MOST_RANKS = 1_000_000
-#: So many bytes, at least, a rank has for itself where ranks have anything.
+#: The fewest bytes of a rank's data, where ranks have data of their own.
 _LEAST_OF_A_RANK = 64
 _LONGEST_VERSION = 100
 _HEAD = re.compile(rb'\{"format":"mpistrategy checkpoint","version":([0-9]{1,9}),"checksum":"([0-9a-f]{32})",\n')
@@ -58,13 +58,13 @@ class Item:
 
     Attributes:
         kind: what it is, in a word of `mpistrategy.checkpoint.state`; `Kept._kept_as` of this package's own objects.
-        copies: `ONE`, `OWN`, `ROWS` or one of `COMBINED`; "" for an object that only holds others.
+        copies: `ONE`, `OWN`, `ROWS` or one of `COMBINED`; "" for an object that only holds other items.
         dtype: of an array.
-        shape: of an array; where each rank has its own, that of rank 0: the first axis of rows, and all of `OWN`,
+        shape: of an array; where each rank has its own array, of rank 0's: the first axis of rows, and all of `OWN`,
             may differ between the ranks.
-        shards: the shards that have the only copy of an array: the next elements each, equally many.
+        shards: the shards that have the only copy of an array, split into equal parts.
         more: further data of its kind, equal on all ranks.
-        values: of a value that was saved once: this one.
+        values: a tuple of the value, if it was saved once; else empty.
     """
 
     kind: str
@@ -87,7 +87,7 @@ class Item:
 
     @property
     def has_lines(self) -> bool:
-        """Whether each rank has a value, or an array whose shape may differ from those of the others."""
+        """Whether each rank has a value, or an array whose shape may differ between the ranks."""
         return self.copies in (OWN, ROWS)
 
     @property
@@ -97,10 +97,10 @@ class Item:
 
     @property
     def parts(self) -> list[tuple[int, int, int]]:
-        """The shards that have the only copy, each with the first element there and the one after the last."""
-        each, all_of_it = -(-self.elements // max(1, len(self.shards))), self.elements
+        """The shards of the only copy: their numbers, first elements, and the elements after the last."""
+        length, end = -(-self.elements // max(1, len(self.shards))), self.elements
         return [
-            (shard, min(number * each, all_of_it), min((number + 1) * each, all_of_it))
+            (shard, min(number * length, end), min((number + 1) * length, end))
             for number, shard in enumerate(self.shards)
         ]
 
@@ -131,7 +131,7 @@ class Manifest:
 
     @property
     def of_each_rank(self) -> dict[str, Item]:
-        """The arrays and values of which each rank has its own."""
+        """The arrays and values that differ between the ranks."""
         return {path: item for path, item in self.items.items() if item.is_of_each_rank}
 
     def entries_of(self, number: int) -> dict[str, tuple[tuple[int, ...], str]]:
@@ -209,22 +209,22 @@ def _manifest(*, ranks: Any, shards: Any, names: Any, items: Any, layout: Any, w
     for nbytes, checksum, writer in shards:
         _require(_is_count(nbytes, MOST_BYTES) and _is_count(writer, ranks - 1), "shards")
         _require(re.fullmatch(r"[0-9a-f]{32}", checksum) is not None, "checksums")
-    found = {path: _item(len(shards), *packed) for path, packed in items.items()}
-    # A small file cannot speak of many ranks: what each has for itself takes memory.
-    least = ranks * _LEAST_OF_A_RANK if any(item.is_of_each_rank for item in found.values()) else 0
+    checked = {path: _item(len(shards), *packed) for path, packed in items.items()}
+    # A small file cannot speak of many ranks: the data of each rank take memory.
+    least = ranks * _LEAST_OF_A_RANK if any(item.is_of_each_rank for item in checked.values()) else 0
     _require(least <= sum(nbytes for nbytes, _, _ in shards), "ranks")
-    _require(all(isinstance(name, str) and name in found for name in names), "names")
+    _require(all(isinstance(name, str) and name in checked for name in names), "names")
     _require(len(set(names)) == len(names) and isinstance(layout, dict), "names")
-    _require(not any(path.startswith("_") for path, item in found.items() if item.is_array), "paths")
+    _require(not any(path.startswith("_") for path, item in checked.items() if item.is_array), "paths")
     _require(isinstance(written_by, str) and len(written_by) <= _LONGEST_VERSION, "written_by")
     files = tuple(Shard(*packed) for packed in shards)
-    return Manifest(ranks, files, found, tuple(names), layout, printable(written_by, ""))
+    return Manifest(ranks, files, checked, tuple(names), layout, printable(written_by, ""))
 
 
 def _item(count: int, kind: Any, copies: Any, dtype: Any, shape: Any, shards: Any, more: Any, values: Any) -> Item:
-    """Return the item of which this is `Item.packed`, of a checkpoint of so many shards."""
+    """Return the item of the values of `Item.packed`, in a checkpoint of so many shards."""
     _require(isinstance(kind, str) and isinstance(dtype, str) and copies in ("", ONE, OWN, ROWS, *COMBINED), "copies")
-    _require(all(type(each) is list for each in (shape, shards, values)) and len(values) <= 1, "lists")
+    _require(all(type(part) is list for part in (shape, shards, values)) and len(values) <= 1, "lists")
     _require((kind == ROWS) == (copies == ROWS), "rows")
     if dtype:
         elements = dtype_of(dtype)
@@ -242,6 +242,6 @@ def _is_count(number: Any, most: int) -> bool:
     return type(number) is int and 0 <= number <= most
 
 
-def _require(holds: bool, what: str) -> None:
+def _require(holds: bool, subject: str) -> None:
     if not holds:
-        raise ValueError(what)
+        raise ValueError(subject)

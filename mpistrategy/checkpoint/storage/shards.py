@@ -4,7 +4,7 @@ Eight bytes have the length of a JSON header.  The header has the dtype, shape a
 the arrays follow.  Nothing in it is executed.  An array of a dtype that safetensors does not have is stored as bytes;
 the manifest has the dtype.
 
-What a rank has for itself, its arrays and a line of JSON, is a shard of its own within a shard: the entry `_rank N`.
+The data of a rank, its arrays and a line of JSON, are a shard within a shard: the entry `_rank N`.
 
 A file may be forged: sizes are checked before memory is allocated for them.
 """
@@ -50,10 +50,10 @@ NAMES = {
     "float8_e5m2": "F8_E5M2",
 }
 _LENGTH_BYTES = 8
-#: The arrays begin at a multiple of this.  Those of the widest dtypes come first, so that each is aligned.
+#: The arrays begin at a multiple of this.  Arrays of the widest dtypes come first, so that each array is aligned.
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
-#: The entry with the line of JSON of a rank, in what it has for itself; and that of what a rank has for itself.
+#: The entry with the line of JSON, in the data of a rank; and the entry with the data of a rank.
 _LINE, _RANK = "_line", "_rank {}"
 _RANKS = re.compile(r"_rank (0|[1-9][0-9]{0,6})")
 
@@ -111,7 +111,7 @@ def pieces_of(arrays: Mapping[str, Array], own: Mapping[int, Sequence[Any]] | No
 
 
 def own_pieces(arrays: Mapping[str, Array], values: Mapping[str, Any], where: str) -> list[Any]:
-    """Return the bytes of what a rank has for itself: arrays, and values as JSON; their number is a multiple of 64.
+    """Return the bytes of the data of a rank: arrays, and values as JSON; their number is a multiple of 64.
 
     Raises:
         OptionError: for more plain values than `loads` accepts.
@@ -176,47 +176,47 @@ def as_array(data: Array | None, dtype: str, shape: Any, where: str) -> Array:
 
 
 def read_shard(
-    path: str, nbytes: int, checksum: str, wanted: Mapping[str, tuple[Sequence[int], str]]
+    path: str, nbytes: int, checksum: str, layouts: Mapping[str, tuple[Sequence[int], str]]
 ) -> tuple[dict[str, Array], dict[int, Array]]:
-    """Read a shard whole, once.  What is not returned takes no memory.
+    """Read a shard whole, once.  Arrays that are not returned take no memory.
 
     Args:
         path: the file.
         nbytes, checksum: its size and its checksum, as the manifest says.
-        wanted: the shapes and dtypes of the arrays to return, by name.
+        layouts: the shapes and dtypes of the arrays to return, by name.
 
     Returns:
-        The arrays by name, and the bytes of what ranks have for themselves, by rank.
+        The arrays by name, and the bytes of the data of ranks, by rank.
 
     Raises:
         CheckpointDamagedError: for another size or checksum, an invalid header, and missing arrays.
         OSError, MemoryError: if it cannot be read.
     """
-    kept: dict[str, Array] = {}
+    contents: dict[str, Array] = {}
     with opened(path, MOST_BYTES, nbytes) as file:
         stored = parsed(lambda start, count: file.read(count), nbytes, path)
         ranks = {int(match[1]): match[0] for match in map(_RANKS.fullmatch, stored) if match is not None}
         file.seek(0)
-        found = checksum_of(file.read(min((entry.start for entry in stored.values()), default=nbytes)))
+        running_checksum = checksum_of(file.read(min((entry.start for entry in stored.values()), default=nbytes)))
         for name, (start, stop, _, _) in stored.items():
-            is_kept, count = name in wanted or name in ranks.values(), stop - start
+            is_kept, count = name in layouts or name in ranks.values(), stop - start
             data = np.empty(count if is_kept else min(count, PIECE_BYTES), np.uint8)
             for first in range(0, count, PIECE_BYTES):
                 part = data[first : first + PIECE_BYTES] if is_kept else data[: count - first]
                 if file.readinto(part.data) != part.size:  # type: ignore[attr-defined]
                     raise damaged(path, "a file that ends too early")
-                found.update(part)
+                running_checksum.update(part)
                 moves_on()
             if is_kept:
-                kept[name] = data
-    if found.hexdigest() != checksum:
+                contents[name] = data
+    if running_checksum.hexdigest() != checksum:
         raise damaged(path, "a file with another checksum than it was written with")
-    arrays = {name: as_array(kept.get(name), dtype, shape, path) for name, (shape, dtype) in wanted.items()}
-    return arrays, {rank: kept[name] for rank, name in ranks.items()}
+    arrays = {name: as_array(contents.get(name), dtype, shape, path) for name, (shape, dtype) in layouts.items()}
+    return arrays, {rank: contents[name] for rank, name in ranks.items()}
 
 
 class Own:
-    """What a rank had for itself, in the bytes of `own_pieces`.
+    """The data of a rank, in the bytes of `own_pieces`.
 
     Args:
         data: the bytes.
@@ -316,7 +316,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
     """Return the dtype of a name, little-endian.
 
     Raises:
-        CheckpointDamagedError: for a name that `dtype_text` does not return, or an unknown one.
+        CheckpointDamagedError: for a name that `dtype_text` does not return, or an unknown name.
     """
     try:
         name = text if _NUMPYS.fullmatch(text) else getattr(importlib.import_module("ml_dtypes"), text)
@@ -331,7 +331,7 @@ def dtype_of(text: Any) -> np.dtype[Any]:
 def is_shape(shape: Any, itemsize: int) -> bool:
     """Return whether it is the shape of an array that NumPy can make, and is not too large.
 
-    An axis of length 0 does not lift the limit for the others.
+    An axis of length 0 does not lift the limit for the other axes.
     """
     return (
         isinstance(shape, (list, tuple))

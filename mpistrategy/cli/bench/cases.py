@@ -44,7 +44,7 @@ class Variant:
             operand.fill(value)
 
     def leaves(self, result: Any) -> Sequence[Any]:
-        """Return the arrays of what a call has returned."""
+        """Return the arrays of the result of a call."""
         if result is None:
             return self.results or self.operands
         return result if isinstance(result, list) else [result]
@@ -57,10 +57,10 @@ class Case:
     Attributes:
         suite: the group that it belongs to.
         name: e.g. ``"64 MiB"``.
-        nbytes: what each rank contributes.
+        nbytes: the bytes that each rank contributes.
         variants: at least one.
         finish: waits until a call is done, where calls return before that: on GPUs.
-        within: what is entered while the variants are called.
+        within: a context that is entered while the variants are called.
     """
 
     suite: str
@@ -77,8 +77,8 @@ def cases(
     """Yield a case for every size in bytes, of one float32 array, and for every list in `LISTS`.
 
     Args:
-        ranks: for what is compared.
-        strategy: what is measured.
+        ranks: for the variants by mpi4py.
+        strategy: for the variants by this library.
         sizes, lists: which.
         on_gpu: whether operands lie in GPU memory.
     """
@@ -90,14 +90,14 @@ def cases(
         zeros, finish = cupy.zeros, cupy.cuda.get_current_stream().synchronize
     for nbytes in sizes:
         array = zeros(nbytes // 4, dtype=np.float32)
-        by_mpi = _through_the_host(ranks, [array]) if on_gpu else _one_by_mpi(ranks, array)
-        ours = _by_strategy(strategy, ctx, array, [array])
-        yield Case("all_reduce", size_in_words(nbytes), nbytes, [*by_mpi, *ours], finish, ctx)
+        by_mpi = _through_the_host(ranks, [array]) if on_gpu else _array_by_mpi(ranks, array)
+        by_strategy = _by_strategy(strategy, ctx, array, [array])
+        yield Case("all_reduce", size_in_words(nbytes), nbytes, [*by_mpi, *by_strategy], finish, ctx)
     for name in lists:
         arrays = [zeros(shape, dtype=np.float32) for shape in LISTS[name]()]
-        by_mpi = _through_the_host(ranks, arrays) if on_gpu else _each_by_mpi(ranks, arrays)
-        ours = _by_strategy(strategy, ctx, arrays, arrays)
-        yield Case("lists", name, sum(array.nbytes for array in arrays), [*by_mpi, *ours], finish, ctx)
+        by_mpi = _through_the_host(ranks, arrays) if on_gpu else _arrays_by_mpi(ranks, arrays)
+        by_strategy = _by_strategy(strategy, ctx, arrays, arrays)
+        yield Case("lists", name, sum(array.nbytes for array in arrays), [*by_mpi, *by_strategy], finish, ctx)
 
 
 def _by_strategy(strategy: Strategy, ctx: ReplicaContext, value: Any, operands: Sequence[Any]) -> Iterator[Variant]:
@@ -110,29 +110,29 @@ def _by_strategy(strategy: Strategy, ctx: ReplicaContext, value: Any, operands: 
         yield Variant(name, partial(all_reduce, "SUM", arena), inside, close=arena.close)
 
 
-def _one_by_mpi(ranks: RawRanks, mine: Any) -> list[Variant]:
-    total = np.zeros_like(mine)
+def _array_by_mpi(ranks: RawRanks, operand: Any) -> list[Variant]:
+    total = np.zeros_like(operand)
     return [
-        Variant("mpi4py", partial(ranks.allreduce, mine, total), [mine], [total]),
-        Variant("mpi4py in place", partial(ranks.allreduce, ranks.in_place, mine), [mine]),
+        Variant("mpi4py", partial(ranks.allreduce, operand, total), [operand], [total]),
+        Variant("mpi4py in place", partial(ranks.allreduce, ranks.in_place, operand), [operand]),
     ]
 
 
-def _each_by_mpi(ranks: RawRanks, mine: Sequence[Any]) -> list[Variant]:
-    totals = [np.zeros_like(array) for array in mine]
+def _arrays_by_mpi(ranks: RawRanks, operands: Sequence[Any]) -> list[Variant]:
+    totals = [np.zeros_like(array) for array in operands]
     return [
-        Variant("mpi4py loop", partial(ranks.sum_each_into, mine, totals), mine, totals),
-        Variant("mpi4py loop in place", partial(ranks.sum_each_in_place, mine), mine),
+        Variant("mpi4py loop", partial(ranks.sum_each_into, operands, totals), operands, totals),
+        Variant("mpi4py loop in place", partial(ranks.sum_each_in_place, operands), operands),
     ]
 
 
-def _through_the_host(ranks: RawRanks, mine: Sequence[Any]) -> list[Variant]:
-    hosts = [np.zeros(array.shape, np.float32) for array in mine]
+def _through_the_host(ranks: RawRanks, operands: Sequence[Any]) -> list[Variant]:
+    hosts = [np.zeros(array.shape, np.float32) for array in operands]
 
     def call() -> None:
-        for array, host in zip(mine, hosts, strict=True):
+        for array, host in zip(operands, hosts, strict=True):
             array.get(out=host)
             ranks.allreduce(ranks.in_place, host)
             array.set(host)
 
-    return [Variant("mpi4py, through the host", call, mine)]
+    return [Variant("mpi4py, through the host", call, operands)]

@@ -73,7 +73,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def start(program: str, devices: str = "cpu") -> tuple[RawRanks, Strategy] | None:
-    """Start MPI; return the ranks and a strategy of theirs; None, after a word about it, where that cannot be done."""
+    """Start MPI; return the ranks and their strategy; None, after a message, where that cannot be done."""
     try:
         strategy = MirroredStrategy(devices)
     except (DeviceError, UnsupportedError) as error:  # on all ranks
@@ -98,16 +98,16 @@ def _measure(options: argparse.Namespace, ranks: RawRanks, strategy: Strategy) -
         sizes, lists = (QUICK_SIZES, QUICK_LISTS) if options.quick else (SIZES, tuple(LISTS))
     seconds = options.seconds or (QUICK_SECONDS if options.quick else FULL_SECONDS)
     tell(ranks, f"{len(sizes) + len(lists)} cases, each measured for up to about {seconds:g} s, and checked")
-    about, found = environment(ranks), list[dict[str, Any]]()
+    about, figures = environment(ranks), list[dict[str, Any]]()
     if ranks.rank == 0:
         print(head(about), flush=True)
     for case in cases(ranks, strategy, sizes, lists, options.devices != "cpu"):
-        found.append(measure(case, ranks, seconds))
+        figures.append(measure(case, ranks, seconds))
         for variant in case.variants:
             variant.close()
-        if ranks.rank == 0:  # at once: what is printed stays when the job is killed
-            print("\n".join(rows(found[-1])), flush=True)
-    return _end(options, ranks, {"environment": about, "method": METHOD, "cases": found})
+        if ranks.rank == 0:  # at once: printed rows stay when the job is killed
+            print("\n".join(rows(figures[-1])), flush=True)
+    return _end(options, ranks, {"environment": about, "method": METHOD, "cases": figures})
 
 
 def _save(options: argparse.Namespace, ranks: RawRanks) -> int:
@@ -116,20 +116,20 @@ def _save(options: argparse.Namespace, ranks: RawRanks) -> int:
 
     about, trouble = environment(ranks), 0.0
     search = thresholds.Search(ranks, default_for(ranks.library), options.quick)
-    found = replace(search.run(), source=f"measured {about['date']} on {about['cpu']}")
+    result = replace(search.run(), source=f"measured {about['date']} on {about['cpu']}")
     try:
         file = file_for(ranks.library, ranks.ranks_on_node, ranks.nodes)
         if ranks.rank == 0:
             own_files.make_folders(str(file.parent))
-            save(found, file)
-        told = f"Every new strategy of {ranks.ranks_on_node} ranks on each of {ranks.nodes} node(s) uses it."
-        tell(ranks, f"saved {file}. {told}")
+            save(result, file)
+        note = f"Every new strategy of {ranks.ranks_on_node} ranks on each of {ranks.nodes} node(s) uses it."
+        tell(ranks, f"saved {file}. {note}")
     except OSError as error:
         trouble = 1.0
         tell(ranks, f"rank 0 cannot save the thresholds: {error}. Name another file: {VARIABLE}=FILE.")
     if ranks.greatest(np.array([trouble]))[0]:
         return 1
-    return _end(options, ranks, {"environment": about, "cases": search.cases, "thresholds": asdict(found)})
+    return _end(options, ranks, {"environment": about, "cases": search.cases, "thresholds": asdict(result)})
 
 
 def _end(options: argparse.Namespace, ranks: RawRanks, report: dict[str, Any]) -> int:
@@ -148,14 +148,14 @@ def _fail(line: str) -> int:
 
 
 def names_of(eligible: Iterable[str]) -> Callable[[str], list[str]]:
-    """Return what reads a list of these names."""
+    """Return a function that reads a list of these names."""
 
     def parse(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",") if name.strip()]
         unknown = [name for name in names if name not in eligible]
         if unknown or not names:
-            found = f"there is no {unknown[0]!r}" if unknown else "nothing is named"
-            raise argparse.ArgumentTypeError(f"{found}; eligible: {', '.join(eligible)}")
+            problem = f"there is no {unknown[0]!r}" if unknown else "nothing is named"
+            raise argparse.ArgumentTypeError(f"{problem}; eligible: {', '.join(eligible)}")
         return names
 
     return parse
@@ -172,11 +172,11 @@ def writable(text: str) -> str:
 
 def sizes(text: str) -> list[int]:
     """Read sizes in bytes, each with its unit."""
-    found = []
+    numbers = []
     for word in text.split(","):
         parts = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]?i?b?)\s*", word.lower())
         size = float(parts[1]) * UNITS.get(parts[2], 0) if parts else 0.0
         if size < 4 or size % 4:
             raise argparse.ArgumentTypeError(f"{word!r} is not a size; write multiples of 4 bytes as 4, 64KiB or 1MiB")
-        found.append(int(size))
-    return found
+        numbers.append(int(size))
+    return numbers

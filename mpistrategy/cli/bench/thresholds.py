@@ -1,7 +1,7 @@
 """`mpistrategy bench --save`: measures the thresholds of `thresholds.Thresholds` for this machine and job.
 
-One threshold after the other: strategies that differ in it alone take turns, and a value other than the default must
-be clearly faster.  All ranks come to the same values, since all see the same figures.
+One threshold after the other: strategies that differ only in this threshold take turns.  A value replaces the default
+only if it is clearly faster.  All ranks come to the same values, since they see the same figures.
 """
 
 from __future__ import annotations
@@ -43,69 +43,69 @@ _PACKED_ARRAYS = 50
 
 
 class Search:
-    """The thresholds found so far, and how they were found.
+    """The thresholds measured so far, and their cases.
 
     Args:
         ranks: who measures.
-        default: kept where nothing else is clearly faster.
+        default: kept where no other value is clearly faster.
         quick: whether to measure each comparison once and for a moment.
     """
 
     def __init__(self, ranks: RawRanks, default: Thresholds, quick: bool) -> None:
         self._ranks = ranks
         self._seconds, self._trials = (0.05, 1) if quick else (0.3, 3)
-        self.found: Thresholds = default
+        self.thresholds: Thresholds = default
         self.cases: list[dict[str, Any]] = []
 
     def run(self) -> Thresholds:
         """Measure all thresholds; return them.  Collective."""
-        if self._ranks.ranks_on_node > 1 and self._ranks.nodes > 1:  # what is for a node alone is not used then
+        if self._ranks.ranks_on_node > 1 and self._ranks.nodes > 1:  # thresholds for one node alone are not used then
             self._settle("lanes_bytes", (64, *_SIZES["lanes_bytes"], NEVER))
         elif self._ranks.ranks_on_node > 1:
             self._settle("chunk_bytes", _SIZES["chunk_bytes"], _LARGE, cell_bytes=64, window_bytes=64)
             self._settle("window_bytes", (64, *_SIZES["window_bytes"], NEVER), cell_bytes=64)
             self._settle("cell_bytes", (64, *_SIZES["cell_bytes"]))
         self._settle("pack_bytes", (64, *_SIZES["pack_bytes"]), arrays=_PACKED_ARRAYS)
-        return self.found
+        return self.thresholds
 
     def _settle(
-        self, name: str, values: Sequence[int], sizes: Sequence[int] = (), arrays: int = 1, **others: int
+        self, name: str, values: Sequence[int], sizes: Sequence[int] = (), arrays: int = 1, **settings: int
     ) -> None:
-        """Take the value that is fastest over all sizes, if it is clearly faster than the present one.
+        """Take the value that is fastest over all sizes, if it is clearly faster than the present value.
 
         Args:
             name: of the threshold.
-            values: what is tried besides the present one.
-            sizes: of each array; those of the threshold where none are given.
-            arrays: how many of them.
-            others: further thresholds, as long as this one is tried.
+            values: the values to try besides the present value.
+            sizes: of each array; empty for the sizes of the threshold.
+            arrays: how many arrays.
+            settings: values of further thresholds during the measurement.
         """
-        present: int = asdict(self.found)[name]
-        tried = list(dict.fromkeys((present, *values)))
-        trials = [self._logs(name, tried, sizes or _SIZES[name], arrays, others) for _ in range(self._trials)]
-        costs = dict(zip(tried, np.median(trials, axis=0).tolist(), strict=True))
+        present: int = asdict(self.thresholds)[name]
+        candidates = list(dict.fromkeys((present, *values)))
+        trials = [self._logs(name, candidates, sizes or _SIZES[name], arrays, settings) for _ in range(self._trials)]
+        costs = dict(zip(candidates, np.median(trials, axis=0).tolist(), strict=True))
         best = min(costs, key=lambda value: costs[value])
         value = best if costs[best] < costs[present] + np.log(CLEARLY) else present
         words = ["never" if size == NEVER else size_in_words(size) for size in (value, present)]
         tell(self._ranks, f"{name}: {words[0]} (default {words[1]})")
-        self.found = _with(self.found, {name: value})
+        self.thresholds = _with(self.thresholds, {name: value})
 
     def _logs(
-        self, name: str, tried: Sequence[int], sizes: Sequence[int], arrays: int, others: Mapping[str, int]
+        self, name: str, candidates: Sequence[int], sizes: Sequence[int], arrays: int, settings: Mapping[str, int]
     ) -> Array:
-        """Return the mean over the sizes of the logarithm of the time, for each value; by strategies made anew."""
+        """Return the mean over the sizes of the logarithm of the time, for each value; by new strategies."""
         with ExitStack() as stack:
             strategies = []
-            for value in tried:
-                with trying(_with(self.found, {**others, name: value})):
+            for value in candidates:
+                with trying(_with(self.thresholds, {**settings, name: value})):
                     strategies.append(stack.enter_context(closing(MirroredStrategy())))
             logs = []
             for size in sizes:
-                # One element less of several, which are packed below the threshold.
+                # One element less where there are several arrays, which are packed below the threshold.
                 operands = [np.zeros(size // 4 - (arrays > 1), np.float32) for _ in range(arrays)]
                 variants = [
                     Variant(size_in_words(value), _sum(strategy, operands), operands)
-                    for value, strategy in zip(tried, strategies, strict=True)
+                    for value, strategy in zip(candidates, strategies, strict=True)
                 ]
                 self.cases.append(measure(Case(name, size_in_words(size), size, variants), self._ranks, self._seconds))
                 logs.append(np.log([row["median_us"] for row in self.cases[-1]["variants"]]))

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from mpistrategy.cli.bench.raw import RawRanks
 
 _LEAST_ROUNDS, _MOST_ROUNDS = 5, 101
-#: Calls from this many seconds on are timed one by one; what a batch of shorter ones should take.
+#: Calls from this many seconds on are timed one by one; the seconds of a batch of shorter calls.
 ONE_BY_ONE, BATCH_SECONDS = 40e-6, 0.5e-3
 
 
@@ -68,7 +68,7 @@ def summary(own: Array, reference: Array) -> dict[str, Any]:
 
     Args:
         own: the seconds of its calls, by round.
-        reference: those of the reference's.
+        reference: the seconds of the reference's calls.
     """
     fastest, first, middle, third = np.quantile(1e6 * own, [0, 0.25, 0.5, 0.75])
     low, high = np.quantile(own / reference, [0.25, 0.75])
@@ -90,7 +90,7 @@ def _time(case: Case, ranks: RawRanks, seconds: float) -> Array:
     once = ranks.greatest(np.array(once)).tolist()  # the same everywhere: the ranks decide alike
     calls = [1] * len(once)
     if once[0] < ONE_BY_ONE:
-        calls = [max(int(BATCH_SECONDS / each), 1) for each in once]
+        calls = [max(int(BATCH_SECONDS / duration), 1) for duration in once]
     began = time.perf_counter()
     for variant, count in zip(case.variants, calls, strict=True):
         _round(case, variant, ranks, count, 0)

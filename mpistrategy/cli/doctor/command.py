@@ -65,60 +65,60 @@ def run(options: argparse.Namespace) -> int:
 
         return leftovers.run()
     end = time.monotonic() + options.timeout
-    mine = facts.of_this_process(os.environ, start_seconds)
-    refused = mpich.refusal(mine, os.environ)
+    own_facts = facts.of_this_process(os.environ, start_seconds)
+    problem = mpich.refusal(own_facts, os.environ)
     began = time.monotonic()
-    if refused is None:
-        refused = _started(options, mine)
-    if refused is not None:
-        return _alone(options, mine, refused)
+    if problem is None:
+        problem = _start_mpi(options, own_facts)
+    if problem is not None:
+        return _alone(options, own_facts, problem)
     from mpistrategy.cli.doctor.ranks import Ranks
 
     # A rank that waits for others in vain shows where, and ends.
     faulthandler.dump_traceback_later(max(end - time.monotonic(), 0) + _LONGER_SECONDS, exit=True, file=2)
     ranks = Ranks()
-    mine |= facts.of_mpi(ranks, time.monotonic() - began)
-    if mine["refusal"] and mine["place"]:
-        return 0  # all of them found the same; the first one tells it, and its status is the job's
-    job = _meet(options, ranks, mine, end)
+    own_facts |= facts.of_mpi(ranks, time.monotonic() - began)
+    if own_facts["refusal"] and own_facts["place"]:
+        return 0  # all ranks find the same; the first prints it, and its status is the job's
+    job = _meet(options, ranks, own_facts, end)
     status = 0
     if ranks.rank == 0:
-        status = _told(options, job, catalog.examine(job))
+        status = _print(options, job, catalog.examine(job))
     # srun --kill-on-bad-exit ends the ranks that are still at it when the first has ended, and reports their status.
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if job.missing:
         ranks.abort(_BAD)
-    status = ranks.told(status)
+    status = ranks.from_first(status)
     faulthandler.cancel_dump_traceback_later()
     return status
 
 
-def _started(options: argparse.Namespace, mine: Facts) -> Finding | None:
+def _start_mpi(options: argparse.Namespace, own_facts: Facts) -> Finding | None:
     """Start MPI; return why that cannot be done."""
     try:
         start("mpistrategy doctor", options.timeout)
     except LaunchError as error:
-        found, fix = parts_of(error)
+        problem, fix = parts_of(error)
         if error.__context__ is None:
-            return Finding("pmi", BAD, found, fix)
-        if mine["wanted"]:
-            named = f"MPI4PY_LIBMPI={mine['wanted']}"
-            fix = f"Correct {named}: is it there, with all that it needs (ldd)? Or unset it.\n{fix}"
-        return Finding("mpi", BAD, found, fix)
+            return Finding("pmi", BAD, problem, fix)
+        if own_facts["wanted"]:
+            setting = f"MPI4PY_LIBMPI={own_facts['wanted']}"
+            fix = f"Correct {setting}: is it there, with all that it needs (ldd)? Or unset it.\n{fix}"
+        return Finding("mpi", BAD, problem, fix)
     return None
 
 
-def _meet(options: argparse.Namespace, ranks: Ranks, mine: Facts, end: float) -> Job:
-    """Return what is known of the job; on rank 0 of all ranks, elsewhere of this one."""
+def _meet(options: argparse.Namespace, ranks: Ranks, own_facts: Facts, end: float) -> Job:
+    """Return what is known of the job: on rank 0 of all ranks, elsewhere of this rank."""
     patience = max(end - time.monotonic(), 0.0)
-    texts = ranks.collect(json.dumps(mine), patience)
+    texts = ranks.collect(json.dumps(own_facts), patience)
     if ranks.rank == 0 and len(texts) < ranks.size:
-        return Job([mine], options.ranks, sorted({*range(ranks.size)} - texts.keys()), patience)
+        return Job([own_facts], options.ranks, sorted({*range(ranks.size)} - texts.keys()), patience)
     leaders, local_rank = ranks.places()
     everyone = [facts.UNKNOWN | json.loads(texts[rank]) | {"leader": leaders[rank]} for rank in sorted(texts)]
     job = Job(everyone, options.ranks)
     differ = any(job.with_several(key) for key in ("mpistrategy", "python", "thread_level"))  # it may hang then
-    if ranks.told(int(differ)):
+    if ranks.from_first(int(differ)):
         return replace(job, untried="the ranks run different versions, or started MPI differently")
     if ranks.size > 1:
         try:
@@ -132,15 +132,15 @@ def _meet(options: argparse.Namespace, ranks: Ranks, mine: Facts, end: float) ->
     return replace(job, trial=cuda_trial.try_all(ranks, local_rank, job))
 
 
-def _alone(options: argparse.Namespace, mine: Facts, finding: Finding) -> int:
-    """Tell the one thing that is known where MPI cannot be started, on the first of the launcher's processes."""
-    if mine["place"]:
-        return 0  # all of them found the same; the status of the first one is the job's
-    mine["refusal"] = (finding.found, finding.fix)
-    return _told(options, Job([mine]), [finding])
+def _alone(options: argparse.Namespace, own_facts: Facts, finding: Finding) -> int:
+    """Print the one finding there is where MPI cannot start, on the first of the launcher's processes."""
+    if own_facts["place"]:
+        return 0  # all processes find the same; the status of the first is the job's
+    own_facts["refusal"] = (finding.found, finding.fix)
+    return _print(options, Job([own_facts]), [finding])
 
 
-def _told(options: argparse.Namespace, job: Job, findings: list[Finding]) -> int:
+def _print(options: argparse.Namespace, job: Job, findings: list[Finding]) -> int:
     """Print the report; return the exit status."""
     sys.stdout.write(f"{as_json(job, findings) if options.json else as_text(job, findings)}\n")
     sys.stdout.flush()

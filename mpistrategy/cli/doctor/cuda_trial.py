@@ -1,7 +1,7 @@
-"""Gives GPU memory to MPI in all ranks, and sees what comes back.
+"""Gives GPU memory to MPI in all ranks, and checks the results.
 
-It is the last thing that the doctor does, in its own ranks: an MPI that does not take GPU memory may end them.  It is
-left out where the library says that it does not.
+The doctor does this last, in its own ranks: an MPI that does not take GPU memory may end them.  There is no trial where
+the library says that it takes no GPU memory.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SWITCHES = {
 def obstacle() -> str:
     """Return why GPU memory is not given to MPI here: what the user says, else the library; "" where it is tried."""
     try:
-        word, version = cuda_aware.said(), loaded_mpi.identity()[0]
+        word, version = cuda_aware.user_setting(), loaded_mpi.identity()[0]
         if word is not None:
             return "" if word else "the user says so"
         for start, switch in SWITCHES.items():
@@ -67,7 +67,7 @@ def says_yes(files: Sequence[str]) -> bool | None:
         with suppress(ValueError):
             if not ctypes.c_bool.in_dll(library, "opal_cuda_support").value:
                 return False
-    # The first of the two where there are both: MPICH 4.0's other one ends the process where asserts are compiled in.
+    # The first function where a library has both: MPICH 4.0's second ends the process where asserts are compiled in.
     for ask in filter(None, (getattr(library, "MPIX_GPU_query_support", None) for library in opened)):
         flag = ctypes.c_int(0)
         return ask(_CUDA, ctypes.byref(flag)) == 0 and bool(flag.value)
@@ -84,53 +84,53 @@ def try_all(ranks: Ranks, local_rank: int, job: Job) -> Outcome | None:
         local_rank: this rank's index on its node.
         job: what rank 0 knows of all.
     """
-    willing = all(each["sight"] and Sight.read(each["sight"]).gpus and not each["cuda_refused"] for each in job.facts)
-    if not ranks.told(int(willing and ranks.size > 1)):
+    willing = all(rank["sight"] and Sight.read(rank["sight"]).gpus and not rank["cuda_refused"] for rank in job.facts)
+    if not ranks.from_first(int(willing and ranks.size > 1)):
         return None
     if ranks.rank == 0:
         sys.stderr.write(f"mpistrategy doctor: gives GPU memory to MPI. If this ends here: export {VARIABLE}=0\n")
         sys.stderr.flush()
-    found = _tried(ranks, local_rank)
-    if ranks.rank == 0 and found.outcome != "unverified":
+    outcome = _trial(ranks, local_rank)
+    if ranks.rank == 0 and outcome.outcome != "unverified":
         with suppress(OSError):  # strategies then go on as if nobody had tried
-            cuda_aware.save("several nodes" if len(job.nodes) > 1 else "one node", found)
-    return found
+            cuda_aware.save("several nodes" if len(job.nodes) > 1 else "one node", outcome)
+    return outcome
 
 
-def _tried(ranks: Ranks, local_rank: int) -> Outcome:
+def _trial(ranks: Ranks, local_rank: int) -> Outcome:
     """Return what came of sums of known numbers.  Collective."""
-    made: list[tuple[Any, Any]] = []
+    pairs: list[tuple[Any, Any]] = []
     try:
         import cupy
         import cupyx
 
         cupy.cuda.Device(local_rank % cupy.cuda.runtime.getDeviceCount()).use()
         for nbytes in _SIZES:
-            mine = cupy.asarray(_pattern(nbytes, ranks.rank))
-            made.append((mine, cupy.zeros_like(mine)))
+            operand = cupy.asarray(_pattern(nbytes, ranks.rank))
+            pairs.append((operand, cupy.zeros_like(operand)))
         on_host, total = (cupyx.empty_pinned((_SIZES[-1] // 4,), np.float32) for _ in range(2))
         stream = cupy.cuda.get_current_stream()
         stream.synchronize()
     except Exception as error:  # of CuPy's many types
         sys.stderr.write(f"[rank {ranks.rank}] GPU memory was not tried: {type(error).__name__}: {error}\n")
-        made.clear()
-    if not ranks.all_right(bool(made)):
+        pairs.clear()
+    if not ranks.all_right(bool(pairs)):
         return Outcome("unverified", "some rank could not try it: see its message")
     is_right = True
-    for mine, result in made:
-        ranks.comm.Allreduce(mine, result)
-        expected = sum(_pattern(4 * len(mine), rank) for rank in range(ranks.size))
+    for operand, result in pairs:
+        ranks.comm.Allreduce(operand, result)
+        expected = sum(_pattern(4 * len(operand), rank) for rank in range(ranks.size))
         is_right = is_right and bool((cupy.asnumpy(result) == expected).all())
     if not ranks.all_right(is_right):
         return Outcome("wrong", "other numbers than were sent")
 
     def staged() -> None:
-        mine.get(out=on_host)
+        operand.get(out=on_host)
         ranks.comm.Allreduce(on_host, total)
         result.set(total)
         stream.synchronize()
 
-    direct = _SIZES[-1] / _seconds(ranks, lambda: ranks.comm.Allreduce(mine, result))
+    direct = _SIZES[-1] / _seconds(ranks, lambda: ranks.comm.Allreduce(operand, result))
     by_host = _SIZES[-1] / _seconds(ranks, staged)
     shown = f"{ranks.size} ranks, {direct / 1e9:.1f} GB/s; {by_host / 1e9:.1f} GB/s staged through the host"
     return Outcome("right", shown, direct, by_host)
@@ -141,11 +141,11 @@ def _pattern(nbytes: int, rank: int) -> np.ndarray[tuple[int], np.dtype[np.float
 
 
 def _seconds(ranks: Ranks, work: Callable[[], None]) -> float:
-    """Return how long it takes, of the best of some rounds; the slowest rank counts.  Collective."""
-    found = []
+    """Return the seconds of the best of some rounds; the slowest rank counts.  Collective."""
+    times = []
     for _ in range(_ROUNDS):
         ranks.comm.Barrier()
         before = time.perf_counter()
         work()
-        found.append(ranks.slowest(time.perf_counter() - before))
-    return min(found)
+        times.append(ranks.slowest(time.perf_counter() - before))
+    return min(times)

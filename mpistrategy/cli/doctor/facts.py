@@ -33,11 +33,11 @@ UNKNOWN: Facts = {
     # Its number, and how many MPI counts; its node; by MPI the node's first rank.
     "rank": 0, "size": 1, "host": "", "leader": 0,
     # Versions, of the MPI library with its name; the MPI that mpi4py was built for; the files of MPI libraries that
-    # the process has loaded; the one that MPI4PY_LIBMPI names, without links; what MPI was started with.
+    # the process has loaded; the library that MPI4PY_LIBMPI names, without links; what MPI was started with.
     "python": "", "mpistrategy": "", "numpy": "", "mpi4py": "", "library": "", "built_for": "", "libraries": (),
     "wanted": "", "thread_level": "multiple",
-    # The launcher, how many processes it started (0: unknown), which this one is, and the variables that say so; what
-    # it offers for the ranks to meet; why the library would not start here, and the cure.
+    # The launcher, how many processes it started (0: unknown), this process's number, and the variables that say so;
+    # what the launcher offers for the ranks to meet; why the library would not start here, and the cure.
     "launcher": "", "tasks": 0, "place": 0, "said": "", "pmi": (), "refusal": (),
     # The cores that it may use, and how many the node has; the threads of linear algebra, and how they are known.
     "cores": (), "machine_cores": 1, "threads": 0, "threads_source": "",
@@ -77,22 +77,22 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
 
     from mpistrategy.cli.doctor import leftovers
 
-    found = dict(UNKNOWN)
+    facts = dict(UNKNOWN)
     claim, room = launcher.claim_in(environment), memory()
     if claim is not None:
-        said = ", ".join(f"{name}={environment[name]}" for name in claim.variables)
-        found |= {"launcher": claim.launcher, "tasks": claim.tasks, "place": claim.rank, "said": said}
+        variables = ", ".join(f"{name}={environment[name]}" for name in claim.variables)
+        facts |= {"launcher": claim.launcher, "tasks": claim.tasks, "place": claim.rank, "said": variables}
     if room is not None:
-        found |= {"room_free": room.free, "room_of": f"{room.of}, {mebibytes(room.total)}"}
-    mine, visible = sorted(cores()), environment.get("CUDA_VISIBLE_DEVICES")
-    threads, source = blas_threads(environment, len(mine))
-    return found | {
+        facts |= {"room_free": room.free, "room_of": f"{room.of}, {mebibytes(room.total)}"}
+    own_cores, visible = sorted(cores()), environment.get("CUDA_VISIBLE_DEVICES")
+    threads, source = blas_threads(environment, len(own_cores))
+    return facts | {
         "host": os.uname().nodename,
         "python": ".".join(map(str, sys.version_info[:3])),
         "mpistrategy": introductions.version(),
         "numpy": numpy.__version__,
         "pmi": offered(environment),
-        "cores": mine,
+        "cores": own_cores,
         "machine_cores": os.cpu_count() or 1,
         "threads": threads,
         "threads_source": source,
@@ -147,14 +147,14 @@ def blas_threads(environment: Mapping[str, str], cores: int) -> tuple[int, str]:
         cores: how many it may use; the default number of threads.
     """
     threads, source = cores, f"no {_THREADS[0]} is set"
-    for name in reversed(_THREADS):  # the first one of those that are set
+    for name in reversed(_THREADS):  # the first variable that is set
         if environment.get(name, "").isdigit():
             threads, source = int(environment[name]), f"{name}={environment[name]}"
     with suppress(ImportError):
         from threadpoolctl import threadpool_info
 
-        asked = [each["num_threads"] for each in threadpool_info() if each["user_api"] == "blas"]
-        threads = max(asked, default=threads)
+        pool_threads = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
+        threads = max(pool_threads, default=threads)
     return threads, source
 
 

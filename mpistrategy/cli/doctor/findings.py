@@ -38,13 +38,13 @@ class Finding:
 
 @dataclass(frozen=True)
 class Job:
-    """All that is known of a job.
+    """What is known of a job.
 
     Attributes:
         facts: of each rank that answered, by its number.
         wanted_ranks: how many ranks there should be; 0 if not given.
         missing: the ranks that did not answer.
-        patience: how many seconds the others waited for them.
+        patience: how many seconds the other ranks waited for these.
         sums_right: whether a sum over the ranks was right; None if not tried.
         untried: why not.
         trial: what came of GPU memory given to MPI; None if not tried.
@@ -64,50 +64,50 @@ class Job:
         return by(self.facts, "leader")
 
     def with_several(self, key: str) -> dict[Any, list[int]]:
-        """Return the ranks by a fact of theirs where not all have the same; what most of them have comes first."""
-        found = {value: ranks_of(those) for value, those in by(self.facts, key).items()}
-        ordered = sorted(found.items(), key=lambda pair: (-len(pair[1]), pair[1]))
-        return dict(ordered) if len(found) > 1 else {}
+        """Return the ranks by the value of a fact, the most frequent first; empty if all ranks have one value."""
+        groups = {value: ranks_of(members) for value, members in by(self.facts, key).items()}
+        ordered = sorted(groups.items(), key=lambda pair: (-len(pair[1]), pair[1]))
+        return dict(ordered) if len(groups) > 1 else {}
 
 
 def by(facts: Sequence[Facts], key: str) -> dict[Any, list[Facts]]:
     """Return the ranks by the value of a fact."""
-    found: dict[Any, list[Facts]] = {}
-    for each in facts:
-        found.setdefault(each[key], []).append(each)
-    return found
+    groups: dict[Any, list[Facts]] = {}
+    for rank in facts:
+        groups.setdefault(rank[key], []).append(rank)
+    return groups
 
 
 def ranks_of(facts: Iterable[Facts]) -> list[int]:
     """Return the numbers of ranks."""
-    return [each["rank"] for each in facts]
+    return [rank["rank"] for rank in facts]
 
 
-def told(check: str, verdict: str, facts: Sequence[Facts], found: str, fix: str, **others: object) -> Finding:
+def finding_of(check: str, verdict: str, facts: Sequence[Facts], found: str, fix: str, **extra: object) -> Finding:
     """Return a finding about some ranks.
 
     Args:
         check, verdict: as in `Finding`.
         facts: of the ranks.
-        found, fix: in words, with facts of the first of these ranks in braces, ``{those}`` for all, and `others`.
-        others: further values.
+        found, fix: in words, with facts of the first of these ranks in braces, ``{these_ranks}`` for all, and `extra`.
+        extra: further values.
     """
     ranks = ranks_of(facts)
-    values = {**facts[0], "those": ranks_in_words(ranks), **others}
+    values = {**facts[0], "these_ranks": ranks_in_words(ranks), **extra}
     return Finding(check, verdict, found.format_map(values), fix.format_map(values), tuple(ranks))
 
 
-def odd_ones(found: dict[Any, list[int]]) -> tuple[int, ...]:
-    """Return the ranks that do not have what most of them have, of `Job.with_several`; all, without a majority."""
-    groups = list(found.values())
+def odd_ranks(ranks_by_value: dict[Any, list[int]]) -> tuple[int, ...]:
+    """Return the ranks outside the majority, of a result of `Job.with_several`; all ranks, without a majority."""
+    groups = list(ranks_by_value.values())
     if len(groups[0]) > len(groups[1]):
         groups = groups[1:]
     return tuple(sorted(rank for ranks in groups for rank in ranks))
 
 
-def in_words(found: dict[Any, list[int]]) -> str:
+def in_words(ranks_by_value: dict[Any, list[int]]) -> str:
     """Return ``2.4.1 on ranks 0, 1, 2; 2.3.0 on rank 3``."""
-    return "; ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in found.items())
+    return "; ".join(f"{value} on {ranks_in_words(ranks)}" for value, ranks in ranks_by_value.items())
 
 
 def count(number: int, noun: str) -> str:
@@ -135,18 +135,18 @@ def as_text(job: Job, findings: Sequence[Finding]) -> str:
     first, width = job.facts[0], max(len(finding.check) for finding in findings)
     nodes = "" if job.missing or first["refusal"] else f" on {count(len(job.nodes), 'node')}"
     lines = [f"mpistrategy doctor: {count(first['size'], 'rank')}{nodes}"]
-    for each in findings:
-        verdict = "BAD" if each.verdict == BAD else each.verdict
-        lines.append(f"{verdict:<4}  {each.check:<{width}}  {each.found}")
+    for finding in findings:
+        verdict = "BAD" if finding.verdict == BAD else finding.verdict
+        lines.append(f"{verdict:<4}  {finding.check:<{width}}  {finding.found}")
         arrow = "->"
-        for line in each.fix.splitlines():
+        for line in finding.fix.splitlines():
             lines.append(f"      {'':<{width}}  {arrow} {line}")
             arrow = "  "
-    verdicts = [each.verdict for each in findings]
+    verdicts = [finding.verdict for finding in findings]
     notes = verdicts.count(NOTE)
-    told = f"; {count(notes, 'note')}" if notes else ""
+    notes_text = f"; {count(notes, 'note')}" if notes else ""
     bad = verdicts.count(BAD)
-    lines.append(f"{bad} BAD{told}. Fix what is BAD first." if bad else f"Nothing is bad{told}.")
+    lines.append(f"{bad} BAD{notes_text}. Fix what is BAD first." if bad else f"Nothing is bad{notes_text}.")
     return "\n".join(lines)
 
 
@@ -157,12 +157,12 @@ def as_json(job: Job, findings: Sequence[Finding]) -> str:
     ``check``, ``verdict``, ``found``, ``fix``, ``ranks``) and ``facts``, one object for each rank, with the keys of
     `mpistrategy.cli.doctor.facts.UNKNOWN`.
     """
-    told = {
+    report = {
         "format": 1,
         "verdict": worst(findings),
         "ranks": job.facts[0]["size"],
         "nodes": len(job.nodes),
-        "findings": [asdict(each) for each in findings],
+        "findings": [asdict(finding) for finding in findings],
         "facts": job.facts,
     }
-    return json.dumps(told, indent=1)
+    return json.dumps(report, indent=1)

@@ -1,8 +1,8 @@
-"""Which rank came last to the last collectives of a job, how often, and how long the first one waited for it.
+"""Which rank came last to the last collectives of a job, how often, and how long the first rank waited for it.
 
-Every rank notes when it entered its last collectives, for its watchdog.  Of each node only a few numbers a call travel:
-when its first and its last rank came, and which one that was.  Nodes have clocks of their own: a difference between
-them makes the waits wrong by as much.
+Every rank notes when it entered its last collectives, for its watchdog.  A node sends only a few numbers a call: when
+its first and its last rank came, and the last rank's number.  Nodes have clocks of their own: a difference of the
+clocks makes the waits wrong by as much.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from mpistrategy.cli.doctor.findings import count
 from mpistrategy.mpi.watchdog.status_board import RankStatus
 from mpistrategy.objects.shown import time_in_words
 
-#: So many calls are compared at most; nobody is called slow from fewer than these.
+#: The most calls that are compared, and the fewest from which a rank is called slow.
 MOST_CALLS, _FEWEST_CALLS = 64, 5
-#: A rank is called slow that came last in so many of the calls, where the first one waited for so much of the time,
-#: and usually for so long; shorter waits come and go with the system's own work.
+#: A slow rank came last in this share of the calls, the first rank waited for it during this share of the time, and the
+#: median wait has this length.  Shorter waits come from the system's own work.
 _SLOW_CALLS, _SLOW_TIME, _SLOW_SECONDS = 2 / 3, 0.05, 1e-4
 _MOST_ROWS = 8
 
@@ -28,11 +28,11 @@ class NodeCalls:
     """The last collectives of one strategy on one node.
 
     Attributes:
-        strategy: a number for it, the same on all nodes.
+        strategy: its number, the same on all nodes.
         ranks: how many ranks it has.
         here: how many of them are on this node.
-        arrivals: by the number of the collective, for those that all ranks of this node have noted: when the last rank
-            came, which one that was, and when the first one came; in seconds of time.time().
+        arrivals: by the number of the collective, if all ranks of this node have noted it: when the last rank came, its
+            number, and when the first rank came; in seconds of time.time().
     """
 
     strategy: int
@@ -47,10 +47,10 @@ class Lateness:
 
     Attributes:
         ranks: how many ranks the strategy has.
-        missing: how many of them nothing is known of.
+        missing: how many ranks nothing is known of.
         numbers: of the collectives that were compared.
-        seconds: from the first of them to the last one.
-        waits: for each rank that came last, the most frequent one first: how long the first one waited then.
+        seconds: from the first of these collectives to the last.
+        waits: for each rank that came last, the most frequent first: how long the first rank waited, each time.
     """
 
     ranks: int
@@ -81,29 +81,29 @@ def of_node(statuses: Sequence[RankStatus], strategy: int, ranks: int, offset: f
         offset: what turns their times into those of time.time(), in seconds.
     """
     arrivals = {}
-    for number in set.intersection(*(set(each.calls) for each in statuses)):
-        times = [(each.calls[number] + offset, each.rank) for each in statuses]
+    for number in set.intersection(*(set(status.calls) for status in statuses)):
+        times = [(status.calls[number] + offset, status.rank) for status in statuses]
         arrivals[number] = (*max(times), min(times)[0])
     return NodeCalls(strategy, ranks, len(statuses), arrivals)
 
 
 def compare(nodes: Sequence[NodeCalls]) -> list[Lateness]:
-    """Return who came last, for each strategy of several ranks; that of the most ranks first."""
-    found = []
-    for strategy in {each.strategy for each in nodes}:
-        parts = [each for each in nodes if each.strategy == strategy]
-        numbers = sorted(set.intersection(*(set(each.arrivals) for each in parts)))[-MOST_CALLS:]
+    """Return who came last, for each strategy of several ranks; the strategy of the most ranks first."""
+    results = []
+    for strategy in {node.strategy for node in nodes}:
+        parts = [node for node in nodes if node.strategy == strategy]
+        numbers = sorted(set.intersection(*(set(part.arrivals) for part in parts)))[-MOST_CALLS:]
         waits: dict[int, list[float]] = {}
         times = []
         for number in numbers:
-            last_at, last, _ = max(each.arrivals[number] for each in parts)
-            first_at = min(each.arrivals[number][2] for each in parts)
+            last_at, last, _ = max(part.arrivals[number] for part in parts)
+            first_at = min(part.arrivals[number][2] for part in parts)
             waits.setdefault(last, []).append(last_at - first_at)
             times += [first_at, last_at]
         ordered = dict(sorted(waits.items(), key=lambda pair: (-len(pair[1]), pair[0])))
-        missing = parts[0].ranks - sum(each.here for each in parts)
-        found.append(Lateness(parts[0].ranks, missing, numbers, max(times) - min(times) if times else 0.0, ordered))
-    return sorted(found, key=lambda each: -each.ranks)
+        missing = parts[0].ranks - sum(part.here for part in parts)
+        results.append(Lateness(parts[0].ranks, missing, numbers, max(times) - min(times) if times else 0.0, ordered))
+    return sorted(results, key=lambda lateness: -lateness.ranks)
 
 
 def lines(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
@@ -117,17 +117,17 @@ def lines(late: Lateness, hosts: Mapping[int, str]) -> list[str]:
     if calls < _FEWEST_CALLS:
         return [f"{head}its collectives are too few, or too quick, to compare who came last."]
     head += f"{late.numbers[-1]} collectives so far; who came last in the last {calls}"
-    told = [f"{head}, within {time_in_words(late.seconds)}:"]
+    report = [f"{head}, within {time_in_words(late.seconds)}:"]
     for rank, waits in [*late.waits.items()][:_MOST_ROWS]:
         usual, most = time_in_words(statistics.median(waits)), time_in_words(max(waits))
-        told.append(
+        report.append(
             f"  rank {rank:<4} last in {len(waits)} on {hosts.get(rank) or '?'}; the first waited {usual} for it "
             f"(median), at most {most}; {late.share(rank):.0%} of the time"
         )
     if late.missing:
-        told.append(f"  Whom they all wait for cannot be said without the other {count(late.missing, 'rank')}.")
+        report.append(f"  Whom they all wait for cannot be said without the other {count(late.missing, 'rank')}.")
     elif late.slow() is not None:
-        told.append(f"  Rank {late.slow()} keeps the others waiting.")
+        report.append(f"  Rank {late.slow()} keeps the others waiting.")
     else:
-        told.append("  No rank keeps the others waiting for long.")
-    return told
+        report.append("  No rank keeps the others waiting for long.")
+    return report

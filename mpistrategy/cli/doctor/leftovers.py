@@ -1,8 +1,8 @@
 """What killed jobs of this user have left on this node: memory in /dev/shm, and folders of launchers.
 
-One rule: a file of this user with the name of one of MPI's, that is older than a moment and that no process of the
-user has open or mapped.  A folder of a launcher names the launcher's process, which must be gone, too.  So a job that
-runs keeps its own.  That takes a view of all processes of the user: without one, as in a container, nothing is found.
+One rule: the file belongs to this user, has a name that MPI libraries use, is older than a moment, and no process of
+the user has it open or mapped.  A folder of a launcher names the launcher's process, which must be gone, too.  So a
+running job keeps its files.  The rule needs to see all processes of the user: in a container, nothing is found.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from mpistrategy.objects.text import printable
 
 #: The inode of the first PID namespace.
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC
-#: What belongs to a job that has only just begun may not be open yet.
+#: A file of a job that has just begun may not be open yet.
 _YOUNG_SECONDS = 10.0
 #: How the names of files begin in /dev/shm, as jobs left them that were killed as a whole.
 _IN_MEMORY = re.compile(
     r"(?i:mpich_shm_)|sm_segment\.|vader_segment\.|open_mpi\.|Intel_MPI_|shm-col-space-|ucx_shm_posix_|nccl-|psm2_shm\."
 )
 #: Folders for temporary files end with the number of the launcher's process.  (Others of Open MPI end with a user's
-#: number, ``ompi.HOST.UID``: they may be those of a job that runs, and stay.)
+#: number, ``ompi.HOST.UID``: they may belong to a running job, and stay.)
 _TEMPORARY = re.compile(r"(?:ompi|prte\..+|prte)\.(\d+)$")
 #: Processes of users that Linux lets nobody look into, and that have nothing to do with MPI.
 _NO_RANKS = ("(sd-pam)", "sshd", "sshd-session", "ssh-agent", "systemd", "gpg-agent", "sudo", "su")
@@ -48,7 +48,7 @@ def sees_all_processes() -> bool:
     return False
 
 
-def found() -> list[str]:
+def leftover_paths() -> list[str]:
     """Return the paths of what killed jobs of this user have left.
 
     Raises:
@@ -68,7 +68,7 @@ def found() -> list[str]:
 
 def _is_old(path: Path, launcher: str = "") -> bool:
     """Return whether this is an old file of this user; or an old folder of a launcher, whose process is gone."""
-    with suppress(OSError):  # some go meanwhile
+    with suppress(OSError):  # some files go meanwhile
         state = path.lstat()
         is_kind = stat.S_ISREG(state.st_mode)
         if launcher:
@@ -112,8 +112,8 @@ def used_by(folder: str) -> list[str]:
 def in_words() -> str:
     """Return ``3 files of MPI``; "" where nothing is left, or that cannot be known."""
     with suppress(OSError):
-        left = len(found())
-        return f"{count(left, 'file')} of MPI" if left else ""
+        number = len(leftover_paths())
+        return f"{count(number, 'file')} of MPI" if number else ""
     return ""
 
 
@@ -121,7 +121,7 @@ def run() -> int:
     """Remove what killed jobs of this user have left on this node, and tell; return 2 where it could not be done."""
     path, host = "", os.uname().nodename
     try:
-        for path in found():
+        for path in leftover_paths():
             if os.path.isdir(path):
                 shutil.rmtree(path)  # follows no links
             else:

@@ -34,42 +34,42 @@ def refusal(facts: Facts, environment: Mapping[str, str]) -> Finding | None:
         facts: what is known of this process without MPI.
         environment: its variables.
     """
-    # The second variable says which PMI it is.
+    # The second variable names the kind of PMI.
     offers_pmix = "PMIX_NAMESPACE" in environment and "MPIR_CVAR_PMI_VERSION" not in environment
-    room, wanted = file_system("/dev/shm"), _ranks_here(environment) * _BYTES_A_RANK
-    lacks_room = room is not None and room.free < wanted and not _has_begun()
+    room, needed = file_system("/dev/shm"), _ranks_here(environment) * _BYTES_A_RANK
+    lacks_room = room is not None and room.free < needed and not _has_begun()
     if not (offers_pmix or lacks_room):
         return None
     library, spoken = _library()
     if not library.startswith("MPICH "):
         return None
     if room is not None and lacks_room:
-        found = (
-            f"{mebibytes(room.free)} are free in /dev/shm, and {library} wants {mebibytes(wanted)} for the ranks of "
+        problem = (
+            f"{mebibytes(room.free)} are free in /dev/shm, and {library} wants {mebibytes(needed)} for the ranks of "
         )
         fix = "Give a container more: docker run --shm-size=1g, or --ipc=host; or remove what killed jobs have left."
-        return Finding("shared memory", BAD, f"{found}a node: it ends in a Bus error", fix)
+        return Finding("shared memory", BAD, f"{problem}a node: it ends in a Bus error", fix)
     if spoken:
         return None
-    found = f"{facts['launcher'] or 'the environment (PMIX_NAMESPACE)'} offers PMIx, which {library} does not speak: "
+    problem = f"{facts['launcher'] or 'the environment (PMIX_NAMESPACE)'} offers PMIx, which {library} does not speak: "
     fix = "Take away what an outer launcher has set: env -u PMIX_NAMESPACE ..."
     if facts["launcher"] and "PMI_SIZE" not in environment:
         fix = launcher.cure(facts["launcher"], library)
-    return Finding("pmi", BAD, f"{found}it aborts (unsupported PMI version PMIx)", fix)
+    return Finding("pmi", BAD, f"{problem}it aborts (unsupported PMI version PMIx)", fix)
 
 
 def _ranks_here(environment: Mapping[str, str]) -> int:
     """Return how many ranks the launcher has started on this node; 1 where it does not say."""
-    told = environment.get("MPI_LOCALNRANKS") or environment.get("SLURM_STEP_TASKS_PER_NODE") or "1"
-    number = re.match(r"\d+", told, re.ASCII)  # Slurm: 4(x2),1
+    text = environment.get("MPI_LOCALNRANKS") or environment.get("SLURM_STEP_TASKS_PER_NODE") or "1"
+    number = re.match(r"\d+", text, re.ASCII)  # Slurm: 4(x2),1
     return int(number[0]) if number else 1
 
 
 def _has_begun() -> bool:
     """Return whether a rank that was quicker may have made MPICH's queues here a moment ago."""
     try:
-        return any(time.time() - each.stat().st_mtime < _SECONDS for each in Path("/dev/shm").glob("mpich_shm_*"))
-    except OSError:  # one that goes meanwhile
+        return any(time.time() - segment.stat().st_mtime < _SECONDS for segment in Path("/dev/shm").glob("mpich_shm_*"))
+    except OSError:  # a segment goes meanwhile
         return True
 
 
@@ -77,10 +77,12 @@ def _library() -> tuple[str, str]:
     """Return the MPI library and what it speaks, as this program prints them; empty where that cannot be known."""
     command = [sys.executable, "-m", __name__]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, check=False, errors="replace")
+        process = subprocess.run(
+            command, capture_output=True, text=True, timeout=_SECONDS, check=False, errors="replace"
+        )
     except (OSError, subprocess.SubprocessError):
         return "", ""
-    library, spoken, *_ = [*done.stdout.split("\n"), "", ""]
+    library, spoken, *_ = [*process.stdout.split("\n"), "", ""]
     return library, spoken
 
 

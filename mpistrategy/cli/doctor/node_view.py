@@ -1,7 +1,7 @@
 """Reads what the watchdogs of a job on this node have written into the memory that its ranks share.
 
-The ranks need not do anything for it: it works on those that hang or are stopped.  Linux lets users do so with their
-own processes.
+The ranks take no part: this works on ranks that hang or are stopped.  Linux lets users read the memory of their own
+processes.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ _SILENT_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class View:
-    """What is to be seen of a job.
+    """The state of a job, as its watchdogs have written it.
 
     Attributes:
-        seen: the ranks, in order.
+        statuses: of the ranks, in order.
         calls: when they came to their last collectives, for each node and strategy.
-        troubles: what was not seen, and why.
+        troubles: what could not be read, and why.
     """
 
-    seen: Sequence[RankStatus] = ()
+    statuses: Sequence[RankStatus] = ()
     calls: Sequence[NodeCalls] = ()
     troubles: Sequence[str] = ()
 
 
 def of_slurm_job(number: str) -> View:
-    """Return what is to be seen of a Slurm job on this node."""
+    """Return the state of a Slurm job on this node."""
     variable, processes = f"SLURM_JOB_ID={number}".encode(), []
     for name in filter(str.isdigit, os.listdir("/proc")):
         with suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
@@ -51,9 +51,9 @@ def of_slurm_job(number: str) -> View:
 
 
 def of_processes(processes: Sequence[int]) -> View:
-    """Return what is to be seen of the jobs of these processes on their node."""
+    """Return the state of the jobs of these processes on their node."""
     trouble = "its processes here have no strategy of several ranks (yet)" if processes else "it has no process here"
-    time.sleep(1 - time.time() % 1)  # at the same time on all nodes: who came last is seen in calls that they all show
+    time.sleep(1 - time.time() % 1)  # at the same time on all nodes, so that they show the same calls
     boards: dict[tuple[int, int], StatusBoard | None] = {}
     for process in processes:
         try:
@@ -62,29 +62,31 @@ def of_processes(processes: Sequence[int]) -> View:
                     boards[identity] = _board_in(path)
         except OSError as error:
             trouble = f"the memory of process {process} cannot be read ({error.strerror})"
-    seen, calls = dict[int, RankStatus](), list[NodeCalls]()
+    newest, calls = dict[int, RankStatus](), list[NodeCalls]()
     for (_, inode), board in boards.items():
         statuses = [] if board is None else board.read()
-        if board is None or not all(each.process and each.text for each in statuses):
+        if board is None or not all(status.process and status.text for status in statuses):
             continue
-        for each in statuses:
-            if each.rank not in seen or each.beat > seen[each.rank].beat:  # an older one is of a closed strategy
-                seen[each.rank] = _from_outside(each)
+        for status in statuses:
+            if (
+                status.rank not in newest or status.beat > newest[status.rank].beat
+            ):  # an older status is of a closed strategy
+                newest[status.rank] = _from_outside(status)
         strategy, size = (int(board.all(name)[0]) for name in ("strategy", "size"))
         calls.append(of_node(statuses, strategy or -inode, size, time.time() - time.monotonic()))
-    return View([seen[rank] for rank in sorted(seen)], calls, [] if seen else [trouble])
+    return View([newest[rank] for rank in sorted(newest)], calls, [] if newest else [trouble])
 
 
 def _shared_files(process: int) -> dict[tuple[int, int], str]:
-    """Return the files of memory that this library shares and a process has open: a path to each, by its identity."""
-    found: dict[tuple[int, int], str] = {}
+    """Return the shared-memory files of this library that a process has open: identity of the file to path."""
+    files: dict[tuple[int, int], str] = {}
     folder = f"/proc/{process}/fd"
     for name in os.listdir(folder):
         with suppress(OSError):  # closed meanwhile
             state = os.stat(f"{folder}/{name}")
             if os.readlink(f"{folder}/{name}").startswith(_FILE):
-                found[state.st_dev, state.st_ino] = f"{folder}/{name}"
-    return found
+                files[state.st_dev, state.st_ino] = f"{folder}/{name}"
+    return files
 
 
 def _from_outside(status: RankStatus) -> RankStatus:

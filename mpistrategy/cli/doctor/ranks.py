@@ -32,7 +32,7 @@ class Ranks:
 
     Attributes:
         comm: their communicator.
-        rank, size: of this one, and of all.
+        rank, size: the number of this rank, and how many ranks there are.
         version: what the MPI library says about itself.
     """
 
@@ -54,28 +54,28 @@ class Ranks:
 
     def collect(self, text: str, seconds: float) -> dict[int, str]:
         """Return the texts of all ranks that arrived in time on rank 0; elsewhere only the own text."""
-        found = {self.rank: text}
+        texts = {self.rank: text}
         if self.rank:
             self.comm.Send(np.frombuffer(encoded(text), np.uint8), 0, _TEXT)
-            return found
+            return texts
         end, status = time.monotonic() + seconds, MPI.Status()
-        while len(found) < self.size and time.monotonic() < end:
+        while len(texts) < self.size and time.monotonic() < end:
             if not self.comm.Iprobe(MPI.ANY_SOURCE, _TEXT, status):
                 time.sleep(_NAP_SECONDS)
                 continue
             letters = np.empty(status.Get_count(MPI.BYTE), np.uint8)
             self.comm.Recv(letters, status.Get_source(), _TEXT)
-            found[status.Get_source()] = decoded(letters.data)
-        return found
+            texts[status.Get_source()] = decoded(letters.data)
+        return texts
 
-    def told(self, number: int) -> int:
+    def from_first(self, number: int) -> int:
         """Return rank 0's number.  Collective."""
         shared = np.array([number], np.int64)
         self.comm.Bcast(shared, 0)
         return int(shared[0])
 
     def places(self) -> tuple[list[int], int]:
-        """Return the first rank of each rank's node, and this rank's place on its own.  Collective."""
+        """Return the first rank of each rank's node, and this rank's index on its own node.  Collective."""
         inside = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
         leader, place = np.array([self.rank], np.int64), int(inside.rank)
         inside.Bcast(leader, 0)

@@ -27,26 +27,26 @@ def run(options: argparse.Namespace) -> int:
         return _search(options.search)
     if options.page is not None and not options.list:
         return _show(options.page)
-    every = pages.pages()
-    width = max(map(len, every))
+    by_name = pages.pages()
+    width = max(map(len, by_name))
     for part, names in pages.PARTS.items():
         print(part)
         for name in names:
-            if name in every:
-                print(f"  {name:{width}}  {every[name].title}")
+            if name in by_name:
+                print(f"  {name:{width}}  {by_name[name].title}")
     print("\nmpistrategy guide PAGE shows one, mpistrategy guide CollectiveMismatchError what an error means,")
     print("and mpistrategy guide --search WORD where a word is.")
     return 0
 
 
-def _show(given: str) -> int:
-    every, classes = pages.pages(), reference.classes()
-    name = given.removesuffix(".md").rpartition(".")[2]  # mpistrategy.errors.ShapeError
-    by_lower_case = {each.lower(): each for each in (*every, *classes)}
-    known = by_lower_case.get(name.lower())
-    if known is None:
-        return _refuse(f"there is no page {given!r}", name, by_lower_case.values())
-    terminal.show(every[known].text if known in every else _about(classes[known]))
+def _show(query: str) -> int:
+    by_name, classes = pages.pages(), reference.classes()
+    name = query.removesuffix(".md").rpartition(".")[2]  # mpistrategy.errors.ShapeError
+    by_lower_case = {entry.lower(): entry for entry in (*by_name, *classes)}
+    match = by_lower_case.get(name.lower())
+    if match is None:
+        return _refuse(f"there is no page {query!r}", name, by_lower_case.values())
+    terminal.show(by_name[match].text if match in by_name else _about(classes[match]))
     return 0
 
 
@@ -57,19 +57,19 @@ def _about(kind: type[BaseException]) -> str:
 
 
 def _search(word: str) -> int:
-    found: dict[pages.Page, list[str]] = {}
+    hits: dict[pages.Page, list[str]] = {}
     for page, section, line in pages.search(word) if word.strip() else ():
-        found.setdefault(page, []).append(f"{section.heading}: {line}" if line != section.heading else line)
-    for page, lines in found.items():
+        hits.setdefault(page, []).append(f"{section.heading}: {line}" if line != section.heading else line)
+    for page, lines in hits.items():
         print(f"{page.name}: {page.title}", *lines[:_HITS], sep="\n  ")
         if len(lines) > _HITS:
             print(f"  and {len(lines) - _HITS} more")
-    return 0 if found else _refuse(f"no page has {word!r}", word, pages.words())
+    return 0 if hits else _refuse(f"no page has {word!r}", word, pages.words())
 
 
-def _refuse(what: str, given: str, names: Iterable[str]) -> int:
-    known = {name.lower(): name for name in names}
-    near = [known[each] for each in difflib.get_close_matches(given.lower(), known, 4, 0.6)]
+def _refuse(problem: str, word: str, names: Iterable[str]) -> int:
+    by_lower_case = {name.lower(): name for name in names}
+    near = [by_lower_case[match] for match in difflib.get_close_matches(word.lower(), by_lower_case, 4, 0.6)]
     more = f"the nearest: {', '.join(near)}" if near else "mpistrategy guide --list shows all pages"
-    sys.stderr.write(f"mpistrategy guide: {what}; {more}\n")
+    sys.stderr.write(f"mpistrategy guide: {problem}; {more}\n")
     return _COULD_NOT

@@ -26,7 +26,7 @@ _HEADING = re.compile(r"(#{1,6}) (.+)")
 
 @dataclass(frozen=True)
 class Section:
-    """A heading and what stands below it, up to the next one."""
+    """A heading and the text below it, up to the next heading."""
 
     heading: str
     text: str
@@ -50,14 +50,14 @@ class Page:
         return self.text.partition("\n")[0].removeprefix("# ")
 
     def sections(self) -> Iterator[Section]:
-        """Yield its sections, the title's first; lines of code that look like headings are none."""
+        """Yield its sections, the title's first; lines of code never count as headings."""
         heading, lines, is_code = "", list[str](), False
         for line in self.text.splitlines():
             is_code ^= line.lstrip().startswith("```")
-            if not is_code and (found := _HEADING.fullmatch(line)):
+            if not is_code and (match := _HEADING.fullmatch(line)):
                 if heading:
                     yield Section(heading, "\n".join(lines).strip())
-                heading, lines = found[2], []
+                heading, lines = match[2], []
             else:
                 lines.append(line)
         yield Section(heading, "\n".join(lines).strip())
@@ -65,7 +65,7 @@ class Page:
 
 @functools.cache
 def pages() -> dict[str, Page]:
-    """Return all pages by name, in the order in which they are listed; those of no part come last."""
+    """Return all pages by name, in the order of the list; pages of no part come last."""
     files = [file for file in importlib.resources.files(__package__).iterdir() if file.name.endswith(".md")]
     texts = {file.name.removesuffix(".md"): file.read_text(encoding="utf-8") for file in files} | reference.written()
     order = [name for names in PARTS.values() for name in names if name in texts]
@@ -74,11 +74,11 @@ def pages() -> dict[str, Page]:
 
 def search(word: str) -> Iterator[tuple[Page, Section, str]]:
     """Yield the lines that have a word, in any letter case; of a heading, the heading."""
-    wanted = word.casefold()
+    folded = word.casefold()
     for page in pages().values():
         for section in page.sections():
             for line in (section.heading, *section.text.splitlines()):
-                if wanted in line.casefold():
+                if folded in line.casefold():
                     yield page, section, line.strip()
 
 

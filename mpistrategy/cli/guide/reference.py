@@ -11,7 +11,7 @@ import mpistrategy
 from mpistrategy import errors
 from mpistrategy.cli import main
 
-#: What needs another library to be looked into.
+#: Where the names of modules are that need another library.
 _ELSEWHERE = "Names of `mpistrategy.torch` and `mpistrategy.jax` are in [torch](torch.md) and [JAX](jax.md)."
 
 
@@ -22,18 +22,22 @@ def written() -> dict[str, str]:
 
 def classes() -> dict[str, type[BaseException]]:
     """Return every error and warning of this package by name."""
-    named = {name: getattr(errors, name) for name in errors.__all__}
-    return {name: each for name, each in named.items() if isinstance(each, type) and issubclass(each, BaseException)}
+    values = {name: getattr(errors, name) for name in errors.__all__}
+    return {
+        name: value for name, value in values.items() if isinstance(value, type) and issubclass(value, BaseException)
+    }
 
 
 def public() -> dict[str, dict[str, Any]]:
     """Return the public names of each public module, with what they stand for."""
     inner = [f"mpistrategy.{name}" for name in mpistrategy.__all__ if inspect.ismodule(getattr(mpistrategy, name))]
-    found: dict[str, dict[str, Any]] = {}
+    public_names: dict[str, dict[str, Any]] = {}
     for path in ("mpistrategy", *inner):
         module = importlib.import_module(path)
-        found[path] = {name: getattr(module, name) for name in sorted(module.__all__) if f"{path}.{name}" not in inner}
-    return found
+        public_names[path] = {
+            name: getattr(module, name) for name in sorted(module.__all__) if f"{path}.{name}" not in inner
+        }
+    return public_names
 
 
 def _names() -> str:

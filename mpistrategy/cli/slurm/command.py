@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
             return 0
         if options.all is not None:
             return _write_all(Path(options.all), options.force)
-        return _one(options)
+        return _render(options)
     except OptionError as error:
         return _fail(str(error))
     except BrokenPipeError:
@@ -51,12 +51,14 @@ def run(options: argparse.Namespace) -> int:
         return _fail(f"mpistrategy slurm: {error}")
 
 
-def _one(options: argparse.Namespace) -> int:
+def _render(options: argparse.Namespace) -> int:
     if options.template is None:
         return _fail("mpistrategy slurm: name a template, or --list, or --all FOLDER")
-    site, given = scripts.checked(options.template, _stated(options))
+    site, settings = scripts.checked(options.template, _statement(options))
     name = os.path.basename(options.output or "")
-    text = scripts.written(options.template, site, given, shlex.quote(name) if name and name.isprintable() else "FILE")
+    text = scripts.written(
+        options.template, site, settings, shlex.quote(name) if name and name.isprintable() else "FILE"
+    )
     if options.output is None:
         sys.stdout.write(text)
     else:
@@ -65,17 +67,17 @@ def _one(options: argparse.Namespace) -> int:
     return 0
 
 
-def _stated(options: argparse.Namespace) -> Mapping[str, object]:
+def _statement(options: argparse.Namespace) -> Mapping[str, object]:
     """Return the statement: the keys of the file, overridden by those of the command line."""
-    given: dict[str, object] = {}
+    statement: dict[str, object] = {}
     for word in options.statement:
         key, equals, value = word.partition("=")
-        if not equals or key in given:
-            found = f"{key!r} twice" if equals else f"{word!r}"
-            raise OptionError.at(_WHERE, found=found, expected="each key once, as KEY=VALUE")
-        given[key] = value
+        if not equals or key in statement:
+            problem = f"{key!r} twice" if equals else f"{word!r}"
+            raise OptionError.at(_WHERE, found=problem, expected="each key once, as KEY=VALUE")
+        statement[key] = value
     try:
-        return (sites.read_toml(options.source) if options.source is not None else {}) | given
+        return (sites.read_toml(options.source) if options.source is not None else {}) | statement
     except ValueError as error:
         raise OptionError.at(_WHERE, found=f"{options.source} ({error})", expected="a file in TOML") from None
 
@@ -93,8 +95,8 @@ def listing() -> str:
 
 
 def _write_all(folder: Path, force: bool) -> int:
-    found = [path for path in sorted(scripts.FOLDER.rglob("*")) if path.suffix in (".sbatch", ".pbs", ".sh", ".py")]
-    files = {folder / path.relative_to(scripts.FOLDER): path for path in found}
+    paths = [path for path in sorted(scripts.FOLDER.rglob("*")) if path.suffix in (".sbatch", ".pbs", ".sh", ".py")]
+    files = {folder / path.relative_to(scripts.FOLDER): path for path in paths}
     for path in files:
         _check_new(path, force)
     for path, source in files.items():
@@ -110,14 +112,14 @@ def _check_new(path: Path, force: bool) -> None:
 
 
 def _write(path: Path, text: str, mode: int) -> None:
-    """Write a file whole or not at all; one that is there keeps its mode."""
-    there = path.resolve()
-    if there.exists() and not there.is_file():  # such as /dev/stdout
+    """Write a file whole or not at all; an existing file keeps its mode."""
+    target = path.resolve()
+    if target.exists() and not target.is_file():  # such as /dev/stdout
         path.write_bytes(encoded(text))
         return
-    if there.exists():
-        mode = there.stat().st_mode
-    with own_files.whole_file(str(there)) as file:
+    if target.exists():
+        mode = target.stat().st_mode
+    with own_files.whole_file(str(target)) as file:
         file.write(encoded(text))
         os.fchmod(file.fileno(), mode & 0o777)
 

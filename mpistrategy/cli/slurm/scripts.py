@@ -1,7 +1,7 @@
-"""Job scripts: those of the folder slurm/, which run as they stand, with other values in their places.
+"""Job scripts: the files of the folder slurm/, which run as they are, with other values.
 
-A value takes the place of a whole directive (``#SBATCH --nodes=2``), of what is assigned in a line (``program=(...)``),
-or of a paragraph: the lines that make the environment, and those that start the ranks.
+A value replaces a whole directive (``#SBATCH --nodes=2``), the value of an assignment (``program=(...)``), or a
+paragraph: the lines that make the environment, and the lines that start the ranks.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _MAIL = {"NONE": "n", "BEGIN": "b", "END": "e", "FAIL": "a", "ALL": "abe"}
 
 
 class Lines:
-    """The lines of a script, and what can be put in their place.
+    """The lines of a script, and methods that replace lines.
 
     Args:
         text: of the script.
@@ -82,7 +82,7 @@ class Lines:
         return next((at for at, line in enumerate(self.lines) if line.startswith(start)), -1)
 
     def directive(self, start: str, text: str | None) -> None:
-        """Write a directive in the place of the one that begins so, on or off, else after the last; None for none."""
+        """Replace the directive that begins so, on or off, else add it after the last; None removes it."""
         at = max(self.find(f"{mark}{self._mark} {start}") for mark in ("", "#"))
         if at >= 0:
             self.lines[at : at + 1] = [] if text is None else [f"{self._mark} {text}"]
@@ -105,13 +105,13 @@ class Lines:
         self.lines[at] = f"{name}={value}{comment[0] if comment else ''}"
 
     def replace(self, line: str, lines: Sequence[str]) -> int:
-        """Write lines in the place of the one that begins so; return the number of the line after them."""
+        """Replace the line that begins so by other lines; return the number of the line after them."""
         at = self.find(line)
         self.lines[at : at + 1] = lines
         return at + len(lines)
 
     def launch(self, lines: Sequence[str]) -> None:
-        """Write lines in the place of the paragraph that starts the ranks, as far as the last ``launch`` in it."""
+        """Replace the paragraph that starts the ranks, as far as its last ``launch``, by other lines."""
         first = last = self.find("launch=(")
         while self.lines[first - 1]:
             first -= 1
@@ -152,7 +152,7 @@ def _script(template: str, site: Site) -> Lines:
 
 
 def checked(template: str, statement: Mapping[str, object]) -> tuple[Site, dict[str, str]]:
-    """Return the site of a statement, and the texts of the values by key, those of the site included.
+    """Return the site of a statement, and the texts of the values by key, with the values of the site.
 
     Raises:
         OptionError: for keys that the template does not have, values that are not allowed, and values that do not fit
@@ -169,28 +169,28 @@ def checked(template: str, statement: Mapping[str, object]) -> tuple[Site, dict[
         if key in site.skip and key != "cpus_per_task":  # which says how many threads a rank has, too
             raise _refusal(f"{key}=", f"no such key: {site.name} refuses jobs that have it")
         if key not in (*eligible, "site"):
-            others = "Others have it: another template, launcher or batch system."
-            fix = others if key in KEYS else did_you_mean(key, ["site", *eligible])
+            hint = "Others have it: another template, launcher or batch system."
+            fix = hint if key in KEYS else did_you_mean(key, ["site", *eligible])
             expected = f"keys of the template {template}: {', '.join(['site', *eligible])}"
             raise _refusal(f"the key {key!r}", expected, fix)
-    given = {key: KEYS[key].parse(value, key) for key, value in statement.items() if key != "site"}
+    settings = {key: KEYS[key].parse(value, key) for key, value in statement.items() if key != "site"}
     defaults = {key: KEYS[key].parse(value, key) for key, value in site.defaults.items() if key in eligible}
-    merged = defaults | given
+    merged = defaults | settings
     gpus = _gpus(merged)
-    if gpus and "tasks_per_node" not in given:
+    if gpus and "tasks_per_node" not in settings:
         merged["tasks_per_node"] = str(gpus)
     if gpus > site.gpus:
         fix = "" if site.gpus else "Its GPUs are none that this library can use: leave gpus_per_node out."
         where = site.name or "a node"
         raise _refusal(f"gpus_per_node={merged['gpus_per_node']}", f"at most {site.gpus} on {where}", fix)
     if gpus and int(merged["tasks_per_node"]) != gpus:
-        found = f"tasks_per_node={merged['tasks_per_node']} and gpus_per_node={gpus}"
-        raise _refusal(found, "as many ranks as GPUs: a rank drives one", "Leave tasks_per_node out.")
+        conflict = f"tasks_per_node={merged['tasks_per_node']} and gpus_per_node={gpus}"
+        raise _refusal(conflict, "as many ranks as GPUs: a rank drives one", "Leave tasks_per_node out.")
     limit, lead = merged.get("time", "00:10:00"), merged.get("signal_lead", "120")
     if "signal_lead" in eligible and int(lead) >= in_seconds(limit):
-        found = f"signal_lead={lead} and time={limit}"
-        raise _refusal(found, "a signal_lead in seconds that is less than the time limit")
-    if merged.get("mpiexec") == "pals" and (site.batch == "slurm" or "bind_to" in given):
+        conflict = f"signal_lead={lead} and time={limit}"
+        raise _refusal(conflict, "a signal_lead in seconds that is less than the time limit")
+    if merged.get("mpiexec") == "pals" and (site.batch == "slurm" or "bind_to" in settings):
         raise _refusal("mpiexec=pals", "PALS under PBS alone, and no bind_to=: it binds ranks to cores")
     return site, merged
 
@@ -199,28 +199,28 @@ def _refusal(found: str, expected: str, fix: str = "") -> OptionError:
     return OptionError.at("mpistrategy slurm", found=found, expected=expected, fix=fix)
 
 
-def written(template: str, site: Site, given: Mapping[str, str], file: str = "") -> str:
+def written(template: str, site: Site, settings: Mapping[str, str], file: str = "") -> str:
     """Return the text of a script with values that `checked` has returned; it speaks of itself as `file`."""
     lines = _script(template, site)
     _write_header(lines, template, site, file)
     if site.batch == "slurm":
-        _write_slurm(lines, site, given)
+        _write_slurm(lines, site, settings)
     else:
-        _write_pbs(lines, template, site, given)
-    _write_launch(lines, site, given)
-    _write_environment(lines, site, given)
+        _write_pbs(lines, template, site, settings)
+    _write_launch(lines, site, settings)
+    _write_environment(lines, site, settings)
     for key in _ASSIGNED:
-        if key in given and lines.assigns(key):
-            lines.assign(key, given[key])
-    if "program" in given or "arguments" in given:
-        words = [given.get("program", "example.py"), given.get("arguments", "")]
+        if key in settings and lines.assigns(key):
+            lines.assign(key, settings[key])
+    if "program" in settings or "arguments" in settings:
+        words = [settings.get("program", "example.py"), settings.get("arguments", "")]
         lines.assign("program", f"({' '.join(filter(None, words))})")
-    _write_container(lines, template, given)
+    _write_container(lines, template, settings)
     return "\n".join(lines.lines) + "\n"
 
 
-def _gpus(given: Mapping[str, str]) -> int:
-    return int(given.get("gpus_per_node", "0").rpartition(":")[2])
+def _gpus(settings: Mapping[str, str]) -> int:
+    return int(settings.get("gpus_per_node", "0").rpartition(":")[2])
 
 
 def _write_header(lines: Lines, template: str, site: Site, file: str) -> None:
@@ -243,13 +243,13 @@ def _quoted(text: str) -> str:
     return f'"{text}"' if set(text) & set(" ;()[]|&*!,#") else text
 
 
-def _write_slurm(lines: Lines, site: Site, given: Mapping[str, str]) -> None:
-    for directive in (*site.directives, *given.get("extra", "").split()):
+def _write_slurm(lines: Lines, site: Site, settings: Mapping[str, str]) -> None:
+    for directive in (*site.directives, *settings.get("extra", "").split()):
         lines.add(directive)
     for name, key in KEYS.items():
         if name in ("extra", "gpus_per_node") or not key.slurm:
             continue
-        start, value = key.slurm.partition("{")[0], given.get(name)
+        start, value = key.slurm.partition("{")[0], settings.get(name)
         if name in site.skip:
             lines.directive(start, None)
         elif name == "exclusive":
@@ -257,82 +257,82 @@ def _write_slurm(lines: Lines, site: Site, given: Mapping[str, str]) -> None:
                 lines.directive(start, start)
         elif value is not None:
             lines.directive(start, key.slurm.format(_quoted(value)))
-    option = "--gres=gpu:{}" if given.get("gpu_option") == "gres" else KEYS["gpus_per_node"].slurm
+    option = "--gres=gpu:{}" if settings.get("gpu_option") == "gres" else KEYS["gpus_per_node"].slurm
     at = lines.find("# With GPUs: as many ranks on a node")
     if "gpu_option" in site.skip or not site.gpus:
         del lines.lines[at : at + 2]
-    elif _gpus(given):
+    elif _gpus(settings):
         lines.lines[at : at + 2] = [
             "# One rank for each GPU: the same number as above. Every rank sees all GPUs of its node.",
-            f"#SBATCH {option.format(given['gpus_per_node'])}",
+            f"#SBATCH {option.format(settings['gpus_per_node'])}",
         ]
-    cpus, each = given.get("cpus_per_task", "1"), site.threads_per_core
+    cpus, per_core = settings.get("cpus_per_task", "1"), site.threads_per_core
     threads = f"${{SLURM_CPUS_PER_TASK:-{cpus}}}"
-    if each > 1:
-        threads = f"$(((SLURM_CPUS_PER_TASK + {each - 1}) / {each}))"
+    if per_core > 1:
+        threads = f"$(((SLURM_CPUS_PER_TASK + {per_core - 1}) / {per_core}))"
     lines.assign("export OMP_NUM_THREADS", threads)
 
 
-def _write_pbs(lines: Lines, template: str, site: Site, given: Mapping[str, str]) -> None:
-    nodes = given.get("nodes", "1" if template in ("single_node", "array") else "2")
-    tasks, cpus = given.get("tasks_per_node", "2"), given.get("cpus_per_task", "1")
+def _write_pbs(lines: Lines, template: str, site: Site, settings: Mapping[str, str]) -> None:
+    nodes = settings.get("nodes", "1" if template in ("single_node", "array") else "2")
+    tasks, cpus = settings.get("tasks_per_node", "2"), settings.get("cpus_per_task", "1")
     chunk = [f"select={nodes}"]
     if "cpus_per_task" not in site.skip:  # where it is left out, jobs get whole nodes
         chunk += [f"ncpus={int(tasks) * int(cpus)}", f"mpiprocs={tasks}"]
-        chunk += [f"ngpus={_gpus(given)}"] if _gpus(given) else []
-    memory = given.get("memory", "")
+        chunk += [f"ngpus={_gpus(settings)}"] if _gpus(settings) else []
+    memory = settings.get("memory", "")
     chunk += [f"mem={memory}b".lower() if memory[-1].isalpha() else f"mem={memory}mb"] if memory else []
-    chunk += [given["constraint"]] if "constraint" in given else []
+    chunk += [settings["constraint"]] if "constraint" in settings else []
     lines.directive("-l select=", f"-l {':'.join(chunk)}")
-    if given.get("exclusive") == "true":
+    if settings.get("exclusive") == "true":
         lines.directive("-l place=", "-l place=scatter:excl")
     for name in ("job_name", "time", "partition", "account", "output", "array", "mail_user", "mail_type"):
-        if name in given:
-            written = KEYS[name].pbs
-            value = _MAIL[given[name]] if name == "mail_type" else given[name]
-            lines.directive(written.partition("{")[0], written.format(value))
+        if name in settings:
+            pbs_directive = KEYS[name].pbs
+            value = _MAIL[settings[name]] if name == "mail_type" else settings[name]
+            lines.directive(pbs_directive.partition("{")[0], pbs_directive.format(value))
     for directive in site.directives:
         if not (directive.startswith("-r ") and template in ("requeue", "chain")):
             lines.add(directive)
     if lines.assigns("tell_after"):
-        seconds = in_seconds(given.get("time", "00:10:00")) - int(given.get("signal_lead", "120"))
+        seconds = in_seconds(settings.get("time", "00:10:00")) - int(settings.get("signal_lead", "120"))
         lines.assign("tell_after", str(seconds))
-        lines.assign("hands_on", "TERM" if given.get("mpiexec") in ("mpich", "intel") else "USR2")
+        lines.assign("hands_on", "TERM" if settings.get("mpiexec") in ("mpich", "intel") else "USR2")
 
 
-def _write_launch(lines: Lines, site: Site, given: Mapping[str, str]) -> None:
+def _write_launch(lines: Lines, site: Site, settings: Mapping[str, str]) -> None:
     if site.launch and lines.find("launch=(srun") >= 0:
         lines.launch(site.launch)
-    if "mpi" in given:
+    if "mpi" in settings:
         at = lines.find("launch=(srun")
-        lines.lines[at] = f"{lines.lines[at][:-1]} --mpi={shlex.quote(given['mpi'])})"
-        if lines.lines[at - 1].startswith("# If every rank"):  # what to add, if it says that it is the only one
+        lines.lines[at] = f"{lines.lines[at][:-1]} --mpi={shlex.quote(settings['mpi'])})"
+        if lines.lines[at - 1].startswith("# If every rank"):  # a hint for ranks that say that they are alone
             del lines.lines[at - 1]
-    elif "mpiexec" in given or "bind_to" in given:
-        text = _MPIEXEC[given.get("mpiexec", "openmpi")]
+    elif "mpiexec" in settings or "bind_to" in settings:
+        text = _MPIEXEC[settings.get("mpiexec", "openmpi")]
         if site.batch == "slurm":  # mpiexec asks Slurm for the nodes
             text = re.sub(r' (-f|--hostfile) "\$PBS_NODEFILE"', "", text)
-        for bound, free in _UNBOUND.items() if given.get("bind_to") == "none" else ():
+        for bound, free in _UNBOUND.items() if settings.get("bind_to") == "none" else ():
             text = text.replace(bound, free)
         lines.launch(text.splitlines())
 
 
-def _write_environment(lines: Lines, site: Site, given: Mapping[str, str]) -> None:
+def _write_environment(lines: Lines, site: Site, settings: Mapping[str, str]) -> None:
     at = lines.find("# module load") + 1
-    if "modules" in given:
-        at = lines.replace("# module load", [f"module load {given['modules']}"])
-    if "venv" in given:
-        lines.replace("# source ", ["# shellcheck disable=SC1090,SC1091", f"source {given['venv']}/bin/activate"])
+    if "modules" in settings:
+        at = lines.replace("# module load", [f"module load {settings['modules']}"])
+    if "venv" in settings:
+        lines.replace("# source ", ["# shellcheck disable=SC1090,SC1091", f"source {settings['venv']}/bin/activate"])
     lines.lines[at:at] = site.setup
 
 
-def _write_container(lines: Lines, template: str, given: Mapping[str, str]) -> None:
+def _write_container(lines: Lines, template: str, settings: Mapping[str, str]) -> None:
     if template == "pyxis":
-        if "mounts" in given:
-            lines.assign("options", f"(--container-mounts={given['mounts']})")
-        image = given.get("image", "")
+        if "mounts" in settings:
+            lines.assign("options", f"(--container-mounts={settings['mounts']})")
+        image = settings.get("image", "")
         if image.strip("'").endswith(".sqsh") and "/" not in image:
             lines.assign("image", f"./{image}")  # else pyxis takes it for a name in a registry
-    elif template == "apptainer" and ("mounts" in given or _gpus(given)):
-        words = ["--nv" if _gpus(given) else "", f"--bind {given['mounts']}" if "mounts" in given else ""]
+    elif template == "apptainer" and ("mounts" in settings or _gpus(settings)):
+        words = ["--nv" if _gpus(settings) else "", f"--bind {settings['mounts']}" if "mounts" in settings else ""]
         lines.assign("options", f"({' '.join(filter(None, words))})")

@@ -22,7 +22,7 @@ _MOST_BYTES = 2**14
 
 @dataclass(frozen=True)
 class Site:
-    """A cluster, as far as its job scripts differ from those of others.
+    """A cluster, as far as its job scripts differ from other clusters'.
 
     Attributes:
         name: as in ``site=NAME``.
@@ -30,14 +30,14 @@ class Site:
         notes: lines of comment for the top of its scripts.
         checked: the day on which the profile was held against `pages`; "" for never.
         pages: pages of the centre, each as ``ADDRESS "A SENTENCE OF IT"``: what values of the profile rest on.
-        unchecked: what no page was found for, in words.
+        unchecked: facts that no page confirms, in words.
         batch: "slurm" or "pbs".
-        launch: lines of shell that start the ranks; empty for those of the script.
+        launch: lines of shell that start the ranks; empty for the lines of the script.
         gpus: how many GPUs a node has that this library can use; "0" for none.
         threads_per_core: how many CPUs, as the batch system counts them, are one core.
-        templates: those that work there; empty for all.
+        templates: the templates that work there; empty for all.
         requires: keys without which no job is accepted there.
-        defaults: values of keys that are not given.
+        defaults: values of keys that the statement does not have.
         skip: keys whose directives the site refuses.
         directives: further directives, without ``#SBATCH`` or ``#PBS``.
         setup: lines of shell for the environment.
@@ -61,10 +61,10 @@ class Site:
     setup: tuple[str, ...] = ()
 
 
-#: How TOML writes each, by name.
+#: The type of each attribute in TOML, by name.
 _KINDS: dict[str, type] = {
-    each.name: {"int": int, "str": str, "Mapping[str, Any]": dict}.get(str(each.type), list)
-    for each in fields(Site)[1:]
+    attribute.name: {"int": int, "str": str, "Mapping[str, Any]": dict}.get(str(attribute.type), list)
+    for attribute in fields(Site)[1:]
 }
 
 
@@ -92,18 +92,18 @@ def load(name: object) -> Site:
         table = read_toml(path)
     except (OSError, ValueError) as error:
         raise OptionError.at(where, found=str(error), expected="a file in TOML that can be read") from None
-    for key, given in table.items():
-        if key not in _KINDS or type(given) is not _KINDS[key]:
-            kinds = ", ".join(f"{known} ({kind.__name__})" for known, kind in _KINDS.items())
+    for key, value in table.items():
+        if key not in _KINDS or type(value) is not _KINDS[key]:
+            kinds = ", ".join(f"{eligible} ({kind.__name__})" for eligible, kind in _KINDS.items())
             raise OptionError.at(where, found=f"the key {key!r}", expected=f"keys out of {kinds}")
-        for part in given if isinstance(given, list) else [given] if isinstance(given, str) else []:
+        for part in value if isinstance(value, list) else [value] if isinstance(value, str) else []:
             values.one_line(part, f"{key} of {path}")
     if table.get("batch", "slurm") not in ("slurm", "pbs"):
         raise OptionError.at(where, found=f"batch={table['batch']!r}", expected="slurm or pbs")
     for key in [*table.get("defaults", {}), *table.get("requires", []), *table.get("skip", [])]:
         if key not in KEYS:
             raise OptionError.at(where, found=f"an unknown key {key!r}", expected=f"keys out of {', '.join(KEYS)}")
-    whole: dict[str, Any] = {key: tuple(given) if isinstance(given, list) else given for key, given in table.items()}
+    whole: dict[str, Any] = {key: tuple(value) if isinstance(value, list) else value for key, value in table.items()}
     return Site(name=path.stem, **whole)
 
 

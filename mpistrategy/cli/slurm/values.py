@@ -19,29 +19,29 @@ from mpistrategy.objects.nearest import did_you_mean
 Parse = Callable[[object, str], str]
 
 
-def _refuse(key: str, found: object, expected: str, fix: str = "") -> NoReturn:
-    raise OptionError.at("mpistrategy slurm", found=f"{key}={found!r}", expected=expected, fix=fix)
+def _refuse(key: str, value: object, expected: str, fix: str = "") -> NoReturn:
+    raise OptionError.at("mpistrategy slurm", found=f"{key}={value!r}", expected=expected, fix=fix)
 
 
-def one_line(given: object, key: str) -> str:
+def one_line(value: object, key: str) -> str:
     """Return a text without line ends, control characters and other characters that cannot be seen."""
-    if isinstance(given, bool) or not isinstance(given, (str, int)):
-        _refuse(key, given, "a text")
-    text = str(given)
+    if isinstance(value, bool) or not isinstance(value, (str, int)):
+        _refuse(key, value, "a text")
+    text = str(value)
     hidden = next((character for character in text if not character.isprintable()), "")
     if hidden or not text or text != text.strip():
         fix = f"Take {hidden!r} out." if hidden else ""
-        _refuse(key, given, "one line of characters that can be seen, without blanks around it", fix)
+        _refuse(key, value, "one line of characters that can be seen, without blanks around it", fix)
     return text
 
 
 def matching(pattern: str, expected: str) -> Parse:
     """Return a check for texts that match a pattern as a whole."""
 
-    def parse(given: object, key: str) -> str:
-        text = one_line(given, key)
+    def parse(value: object, key: str) -> str:
+        text = one_line(value, key)
         if not re.fullmatch(pattern, text, re.ASCII):
-            _refuse(key, given, expected)
+            _refuse(key, value, expected)
         return text
 
     return parse
@@ -61,18 +61,18 @@ gpus: Parse = matching(
 def choice(*eligible: str) -> Parse:
     """Return a check for one of some words; of "true" and "false", a boolean is one, too."""
 
-    def parse(given: object, key: str) -> str:
-        text = str(given).lower() if isinstance(given, bool) else one_line(given, key)
+    def parse(value: object, key: str) -> str:
+        text = str(value).lower() if isinstance(value, bool) else one_line(value, key)
         if text not in eligible:
-            _refuse(key, given, f"one of {', '.join(eligible)}", did_you_mean(text, eligible))
+            _refuse(key, value, f"one of {', '.join(eligible)}", did_you_mean(text, eligible))
         return text
 
     return parse
 
 
-def time(given: object, key: str) -> str:
+def time(value: object, key: str) -> str:
     """Return a time limit as HH:MM:SS, which every batch system takes for the same."""
-    text = one_line(given, key)
+    text = one_line(value, key)
     match = re.fullmatch(r"(?:(\d{1,3})-)?(\d{1,6})(?::(\d\d))?(?::(\d\d))?", text, re.ASCII)
     days, hours, minutes, seconds = (int(part or 0) for part in match.groups()) if match else (0, 0, 0, 0)
     if text.isdigit():
@@ -81,47 +81,47 @@ def time(given: object, key: str) -> str:
     two_numbers = re.fullmatch(r"[0-9]+:[0-9][0-9]", text)
     if two_numbers or not whole:
         fix = "Slurm takes two numbers for minutes and seconds; write H:MM:SS." if two_numbers else ""
-        _refuse(key, given, "minutes, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; more than 0", fix)
+        _refuse(key, value, "minutes, H:MM:SS, D-HH, D-HH:MM or D-HH:MM:SS; more than 0", fix)
     return f"{whole // 3600:02}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def in_seconds(limit: str) -> int:
-    """Return the seconds in what `time` has returned."""
+    """Return the seconds of a limit that `time` has returned."""
     hours, minutes, seconds = map(int, limit.split(":"))
     return hours * 3600 + minutes * 60 + seconds
 
 
-def path(given: object, key: str) -> str:
+def path(value: object, key: str) -> str:
     """Return the path of a file as a word of the shell; a leading ~/ is the home folder."""
-    text = one_line(given, key)
+    text = one_line(value, key)
     if re.search(r"[$`]|^-|^~(?!/)", text):
         fix = "Nothing is expanded but a leading ~/; write the whole path out. Put ./ before a -."
-        _refuse(key, given, "a path as it is", fix)
+        _refuse(key, value, "a path as it is", fix)
     if text.startswith("~/"):
         return '"$HOME"/' + (shlex.quote(text[2:]) if text[2:] else "")
     return shlex.quote(text)
 
 
-def parts(given: object, key: str) -> list[str]:
+def parts(value: object, key: str) -> list[str]:
     """Return a list of texts; one text is split like a command line."""
     try:
-        split = given if isinstance(given, list) else shlex.split(one_line(given, key))
+        split = value if isinstance(value, list) else shlex.split(one_line(value, key))
     except ValueError as error:
-        _refuse(key, given, "words as on a command line", f"{error}.")
+        _refuse(key, value, "words as on a command line", f"{error}.")
     return [one_line(part, key) for part in split]
 
 
-def words(given: object, key: str) -> str:
+def words(value: object, key: str) -> str:
     """Return a list of texts as words of the shell."""
-    return " ".join(map(shlex.quote, parts(given, key)))
+    return " ".join(map(shlex.quote, parts(value, key)))
 
 
-def options(given: object, key: str) -> str:
+def options(value: object, key: str) -> str:
     """Return further options for the batch system, as --name or --name=value, separated by blanks."""
     option = matching(r"--(?!-)[^\s\"'\\#$`]+", "options such as --nice=10 or --contiguous")
-    return " ".join(option(part, key) for part in parts(given, key))
+    return " ".join(option(part, key) for part in parts(value, key))
 
 
-def mounts(given: object, key: str) -> str:
+def mounts(value: object, key: str) -> str:
     """Return folders for a container, FROM:TO, separated by commas, as one word of the shell."""
-    return ",".join(path(part, key) for part in parts(given, key))
+    return ",".join(path(part, key) for part in parts(value, key))

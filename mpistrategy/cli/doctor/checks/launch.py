@@ -5,10 +5,22 @@ from __future__ import annotations
 import os
 import re
 
-from mpistrategy.cli.doctor.findings import BAD, NOTE, OK, Finding, Job, by, count, in_words, odd_ones, ranks_of, told
+from mpistrategy.cli.doctor.findings import (
+    BAD,
+    NOTE,
+    OK,
+    Finding,
+    Job,
+    by,
+    count,
+    finding_of,
+    in_words,
+    odd_ranks,
+    ranks_of,
+)
 from mpistrategy.objects.shown import ranks_in_words
 
-#: What to type to a launcher for so many ranks; for others as for srun.
+#: The command of a launcher for so many ranks; other launchers as srun.
 _LINES = {"": "srun --ntasks={0}, mpiexec -n {0}", "jsrun": "jsrun -n {0} -a 1", "flux run": "flux run -n {0}"}
 _BY_SRUN = "srun --mpi={0}, or for all steps: export SLURM_MPI_TYPE={0} (srun --mpi=list shows what there is)"
 #: How a launcher is told to offer a kind of PMI, and how it calls PMIx and PMI.
@@ -19,24 +31,24 @@ _SPEAK = {
 }
 _PARTS = {name: name for name in ("python", "mpistrategy", "numpy", "mpi4py")} | {"library": "the MPI library"}
 
-#: The two kinds of MPI libraries: those of one kind stand in for each other.
+#: The two families of MPI libraries: libraries of the same family are compatible.
 _FAMILIES = (r"Open MPI|Spectrum|HPC-X", r"MPICH|Intel|MVAPICH|ParaStation")
 
 
 def launch(job: Job) -> list[Finding]:
-    """Find programs of one rank each, ranks that are missing, and another number than was asked for."""
-    first, wanted = job.facts[0], job.wanted_ranks
+    """Find programs of one rank each, missing ranks, and a wrong number of ranks."""
+    first, expected = job.facts[0], job.wanted_ranks
     if job.missing:
-        found = f"no answer from {ranks_in_words(job.missing)} of {first['size']} within {job.patience:.0f} s"
+        problem = f"no answer from {ranks_in_words(job.missing)} of {first['size']} within {job.patience:.0f} s"
         fix = "Do they start at all? Look for their errors above, and at their nodes: srun --ntasks-per-node=1 hostname"
-        return [Finding("launch", BAD, found, fix, tuple(job.missing))]
+        return [Finding("launch", BAD, problem, fix, tuple(job.missing))]
     if first["refusal"]:
-        found, fix = first["refusal"]
-        return [Finding("launch", BAD, f"{first['tasks']} programs of one rank each, not one job: {found}", fix)]
+        problem, fix = first["refusal"]
+        return [Finding("launch", BAD, f"{first['tasks']} programs of one rank each, not one job: {problem}", fix)]
     ranks = count(first["size"], "rank")
-    if wanted not in (0, first["size"]):
-        fix = _LINES.get(first["launcher"], _LINES[""]).format(wanted)
-        return [Finding("launch", BAD, f"{ranks} where {wanted} were asked for", f"Start {wanted}: {fix}")]
+    if expected not in (0, first["size"]):
+        fix = _LINES.get(first["launcher"], _LINES[""]).format(expected)
+        return [Finding("launch", BAD, f"{ranks} where {expected} were asked for", f"Start {expected}: {fix}")]
     started = "started by {launcher} ({said})" if first["launcher"] else "started by no launcher"
     return [Finding("launch", OK, f"{ranks} in one job, {started.format_map(first)}")]
 
@@ -46,8 +58,8 @@ def pmi(job: Job) -> list[Finding]:
     first = job.facts[0]
     spoken, offered = speaks(first["library"]), " and ".join(first["pmi"])
     if first["refusal"] and not set(first["pmi"]) & set(spoken):
-        text, pmix, other = _SPEAK.get(first["launcher"], _SPEAK[""])
-        fix = text.format(pmix if "PMIx" in spoken else other)
+        text, pmix, pmi2 = _SPEAK.get(first["launcher"], _SPEAK[""])
+        fix = text.format(pmix if "PMIx" in spoken else pmi2)
         offers = f"offers {offered} only" if offered else "offers none (--mpi=none?)"
         speak = f"{first['library'] or 'this MPI'} speaks {' or '.join(spoken)}"
         return [Finding("pmi", BAD, f"{first['launcher']} {offers}; {speak}", fix)]
@@ -58,10 +70,10 @@ def pmi(job: Job) -> list[Finding]:
 
 def speaks(library: str) -> tuple[str, ...]:
     """Return how an MPI library lets its ranks meet."""
-    found = re.match(r"Open MPI v?(\d+)", library)
-    if found is None:
+    match = re.match(r"Open MPI v?(\d+)", library)
+    if match is None:
         return ("PMI",)
-    return ("PMIx",) if int(found[1]) >= 5 else ("PMIx", "PMI")
+    return ("PMIx",) if int(match[1]) >= 5 else ("PMIx", "PMI")
 
 
 def nodes(job: Job) -> list[Finding]:
@@ -70,13 +82,13 @@ def nodes(job: Job) -> list[Finding]:
     for ranks in hosts.values():
         parts = list(by(ranks, "leader").values())
         if len(parts) > 1:
-            found = "{parts} are all on {host}, but share no memory: they would talk through the network"
+            problem = "{parts} are all on {host}, but share no memory: they would talk through the network"
             fix = (
                 "Start one container for all ranks of a node, or let them share: docker run --ipc=host, apptainer "
                 "without --containall; and a host name of its own for every node"
             )
             shown = " and ".join(ranks_in_words(ranks_of(part)) for part in parts[:4])
-            return [told("nodes", BAD, ranks, found, fix, parts=shown)]
+            return [finding_of("nodes", BAD, ranks, problem, fix, parts=shown)]
     named = [f"{count(len(ranks), 'rank')} on {host}" for host, ranks in hosts.items()][:4]
     more = " ..." if len(hosts) > len(named) else ""
     return [Finding("nodes", OK, f"{count(len(hosts), 'node')}: {', '.join(named)}{more}")]
@@ -86,14 +98,14 @@ def versions(job: Job) -> list[Finding]:
     """Find ranks that run other versions than the rest."""
     findings = []
     for part, name in _PARTS.items():
-        if found := job.with_several(part):
-            odd = [each for each in job.facts if each["rank"] in odd_ones(found)]
+        if groups := job.with_several(part):
+            odd = [rank for rank in job.facts if rank["rank"] in odd_ranks(groups)]
             fix = (
                 "Give all nodes one environment: the same venv, container or modules; on {host}: which python3; echo "
                 "$PYTHONPATH"
             )
-            differ = f"different versions of {name}: {in_words(found)} ({odd[0]['host']})"
-            findings.append(told("versions", BAD, odd, "{differ}", fix, differ=differ))
+            differ = f"different versions of {name}: {in_words(groups)} ({odd[0]['host']})"
+            findings.append(finding_of("versions", BAD, odd, "{differ}", fix, differ=differ))
     shown = "Python {python}, mpistrategy {mpistrategy}, NumPy {numpy}, mpi4py {mpi4py}".format_map(job.facts[0])
     return findings or [Finding("versions", OK, shown)]
 
@@ -101,53 +113,53 @@ def versions(job: Job) -> list[Finding]:
 def library(job: Job) -> list[Finding]:
     """Find two MPIs in one process, an mpi4py for another MPI, and another library than MPI4PY_LIBMPI names."""
     findings = []
-    mixed = [each for each in job.facts if len(set(map(os.path.dirname, each["libraries"]))) > 1]
+    mixed = [rank for rank in job.facts if len(set(map(os.path.dirname, rank["libraries"]))) > 1]
     if mixed:
-        found = "two MPIs in one process on {those}: {paths}"
+        problem = "two MPIs in one process on {these_ranks}: {paths}"
         fix = (
             "Something loads a second one (an LD_PRELOAD, another package that is linked with MPI). Find it with: "
             "LD_DEBUG=libs python3 program.py 2>&1 | grep libmpi; and build all with one MPI"
         )
-        findings.append(told("mpi", BAD, mixed, found, fix, paths=" and ".join(mixed[0]["libraries"])))
-    foreign = [each for each in job.facts if {*_FAMILIES} <= {_family(each["built_for"]), _family(each["library"])}]
+        findings.append(finding_of("mpi", BAD, mixed, problem, fix, paths=" and ".join(mixed[0]["libraries"])))
+    foreign = [rank for rank in job.facts if {*_FAMILIES} <= {_family(rank["built_for"]), _family(rank["library"])}]
     if foreign:
-        found = "mpi4py was built for {built_for}, and {library} is loaded on {those}"
+        problem = "mpi4py was built for {built_for}, and {library} is loaded on {these_ranks}"
         fix = (
             "Build it for this one: pip install --force-reinstall --no-binary=mpi4py mpi4py; or load the module of "
             "{built_for}"
         )
-        findings.append(told("mpi", BAD, foreign, found, fix))
-    unheard = [each for each in job.facts if each["libraries"] and not _is_heeded(each["wanted"], each["libraries"])]
+        findings.append(finding_of("mpi", BAD, foreign, problem, fix))
+    unheard = [rank for rank in job.facts if rank["libraries"] and not _is_heeded(rank["wanted"], rank["libraries"])]
     if unheard:
-        found = "MPI4PY_LIBMPI={wanted}, but {libraries[0]} is loaded on {those}"
+        problem = "MPI4PY_LIBMPI={wanted}, but {libraries[0]} is loaded on {these_ranks}"
         fix = (
             "Set it before Python starts, to a library that is there; or take it away: unset MPI4PY_LIBMPI. An mpi4py "
             "that was built for one MPI does not heed it"
         )
-        findings.append(told("mpi", BAD, unheard, found, fix))
+        findings.append(finding_of("mpi", BAD, unheard, problem, fix))
     first = job.facts[0]
     place = " ".join(first["libraries"][:1])
     return findings or [Finding("mpi", OK, f"{first['library']} {place}; mpi4py is built for {first['built_for']}")]
 
 
 def _family(name: str) -> str:
-    """Return which libraries one stands in for, as mpi4py or the library itself calls it; "" for an unknown one."""
+    """Return the family of a library, by the name that mpi4py or the library itself gives; "" if unknown."""
     return next((family for family in _FAMILIES if re.search(family, name, re.IGNORECASE)), "")
 
 
-def _is_heeded(wanted: str, libraries: list[str]) -> bool:
-    """Return whether the library that MPI4PY_LIBMPI names, if it names one, is among those that are loaded."""
-    if "/" in wanted:
-        return wanted in libraries
-    return any(os.path.basename(path).startswith(wanted.removesuffix(".so")) for path in libraries)
+def _is_heeded(name: str, libraries: list[str]) -> bool:
+    """Return whether the library that MPI4PY_LIBMPI names is loaded; True where the variable names none."""
+    if "/" in name:
+        return name in libraries
+    return any(os.path.basename(path).startswith(name.removesuffix(".so")) for path in libraries)
 
 
 def thread_level(job: Job) -> list[Finding]:
     """Find an MPI that several threads must not call."""
-    if found := job.with_several("thread_level"):
+    if groups := job.with_several("thread_level"):
         fix = "Set MPI4PY_RC_THREAD_LEVEL, or mpi4py.rc.thread_level, for all ranks alike, or for none"
-        differ = f"the ranks started MPI differently: {in_words(found)}"
-        return [Finding("thread level", BAD, differ, fix, odd_ones(found))]
+        differ = f"the ranks started MPI differently: {in_words(groups)}"
+        return [Finding("thread level", BAD, differ, fix, odd_ranks(groups))]
     level = job.facts[0]["thread_level"]
     if level == "multiple":
         return [Finding("thread level", OK, "multiple: all_reduce_async works behind the program's back")]
