@@ -45,13 +45,13 @@ def watchdog(ranks: int) -> str:
 
 def alarm_of(job: PretendedJob, file: Path) -> str:
     """Return what the first node prints on stderr when a rank is late."""
-    kept = os.dup(2)
+    stderr = os.dup(2)
     with file.open("wb") as printed:
         os.dup2(printed.fileno(), 2)
         try:
             job.raise_alarm(0)
         finally:
-            os.dup2(kept, 2)
+            os.dup2(stderr, 2)
     return file.read_text()
 
 

@@ -28,30 +28,30 @@ def pattern(rank: int) -> Array:
     return ((np.arange(WIDTH) * 7 + 3 * rank) % 41).astype(np.int8)
 
 
-def check(found: Array, row: Array, what: str) -> None:
+def check(array: Array, row: Array, name: str) -> None:
     """Compare every row, a thousand at a time."""
-    for start in range(0, len(found), 1000):
-        block = found[start : start + 1000]
+    for start in range(0, len(array), 1000):
+        block = array[start : start + 1000]
         if not np.array_equal(block, np.broadcast_to(row, block.shape)):
-            raise AssertionError(f"{what}: wrong numbers in rows {start} to {start + len(block)} of {len(found)}")
+            raise AssertionError(f"{name}: wrong numbers in rows {start} to {start + len(block)} of {len(array)}")
 
 
 def exchange(name: str, strategy: ms.Strategy, rows: int) -> None:
     """Send, join or sum so many rows of each rank, and check the result."""
     size = strategy.size
-    mine = np.broadcast_to(pattern(strategy.rank), (rows, WIDTH))  # in the memory of one row
+    rows_of_rank = np.broadcast_to(pattern(strategy.rank), (rows, WIDTH))  # in the memory of one row
     if name == "broadcast":
-        check(strategy.extended.broadcast_to(mine, "CPU:0").numpy(), pattern(0), name)
+        check(strategy.extended.broadcast_to(rows_of_rank, "CPU:0").numpy(), pattern(0), name)
     elif name == "gather":  # parts of different lengths, which together have more than all rows
         lengths = [-(-rows // size) + rank for rank in range(size)]
-        parts = np.split(strategy.gather(mine[: lengths[strategy.rank]], 0), np.cumsum(lengths)[:-1])
+        parts = np.split(strategy.gather(rows_of_rank[: lengths[strategy.rank]], 0), np.cumsum(lengths)[:-1])
         for rank, part in enumerate(parts):
             check(part, pattern(rank), f"gather, the part of rank {rank}")
     else:
         total = sum((pattern(rank) for rank in range(size)), np.zeros(WIDTH, np.int8))
         with strategy.scope():
-            found = getattr(ms, name)().reduce("SUM", mine, [f"task:{rank}" for rank in range(size)])
-        check(found.numpy(), total, name)
+            result = getattr(ms, name)().reduce("SUM", rows_of_rank, [f"task:{rank}" for rank in range(size)])
+        check(result.numpy(), total, name)
 
 
 def soak(options: argparse.Namespace) -> bool:
@@ -60,11 +60,11 @@ def soak(options: argparse.Namespace) -> bool:
     rows = -(-options.count // WIDTH)
     done = 0
     for name in options.only or BYTES:
-        needed = strategy.size * rows * WIDTH * BYTES[name]
+        nbytes = strategy.size * rows * WIDTH * BYTES[name]
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
         free = next(int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable"))
-        if -strategy.reduce("MAX", -free) < needed:  # all ranks must come to the same decision
-            print(f"{name}: skipped, needs {needed / GIB:.0f} GiB of {free / GIB:.0f} that are free", flush=True)
+        if -strategy.reduce("MAX", -free) < nbytes:  # all ranks must come to the same decision
+            print(f"{name}: skipped, needs {nbytes / GIB:.0f} GiB of {free / GIB:.0f} that are free", flush=True)
             continue
         began = time.perf_counter()
         exchange(name, strategy, rows)

@@ -176,17 +176,15 @@ def lines(title: str, view: View, number: str = "") -> list[str]:
         slow = {lateness.slow() for lateness in late}
         cures = [line for status in statuses if status.rank in slow for line in _cure(status, number)]
         return [*report, *cures, "No rank has waited for long: nothing hangs."]
-    called, unheard = (
-        RollCall(statuses, [each.rank for each in statuses]),
-        max((each.missing for each in late), default=0),
-    )
-    report.append(called.summary)
+    roll_call = RollCall(statuses, [status.rank for status in statuses])
+    unheard = max((lateness.missing for lateness in late), default=0)
+    report.append(roll_call.summary)
     if unheard > 0:
         report.append(
             f"Of these ranks alone: {count(unheard, 'rank')} of the job are on nodes that were not looked at."
         )
     longest = max(statuses, key=_waits)
-    away = [status for status in statuses if status.rank in called.missing] or [longest]
+    away = [status for status in statuses if status.rank in roll_call.missing] or [longest]
     report += next(filter(None, (_cure(status, number) for status in away)), [])
     remaining = longest.limit - _waits(longest)
     if longest.waited and remaining > 0:
