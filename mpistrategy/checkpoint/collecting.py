@@ -78,8 +78,8 @@ def _over(number: int, divisor: int) -> int:
 def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], list[Any] | None]:
     """Return the writers, and the bytes of the shard that this rank writes; None if it writes none.  Collective.
 
-    The ranks have agreed on what is saved once; afterwards the state knows its shards.  The ranks expect one more
-    agreement: a rank that has no memory for its part tells the others.
+    The ranks have agreed on the items that are saved once; afterwards the state knows its shards.  The ranks expect one
+    more agreement: a rank that has no memory for its part tells the other ranks.
 
     Raises:
         OptionError: on every rank, for more plain values of a rank than `restore` accepts.

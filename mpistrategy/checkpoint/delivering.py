@@ -126,7 +126,7 @@ def _dtype_of_sums(item: Item) -> np.dtype[Any]:
 
 
 def _rows(source: Reading, path: str, item: Item) -> Array:
-    """Return this rank's part of a global array: the next rows, equally many on each rank but the last ones."""
+    """Return this rank's part of a global array: the next rows, equally many on each rank but the last ranks."""
     ranks, counts, readers = source.communicator, source.rows[path], source.reader_of
     begins = np.cumsum(counts) - counts
     send_counts, receive_counts = np.zeros((2, ranks.size), np.int64)

@@ -80,7 +80,7 @@ class RankHandler(logging.Handler):
     Has a `RankFormatter` until it is given another one.
 
     Args:
-        stream: where to; None for what is `sys.stderr` at the time.
+        stream: where to; None for `sys.stderr` at the time of each record.
     """
 
     def __init__(self, stream: IO[str] | None = None) -> None:
@@ -126,7 +126,7 @@ def setup_logging(
         level: from which level on `ranks` log.
         ranks: a rank of the job, several, or "all".
         others: from which level on the other ranks log; None for never.
-        logger: which logger is set up, and those below it; "" is the root logger.
+        logger: the logger to set up, with the loggers below it; "" is the root logger.
         format: as in `logging`, with ``%(rank)d`` and ``%(size)d`` if you like; None for time, level, logger, message.
         stream: where to; None for stderr.
         force: remove other handlers of the logger, which else go on beside this one.
@@ -136,7 +136,7 @@ def setup_logging(
 
     Raises:
         OptionError, OptionTypeError: for unknown levels, and for what is not a rank.
-        ValueError: for what is not a format of logging's.
+        ValueError: for an invalid `format` of logging.
     """
     if not isinstance(logger, (str, logging.Logger)):
         raise OptionTypeError.at(_WHERE, found=f"logger={logger!r}", expected="a logger, or its name")

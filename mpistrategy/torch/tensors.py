@@ -86,7 +86,7 @@ def checked(
     """Return tensors that can be sent, without their gradients.
 
     Args:
-        tensors: dense tensors, or COO where sparse ones are taken.
+        tensors: dense tensors, or COO where sparse tensors are allowed.
         where: the public name.
         count: how many there must be, one for each rank; None: any number.
         dtype: of every tensor; None: any.

@@ -29,7 +29,7 @@ class Variant:
         call: runs it; returns the result (an array, or a list of them), or None when it is in `results`.
         operands: this rank's arrays that are rewritten before every call.
         results: where `call` writes to; empty for the operands themselves.
-        close: frees what the variant holds.  Collective.
+        close: frees the resources of the variant.  Collective.
     """
 
     name: str

@@ -33,7 +33,7 @@ class Ranks:
     Attributes:
         comm: their communicator.
         rank, size: the number of this rank, and how many ranks there are.
-        version: what the MPI library says about itself.
+        version: the MPI library's version text.
     """
 
     def __init__(self) -> None:

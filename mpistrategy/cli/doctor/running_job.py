@@ -1,4 +1,4 @@
-"""`mpistrategy doctor --job ID`: what the ranks of a running job are doing, and which ranks are missing or late.
+"""`mpistrategy doctor --job ID`: the states of the ranks of a running job, and which ranks are missing or late.
 
 The command works on any machine that has Slurm's commands.  An extra job step runs this file on each node of the job;
 the file prints the state of the node's ranks.  Its lines are short, since srun mixes pieces of long lines.
@@ -102,7 +102,7 @@ def _on_nodes(number: str, nodes: str) -> View:
 
 
 def _answer_of(command: Sequence[str]) -> tuple[str, str]:
-    """Return what a command of Slurm prints, and why it fails; "" where it does not.  Never raises."""
+    """Return the output of a command of Slurm, and why it fails; "" where it succeeds.  Never raises."""
     try:
         process = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE_SECONDS, check=False
@@ -114,7 +114,7 @@ def _answer_of(command: Sequence[str]) -> tuple[str, str]:
 
 
 def read(output: str) -> View:
-    """Return what the nodes have printed."""
+    """Return the view in the output of the nodes."""
     pieces: dict[str, dict[int, str]] = {}
     for name, number, parts, text in _LINE.findall(output):
         pieces.setdefault(name, dict.fromkeys(range(1, int(parts) + 1), "?"))[int(number)] = text
@@ -158,7 +158,7 @@ def lines(title: str, view: View, number: str = "") -> list[str]:
     """Return the report.
 
     Args:
-        title: what the job is called.
+        title: the job, in words.
         view: the state of its ranks.
         number: of the Slurm job; "" for none.
     """

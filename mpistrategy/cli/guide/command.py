@@ -1,4 +1,4 @@
-"""`mpistrategy guide`: shows a page of the guide, or what an error means, lists the pages, and searches them."""
+"""`mpistrategy guide`: shows a page of the guide or the meaning of an error, lists the pages, and searches them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what is asked for; return the exit status."""
+    """Show a page, the list or the hits of a search; return the exit status."""
     if options.search is not None:
         return _search(options.search)
     if options.page is not None and not options.list:
@@ -51,7 +51,7 @@ def _show(query: str) -> int:
 
 
 def _about(kind: type[BaseException]) -> str:
-    """Return what an error's class says."""
+    """Return the docstring of an error's class, as a page."""
     bases = ", ".join(base.__name__ for base in kind.__mro__[1:] if base not in (Exception, BaseException, object))
     return f"# {kind.__name__}\n\nIs also: {bases}\n\n{inspect.getdoc(kind)}\n"
 

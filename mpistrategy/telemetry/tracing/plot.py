@@ -13,7 +13,7 @@ _PARTS = {"step": (-0.42, 0.84), "span": (-0.38, 0.22), "collective": (-0.12, 0.
 
 
 def draw(timeline: Timeline, file: str) -> str:
-    """Draw a PNG of what the ranks do while the first of them makes some collectives in the middle of the run.
+    """Draw a PNG of the ranks' events while the first rank makes some collectives in the middle of the run.
 
     Who may read it: as of checkpoints (`mpistrategy.own_files.new_file`).
 

@@ -56,7 +56,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Clock:
-    """How the times of one clock become those of the first recording's.
+    """The correction from the times of a clock to the clock of the first recording.
 
     Attributes:
         offset: microseconds to add.
@@ -199,7 +199,7 @@ def _newest_run(folder: str) -> tuple[list[Recording], int]:
 
 
 def read(path: str) -> Recording | None:
-    """Return what is in a file, as far as it goes; None for a file that is not a recording.
+    """Return the recording in a file, as far as it can be read; None for a file that is not a recording.
 
     Raises:
         OSError: for a file that cannot be read; where everybody can write, for somebody else's.

@@ -23,7 +23,7 @@ from mpistrategy.objects.shown import ranks_in_words
 #: The command of a launcher for so many ranks; other launchers as srun.
 _LINES = {"": "srun --ntasks={0}, mpiexec -n {0}", "jsrun": "jsrun -n {0} -a 1", "flux run": "flux run -n {0}"}
 _BY_SRUN = "srun --mpi={0}, or for all steps: export SLURM_MPI_TYPE={0} (srun --mpi=list shows what there is)"
-#: How a launcher is told to offer a kind of PMI, and how it calls PMIx and PMI.
+#: The options by which a launcher offers a kind of PMI, and the launcher's names of PMIx and PMI.
 _SPEAK = {
     "srun": (_BY_SRUN, "pmix", "pmi2"),
     "flux run": ("flux run -o pmi={0}", "pmix, which needs flux-pmix", "simple"),

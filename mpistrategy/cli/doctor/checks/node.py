@@ -47,7 +47,7 @@ def _cores_of(ranks: list[Facts]) -> Finding:
 
 
 def shared_memory(job: Job) -> list[Finding]:
-    """Find too little memory for what the ranks of a node share."""
+    """Find too little shared memory for the ranks of a node."""
     several = [ranks for ranks in job.nodes.values() if len(ranks) > 1]
     if not several:
         return [Finding("shared memory", OK, "one rank on each node: nothing to share")]
@@ -71,7 +71,7 @@ def shared_memory(job: Job) -> list[Finding]:
 
 
 def _room(ranks: list[Facts], has_others: bool) -> Finding:
-    """Return whether there is room for what this library shares on a node."""
+    """Return whether a node has room for this library's shared memory."""
     size, free = len(ranks), ranks[0]["room_free"]
     needed = size * _bytes_of_a_rank(size)
     large = min(size * _LARGE_BYTES, _MOST_LARGE_BYTES) if has_others else 0
