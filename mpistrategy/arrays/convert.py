@@ -1,7 +1,7 @@
-"""Arrays of every kind, looked at as NumPy's or CuPy's arrays: the only module that knows all kinds.
+"""Arrays of every kind, used as NumPy's or CuPy's arrays: the only module that knows all kinds.
 
 An array on the host is used as an ndarray.  An array in GPU memory, of whatever library, is used as a CuPy array.  Both
-share the memory of the original where that is possible, and results are returned as the kind that was given.
+share the memory of the original where that is possible, and results are returned in the kind of the input.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
     Args:
         value: an ndarray, a NumPy scalar, a Python number, a list of numbers, or anything with ``__array__``.  An array
             in GPU memory is copied to the host after the work on the current stream.
-        where: the public name that the error names.
+        where: the public name in the error.
         path: how the leaf is reached in the caller's structure.
-        name: what the error calls a value without a path.
+        name: the name of a value without a path, in the error.
 
     Raises:
-        LeafError: for None, masked arrays, and objects that are no arrays.
+        LeafError: for None, masked arrays, and other objects that are not arrays.
         DTypeError: for dtypes with Python objects in their fields.
     """
     leaf = f"leaf {path}" if path else name
@@ -79,7 +79,7 @@ def to_array(value: Any, where: str, path: str = "", name: str = "the value") ->
 def reducible(value: Any, where: str, path: str = "") -> Any:
     """Return `value` as an array that can be reduced, where it is: in GPU memory as CuPy's, else as an ndarray.
 
-    It can be if it is of any integer, float, complex or bfloat16 dtype.
+    Any integer, float, complex or bfloat16 dtype can be reduced.
 
     Raises:
         DTypeError: for bool, strings, dates and structured dtypes.
@@ -145,7 +145,7 @@ def as_target(target: Any, where: str, name: str) -> Any:
     is_repeated = (
         array is not None
         and array.size
-        and any(step == 0 and many > 1 for many, step in zip(array.shape, array.strides, strict=True))
+        and any(step == 0 and length > 1 for length, step in zip(array.shape, array.strides, strict=True))
     )
     if array is None or is_repeated:
         found = f"{name} = {type(target).__name__}"
@@ -153,32 +153,32 @@ def as_target(target: Any, where: str, name: str) -> Any:
     return array
 
 
-def hand_back(written: Any, target: Any) -> None:
-    """Let the library of `target` wait for what was written to it; it may work on another stream.
+def hand_back(array: Any, target: Any) -> None:
+    """Let the library of `target` wait for the write; it may work on another stream.
 
     Args:
-        written: the array that `as_target` returned for `target`; written to on CuPy's current stream.
+        array: the array that `as_target` returned for `target`; written to on CuPy's current stream.
         target: the array of the other library; its stream waits as DLPack says.
     """
     if not is_cupy(target) and is_on_device(target):
-        with written.device:
-            as_kind_of(written, target)
+        with array.device:
+            as_kind_of(array, target)
 
 
-def like_given(result: Any, given: Any) -> Any:
-    """Return a result as the kind of array that was given: on the same device, and of the same library.
+def like_given(result: Any, like: Any) -> Any:
+    """Return a result as the kind of array of `like`: on the same device, and of the same library.
 
     Args:
         result: an ndarray or a CuPy array.
-        given: the caller's value; for a NumPy array and a number, the result is returned unchanged.
+        like: the caller's value; for a NumPy array and a number, the result is returned unchanged.
     """
-    if type(given) is np.ndarray or isinstance(given, (np.generic, int, float, complex)):
+    if type(like) is np.ndarray or isinstance(like, (np.generic, int, float, complex)):
         return result
-    if is_on_device(given):
-        result = result if is_cupy(result) else placed_as(result, as_device_array(given, "a result in GPU memory"))
+    if is_on_device(like):
+        result = result if is_cupy(result) else placed_as(result, as_device_array(like, "a result in GPU memory"))
     elif not isinstance(result, np.ndarray):
         return result
-    return as_kind_of(result, given)
+    return as_kind_of(result, like)
 
 
 # ------------------------------------------------------------------------ arrays of NumPy's or CuPy's: where they are
@@ -222,18 +222,18 @@ def placed_as(value: Any, place: Any) -> Array:
         return host_array(value)
     with place.device:
         if is_on_device(value):
-            placed: Array = as_device_array(value, "a value")
-            if placed.device == place.device:
-                return placed
-            value = to_host(placed)  # on another GPU, with streams of its own
+            array: Array = as_device_array(value, "a value")
+            if array.device == place.device:
+                return array
+            value = to_host(array)  # on another GPU, with streams of its own
         return cupy_for("a value").asarray(value)  # type: ignore[no-any-return]
 
 
-def may_share_memory(one: Any, other: Any) -> bool:
+def may_share_memory(first_array: Any, second_array: Any) -> bool:
     """Return whether two NumPy or CuPy arrays may share memory."""
-    if is_on_device(one) != is_on_device(other) or not (one.size and other.size):
+    if is_on_device(first_array) != is_on_device(second_array) or not (first_array.size and second_array.size):
         return False
-    (begin, end), (first, last) = span(one), span(other)
+    (begin, end), (first, last) = span(first_array), span(second_array)
     return begin < last and first < end
 
 

@@ -47,8 +47,8 @@ class Device:
     def matches(self, other: Device) -> bool:
         """Return whether the complete device `other` matches this pattern."""
         return all(
-            mine is None or mine == theirs
-            for mine, theirs in ((self.task, other.task), (self.kind, other.kind), (self.index, other.index))
+            field is None or field == value
+            for field, value in ((self.task, other.task), (self.kind, other.kind), (self.index, other.index))
         )
 
 
@@ -58,7 +58,7 @@ def parse(text: str, where: str = "a device string", argument: str = "device") -
 
     Args:
         text: the string.
-        where, argument: the public call that was given it, and as what; for the error.
+        where, argument: the public call and the name of its argument; for the error.
 
     Raises:
         DeviceError: for an empty string, an unknown part, or a device kind other than CPU and GPU.

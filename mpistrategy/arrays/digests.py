@@ -19,10 +19,10 @@ def digest(array: Array) -> int:
     """Return a 64-bit digest of a C-contiguous array, without padding bytes, which are undefined."""
     import hashlib  # here, since it loads OpenSSL: `import mpistrategy` stays quick
 
-    whole = hashlib.blake2b(digest_size=8)
+    hasher = hashlib.blake2b(digest_size=8)
     for piece in _pieces(array.reshape(-1)):
-        whole.update(piece.data)
-    return int.from_bytes(whole.digest(), "little")
+        hasher.update(piece.data)
+    return int.from_bytes(hasher.digest(), "little")
 
 
 def _pieces(array: Array) -> Iterator[Array]:
@@ -49,16 +49,16 @@ def outliers(digests: Sequence[object]) -> tuple[list[int], str]:
     """Return the ranks that differ from more than half of all ranks, else from rank 0; and a text that says so.
 
     Args:
-        digests: of what each rank has, in rank order; not all equal.
+        digests: the digests of all ranks, in rank order; not all equal.
     """
     groups: dict[object, list[int]] = {}
-    for rank, one in enumerate(digests):
-        groups.setdefault(one, []).append(rank)
+    for rank, value in enumerate(digests):
+        groups.setdefault(value, []).append(rank)
     most = max(groups.values(), key=len)
     usual = most if 2 * len(most) > len(digests) else groups[digests[0]]
-    others = [rank for rank in range(len(digests)) if rank not in usual]
+    differing = [rank for rank in range(len(digests)) if rank not in usual]
     ways = f", in {len(groups) - 1} ways" if len(groups) > 2 else ""
     return (
-        others,
-        f"{ranks_in_words(others)} differ{'s' if len(others) == 1 else ''} from {ranks_in_words(usual)}{ways}",
+        differing,
+        f"{ranks_in_words(differing)} differ{'s' if len(differing) == 1 else ''} from {ranks_in_words(usual)}{ways}",
     )

@@ -25,9 +25,9 @@ def quietly(function: Callable[P, R]) -> Callable[P, R]:
     """
 
     @functools.wraps(function)
-    def quiet(*given: P.args, **named: P.kwargs) -> R:
+    def quiet(*args: P.args, **kwargs: P.kwargs) -> R:
         with np.errstate(all="ignore"):
-            return function(*given, **named)
+            return function(*args, **kwargs)
 
     return quiet
 
@@ -67,7 +67,7 @@ def host_wire_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def sum_dtype_of_mean(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which values of `dtype` are given to the sum of a MEAN: integers become those of 64 bits.
+    """Return the dtype in which values of `dtype` are summed for a MEAN: integers become integers of 64 bits.
 
     So a mean of integers that fits is right, though their sum would not fit.
     """
@@ -138,44 +138,44 @@ class Extreme:
         # A minimum that is 0 is negative where either operand is, a maximum where both are.
         self._join = np.logical_or if ufunc is np.minimum else np.logical_and
 
-    def __call__(self, one: Array, other: Array, out: Array | None = None) -> Array:
+    def __call__(self, first: Array, second: Array, out: Array | None = None) -> Array:
         """Return the combination in `out`, which may be one of the operands, or in new memory."""
-        target = np.empty(one.shape, one.dtype) if out is None else out
-        if one.dtype.kind != "f":
-            return self._ufunc(one, other, out=target)  # type: ignore[no-any-return]
+        target = np.empty(first.shape, first.dtype) if out is None else out
+        if first.dtype.kind != "f":
+            return self._ufunc(first, second, out=target)  # type: ignore[no-any-return]
         parts: Any = [...]
-        if one.ndim == 1:
-            step = _CHUNK_BYTES // one.itemsize
-            parts = [slice(start, start + step) for start in range(0, one.size, step)]
+        if first.ndim == 1:
+            step = _CHUNK_BYTES // first.itemsize
+            parts = [slice(start, start + step) for start in range(0, first.size, step)]
         for part in parts:
-            these, those = one[part], other[part]
-            found = self._ufunc(these, those, out=np.empty(these.shape, one.dtype))
-            # The ufunc leaves open the bits of zeros and of NaN, which is not above 0 either.
-            if found.size and not np.minimum.reduce(np.abs(found), axis=None) > 0:
-                _set_zeros_and_nan(found, self._join(np.signbit(these), np.signbit(those)))
-            target[part] = found
+            first_part, second_part = first[part], second[part]
+            result = self._ufunc(first_part, second_part, out=np.empty(first_part.shape, first.dtype))
+            # The ufunc leaves open the bits of zeros and of NaN, which also fails the comparison.
+            if result.size and not np.minimum.reduce(np.abs(result), axis=None) > 0:
+                _set_zeros_and_nan(result, self._join(np.signbit(first_part), np.signbit(second_part)))
+            target[part] = result
         return target
 
     def reduce(self, array: Array, axes: tuple[int, ...]) -> Array:
         """Return the combination of an array along some axes, which are not empty."""
-        found = np.asarray(self._ufunc.reduce(array, axis=axes))
+        result = np.asarray(self._ufunc.reduce(array, axis=axes))
         if array.dtype.kind == "f":
-            _set_zeros_and_nan(found, self._join.reduce(np.signbit(array), axis=axes))
-        return found
+            _set_zeros_and_nan(result, self._join.reduce(np.signbit(array), axis=axes))
+        return result
 
 
-def _set_zeros_and_nan(found: Array, negative: Any) -> None:
+def _set_zeros_and_nan(array: Array, negative: Any) -> None:
     """Set the signs of zeros, and the bits of NaN."""
-    number, zero, is_nan = found.dtype.type, found == 0, np.isnan(found)
-    np.copyto(found, number(0), where=zero)
-    np.copyto(found, -number(0), where=zero & negative)
-    np.copyto(found, number(np.nan), where=is_nan)
+    number, zero, is_nan = array.dtype.type, array == 0, np.isnan(array)
+    np.copyto(array, number(0), where=zero)
+    np.copyto(array, -number(0), where=zero & negative)
+    np.copyto(array, number(np.nan), where=is_nan)
 
 
 minimum: Extreme = Extreme(np.minimum)
 maximum: Extreme = Extreme(np.maximum)
 
-#: Writes the combination of two arrays to a third: ``combine(one, other, out=third)``.
+#: Writes the combination of two arrays to a third: ``combine(first, second, out=third)``.
 Combine: TypeAlias = Callable[..., Any]
 #: How two arrays are combined; NaN wins in all of them.
 COMBINE: dict[str, Combine] = {

@@ -18,7 +18,7 @@ from mpistrategy.objects.jax_traces import refuse_in_jax_trace
 
 _LIBRARIES = ("cupy", "torch", "jax", "jaxlib")
 _JAX = ("jax", "jaxlib")
-#: A method of variables and containers, by which they are known here.
+#: A method that only variables and containers have.
 OURS = "_contribution"
 _IN_GPU_MEMORY = (2, 13)  # DLPack's kDLCUDA and kDLCUDAManaged
 
@@ -38,9 +38,9 @@ def _library_of(kind: type) -> str:
 def is_foreign(value: object) -> bool:
     """Return whether `value` is an array of another library than NumPy, on the host or on a GPU; or anything of JAX's.
 
-    NumPy cannot read all of JAX's: `without_data` says which.
+    NumPy cannot read all values of JAX: see `without_data`.
     """
-    kind = type(value)  # variables and containers have __dlpack__, too, and say by _contribution what they hold
+    kind = type(value)  # variables and containers have __dlpack__, too, and a _contribution that returns their array
     if issubclass(kind, (np.ndarray, np.generic)) or hasattr(kind, OURS):
         return False
     return hasattr(kind, "__dlpack__") or library_of(value) in _JAX
@@ -112,9 +112,9 @@ def closed_to(library: str, value: Any, path: str, error: Exception) -> str:
     return f"{type(value).__module__}.{type(value).__name__} {leaf}that {library} cannot read ({reason})"
 
 
-def as_kind_of(result: Any, given: Any) -> Any:
-    """Return a NumPy or CuPy result as an array of the library of `given`; unchanged for unknown libraries."""
-    wrap, library = _KINDS.get(library_of(given)), library_of(given)
+def as_kind_of(result: Any, like: Any) -> Any:
+    """Return a NumPy or CuPy result as an array of the library of `like`; unchanged for unknown libraries."""
+    wrap, library = _KINDS.get(library_of(like)), library_of(like)
     return wrap(result) if wrap is not None and library in sys.modules else result
 
 

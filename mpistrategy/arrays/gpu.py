@@ -23,9 +23,9 @@ DeviceArray: TypeAlias = Any
 
 #: CUDA's handles up to this one are default streams; the legacy one must not be queried during a capture.
 _DEFAULT_STREAMS = 2
-#: What ranks compare of an array's place, after its dtype.
+#: The place of an array in comparisons, after its dtype.
 ON_A_GPU = " on a GPU"
-#: What CuPy calls memory of cudaMalloc.
+#: CuPy's types for memory of cudaMalloc.
 _CUDA_MALLOC = ("PooledMemory", "Memory", "MemoryPointer")
 _INSTALL = "Install the CuPy of your driver: pip install cupy-cuda12x, or cupy-cuda13x."
 
@@ -42,7 +42,7 @@ def _is_of_cupy(kind: Any) -> bool:
 
 
 def own_result(array: Any, out: Any) -> Any:
-    """Return an array in GPU memory that is its own result, and can be reduced where it is; else None.
+    """Return an array in GPU memory that is its own result, and can be reduced in place; else None.
 
     It is contiguous, and in memory of cudaMalloc: an MPI may not take other memory.
     """
@@ -69,7 +69,7 @@ def cupy_for(where: str) -> Any:
 def by_value(argument: Array) -> Array:
     """Return an argument of a kernel as one element of bytes, which CuPy passes by value.
 
-    The names of fields CuPy would write out in words, 20 us for each launch.
+    CuPy would write out the names of fields in words, which takes 20 us for each launch.
     """
     return argument.reshape(-1).view(np.dtype((np.void, argument.nbytes)))
 
@@ -77,12 +77,12 @@ def by_value(argument: Array) -> Array:
 def to_host(array: DeviceArray) -> Array:
     """Return a copy of a CuPy array on the host, after the work on the current stream."""
     with array.device:
-        copied: Array = array.get()
-    return copied
+        host_copy: Array = array.get()
+    return host_copy
 
 
 def are_apart(arrays: Sequence[DeviceArray]) -> bool:
-    """Return whether no two arrays have memory in common, as far as the addresses between which they lie tell."""
+    """Return whether no two arrays have memory in common, as far as the ranges of their addresses show."""
     spans = sorted(map(span, arrays))
     return all(before[1] <= after[0] for before, after in pairwise(spans))
 
@@ -99,7 +99,7 @@ _REDUCTIONS = {
 
 
 def on_device(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Call a method of a NumPy ufunc on inputs of which some are in GPU memory.
+    """Call a method of a NumPy ufunc on inputs, some of them in GPU memory.
 
     CuPy supports calls of ufuncs.  It has other names for reductions and matrix products, and takes NumPy's scalars but
     not its arrays.
@@ -108,20 +108,20 @@ def on_device(ufunc: np.ufunc, method: str, inputs: Sequence[Any], kwargs: dict[
     if ufunc is np.matmul and method == "__call__" and not kwargs:
         return operator.matmul(*plain)
     if method == "reduce" and ufunc in _REDUCTIONS:
-        given = {name: value for name, value in kwargs.items() if value is not None}
-        return getattr(plain[0], _REDUCTIONS[ufunc])(**{"axis": 0, **given} if "axis" not in kwargs else given)
+        options = {name: value for name, value in kwargs.items() if value is not None}
+        return getattr(plain[0], _REDUCTIONS[ufunc])(**{"axis": 0, **options} if "axis" not in kwargs else options)
     return getattr(ufunc, method)(*plain, **kwargs)
 
 
 def check_device(arrays: Sequence[DeviceArray], index: int | None, where: str) -> None:
-    """Raise DeviceError unless all arrays are on one GPU: the one with this index, if given."""
+    """Raise DeviceError unless all arrays are on one GPU: the GPU with this index, if given."""
     devices = sorted({int(array.data.device_id) for array in arrays})
     if len(devices) > 1 or (index is not None and devices != [index]):
-        wanted = "one GPU" if index is None else f"GPU:{index}, which this rank drives"
+        place = "one GPU" if index is None else f"GPU:{index}, which this rank drives"
         raise DeviceError.at(
             where,
             found=f"arrays on {' and '.join(f'GPU:{number}' for number in devices)}",
-            expected=f"arrays on {wanted}",
+            expected=f"arrays on {place}",
             fix=f"Make them inside `with cupy.cuda.Device({devices[0] if index is None else index}):`, or copy them.",
         )
 

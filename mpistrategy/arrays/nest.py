@@ -3,7 +3,7 @@
 Everything else is a leaf, None and strings included.  A dictionary's leaves are in the order of its sorted keys, so
 ranks that filled equal dictionaries in different orders agree.
 
-`flatten` looks at every container.  `leaves_of` prepares the same for many nests of one structure of plain dict, list
+`flatten` looks at every container.  `leaves_of` prepares this for many nests of one structure of plain dict, list
 and tuple, and does not look at them again.
 """
 
@@ -29,7 +29,7 @@ class Structure:
     Attributes:
         text: a string for ranks to compare: the same for the same structure.
         num_leaves: the number of leaves.
-        num_none: how many leaves of the nest are None, and left out of the others; see `flatten_without_none`.
+        num_none: how many leaves of the nest are None, and not among the leaves; see `flatten_without_none`.
     """
 
     text: str
@@ -50,11 +50,11 @@ class _Container(NamedTuple):
 
     Attributes:
         brackets: the texts before and after its children in `Structure.text`.
-        names: of its children: keys, fields or numbers.
-        label: makes the text before a child in `Structure.text` of its name; None for numbers, which it leaves out.
-        step: makes the text of a child in a path of its name.
-        children: what is in it.
-        build: returns such a container with other children; does not keep these alive.
+        names: the names of its children: keys, fields or numbers.
+        label: returns the text before a child in `Structure.text`, from its name; None for numbers, which have no text.
+        step: returns the text of a child in a path, from its name.
+        children: the children.
+        build: returns such a container with other children; does not keep the present children alive.
     """
 
     brackets: tuple[str, str]
@@ -65,7 +65,7 @@ class _Container(NamedTuple):
     build: Callable[[list[Any]], Any]
 
 
-def _opened(nest: Any) -> _Container | None:
+def _container_of(nest: Any) -> _Container | None:
     """Return a container's parts; None for a leaf."""
     kind = type(nest)
     if isinstance(nest, Mapping):
@@ -79,7 +79,7 @@ def _opened(nest: Any) -> _Container | None:
     if not isinstance(nest, tuple) and not _is_record(nest):
         return None
     is_tuple = isinstance(nest, tuple)
-    names: Any = nest._fields if is_tuple else [each.name for each in dataclasses.fields(nest) if each.init]
+    names: Any = nest._fields if is_tuple else [field.name for field in dataclasses.fields(nest) if field.init]
 
     def build(values: list[Any]) -> Any:
         if is_tuple:
@@ -91,8 +91,8 @@ def _opened(nest: Any) -> _Container | None:
 
 
 def _mapping_like(mapping: Mapping[Any, Any], keys: list[Any]) -> Callable[[list[Any]], Any]:
-    """Return what makes a mapping like this one of the values of these keys: a plain dict if it cannot be written."""
-    # A structure that is kept must not keep the leaves alive: of a plain dict nothing but the keys is needed.
+    """Return a function that makes a mapping like this from values of these keys: a dict if it cannot be written."""
+    # A structure must not keep the leaves alive: for a plain dict the keys are enough.
     if type(mapping) is dict and keys == list(mapping):
         return lambda values: dict(zip(keys, values))  # noqa: B905  # `strict` takes a third of the time
     is_copied = isinstance(mapping, MutableMapping) and type(mapping) is not dict
@@ -125,18 +125,18 @@ def flatten(nest: Any) -> tuple[list[Any], Structure]:
 
 
 def _visit(nest: Any, leaves: list[Any]) -> Structure:
-    if (opened := _opened(nest)) is None:
+    if (container := _container_of(nest)) is None:
         leaves.append(nest)
         return LEAF
-    (opening, closing), names, label, _, children, build = opened
+    (opening, closing), names, label, _, children, build = container
     before = len(leaves)
     inner = [_visit(child, leaves) for child in children]
-    rebuilds = [each.rebuild for each in inner]
+    rebuilds = [structure.rebuild for structure in inner]
 
     def rebuild(leaves: Iterator[Any]) -> Any:
-        return build([each(leaves) for each in rebuilds])
+        return build([rebuild_child(leaves) for rebuild_child in rebuilds])
 
-    texts = [each.text for each in inner]
+    texts = [structure.text for structure in inner]
     if label is not None:
         texts = [label(name) + text for name, text in zip(names, texts, strict=True)]
     return Structure(f"{opening}{','.join(texts)}{closing}", len(leaves) - before, rebuild)
@@ -155,12 +155,12 @@ def flatten_without_none(nest: Any) -> tuple[list[Any], Structure]:
         return leaves, structure
     is_there = [leaf is not None for leaf in leaves]
 
-    def rebuild(others: Iterator[Any]) -> Any:
-        return structure.rebuild(next(others) if there else None for there in is_there)
+    def rebuild(present: Iterator[Any]) -> Any:
+        return structure.rebuild(next(present) if there else None for there in is_there)
 
     text = f"{structure.text} with None as leaf {', '.join(map(str, absent))}"
-    left = [leaf for leaf in leaves if leaf is not None]
-    return left, Structure(text, len(left), rebuild, len(absent))
+    present_leaves = [leaf for leaf in leaves if leaf is not None]
+    return present_leaves, Structure(text, len(present_leaves), rebuild, len(absent))
 
 
 def map_structure(function: Callable[[Any], Any], nest: Any) -> Any:
@@ -180,16 +180,16 @@ def paths_without_none(nest: Any) -> list[str]:
 
 
 def _walk(nest: Any, path: str) -> Iterator[tuple[str, Any]]:
-    opened = _opened(nest)
-    if opened is None:
+    container = _container_of(nest)
+    if container is None:
         yield path, nest
         return
-    for name, child in zip(opened.names, opened.children, strict=True):
-        yield from _walk(child, path + opened.step(name))
+    for name, child in zip(container.names, container.children, strict=True):
+        yield from _walk(child, path + container.step(name))
 
 
 def is_container(nest: Any) -> bool:
-    """Return whether `nest` holds leaves instead of being one."""
+    """Return whether `nest` holds leaves instead of being a leaf."""
     return isinstance(nest, (Mapping, list, tuple)) or _is_record(nest)
 
 
@@ -228,7 +228,7 @@ class Leaves:
 
 
 def leaves_of(nest: Any) -> Leaves | None:
-    """Return how to reach the leaves of nests like `nest`; None without any, and for containers that are not plain."""
+    """Return how to reach the leaves of nests like `nest`; None for other containers, and without leaves."""
     if not _is_plain(nest):
         return None
     structure = flatten(nest)[1]
@@ -245,7 +245,7 @@ def leaves_of(nest: Any) -> Leaves | None:
 
 
 def _taker(nest: Any) -> Callable[[Any], Sequence[Any]]:
-    """Return what lists the leaves of nests like `nest`, of dict, list and tuple, or of such leaves."""
+    """Return a function that lists the leaves of nests like `nest`, a nest of dict, list and tuple."""
     kind = type(nest)
     if kind not in _PLAIN:
         return lambda leaf: (leaf,)
@@ -279,14 +279,14 @@ def alike(nest: Any, other: Any) -> bool:
         if nest.keys() != other.keys():
             return False
         nest, other = nest.values(), [other[key] for key in nest]
-    # Leaves alone without a call each: an arena may have hundreds.
+    # No call for each leaf: an arena may have hundreds of leaves.
     if _PLAIN.isdisjoint(map(type, nest)):
         return _PLAIN.isdisjoint(map(type, other))
     return all(map(alike, nest, other))
 
 
 def _is_plain(nest: Any) -> bool:
-    """Return whether the containers in a nest are plain: no subclasses, no others."""
+    """Return whether the containers in a nest are plain: no subclasses, no other containers."""
     kind = type(nest)
     if kind in _PLAIN:
         return all(map(_is_plain, nest.values() if kind is dict else nest))

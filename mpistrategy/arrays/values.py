@@ -34,27 +34,27 @@ Method: TypeAlias = Callable[..., Any]
 ArrayMethod: TypeAlias = Callable[..., Array]
 Refused: TypeAlias = Callable[..., NoReturn]
 
-#: Arguments of NumPy's methods that may be None, which says nothing.
+#: Arguments of NumPy's methods that may be None, which has no effect.
 _NONE_BY_DEFAULT = {"dtype", "out", "kind", "order", "mode", "side", "sorter", "min", "max", "stable"}
 
 
 def _reads(name: str, gives: str, out: int | None = None) -> Callable[..., Any]:
-    """Return a method that this rank's array does, and which takes what NumPy's takes.
+    """Return a method of this rank's array, which takes the arguments of NumPy's method.
 
     Args:
         name: its name.
-        gives: what it returns, for help().
-        out: which of its arguments `out` is, where it has one.
+        gives: its result, for help().
+        out: the position of its argument `out`, if it has one.
     """
 
     def method(self: ArrayLike, *args: Any, **named: Any) -> Any:
         result = args[out] if out is not None and len(args) > out else named.get("out")
         if isinstance(result, ArrayLike):
             result._refuse(f" as {name}(out=...)", f"a.{name}(...)")
-        plain = [each._read() if isinstance(each, ArrayLike) else each for each in args]
+        plain = [argument._read() if isinstance(argument, ArrayLike) else argument for argument in args]
         # None is the default of these arguments, and CuPy's methods lack some of them.
-        given = {key: value for key, value in named.items() if value is not None or key not in _NONE_BY_DEFAULT}
-        return getattr(self._array(name), name)(*plain, **given)
+        options = {key: value for key, value in named.items() if value is not None or key not in _NONE_BY_DEFAULT}
+        return getattr(self._array(name), name)(*plain, **options)
 
     method.__name__, method.__qualname__ = name, f"ArrayLike.{name}"
     method.__doc__ = f"Return {gives}.  Takes what `numpy.ndarray.{name}` takes."
@@ -92,16 +92,16 @@ class ArrayLike(NDArrayOperatorsMixin):
         """Return the value, which may be a collective."""
         raise NotImplementedError
 
-    def _array(self, asked: str) -> Any:
-        """Return this rank's value as a NumPy or CuPy array, for the method or attribute that is asked for."""
-        return array_where_it_is(self._read(), f"{type(self).__name__}.{asked}")
+    def _array(self, name: str) -> Any:
+        """Return this rank's value as a NumPy or CuPy array, for the method or attribute `name`."""
+        return array_where_it_is(self._read(), f"{type(self).__name__}.{name}")
 
     def _contribution(self) -> Any:
         """Return this replica's value in a reduction; never communicates."""
         return self._read()
 
     def _may_differ(self) -> bool:
-        """Return whether what `_read` returns here is this replica's own, so that the others may have other values."""
+        """Return whether `_read` returns this replica's own value here: other replicas may have other values."""
         return False
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
@@ -113,12 +113,12 @@ class ArrayLike(NDArrayOperatorsMixin):
     @property
     def __array_interface__(self) -> dict[str, Any]:
         """The memory of a value on the host, for libraries that share it; read-only where the value is."""
-        value = self._kept()
-        if type(value) is not np.ndarray or value.dtype.isbuiltin != 1:  # the others are said by __array__
+        value = self._lasting_value()
+        if type(value) is not np.ndarray or value.dtype.isbuiltin != 1:  # other values are converted by __array__
             raise AttributeError("__array_interface__")
         return value.__array_interface__
 
-    def _kept(self) -> Any:
+    def _lasting_value(self) -> Any:
         """Return the value if its memory lives as long as this object; None else."""
         return self._read()
 
@@ -144,8 +144,8 @@ class ArrayLike(NDArrayOperatorsMixin):
 
     def __array_ufunc__(self, ufunc: np.ufunc, method: str, *inputs: Any, **kwargs: Any) -> Any:
         # ufunc.at would write through a read-only view.
-        written = (*kwargs.get("out", ()), *(inputs[:1] if method == "at" else ()))
-        for target in written:
+        targets = (*kwargs.get("out", ()), *(inputs[:1] if method == "at" else ()))
+        for target in targets:
             if isinstance(target, ArrayLike):
                 if method == "at":
                     target._refuse(f" in np.{ufunc.__name__}.at", change=f"np.{ufunc.__name__}.at(x, ...)")
@@ -220,24 +220,24 @@ class ArrayLike(NDArrayOperatorsMixin):
         return host_array(self._read())
 
     def _assigned(self, new: str, operator: str = "") -> str:
-        """Return what a program writes to give this object, its `v`, a new value; for ``v += x``, operator is "add"."""
+        """Return the statement that gives this object, `v`, a new value; for ``v += x``, operator is "add"."""
         return f"v = {new}"
 
     def _refuse(self, what: str, new: str = "", *, change: str = "", operator: str = "") -> NoReturn:
         """Raise UnsupportedError: `what` would write into this object.
 
         Args:
-            what: what was called.
+            what: the call.
             new: the text that makes the new value.
             change: instead of it, the text that changes parts of a copy ``x``.
             operator: as for `_assigned`.
         """
-        copied = f"x = v.copy(); {change}; {self._assigned('x')}"
+        statement = f"x = v.copy(); {change}; {self._assigned('x')}"
         raise UnsupportedError.at(
             f"{type(self).__name__}{what}",
             found="a write into the memory of the array",
             expected="a new value",
-            fix=f"Write {copied if change else self._assigned(new, operator)}.",
+            fix=f"Write {statement if change else self._assigned(new, operator)}.",
         )
 
     # ------------------------------------------------------------------------------------------ attributes
@@ -480,7 +480,7 @@ class IndexedSlices:
 
 
 def may_differ(value: Any) -> bool:
-    """Return whether anything in a nest is a value of which each replica has its own: a PerReplica, say."""
+    """Return whether a nest has a value that may differ by replica: a PerReplica, say."""
     leaves = [part for leaf in nest.flatten(value)[0] for part in _parts(leaf)]
     return any(isinstance(leaf, ArrayLike) and leaf._may_differ() for leaf in leaves)
 
@@ -497,7 +497,7 @@ def contribution(value: Any) -> Any:
 
 
 class ArenaBase:
-    """What tells a `mpistrategy.Arena`, which lies above, from a nest of arrays."""
+    """The base of `mpistrategy.Arena`, which lies above: it tells an arena from a nest of arrays."""
 
     @property
     def values(self) -> Any:
@@ -507,7 +507,7 @@ class ArenaBase:
 
 @dataclass(frozen=True)
 class ValueContext:
-    """What the function given to `experimental_distribute_values_from_function` is told.
+    """The argument of the function of `experimental_distribute_values_from_function`.
 
     Attributes:
         replica_id_in_sync_group: the replica whose value is asked for: this rank's.
@@ -521,21 +521,21 @@ class ValueContext:
 # --------------------------------------------------------------------------- memory of other libraries, when it is read
 
 
-def event_of_reads(given: Iterable[Any]) -> Any:
-    """Return an event behind what is on CuPy's current stream; None unless some arrays are other libraries'.
+def event_of_reads(arrays: Iterable[Any]) -> Any:
+    """Return an event behind the work on CuPy's current stream; None unless some arrays are of other libraries.
 
-    Such a library knows nothing of CuPy's stream.  It may write the memory of an array, or use it for another one, as
-    soon as the call that was given the array has returned.  So the call waits for the event.
+    Such a library knows nothing of CuPy's stream.  It may write the memory of an array, or use it for another array, as
+    soon as the call with the array has returned.  So the call waits for the event.
 
     Args:
-        given: the arrays, and IndexedSlices, that the work on the stream reads.
+        arrays: the arrays, and IndexedSlices, that the work on the stream reads.
     """
-    parts = [part for each in given for part in _parts(each)]
-    found = next(filter(_has_other_streams, parts), None)
-    if found is None:
+    parts = [part for array in arrays for part in _parts(array)]
+    foreign_array = next(filter(_has_other_streams, parts), None)
+    if foreign_array is None:
         return None
     cupy = cupy_for("arrays in GPU memory")
-    with as_device_array(found, "an array in GPU memory").device:
+    with as_device_array(foreign_array, "an array in GPU memory").device:
         event = cupy.cuda.Event(disable_timing=True)
         event.record(cupy.cuda.get_current_stream())
     return event

@@ -40,7 +40,7 @@ class CrossDeviceOps(Algorithm):
         """Return the communicator of this thread's strategy, else of `value`, and the call of a method.
 
         Raises:
-            ContextError: outside every strategy, for a value that belongs to none.
+            ContextError: outside every strategy, for a value that belongs to no strategy.
         """
         where = f"{type(self).__name__}.{method}"
         communicator = current_communicator() or _group_of(value)
@@ -83,8 +83,8 @@ class CrossDeviceOps(Algorithm):
         communicator, call = self._call("reduce", per_replica_value, name)
         with working_on(communicator), call:
             pairs = [(per_replica_value, destinations)]
-            op, [pair], chosen = _checked(communicator, call, reduce_op, pairs, options)
-            return self.reduce_implementation(op, *pair, chosen)
+            op, [pair], settings = _checked(communicator, call, reduce_op, pairs, options)
+            return self.reduce_implementation(op, *pair, settings)
 
     @collective("reduce")
     def batch_reduce(
@@ -119,8 +119,8 @@ class CrossDeviceOps(Algorithm):
                 raise error.at(call.where, found=found, expected=f"an iterable of {expected}")
             if not pairs:
                 raise EmptyBatchError.at(call.where, found="no values at all", expected="at least one value to reduce")
-            op, pairs, chosen = _checked(communicator, call, reduce_op, pairs, options)
-            results: Any = self.batch_reduce_implementation(op, pairs, chosen)
+            op, pairs, settings = _checked(communicator, call, reduce_op, pairs, options)
+            results: Any = self.batch_reduce_implementation(op, pairs, settings)
             if not isinstance(results, (list, tuple)) or len(results) != len(pairs):
                 raise StructureError.at(
                     f"{type(self).__name__}.batch_reduce_implementation",
@@ -142,10 +142,10 @@ class CrossDeviceOps(Algorithm):
     ) -> list[Any]:
         """Reduce to every rank, for the library's own calls; see `mpistrategy.reduction.reducer.Algorithm`."""
         kinds = (Mirrored, IndexedSlices)
-        wrapped = [value if isinstance(value, kinds) else PerReplica((value,)) for value in values]
-        if len(wrapped) == 1 and not is_batch:
-            return [local_component(self.reduce(op, wrapped[0], wrapped[0], options))]
-        return [local_component(r) for r in self.batch_reduce(op, [(value, value) for value in wrapped], options)]
+        containers = [value if isinstance(value, kinds) else PerReplica((value,)) for value in values]
+        if len(containers) == 1 and not is_batch:
+            return [local_component(self.reduce(op, containers[0], containers[0], options))]
+        return [local_component(r) for r in self.batch_reduce(op, [(value, value) for value in containers], options)]
 
     @collective("broadcast")
     def broadcast(self, tensor: Any, destinations: Any, *, name: str | None = None) -> Any:
@@ -177,7 +177,7 @@ class CrossDeviceOps(Algorithm):
             reduce_op: the operation.
             per_replica_value: a PerReplica with this rank's value, a Mirrored, or IndexedSlices.
             destinations: where the result goes, as in `reduce`.
-            options: the strategy's, merged with those of the call.
+            options: the strategy's options, merged with the call's.
 
         Returns:
             A Mirrored of the result, with a component on the ranks of the destinations.
@@ -195,7 +195,7 @@ class CrossDeviceOps(Algorithm):
         Args:
             reduce_op: the operation.
             value_destination_pairs: tuples of a value and its destinations, as in `reduce_implementation`.
-            options: the strategy's, merged with those of the call.
+            options: the strategy's options, merged with the call's.
 
         Returns:
             What `reduce_implementation` returns for each pair, in their order.
@@ -221,7 +221,7 @@ class CrossDeviceOps(Algorithm):
 
 
 def _group_of(value: Any) -> Ranks | None:
-    """Return the ranks to which a value, or one in a nest, belongs."""
+    """Return the ranks to which a value, or a value in a nest, belongs."""
     groups = [leaf._group for leaf in nest.flatten(value)[0] if isinstance(leaf, PerReplica)]
     return next(filter(None, groups), None)
 
@@ -236,11 +236,11 @@ def _checked(
 ) -> tuple[ReduceOp, list[tuple[Any, Any]], CommunicationOptions]:
     """Return the operation, values with destinations that name ranks, and the options."""
     op = ReduceOp._parse(reduce_op, call.where)
-    found = [(value, placing.for_value(value, destinations)) for value, destinations in pairs]
-    for _, destinations in found:
+    resolved_pairs = [(value, placing.for_value(value, destinations)) for value, destinations in pairs]
+    for _, destinations in resolved_pairs:
         placing.resolve(destinations, ranks, call.where)
-    chosen = CommunicationOptions() if options is None else options
-    if not isinstance(chosen, CommunicationOptions):
+    settings = CommunicationOptions() if options is None else options
+    if not isinstance(settings, CommunicationOptions):
         raise OptionTypeError.at(call.where, found=f"options={options!r}", expected="a CommunicationOptions or None")
-    call.wait_as(chosen.timeout_seconds)
-    return op, found, chosen
+    call.wait_as(settings.timeout_seconds)
+    return op, resolved_pairs, settings

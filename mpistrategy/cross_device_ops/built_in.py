@@ -1,7 +1,7 @@
 """The algorithms that leave sums to the communicator, and the pipeline that every built-in algorithm shares.
 
-The pipeline: convert, agree, pack, sum, unpack, divide, wrap.  A subclass says only by which routes its packs travel,
-where these are not the usual ones; MpiAllReduce takes these.
+The pipeline: convert, agree, pack, sum, unpack, divide, wrap.  A subclass only chooses the routes of its packs,
+unless it takes the usual routes, as MpiAllReduce does.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     @property
     def num_packs(self) -> float:
-        """Into about how many packs values are split; 0 leaves it to bytes_per_pack.  The constructor's alone."""
+        """About how many packs values are split into; 0 leaves it to bytes_per_pack.  Set by the constructor."""
         return self._num_packs
 
     def _set_num_packs(self, num_packs: Any) -> None:
@@ -58,7 +58,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
 
     @cached_property
     def _configuration(self) -> str:
-        """What must be equal on all ranks for their messages to fit together."""
+        """The settings that must be equal on all ranks for their messages to fit together."""
         return f"{type(self).__name__}, num_packs={self._num_packs}"
 
     def _plan(
@@ -90,7 +90,7 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         return CommunicatorRoute(ranks, self._packs(layouts, options.bytes_per_pack), op, "root", reduce_pair)
 
     def _root(self, ranks: Ranks, destination: Destination) -> int | None:
-        """Return the rank that combines; None: all do."""
+        """Return the rank that combines; None: all ranks combine."""
         return destination.only_rank
 
     def _packs(self, layouts: tuple[Layout, ...], bytes_per_pack: float) -> tuple[Pack, ...]:
@@ -150,14 +150,14 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         *,
         is_batch: bool = True,
     ) -> list[Any]:
-        """Reduce to every rank; what a subclass has overridden is called."""
+        """Reduce to every rank; calls a subclass's own methods."""
         if not self._has_plans:
             return super()._all_reduce_values(call, communicator, op, values, options, is_batch=is_batch)
         return self._reduce(call, communicator, op, values, [EVERY_RANK] * len(values), options, outs)
 
     @property
     def _has_plans(self) -> bool:
-        """Whether no subclass has overridden what reduces."""
+        """Whether no subclass has overridden a method that reduces."""
         return all(getattr(type(self), name) is getattr(PackedCrossDeviceOps, name) for name in _OVERRIDABLE)
 
     def _parts(
@@ -169,70 +169,74 @@ class PackedCrossDeviceOps(CrossDeviceOps):
         options: CommunicationOptions,
         where: str,
     ) -> tuple[list[tuple[Any, list[int]]], list[Any]]:
-        """Return how arrays are reduced, each time with the numbers of those that go so; and the values as they travel.
+        """Return transfers, with the indices of the values that each transfer reduces; and the values as they travel.
 
-        What is in the mailboxes is there until the next exchange, and a GPU path may begin with one: the plan is first.
+        Data in the mailboxes last until the next exchange, and a GPU path may begin with one: the plan is first.
         """
-        placed = [i for i, value in enumerate(values) if is_on_device(value)]
-        moved = list(values)
+        gpu_indices = [i for i, value in enumerate(values) if is_on_device(value)]
+        operands = list(values)
         parts: list[tuple[Any, list[int]]] = []
-        if placed:
-            arrays = [values[i] for i in placed]
+        if gpu_indices:
+            arrays = [values[i] for i in gpu_indices]
             route = self._gpu_route(ranks, packing.layouts_of(arrays), op, options, target)
             if route is None:
-                moved = [to_host(value) if is_on_device(value) else value for value in values]
+                operands = [to_host(value) if is_on_device(value) else value for value in values]
             else:
-                parts = [(route, placed)]
-        dense = [i for i, value in enumerate(moved) if isinstance(value, np.ndarray)]
-        plan = self._plan(ranks, packing.layouts_of([moved[i] for i in dense]), op, options, target)
-        return [(plan, dense), *parts], moved
+                parts = [(route, gpu_indices)]
+        dense = [i for i, value in enumerate(operands) if isinstance(value, np.ndarray)]
+        plan = self._plan(ranks, packing.layouts_of([operands[i] for i in dense]), op, options, target)
+        return [(plan, dense), *parts], operands
 
-    def _explained(
-        self, ranks: Ranks, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
+    def _explanation(
+        self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
     ) -> tuple[list[Description], list[str]]:
-        """Return what `Strategy.explain` says of buffers, and lines about what is in none."""
+        """Return the buffers' descriptions for `Strategy.explain`, and lines about values in no buffer."""
         where = "Strategy.explain"
-        values = [checked_value(own_component(value, op, where), op, where) for value in given]
-        parts, moved = self._parts(ranks, op, values, EVERY_RANK, options, where)
-        found = [each for transfer, those in parts for each in transfer.describe([moved[i] for i in those])]
-        by_host = [is_on_device(each) and not is_on_device(to) for each, to in zip(values, moved, strict=True)]
+        values = [checked_value(own_component(value, op, where), op, where) for value in leaves]
+        parts, operands = self._parts(ranks, op, values, EVERY_RANK, options, where)
+        descriptions = [
+            description
+            for transfer, indices in parts
+            for description in transfer.describe([operands[i] for i in indices])
+        ]
+        by_host = [is_on_device(value) and not is_on_device(to) for value, to in zip(values, operands, strict=True)]
         counts = {
             "IndexedSlices: gathered on all ranks": sum(isinstance(value, IndexedSlices) for value in values),
             "Mirrored: the same everywhere, nothing is sent": sum(isinstance(value, Mirrored) for value in values),
             "on a GPU: copied to the host, reduced as others are, and copied back": sum(by_host),
         }
-        return found, [f"{count} {what}" for what, count in counts.items() if count]
+        return descriptions, [f"{count} {note}" for note, count in counts.items() if count]
 
     def _reduce(
         self,
         call: Call,
         ranks: Ranks,
         op: ReduceOp,
-        given: Sequence[Any],
+        components: Sequence[Any],
         targets: Sequence[Destination],
         options: CommunicationOptions,
         outs: Sequence[Any] | None = None,
     ) -> list[Any]:
-        """Return the reductions in the kinds of array that were given; None on ranks that are no destination.
+        """Return the reductions in the kinds of the inputs; None on ranks that are no destination.
 
         Args:
-            outs: for each value an array that its result may be written to: what is done only where that saves a copy.
+            outs: for each value an array that its result may be written to; used only where that saves a copy.
         """
-        given = [own_component(value, op, call.where) for value in given]
-        values = [checked_value(value, op, call.where) for value in given]
-        layouts, texts = tuple(map(_layout, values)), [each.text for each in targets]
+        components = [own_component(value, op, call.where) for value in components]
+        values = [checked_value(value, op, call.where) for value in components]
+        layouts, texts = tuple(map(_layout, values)), [place.text for place in targets]
         # Values that go to different ranks are sent to all of them.
         is_one = len(set(targets)) == 1
         target, destination = (targets[0], texts[0]) if is_one else (EVERY_RANK, "; ".join(texts))
         parts, values = self._parts(ranks, op, values, target, options, call.where)
         memory = []
-        for transfer, those in parts:
-            arrays = [values[i] for i in those]
+        for transfer, indices in parts:
+            arrays = [values[i] for i in indices]
             if outs is None or isinstance(transfer, Plan):
                 memory.append(transfer.bring(arrays))
             else:
-                memory.append(transfer.bring(arrays, transfer.own_results(arrays, [outs[i] for i in those])))
-        read = event_of_reads(each for each in given if is_on_device(each))
+                memory.append(transfer.bring(arrays, transfer.own_results(arrays, [outs[i] for i in indices])))
+        read = event_of_reads(component for component in components if is_on_device(component))
         # MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
         is_on_host = len(parts) == 1
         settings = self._settings(options)
@@ -240,17 +244,17 @@ class PackedCrossDeviceOps(CrossDeviceOps):
             "reduce", op=op.value, values=layouts, destination=destination, options=settings, sparingly=is_on_host
         )
         results: list[Any] = [None] * len(values)
-        for (transfer, those), room in zip(parts, memory, strict=True):
-            for i, total in zip(those, transfer.run([values[i] for i in those], room), strict=True):
+        for (transfer, indices), room in zip(parts, memory, strict=True):
+            for i, total in zip(indices, transfer.run([values[i] for i in indices], room), strict=True):
                 results[i] = total if target.includes(ranks.rank) else None
         for i, value in enumerate(values):
             if isinstance(value, IndexedSlices):
                 results[i] = self._reduce_slices(ranks, value, op)
-                read = event_of_reads([given[i]]) or read  # an event behind all
+                read = event_of_reads([components[i]]) or read  # an event behind all
             elif isinstance(value, Mirrored):
                 results[i] = value.values[0] if value.values else None
         ranks.guard.wait_for_gpu(read)
-        return [in_kind(result, like) for result, like in zip(results, given, strict=True)]
+        return [in_kind(result, like) for result, like in zip(results, components, strict=True)]
 
 
 class MpiAllReduce(PackedCrossDeviceOps):
@@ -280,7 +284,7 @@ def _layout(value: Any) -> tuple[str, tuple[int, ...]]:
 class NcclAllReduce(PackedCrossDeviceOps):
     """Sums arrays in GPU memory with NCCL, on CuPy's current stream; all others as `MpiAllReduce` does.
 
-    The call returns when the work is on the stream; what is put on the stream afterwards finds the result.  MIN and MAX
+    The call returns when the work is on the stream; later work on the stream sees the result.  MIN and MAX
     of floats travel as integers of the same order, since a NaN must win.  Products of complex numbers, which NCCL does
     not know, go by way of the host.  Where NCCL cannot be used (CuPy finds none, or two ranks share a GPU) the ranks
     take the next best way, and rank 0 says so with a FallbackWarning.
@@ -291,7 +295,7 @@ class NcclAllReduce(PackedCrossDeviceOps):
 
     Raises:
         OptionError: for a negative num_packs.
-        OptionTypeError: for one that is not a number.
+        OptionTypeError: for a num_packs that is not a number.
     """
 
     _in_rank_order = True
@@ -302,9 +306,9 @@ class NcclAllReduce(PackedCrossDeviceOps):
 
 
 class HierarchicalCopyAllReduce(PackedCrossDeviceOps):
-    """Sums within each node, then between the nodes, and brings the result back within each node.
+    """Sums within each node, then between the nodes, and returns the result within each node.
 
-    Every rank of a node has a slice, and MPI's Allreduce combines what the counterparts on the nodes have.  Over the
+    Every rank of a node has a slice, and MPI's Allreduce combines the slices of counterparts on the nodes.  Over the
     network goes no more than must.  `MpiAllReduce` does the like with large values; this one does it with all.  Right
     for any number of ranks on any node.  Arrays in GPU memory go as with `MpiAllReduce`.
 

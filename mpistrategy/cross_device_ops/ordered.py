@@ -30,13 +30,13 @@ _FEW_ROWS = 8
 class OrderedAllReduce(PackedCrossDeviceOps):
     """Sums each element in an order that its values give, so that the bits depend on the values alone.
 
-    The same arrays give the same bits whichever rank brings which of them, beside however many ranks that bring zeros
-    (under PROD, ones), on any number of nodes, alone or in a list, with any `bytes_per_pack`, with any MPI.
-    What a rank adds up before it brings it is that rank's business, as is what MEAN divides by: the number of ranks.
+    It sums each element in sorted order, so the result does not depend on rank order, packing, the number of nodes or
+    the MPI.  Further ranks with zeros (under PROD, ones) do not change it.  Only the reduction is reproducible: sums
+    inside a rank still depend on how rows are split, and MEAN divides by the number of ranks.
 
-    Method: each rank gets all ranks' values of its share of the elements, sorts those of each element, and adds them
-    from the least to the greatest.  With n values x, of which S is the exact sum and A the sum of the magnitudes, and
-    without overflow, the result differs from S by no more than
+    Method: each rank gets all ranks' values of its share of the elements, sorts the values of each element, and adds
+    them from the least to the greatest.  Let n be the number of values, S their exact sum and A the sum of their
+    magnitudes.  Without overflow, the result differs from S by no more than
 
         float64, complex128    (n-1) u / (1 - (n-1) u) A,  u = 2^-53: the bound of a sum in any order (Higham, Accuracy
                                and Stability of Numerical Algorithms, 4.2)
@@ -46,13 +46,13 @@ class OrderedAllReduce(PackedCrossDeviceOps):
 
     Complex numbers are sums of their parts.  A pre-rounded (binned) summation as of Demmel and Nguyen (Parallel
     Reproducible Summation, 2015) would need less memory traffic between nodes, but a bound on the ranks, a first pass
-    for the maxima, and several sums; it loses what is far below the maximum, and this does not.
+    for the maxima, and several sums; it loses values far below the maximum; this method does not.
 
     A zero is +0.0 always; NaN has one pattern of bits: NaN anywhere, or both infinities, give it.  Values are finite
     as long as the partial sums from the least to the greatest are.  PROD (sorted alike) obeys the same; for MIN and
     MAX, -0.0 is less than +0.0.
 
-    Cost: on one node that of `MpiAllReduce` for two ranks, and with n > 2 the sorting of the n values of each element.
+    Cost: on one node as `MpiAllReduce` for two ranks; with n > 2 also sorting the n values of each element.
     Between nodes each rank sends all its values once and gets all results once, with no sums on the way:
     `CommunicationOptions.wire` is not followed, and with many ranks on a node this is more than the other algorithms
     send.  Of IndexedSlices rows with the same index are added, and rows are in the order of the indices.
@@ -78,23 +78,23 @@ class OrderedAllReduce(PackedCrossDeviceOps):
         return CommunicatorRoute(ranks, packs, op, shown, partial(combine_by_shares, ranks, text))
 
     def _reduce_slices(self, ranks: Ranks, slices: IndexedSlices, op: ReduceOp) -> IndexedSlices:
-        """Return all ranks' rows, those with equal indices added up, in the order of their indices; on the host."""
+        """Return all ranks' rows in the order of their indices, rows with equal indices added up; on the host."""
         slices = IndexedSlices(host_array(slices.values), host_array(slices.indices), slices.dense_shape)
-        every = concatenate(ranks, slices, ReduceOp.SUM)
-        dtype = every.values.dtype
-        indices, counts = np.unique(every.indices, return_counts=True)
-        order, starts = np.argsort(every.indices, kind="stable"), np.cumsum(counts) - counts
+        gathered = concatenate(ranks, slices, ReduceOp.SUM)
+        dtype = gathered.values.dtype
+        indices, counts = np.unique(gathered.indices, return_counts=True)
+        order, starts = np.argsort(gathered.indices, kind="stable"), np.cumsum(counts) - counts
         summed = host_wire_dtype(sum_dtype_of_mean(dtype) if op is ReduceOp.MEAN else dtype)
-        total = np.empty((indices.size, *every.values.shape[1:]), summed)
+        total = np.empty((indices.size, *gathered.values.shape[1:]), summed)
         for count in np.unique(counts):
-            chosen = np.flatnonzero(counts == count)
-            rows = [every.values[order[starts[chosen] + number]].astype(summed) for number in range(count)]
-            combine_ordered([each.reshape(-1) for each in rows], [rows[0].reshape(-1)], "SUM", 1)
-            total[chosen] = rows[0]
+            positions = np.flatnonzero(counts == count)
+            rows = [gathered.values[order[starts[positions] + number]].astype(summed) for number in range(count)]
+            combine_ordered([row.reshape(-1) for row in rows], [rows[0].reshape(-1)], "SUM", 1)
+            total[positions] = rows[0]
         return IndexedSlices(finish(total, dtype, op, ranks.size), indices, slices.dense_shape)
 
     def _check_dtypes(self, dtypes: Iterable[np.dtype[Any]], op: ReduceOp) -> None:
-        """Raise UnsupportedError for a PROD of complex numbers, whose order is not that of their parts."""
+        """Raise UnsupportedError for a PROD of complex numbers, which cannot be combined part by part."""
         odd = [dtype for dtype in dtypes if op is ReduceOp.PROD and dtype.kind == "c"]
         if odd:
             raise UnsupportedError.at(
@@ -125,8 +125,8 @@ def _combine_rows(op: str, rows: Array) -> None:
 def combine_ordered(arrays: Sequence[Array], targets: Sequence[Array], op: str, divisor: int) -> None:
     """Do what `node_sum.in_rank_order` does, with the same bits whatever the order of `arrays`.
 
-    The values of an element are sorted, and added from the least to the greatest.  Who brought which does not matter
-    then, nor who brings zeros: they are added exactly, wherever they stand.
+    The values of an element are sorted, and added from the least to the greatest.  The order of the ranks does not
+    matter then, nor do zeros: they are added exactly, wherever they stand.
 
     Args:
         arrays: flat, one of each rank, in a dtype of the wire.
@@ -152,7 +152,7 @@ def combine_ordered(arrays: Sequence[Array], targets: Sequence[Array], op: str, 
 
 
 def _in_order(rows: list[Array]) -> list[Array]:
-    """Return rows with the values of each element in order; NaN anywhere in an element may be all of it."""
+    """Return rows with the values of each element in order; a NaN in an element may fill all its rows."""
     if len(rows) > _FEW_ROWS:
         return [*np.sort(rows, axis=0)]
     for turn in range(len(rows)):  # odd-even transposition
@@ -163,12 +163,12 @@ def _in_order(rows: list[Array]) -> list[Array]:
 
 
 def reals(array: Array) -> Array:
-    """Return a flat complex array as the real numbers of which it consists; others as they are."""
+    """Return a flat complex array as its real and imaginary parts; other arrays as they are."""
     return array.view(array.real.dtype) if array.dtype.kind == "c" else array
 
 
 def use_one_pattern(total: Array, *, zeros: bool) -> None:
-    """Give NaN, and with `zeros` zeros, the bits that do not tell of the order: NumPy's NaN, and +0.0."""
+    """Give NaN, and with `zeros` also zeros, bits that do not depend on the order: NumPy's NaN, and +0.0."""
     if total.dtype.kind == "f":
         if zeros:
             np.add(total, total.dtype.type(0), out=total)

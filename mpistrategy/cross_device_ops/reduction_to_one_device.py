@@ -60,7 +60,7 @@ class ReductionToOneDevice(PackedCrossDeviceOps):
 
     @property
     def _configuration(self) -> str:
-        """What must be equal on all ranks for their messages to fit together."""
+        """The settings that must be equal on all ranks for their messages to fit together."""
         how = "sum" if self.accumulation_fn is None else "accumulation_fn"
         return f"{super()._configuration}, {how} on {self.reduce_to_device}"
 
@@ -96,10 +96,10 @@ class AccumulationRoute(CommunicatorRoute):
     """All ranks' copies of a value meet on one rank, where a function of the program's puts them together.
 
     Args:
-        ranks: who takes part.
+        ranks: the ranks that take part.
         packs: the buffers, one for each value.
-        op: MEAN divides what the function returned.
-        function: gets all ranks' arrays in rank order, and returns one.
+        op: MEAN divides the function's result.
+        function: gets all ranks' arrays in rank order, and returns an array.
         root: the rank that calls it.
         is_sent: whether others want the results.
     """
@@ -118,7 +118,7 @@ class AccumulationRoute(CommunicatorRoute):
         self._function, self._root, self._is_sent = function, root, is_sent
 
     def run(self, arrays: Sequence[Array], memory: list[tuple[Array, Array]]) -> list[Array]:
-        """Return what the function has made of all ranks' arrays, one after the other."""
+        """Return the function's results for all ranks' arrays, value after value."""
         for array, (source, result) in zip(arrays, memory, strict=True):
             result.reshape(-1)[...] = source
             self._combine_at_root(array.dtype, result)
@@ -126,25 +126,25 @@ class AccumulationRoute(CommunicatorRoute):
 
     def _combine_at_root(self, dtype: np.dtype[Any], result: Array) -> None:
         ranks = self._ranks
-        # The function may keep what it gets.  If it raises, the other ranks must not wait for its result.
-        together = ranks.guard.on_all(partial(self._room, result))
-        ranks.gatherv(result.reshape(-1), [result.size] * ranks.size, together, self._root)
+        # The function may keep its arguments.  If it raises, the other ranks must not wait for its result.
+        gathered = ranks.guard.on_all(partial(self._room, result))
+        ranks.gatherv(result.reshape(-1), [result.size] * ranks.size, gathered, self._root)
         dtype = result.dtype if result.dtype.kind in "iu" else dtype
-        ranks.guard.on_all(partial(self._accumulate, together, dtype, result))
+        ranks.guard.on_all(partial(self._accumulate, gathered, dtype, result))
         if self._is_sent:
             ranks.bcast(result.reshape(-1), self._root)
         with np.errstate(all="ignore"):
             divide_by(self._divisors[result.dtype], result)
 
-    def _room(self, mine: Array) -> Array | None:
+    def _room(self, array: Array) -> Array | None:
         is_root = self._ranks.rank == self._root
-        return np.empty((self._ranks.size, *mine.shape), mine.dtype) if is_root else None
+        return np.empty((self._ranks.size, *array.shape), array.dtype) if is_root else None
 
-    def _accumulate(self, together: Array | None, dtype: np.dtype[Any], target: Array) -> None:
-        """Write what the function makes of all ranks' copies, which it gets in `dtype`, into `target`."""
-        if together is None:
+    def _accumulate(self, gathered: Array | None, dtype: np.dtype[Any], target: Array) -> None:
+        """Write the function's result for all ranks' copies, which it gets in `dtype`, into `target`."""
+        if gathered is None:
             return
-        copies = together.astype(dtype, copy=False)
+        copies = gathered.astype(dtype, copy=False)
         result = np.asarray(self._function([copies[rank, ...] for rank in range(len(copies))]))
         where = "ReductionToOneDevice"
         if result.shape != target.shape:

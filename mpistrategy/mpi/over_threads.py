@@ -74,7 +74,7 @@ class Turns:
 
 @dataclass
 class Meeting:
-    """Where the threads gather values: each brings one, for the same purpose, and takes all.
+    """Gathers values of the threads: each thread brings a value, for the same purpose, and takes all values.
 
     Attributes:
         turns: who may run.
@@ -83,24 +83,24 @@ class Meeting:
 
     turns: Turns
     size: int
-    #: What is brought for the next round; each of the last one has its own.
-    _brought: dict[int, tuple[str, Any]] = field(default_factory=dict)
+    #: The values of the next round; threads of the last round hold its dict.
+    _values: dict[int, tuple[str, Any]] = field(default_factory=dict)
 
     def allgather(self, rank: int, purpose: str, value: Any) -> list[Any]:
-        """Return what all brought, in rank order; raise on all unless all came for the same `purpose`."""
-        brought = self._brought
-        brought[rank] = (purpose, value)
-        if len(brought) == self.size:
-            self._brought = {}
+        """Return the values of all, in rank order; raise on all unless all came for the same `purpose`."""
+        round_values = self._values
+        round_values[rank] = (purpose, value)
+        if len(round_values) == self.size:
+            self._values = {}
         try:
             where = site_of(sys._getframe(1)).text
-            self.turns.wait_for(rank, lambda: len(brought) == self.size, f"waits at {where}")
+            self.turns.wait_for(rank, lambda: len(round_values) == self.size, f"waits at {where}")
         except CollectiveMismatchError:
-            brought.pop(rank, None)
+            round_values.pop(rank, None)
             raise
-        purposes, values = zip(*(brought[other] for other in range(self.size)), strict=True)
+        purposes, values = zip(*(round_values[peer] for peer in range(self.size)), strict=True)
         if len(set(purposes)) > 1:
-            rows = [f"  replica {other}: {theirs}" for other, theirs in enumerate(purposes)]
+            rows = [f"  replica {rank_of_row}: {peer_purpose}" for rank_of_row, peer_purpose in enumerate(purposes)]
             raise CollectiveMismatchError("\n".join(["the replicas meet in different collectives", *rows]))
         return list(values)
 
@@ -125,10 +125,10 @@ class Threads(Ranks, ControlChannel):
 
     def duplicate(self) -> Threads:
         """Return a communicator of the same ranks whose calls are separate from this one's.  Collective."""
-        ours = Meeting(self._meeting.turns, self.size)
-        made = Threads(self._meeting.allgather(self.rank, "duplicate", ours)[0], self.rank, self.node_of)
-        made.devices = self.devices
-        return made
+        meeting = Meeting(self._meeting.turns, self.size)
+        threads = Threads(self._meeting.allgather(self.rank, "duplicate", meeting)[0], self.rank, self.node_of)
+        threads.devices = self.devices
+        return threads
 
     def route(self, nbytes: int, dtype: np.dtype[Any], op: str) -> RouteName:
         """Return "threads", whatever the size."""
@@ -182,12 +182,12 @@ def run_threads(function: Callable[[], Any], count: int, nodes: Sequence[int] | 
         For each rank how its program ended: with a `result`, or with an `error`.
     """
     turns = Turns(count)
-    everyone, numbers = Meeting(turns, count), list(dict.fromkeys(nodes or [0]))
+    meeting, numbers = Meeting(turns, count), list(dict.fromkeys(nodes or [0]))
     node_of = [numbers.index(node) for node in nodes or [0] * count]
     endings = [Ending() for _ in range(count)]
 
     def replica(rank: int) -> None:
-        _world.communicator = Threads(everyone, rank, node_of)
+        _world.communicator = Threads(meeting, rank, node_of)
         turns.begin(rank)
         try:
             endings[rank].result = function()

@@ -1,6 +1,6 @@
 """Whether JAX traces the function that this thread is in.
 
-In a trace there are no numbers yet: `jax.jit`, `grad`, `vmap`, `scan` and the like call a function to see what it does.
+In a trace there are no numbers yet: `jax.jit`, `grad`, `vmap`, `scan` and the like call a function to trace it.
 A collective in it would run once for many calls of the compiled function, a write likewise, and a value that it reads
 would be compiled in.  So this library refuses them all, whether their arguments are JAX's values or plain numbers.
 """
@@ -22,7 +22,7 @@ _modules = sys.modules
 
 def in_jax_trace() -> bool:
     """Return whether JAX traces in this thread; 30 ns before JAX is imported, a fourth of a microsecond after."""
-    # No public name says it.  This one has been there since 2020, in every version.
+    # JAX has no public name for this.  The private name has existed since 2020, in every version.
     core = _modules.get("jax._src.core")
     if core is None:
         return False
@@ -34,7 +34,7 @@ def in_jax_trace() -> bool:
 
 
 def refusal(where: str) -> ContextError:
-    """Return what a call in a trace raises."""
+    """Return the error of a call in a trace."""
     return ContextError.at(
         where,
         found="a call inside a function that JAX traces, which runs once for many calls of the compiled one",
@@ -44,6 +44,6 @@ def refusal(where: str) -> ContextError:
 
 
 def refuse_in_jax_trace(where: str) -> None:
-    """Raise ContextError while JAX traces in this thread; for what all ranks do together `Call` does it."""
+    """Raise ContextError while JAX traces in this thread; for collectives `Call` does it."""
     if in_jax_trace():
         raise refusal(where)

@@ -1,4 +1,4 @@
-"""What checkpoints ask of this package's own objects: to tell their state, and to take one over."""
+"""The interface of objects whose state checkpoints keep: they return their state, and load a state."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class Leaf(NamedTuple):
 
     Attributes:
         value: an array, a variable, a random generator or a plain value.
-        copies: "own": each rank has its own, even if all are equal; "SUM": their total counts; "": if they are equal
-            there is one, else each rank has its own.
-        first: of a variable: the number that fills it after the restore of a checkpoint that does not have it.
+        copies: "own": each rank has its own copy, even if all are equal; "SUM": their total counts; "": equal copies
+            are saved once, else each rank has its own copy.
+        first: for a variable: the number that fills it after the restore of a checkpoint without the variable.
     """
 
     value: Any
@@ -30,7 +30,7 @@ class Kept:
     """Base of the objects whose state checkpoints keep.
 
     Attributes:
-        _kept_as: what a checkpoint calls such an object.
+        _kept_as: the name of such an object in a checkpoint.
     """
 
     _kept_as: ClassVar[str] = ""
@@ -47,7 +47,7 @@ class Kept:
             at: finds the other objects of the checkpoint.
 
         Raises:
-            ValueError, TypeError, LookupError, AttributeError: for what `_state` does not return.
+            ValueError, TypeError, LookupError, AttributeError: for a state that `_state` does not return.
         """
         return ""
 

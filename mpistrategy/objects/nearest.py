@@ -1,4 +1,4 @@
-"""Finds the name to write for one that does not exist: a misspelt one, or one of TensorFlow's (`other_names`)."""
+"""Finds the name to write for a name that does not exist: misspelt, or of TensorFlow (`other_names`)."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 
-def did_you_mean(given: object, names: Iterable[str], least: float = 0.6) -> str:
+def did_you_mean(word: object, names: Iterable[str], least: float = 0.6) -> str:
     """Return ``Did you mean 'MEAN'?`` for a name that is nearly one of `names`, in any letter case; else "".
 
     Args:
-        given: what somebody wrote.
-        names: those that there are.
+        word: the name that somebody wrote.
+        names: the names that exist.
         least: how alike they must be, from 0 to 1: twice the letters in common over all letters.
     """
-    if not isinstance(given, str):
+    if not isinstance(word, str):
         return ""
     import difflib  # here, for the quick import
 
-    known = {name.lower(): name for name in names}
-    near = difflib.get_close_matches(given.lower(), known, 1, least)
-    return f"Did you mean {known[near[0]]!r}?" if near else ""
+    names_by_lower_case = {name.lower(): name for name in names}
+    near = difflib.get_close_matches(word.lower(), names_by_lower_case, 1, least)
+    return f"Did you mean {names_by_lower_case[near[0]]!r}?" if near else ""
 
 
 def attribute_error(owner: str, name: str, words: Mapping[str, str], of: object) -> AttributeError:
-    """Return what to raise for an attribute that `of` does not have; it says what to write where `words` know it."""
+    """Return the error for an attribute that `of` does not have; it says what to write, if `words` has the name."""
     hint = words.get(name)
     if hint is None:
         return AttributeError(f"{owner} has no attribute {name!r}", name=name, obj=of)  # Python looks for a near name
@@ -53,7 +53,7 @@ class NamesOurs:
 
             kind = type(self)
             for base in kind.__mro__:
-                if name in vars(base):  # a property that has raised this error
+                if name in vars(base):  # a property raised this error
                     return vars(base)[name].__get__(self, kind)
             raise attribute_error(f"{kind.__name__!r} object", name, OF_CLASS.get(kind._words_of, {}), self)
 

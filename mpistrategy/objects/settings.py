@@ -12,7 +12,7 @@ from mpistrategy.objects.nearest import did_you_mean
 from mpistrategy.objects.shown import in_words
 
 T = TypeVar("T")
-#: Returns a setting as it is kept, given the class, the setting's name and what it is set to.
+#: Returns the value of a setting to keep, given the class, the setting's name and the new value.
 Check = Callable[[str, str, Any], T]
 
 
@@ -50,7 +50,7 @@ def _only_by_constructor(instance: object, name: str) -> OptionError:
 
 
 def cannot_be_set(instance: object, name: str) -> AttributeError:
-    """Return what Python raises for an attribute without a setter."""
+    """Return Python's error for an attribute without a setter."""
     return AttributeError(f"attribute {name!r} of {type(instance).__name__!r} object cannot be set")
 
 
@@ -58,7 +58,7 @@ class Fixed(Setting[T]):
     """An attribute that only the constructor sets.
 
     Args:
-        refusal: returns what a later assignment raises, given the object and the attribute's name.
+        refusal: returns the error of a later assignment, given the object and the attribute's name.
     """
 
     def __init__(self, refusal: Callable[[Any, str], Exception] = _only_by_constructor) -> None:
@@ -74,12 +74,12 @@ class Fixed(Setting[T]):
 class Settable:
     """Base of objects with settings, which `repr` shows.  Setting a misspelt one raises.
 
-    A program may set attributes of its own.  One whose name is nearly a setting's must be declared in the class.
+    A program may set attributes of its own.  If the name is nearly a setting's name, the class must declare it.
     """
 
     def __setattr__(self, name: str, value: object) -> None:
         if name not in self.__dict__ and not name.startswith("_") and not hasattr(type(self), name):
-            declared = {known for base in type(self).__mro__ for known in _settable(base)}
+            declared = {setting for base in type(self).__mro__ for setting in _settable(base)}
             fix = "" if name in declared else did_you_mean(name, declared, least=0.8)
             if fix:
                 raise OptionError.at(
@@ -96,9 +96,11 @@ class Settable:
 
 def _settable(kind: type) -> list[str]:
     """Return the attributes that a class itself declares and lets be set: annotations and properties, no methods."""
-    own, annotated = vars(kind), vars(kind).get("__annotations__", {})
-    fields = [name for name in annotated if not callable(own.get(name)) and not name.startswith("_")]
-    return fields + [name for name, kept in own.items() if isinstance(kept, property) and kept.fset is not None]
+    members, hints = vars(kind), vars(kind).get("__annotations__", {})
+    fields = [name for name in hints if not callable(members.get(name)) and not name.startswith("_")]
+    return fields + [
+        name for name, member in members.items() if isinstance(member, property) and member.fset is not None
+    ]
 
 
 def checked_type(where: str, name: str, value: Any, kind: type[T], expected: str, fix: str = "") -> T:
@@ -142,7 +144,7 @@ def checked_count(where: str, name: str, value: Any, least: int = 1) -> int:
 
 
 def checked_switch(where: str, name: str, value: Any) -> bool:
-    """Return `value` as a bool; raise OptionTypeError if it is none."""
+    """Return `value` as a bool; raise OptionTypeError if it is not a bool."""
     if not isinstance(value, (bool, np.bool_)):
         raise OptionTypeError.at(where, found=f"{name}={value!r}", expected="True or False")
     return bool(value)

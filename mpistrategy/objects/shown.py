@@ -1,4 +1,4 @@
-"""How public objects show themselves, and how ranks are told."""
+"""Public objects, ranks, sizes and times in words."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ _MOST_RANGES = 8
 _UNITS = ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
 
 
-def in_words(made: object) -> str:
+def in_words(instance: object) -> str:
     """Return ``SGD(learning_rate=0.1, momentum=0.9)``: the arguments of the constructor that are not its defaults."""
-    kind, words = type(made), []
-    kept = getattr(made, "__dict__", {})  # first: a setting may refuse to be read where its object may be printed
+    kind, words = type(instance), []
+    attributes = getattr(
+        instance, "__dict__", {}
+    )  # first: a setting may refuse to be read where its object may be printed
     for name, parameter in inspect.signature(kind).parameters.items():
-        if name not in kept and not hasattr(made, name):
+        if name not in attributes and not hasattr(instance, name):
             continue
-        value = kept[name] if name in kept else getattr(made, name)
+        value = attributes[name] if name in attributes else getattr(instance, name)
         is_member = isinstance(value, enum.Enum)
         if (value.name if is_member else value) != parameter.default:
             words.append(f"{name}={value.name if is_member else repr(value)}")
@@ -25,7 +27,7 @@ def in_words(made: object) -> str:
 
 
 def ranks_in_words(ranks: Iterable[int]) -> str:
-    """Return ranks as text: ``rank 3``, ``ranks 0-2, 5``; of many the first."""
+    """Return ranks as text: ``rank 3``, ``ranks 0-2, 5``; of many ranks the first."""
     ordered, ranges = sorted(ranks), list[list[int]]()
     for rank in ordered:
         if ranges and ranges[-1][-1] == rank - 1:
@@ -39,11 +41,11 @@ def ranks_in_words(ranks: Iterable[int]) -> str:
 
 def size_in_words(nbytes: float) -> str:
     """Return a number of bytes as ``24 B`` or ``1.5 MiB``."""
-    unit, factor = next((each for each in _UNITS if nbytes >= each[1]), ("B", 1))
+    unit, factor = next((pair for pair in _UNITS if nbytes >= pair[1]), ("B", 1))
     size = nbytes / factor
     return f"{size:.3g} {unit}" if size < 1000 else f"{size:.0f} {unit}"
 
 
 def time_in_words(seconds: float) -> str:
-    unit, factor = next((each for each in (("s", 1.0), ("ms", 1e-3)) if seconds >= each[1]), ("us", 1e-6))
+    unit, factor = next((pair for pair in (("s", 1.0), ("ms", 1e-3)) if seconds >= pair[1]), ("us", 1e-6))
     return f"{float(f'{seconds / factor:.2g}'):g} {unit}"

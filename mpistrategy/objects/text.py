@@ -1,6 +1,6 @@
 """Text from outside as bytes and back: names of files, errors, variables of the environment need not be UTF-8.
 
-Python stands for a byte that is no UTF-8 by a lone surrogate.  Here it is that byte again, so that such text travels
+Python writes a byte that is not UTF-8 as a lone surrogate.  Here it becomes that byte again: such text travels
 between ranks, and into files, as it came.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 
 def encoded(text: str, most: int | None = None) -> bytes:
-    """Return a text as UTF-8, with the bytes for which surrogates stand; it never fails.
+    """Return a text as UTF-8, with surrogates as their bytes; it never fails.
 
     Args:
         text: the text.
@@ -40,5 +40,6 @@ def printable(text: str, keep: str = "\n\t") -> str:
     if text.isprintable():
         return text
     return "".join(
-        each if each.isprintable() or each in keep else each.encode("unicode_escape").decode() for each in text
+        character if character.isprintable() or character in keep else character.encode("unicode_escape").decode()
+        for character in text
     )

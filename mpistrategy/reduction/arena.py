@@ -89,18 +89,18 @@ class Arena(ArenaBase, Generic[T]):
         with Call(communicator.guard, "Strategy.arena", called=name) as call:
             if not isinstance(shared_result, bool):
                 raise OptionTypeError.at(call.where, found=f"shared_result={shared_result!r}", expected="a bool")
-            given, self._structure = nest.flatten(like)
+            leaves, self._structure = nest.flatten(like)
             call.structure = self._structure.text
-            if not given:
+            if not leaves:
                 raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
-            mine = [contribution(leaf) for leaf in given]
-            arrays = checked_leaves(mine, lambda: nest.leaf_paths(like), call.where, LeafError)
+            contributions = [contribution(leaf) for leaf in leaves]
+            arrays = checked_leaves(contributions, lambda: nest.leaf_paths(like), call.where, LeafError)
             layouts = packing.layouts_of(arrays)
-            #: Whether it is in GPU memory: of this rank's GPU, or of that of an array.
+            #: Whether it is in GPU memory: this rank's GPU, or the GPU of an array.
             self._on_device: bool = gpu_of(communicator.devices, communicator.rank) is not None or any(
-                map(is_on_device, mine)
+                map(is_on_device, contributions)
             )
-            #: For each dtype a bucket, in the order of the first array of each; and where each array lies, in order.
+            #: A bucket for each dtype, in the order of the first arrays; and the place of each array, in order.
             self._packs, self._places = laid_out(layouts)
             call.agree(
                 "make an arena",
@@ -117,10 +117,10 @@ class Arena(ArenaBase, Generic[T]):
             call.agree("use an arena")  # no rank has run out of memory
         self._number = next(reducer.arena_numbers)
         self._summary = tuple((dtype_name(pack.dtype), (pack.size,)) for pack in self._packs)
-        #: What each bucket holds of this rank.
-        self._mine = [bucket.mine for bucket in self._buckets]
+        #: This rank's array of each bucket.
+        self._own_arrays = [bucket.own_array for bucket in self._buckets]
         #: The arrays, in order.
-        self._leaves: list[Array] = self._views(self._mine)
+        self._leaves: list[Array] = self._views(self._own_arrays)
         self._values: Any = self._structure.pack(self._leaves)
         #: A nest that the program cannot get at, and how to reach its arrays; None for containers that are not plain.
         self._twin, self._where = self._structure.pack(self._leaves), nest.leaves_of(self._values)
@@ -157,7 +157,7 @@ class Arena(ArenaBase, Generic[T]):
     @property
     def nbytes(self) -> int:
         """The bytes of all arrays, and of the gaps that align them."""
-        return sum(mine.nbytes for mine in self._mine)
+        return sum(array.nbytes for array in self._own_arrays)
 
     def _views(self, flat: Sequence[Array]) -> list[Array]:
         return [flat[bucket][place.start : place.stop].reshape(place.shape) for bucket, place in self._places]
@@ -191,7 +191,7 @@ class Arena(ArenaBase, Generic[T]):
                 call.agree("close an arena", options=f"arena {self._number}")
         self._closed = True
         self._routes.clear()
-        self._buckets, self._mine, self._leaves, self._values, self._result = (), [], [], None, None
+        self._buckets, self._own_arrays, self._leaves, self._values, self._result = (), [], [], None, None
         self._twin = None
 
     def _check(self, reducer: Reducer, where: str, out: Any = None) -> None:
@@ -245,17 +245,17 @@ class Arena(ArenaBase, Generic[T]):
         Args:
             weight: for MEAN, the weight of this rank's values.
             out: None, the arena or its `values`, which asks for the result in place.
-            destination: what the ranks must agree on besides; in words.
+            destination: the destination in words, on which the ranks must agree, too.
 
         Returns:
             `values`, which hold the result, or with shared_result read-only views of the node's one result.
 
         Raises:
             ContextError, OptionTypeError, StructureError: see `_check`.
-            DTypeError: for a MEAN of integers, which has another dtype than they, and MIN and MAX of complex numbers.
+            DTypeError: for a MEAN of integers, which has another dtype, and for MIN and MAX of complex numbers.
         """
-        op, chosen = ReduceOp._parse(reduce_op, call.where), reducer.options.merge(options)
-        plan = self._plan(reducer, op, call, chosen, out, is_weighted=weight is not None, destination=destination)
+        op, settings = ReduceOp._parse(reduce_op, call.where), reducer.options.merge(options)
+        plan = self._plan(reducer, op, call, settings, out, is_weighted=weight is not None, destination=destination)
         if plan is not None:
             return plan.run(call, self, out, None)
         in_place = self._in_place or out is not None
@@ -276,7 +276,7 @@ class Arena(ArenaBase, Generic[T]):
         is_weighted: bool = False,
         destination: str = "",
     ) -> ArenaPlan | None:
-        """Return how it is reduced where it is; None where it is reduced like other arrays.
+        """Return the plan for reducing the arena in place; None where it is reduced like other arrays.
 
         Raises:
             MpiStrategyError: as `_all_reduce`.
@@ -299,30 +299,30 @@ class Arena(ArenaBase, Generic[T]):
         return plan
 
     def _how(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions, in_place: bool) -> _How:
-        """Return what its route depends on."""
+        """Return the key of its route."""
         reduced_precision.check(options.wire)
         return op, path_word(options, reducer.algorithm._device_path) if self._on_device else "", options.wire, in_place
 
     def _route(self, how: _How) -> Transfer:
-        """Return how the buckets are reduced where they are."""
-        found = self._routes.get(how)
-        if found is None:
-            found = self._routes[how] = self._new_route(*how)
-        return found
+        """Return the route of the buckets."""
+        route = self._routes.get(how)
+        if route is None:
+            route = self._routes[how] = self._new_route(*how)
+        return route
 
     def _new_route(self, op: ReduceOp, path: str, wire: str | None, in_place: bool) -> Transfer:
         ranks = self._communicator
         if not self._on_device:
             return InPlaceRoute(ranks, self._buckets, op, into_result=not in_place, wire=wire)
-        packs = gpu.gpu_packs(packing.layouts_of(self._mine), 1, 0)  # each by itself
-        targets = self._mine if in_place else [bucket.result for bucket in self._buckets]
+        packs = gpu.gpu_packs(packing.layouts_of(self._own_arrays), 1, 0)  # each by itself
+        targets = self._own_arrays if in_place else [bucket.result for bucket in self._buckets]
         return gpu.GpuRoute(ranks, packs, op, path, wire, targets=targets)
 
     def _describe(self, reducer: Reducer, op: ReduceOp, options: CommunicationOptions) -> list[Description]:
         """Return what `all_reduce` would do, for `Strategy.explain`."""
-        found = self._route(self._how(reducer, op, options, self._in_place)).describe(self._mine)
+        descriptions = self._route(self._how(reducer, op, options, self._in_place)).describe(self._own_arrays)
         counts = [len(pack.members) for pack in self._packs if pack.size or not self._on_device]
-        return [each._replace(arrays=count) for each, count in zip(found, counts, strict=True)]
+        return [description._replace(arrays=count) for description, count in zip(descriptions, counts, strict=True)]
 
     def _broadcast(self, reducer: Reducer, destinations: Any, call: Call) -> Any:
         """Write replica 0's arrays into everybody's, and return `values`; the caller has entered the guard's call."""
@@ -330,7 +330,7 @@ class Arena(ArenaBase, Generic[T]):
         self._check(reducer, call.where)
         call.structure = self._structure.text
         words = f"{destination}, arena {self._number}"
-        write(broadcast(self._communicator, self._mine, 0, call, words, in_place=True), self._mine)
+        write(broadcast(self._communicator, self._own_arrays, 0, call, words, in_place=True), self._own_arrays)
         return self._values
 
     def _destination(self, destinations: Any, where: str) -> str:
@@ -341,7 +341,7 @@ class Arena(ArenaBase, Generic[T]):
 
 
 class ArenaPlan(Compared, CallPlan):
-    """The plan of an arena that is reduced where it is.  It keeps nothing of the arena, which may be closed."""
+    """The plan of an arena that is reduced in place.  It holds no reference to the arena, which may be closed."""
 
     reducer: Reducer
     how: _How
@@ -349,7 +349,7 @@ class ArenaPlan(Compared, CallPlan):
     def run(self, call: Call, value: Arena[Any], out: Any, weight: Any) -> Any:
         """Return the arena's `values`, or the one result of the node; see `CallPlan.run`."""
         value._check(self.reducer, call.where, out)
-        value._route(self.how).carried_out(value._mine, partial(self.agree, call))
+        value._route(self.how).carried_out(value._own_arrays, partial(self.agree, call))
         return value._values if self.how[3] else value._result
 
 
@@ -380,9 +380,9 @@ def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu
         parts = ranks.shared(max(1, pages) * mmap.PAGESIZE)
         is_shared, result = parts.is_shared, _joined(parts)
     if shared_result and not is_shared:
-        result = private_memory(starts[-1]).mine
+        result = private_memory(starts[-1]).own_segment
     if not is_shared:
-        segments, me = (memory.mine,), 0
+        segments, me = (memory.own_segment,), 0
     buckets = []
     for pack, start in zip(packs, starts, strict=False):
         part = slice(start, start + pack.nbytes)
@@ -393,27 +393,27 @@ def buckets_for(ranks: Ranks, packs: Sequence[Pack], shared_result: bool, on_gpu
 
 def _joined(memory: SharedMemory) -> Array:
     """Return the segments of all ranks as one flat array; each must be a whole number of pages."""
-    nbytes, count = memory.mine.nbytes, len(memory.segments)
+    nbytes, count = memory.own_segment.nbytes, len(memory.segments)
     addresses = [segment.ctypes.data for segment in memory.segments]
     assert addresses == [addresses[0] + rank * nbytes for rank in range(count)]
     return np.lib.stride_tricks.as_strided(memory.segments[0], (count * nbytes,), (1,))
 
 
 def _on_gpu(ranks: Ranks, packs: Sequence[Pack], shared_result: bool) -> tuple[Replicas, ...]:
-    cupy, index, made = cupy_for("an arena in GPU memory"), gpu_of(ranks.devices, ranks.rank), []
+    cupy, index, buckets = cupy_for("an arena in GPU memory"), gpu_of(ranks.devices, ranks.rank), []
     with cupy.cuda.Device(cupy.cuda.runtime.getDevice() if index is None else index):
         for pack in packs:
-            mine, *result = (communication_memory(cupy, pack.size, pack.dtype) for _ in range(1 + shared_result))
-            for array in (mine, *result):
+            own_array, *result = (communication_memory(cupy, pack.size, pack.dtype) for _ in range(1 + shared_result))
+            for array in (own_array, *result):
                 array[...] = 0
-            made.append(Replicas((mine,), result=result[0] if shared_result else None))
-    return tuple(made)
+            buckets.append(Replicas((own_array,), result=result[0] if shared_result else None))
+    return tuple(buckets)
 
 
 def check_dtypes(buckets: Sequence[Replicas], op: ReduceOp, where: str) -> None:
-    """Raise DTypeError for a MEAN of integers, which does not fit where they are, and an order of complex numbers."""
+    """Raise DTypeError for a MEAN of integers, which would not fit, and for MIN and MAX of complex numbers."""
     for bucket in buckets:
-        dtype = bucket.mine.dtype
+        dtype = bucket.own_array.dtype
         if op is ReduceOp.MEAN and dtype.kind in "iu":
             raise DTypeError.at(
                 where,
@@ -444,7 +444,7 @@ class Replicas:
     result: Array | None = None
 
     @property
-    def mine(self) -> Array:
+    def own_array(self) -> Array:
         """This rank's own array."""
         return self.arrays[self.local_rank]
 
@@ -453,8 +453,8 @@ class InPlaceRoute(Transfer):
     """The route of the buckets of an arena.
 
     Args:
-        ranks: who takes part.
-        buckets: the arrays of this node, one bucket for each array that `bring` and `run` are given.
+        ranks: the ranks that take part.
+        buckets: the arrays of this node, one bucket for each array that `bring` and `run` get.
         op: how they are combined; 16-bit floats in float32 and rounded once, integers wrap.
         into_result: write `Replicas.result` and leave the arrays as they are; else write every array.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
@@ -464,59 +464,61 @@ class InPlaceRoute(Transfer):
         self, ranks: Ranks, buckets: Sequence[Replicas], op: ReduceOp, *, into_result: bool, wire: str | None = None
     ) -> None:
         self._ranks = ranks
-        self._buckets = [_Bucket(ranks, each, op, each.result if into_result else None, wire) for each in buckets]
+        self._buckets = [_Bucket(ranks, bucket, op, bucket.result if into_result else None, wire) for bucket in buckets]
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[Any]:
-        """Return the memory that messages need besides the arrays, which are where they are combined."""
-        return [each.bring() for each in self._buckets]
+        """Return the memory that messages need besides the arrays."""
+        return [bucket.bring() for bucket in self._buckets]
 
     def run(self, arrays: Sequence[Array], memory: list[Any]) -> list[Array]:
-        """Combine the buckets on all nodes, and return where the combinations are."""
+        """Combine the buckets on all nodes, and return the arrays with the results."""
         with np.errstate(all="ignore"):
-            for each, room in zip(self._buckets, memory, strict=True):
-                if each.mine.size:  # else nodes may have different numbers of ranks
-                    each.run(room)
+            for bucket, room in zip(self._buckets, memory, strict=True):
+                if bucket.own_array.size:  # else nodes may have different numbers of ranks
+                    bucket.run(room)
         self._ranks.node_barrier()
-        return [each.mine if each.result is None else each.result for each in self._buckets]
+        return [bucket.own_array if bucket.result is None else bucket.result for bucket in self._buckets]
 
     def describe(self, arrays: Sequence[Array]) -> list[Description]:
-        return [each.described() for each in self._buckets]
+        return [bucket.described() for bucket in self._buckets]
 
 
 class _Bucket:
-    """How one bucket is combined: where it is, if the ranks see each other's; else it is sent as other arrays are.
+    """How one bucket is combined: in place if the ranks see each other's arrays; else it is sent as other arrays are.
 
-    Between nodes, sums of a node that travel as they are go from where they are; small ones are left to one call of
-    MPI, and others travel in another dtype.
+    Between nodes, sums of a node that keep their dtype are sent from where they are.  Small sums take one call of MPI.
+    Sums of another dtype are copied.
     """
 
     def __init__(self, ranks: Ranks, replicas: Replicas, op: ReduceOp, result: Array | None, wire: str | None) -> None:
-        mine, text = replicas.mine, op._on_the_wire
-        self.mine: Array = mine
+        own_array, text = replicas.own_array, op._on_the_wire
+        self.own_array: Array = own_array
         self.result: Array | None = result
         self._ranks, self._replicas, self._op = ranks, replicas, text
         self._targets: Sequence[Array] = replicas.arrays if result is None else (result,)
-        self._divisor = op._divisor(mine.dtype, ranks.size)
-        #: The dtype in which sums travel between nodes, where that is another one.
-        self._wire: Wire = between_nodes(ranks, wire, mine.dtype, text)
-        self._route = CommunicatorRoute(ranks, packing.plan(packing.layouts_of([mine]), 1), op, wire=wire)
+        self._divisor = op._divisor(own_array.dtype, ranks.size)
+        #: The dtype in which sums travel between nodes, where it differs from theirs.
+        self._wire: Wire = between_nodes(ranks, wire, own_array.dtype, text)
+        self._route = CommunicatorRoute(ranks, packing.plan(packing.layouts_of([own_array]), 1), op, wire=wire)
         self._share: ShareOfNode | None = None
         if replicas.is_shared and ranks.nodes == 1:
             self._share = ShareOfNode(replicas.arrays, self._targets, text, self._divisor, replicas.local_rank)
         is_split = ranks.nodes > 1 and len(replicas.arrays) > 1
         sees_node = is_split and ranks.has_links and across_nodes(ranks).sees_node
-        is_sent = self._wire is not None or ranks.route(mine.nbytes, mine.dtype, text) == "lanes"
+        is_sent = self._wire is not None or ranks.route(own_array.nbytes, own_array.dtype, text) == "lanes"
         #: Whether the sums of the node go to other nodes from where they are.
-        self._by_lanes: bool = sees_node and is_sent and host_wire_dtype(mine.dtype) == mine.dtype
+        self._by_lanes: bool = sees_node and is_sent and host_wire_dtype(own_array.dtype) == own_array.dtype
 
     def bring(self) -> Any:
         """Return the memory that is needed besides the arrays."""
-        return None if self._share is not None or self._by_lanes else self._route.bring([self.mine], [self._target()])
+        return (
+            None if self._share is not None or self._by_lanes else self._route.bring([self.own_array], [self._target()])
+        )
 
     def _target(self) -> Array | None:
         """Return where messages write the result; None where the first rank of the node writes it for all."""
         if self.result is None:
-            return self.mine
+            return self.own_array
         return None if self._replicas.is_shared and self._replicas.local_rank > 0 else self.result
 
     def run(self, memory: Any) -> None:
@@ -529,15 +531,15 @@ class _Bucket:
         else:
             if self.result is not None and self._replicas.is_shared:
                 self._ranks.node_barrier()  # until the peers are here they may read the result of the call before
-            [total] = self._route.run([self.mine], memory)
+            [total] = self._route.run([self.own_array], memory)
             target = self._target()
             if target is not None and total is not target:
                 np.copyto(target, total, casting="unsafe")
 
     def described(self) -> Description:
-        """Return what `Strategy.explain` says of it."""
-        mine, way = self.mine, self._route.way(self._route.packs[0], [self.mine])
+        """Return the description for `Strategy.explain`."""
+        own_array, way = self.own_array, self._route.way(self._route.packs[0], [self.own_array])
         if self._share is not None:
             target = "every one" if self.result is None else "the node's one result"
             way = f"where the arrays are, each rank 1/{len(self._replicas.arrays)} of them, into {target}", ()
-        return Description(mine.dtype, mine.nbytes, 1, way)
+        return Description(own_array.dtype, own_array.nbytes, 1, way)

@@ -2,9 +2,9 @@
 
 Arrays on the host are reduced by a thread in the background between nodes, and at once on one node.
 
-Arrays in GPU memory are packed on the program's stream, and the results are made of it there, when somebody waits for
-them.  Between the two the reduction goes on a stream of its own.  Events order them: this stream waits for what was put
-on the program's stream before the call, and a program's stream waits for the reduction where the result is asked for.
+Arrays in GPU memory are packed on the program's stream.  The reduction runs on a stream of its own.  The results are
+unpacked on the program's stream, when the program waits for them.  Events order the streams: the reduction waits for
+earlier work on the program's stream, and the program's stream waits for the reduction where the result is asked for.
 Nothing waits on the host.  Only NCCL needs nothing else.  On the other paths the host takes part: this thread,
 or the call that starts the reduction where MPI may not be called in several threads.
 """
@@ -41,7 +41,7 @@ from mpistrategy.reduction.arena import Arena, check_dtypes
 from mpistrategy.reduction.inputs import check_order, in_kind, leaves_like
 from mpistrategy.reduction.layout.destinations import EVERY_RANK
 from mpistrategy.reduction.layout.packing import layouts_of
-from mpistrategy.reduction.reducer import AllReduce, Reducer, handed_out, looked_at
+from mpistrategy.reduction.reducer import AllReduce, Reducer, checked_inputs, outputs_for
 
 _WHERE = "ReplicaContext.all_reduce_async"
 _CALL = "ReplicaContext.all_reduce"
@@ -50,14 +50,14 @@ T_co = TypeVar("T_co", covariant=True)
 
 
 class AllReduceHandle(NotPickled, Generic[T_co]):
-    """An all-reduce that was started by `ReplicaContext.all_reduce_async`; generic in the type of its result."""
+    """An all-reduce that `ReplicaContext.all_reduce_async` has started; generic in the type of its result."""
 
     _instead_of_pickling = "Send what wait() returns."
 
     def __init__(self, result: Any, under_way: _UnderWay | None = None, begun: _Begun | None = None) -> None:
-        """Keep the result, or the job that will have it, and what was begun on a GPU."""
-        self._result, self._under_way, self._begun = result, under_way, begun
-        #: Of an arena, which are the result.
+        """Keep the result, or the job that will have it, and the reduction on a GPU."""
+        self._result, self._under_way, self._gpu_reduction = result, under_way, begun
+        #: The values of an arena, which are the result.
         self._values: Any = None
 
     def done(self) -> bool:
@@ -66,17 +66,17 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
         The answer differs from rank to rank: do not let it decide about a collective call.
         """
         is_over = self._under_way is None or self._under_way.job.done()
-        return is_over and (self._begun is None or self._begun.is_over)
+        return is_over and (self._gpu_reduction is None or self._gpu_reduction.is_over)
 
     @collective("wait")
     def wait(self) -> T_co:
         """Return what `all_reduce` would have returned.  Collective: every rank waits, having started equally many.
 
-        A second call returns the same again, and is no collective.  On several nodes, sums may have been added in
+        A second call returns the same result, and is no collective.  On several nodes, sums may have been added in
         another order than by `all_reduce`: still the same bits on all ranks, and in equal runs.
 
         Raises:
-            CollectiveMismatchError: on every rank, when the ranks have started different all-reduces, or one of them
+            CollectiveMismatchError: on every rank, when the ranks have started different all-reduces, or a rank
                 does something else than wait.
             MpiStrategyError: on every rank, for bad input on any rank; of the kind raised there.
         """
@@ -84,8 +84,8 @@ class AllReduceHandle(NotPickled, Generic[T_co]):
             refuse_in_jax_trace("AllReduceHandle.wait")
         else:
             self._result = self._under_way.result()
-        found: Any = self._result if self._begun is None else self._begun.results
-        return found if self._values is None else self._values  # type: ignore[no-any-return]
+        result: Any = self._result if self._gpu_reduction is None else self._gpu_reduction.results
+        return result if self._values is None else self._values  # type: ignore[no-any-return]
 
     def __repr__(self) -> str:
         return f"<AllReduceHandle, {'over' if self.done() else 'under way'}>"
@@ -100,7 +100,7 @@ class _UnderWay:
         guard: of the program's ranks.
 
     Attributes:
-        job: its result to be.
+        job: the future of its result.
     """
 
     def __init__(self, work: Callable[[], Any], background: Background, guard: Guard) -> None:
@@ -111,7 +111,7 @@ class _UnderWay:
         """Wait for the job, together with the other ranks; return its result or raise its error."""
         background, guard = self._background, self._guard
         # A peer in another collective may never start its part; this comparison finds that out.  Once all ranks have
-        # started equally many, each of these ends.
+        # started equally many all-reduces, all of them end.
         if (self._number > background.known_to_all or in_jax_trace()) and not guard.closed:
             started = background.submitted
             with Call(guard, "AllReduceHandle.wait", name=f"{started} all_reduce_async started", anywhere=True) as call:
@@ -134,31 +134,31 @@ def start_all_reduce(
         if not is_on_gpu:
             background = background_of(ranks, agree)
         else:
-            begun = _begun_on_gpu(reducer, reduce_op, value, reducer.options.merge(options), name, out)
-            if begun is not None:
-                return begun
-    if background is None:  # of arrays on a host and a GPU together, too: another thread has another stream
+            handle = _start_on_gpu(reducer, reduce_op, value, reducer.options.merge(options), name, out)
+            if handle is not None:
+                return handle
+    if background is None:  # also for arrays on a host and a GPU together: another thread has another stream
         if arena is not None:
             with Call(ranks.guard, _CALL, name):  # the other ranks hear of an error
                 _parts(reducer, ReduceOp._parse(reduce_op, _WHERE), arena, out)
         return AllReduceHandle(reducer.run(_CALL, AllReduce, reduce_op, value, options, name, out))
     try:
         value, out = _parts(reducer, ReduceOp._parse(reduce_op, _WHERE), value, out)
-        given, structure = nest.flatten_without_none(value)
+        leaves, structure = nest.flatten_without_none(value)
         leaves_like(out, structure, _WHERE)
         # The caller may put other arrays into the nest meanwhile.
-        kept = structure.pack([leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in given])
-        # A reducer on the thread's communicator; what has been started goes on with the present algorithm and options.
+        snapshot = structure.pack([leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves])
+        # A reducer on the thread's communicator; a started reduction goes on with the present algorithm and options.
         make = partial(Reducer, background.communicator, reducer.algorithm, reducer.options)
-        work = partial(reducer.kept(background, make).run, _CALL, AllReduce, reduce_op, kept, options, name, out)
+        work = partial(reducer.cached(background, make).run, _CALL, AllReduce, reduce_op, snapshot, options, name, out)
     except Exception as error:  # the peers start theirs: they must hear of it there
         work = partial(_fail, background.communicator.guard, name, error)
     # The thread has entered nothing; an algorithm of the program's own may ask for its strategy.
-    return _started(ranks, background, work, arena=arena, in_step=current_frame() or nullcontext())
+    return _start(ranks, background, work, arena=arena, in_step=current_frame() or nullcontext())
 
 
 def _parts(reducer: Reducer, op: ReduceOp, value: Any, out: Any) -> tuple[Any, Any]:
-    """Return what is reduced, and where to: of an arena its buckets, in place.
+    """Return the value and the target of the reduction: for an arena its buckets, in place.
 
     Raises:
         MpiStrategyError: for an arena that cannot be reduced in place, with this operation.
@@ -174,34 +174,34 @@ def _parts(reducer: Reducer, op: ReduceOp, value: Any, out: Any) -> tuple[Any, A
             fix="Pass out=arena, or use all_reduce.",
         )
     check_dtypes(value._buckets, op, _WHERE)
-    return [*value._mine], [*value._mine]
+    return [*value._own_arrays], [*value._own_arrays]
 
 
-def _started(
+def _start(
     ranks: Ranks,
     background: Background | None,
     work: Callable[[], Any],
-    begun: _Begun | None = None,
+    gpu_reduction: _Begun | None = None,
     arena: Arena[Any] | None = None,
     in_step: AbstractContextManager[Any] | None = None,
 ) -> AllReduceHandle[Any]:
-    """Return the handle of work that is done in the background, or here without one; its result is that of an arena."""
+    """Return the handle of work in the background, or done here without one; an arena's values are its result."""
     work = partial(_in_background, _ranks_of(ranks, background), call_site(), in_step or nullcontext(), work)
     if background is None:
-        handle: AllReduceHandle[Any] = AllReduceHandle(work(), begun=begun)
+        handle: AllReduceHandle[Any] = AllReduceHandle(work(), begun=gpu_reduction)
     else:
-        handle = AllReduceHandle(None, _UnderWay(work, background, ranks.guard), begun)
+        handle = AllReduceHandle(None, _UnderWay(work, background, ranks.guard), gpu_reduction)
     handle._values = None if arena is None else arena._values
     return handle
 
 
 def _ranks_of(ranks: Ranks, background: Background | None) -> Ranks:
-    """Return the communicator of what is done in the background, or here."""
+    """Return the communicator of the work in the background, or here."""
     return ranks if background is None else background.communicator
 
 
 def _in_background(ranks: Ranks, site: Site, in_step: AbstractContextManager[Any], work: Callable[[], Any]) -> Any:
-    """Return what `work` does, in the thread in the background, as if it was called where the program started it."""
+    """Return the result of `work` in the background thread, as if the program called it at its call site."""
     ranks.guard.site = site
     try:
         with in_step, working_on(ranks):
@@ -211,7 +211,7 @@ def _in_background(ranks: Ranks, site: Site, in_step: AbstractContextManager[Any
 
 
 def _first_call(guard: Guard, name: str | None, make: Callable[[], Any]) -> Any:
-    """Return what `make` makes together with the other ranks."""
+    """Return the result of `make`, called together with the other ranks."""
     with Call(guard, _WHERE, name) as call:
         call.agree("the first all_reduce_async")
         return make()
@@ -234,29 +234,29 @@ def _fail(guard: Guard, name: str | None, error: Exception) -> Any:
 # ------------------------------------------------------------------------------------------------- in GPU memory
 
 
-def _begun_on_gpu(
+def _start_on_gpu(
     reducer: Reducer, reduce_op: Any, value: Any, options: CommunicationOptions, name: str | None, out: Any
 ) -> AllReduceHandle[Any] | None:
-    """Start an all-reduce of arrays in GPU memory; None where these are not all, or are combined on the host."""
+    """Start an all-reduce of arrays in GPU memory; None where not all arrays are there, or the host combines them."""
     ranks, arena = reducer.communicator, value if isinstance(value, Arena) else None
-    begun: _Begun | None = None
+    reduction: _Begun | None = None
     try:
         op = ReduceOp._parse(reduce_op, _WHERE)
-        begun = _Begun(reducer, op, *_parts(reducer, op, value, out), options)
-        if begun.path is None:
+        reduction = _Begun(reducer, op, *_parts(reducer, op, value, out), options)
+        if reduction.path is None:
             return None
-        path: DevicePath | None = begun.path
+        path: DevicePath | None = reduction.path
     except Exception as error:  # the peers start theirs: they must hear of it there
         failure = error
-        path = device_paths(ranks).known.get(path_word(options, reducer.algorithm._device_path))
-    # The caller's thread does what waits for nothing.
+        path = device_paths(ranks).by_word.get(path_word(options, reducer.algorithm._device_path))
+    # The caller's thread does work that waits for nothing.
     background = None
     if path is not None and path.name not in ON_THE_STREAM:
         background = background_of(ranks, partial(_first_call, ranks.guard, name), waits_for_gpu=True)
     where = _ranks_of(ranks, background)
-    if begun is None:
-        return _started(ranks, background, partial(_fail, where.guard, name, failure))
-    return _started(ranks, background, partial(begun.work, where, name, options), begun, arena)
+    if reduction is None:
+        return _start(ranks, background, partial(_fail, where.guard, name, failure))
+    return _start(ranks, background, partial(reduction.work, where, name, options), reduction, arena)
 
 
 class _Stream(Freed):
@@ -265,11 +265,11 @@ class _Stream(Freed):
     def __init__(self) -> None:
         self._cupy: Any = cupy_for("arrays in GPU memory")
         self._streams: dict[int, Any] = {}
-        #: What the stream may still use, and the events behind it; the oldest first.
+        #: Objects that the stream may still use, and the events after their last use; the oldest first.
         self._used: deque[tuple[Any, object]] = deque()
 
     def note(self) -> Any:
-        """Return an event behind what is on the current stream so far."""
+        """Return an event behind the current stream's work so far."""
         event = self._cupy.cuda.Event(disable_timing=True)
         event.record(self._cupy.cuda.get_current_stream())
         return event
@@ -284,16 +284,16 @@ class _Stream(Freed):
             stream.wait_event(event)
             yield
 
-    def keep(self, what: object) -> Any:
-        """Return an event behind what is on the current stream, and keep `what` alive until it has been reached."""
+    def keep(self, memory: object) -> Any:
+        """Return an event behind the current stream's work, and keep `memory` alive until the event."""
         event = self.note()
-        self._used.append((event, what))
+        self._used.append((event, memory))
         while self._used and self._used[0][0].done:
             self._used.popleft()
         return event
 
     def free(self) -> None:
-        """Wait for what is on the streams: then nothing of it uses any memory."""
+        """Wait for the streams: then their work uses no memory."""
         for stream in self._streams.values():
             stream.synchronize()
         self._used.clear()
@@ -322,10 +322,13 @@ class _Begun:
     def __init__(self, reducer: Reducer, op: ReduceOp, value: Any, out: Any, options: CommunicationOptions) -> None:
         leaves, self._structure = nest.flatten_without_none(value)
         targets, paths = leaves_like(out, self._structure, _WHERE), partial(nest.paths_without_none, value)
-        given, self._arrays, memory = looked_at(op, leaves, paths, _WHERE, None, targets)
-        self._given, self._handed_out = given, partial(handed_out, leaves=leaves, targets=targets, memory=memory)
+        components, self._arrays, memory = checked_inputs(op, leaves, paths, _WHERE, None, targets)
+        self._components, self._outputs_for = (
+            components,
+            partial(outputs_for, leaves=leaves, targets=targets, memory=memory),
+        )
         ranks, self._guard = reducer.communicator, reducer.communicator.guard
-        algorithm, is_mirrored = reducer.algorithm, any(isinstance(each, Mirrored) for each in given)
+        algorithm, is_mirrored = reducer.algorithm, any(isinstance(component, Mirrored) for component in components)
         if is_mirrored or not algorithm._has_plans or not all(map(is_on_device, self._arrays)):
             return
         for array in self._arrays:
@@ -336,17 +339,17 @@ class _Begun:
         self._route, self._op, self._settings = route, op, algorithm._settings(options)
         self._device: Any = self._arrays[0].device
         with self._device:
-            own = None if memory is None else route.own_results(self._arrays, memory)
-            self._memory = route.bring(self._arrays, own)
+            own_results = None if memory is None else route.own_results(self._arrays, memory)
+            self._memory = route.bring(self._arrays, own_results)
             self._stream = ranks.once(_Stream, _Stream)
             self._packed = self._stream.note()
             self.path = device_path(ranks, route.word)
-            #: Whose memory may be used again only when it has been packed.
-            self._read = event_of_reads(given)
-        self._sent: Any = None
+            #: The event after which the memory of other libraries' arrays may be used again.
+            self._read = event_of_reads(components)
+        self._sent_event: Any = None
 
     def work(self, ranks: Ranks, name: str | None, options: CommunicationOptions) -> None:
-        """Agree, and combine what has been packed; with the communicator of the thread."""
+        """Agree, and combine the packed arrays; with the communicator of the thread."""
         path: Any = self.path  # the ranks of the thread have a path of their own, of the same kind
         with Call(ranks.guard, _CALL, name) as call, self._device:
             call.structure = self._structure.text
@@ -360,19 +363,19 @@ class _Begun:
                 try:
                     self._route.send(ranks, path, self._memory)
                 finally:
-                    self._sent = self._stream.keep((self._arrays, self._memory))
+                    self._sent_event = self._stream.keep((self._arrays, self._memory))
 
     @property
     def is_over(self) -> bool:
-        """Whether the GPU is done with what `work` has given it."""
-        return self._sent is None or bool(self._sent.done)
+        """Whether the GPU has done the work of `work`."""
+        return self._sent_event is None or bool(self._sent_event.done)
 
     @cached_property
     def results(self) -> Any:
-        """Return what the program gets, on the current stream, behind the reduction."""
+        """Return the program's results, on the current stream, behind the reduction."""
         with self._device:
-            cupy_for("arrays in GPU memory").cuda.get_current_stream().wait_event(self._sent)
-            found = self._route.unpacked(self._memory)
-            results = self._handed_out([*map(in_kind, found, self._given)])
+            cupy_for("arrays in GPU memory").cuda.get_current_stream().wait_event(self._sent_event)
+            arrays = self._route.unpacked(self._memory)
+            results = self._outputs_for([*map(in_kind, arrays, self._components)])
         self._guard.wait_for_gpu(self._read)
         return self._structure.pack(results)

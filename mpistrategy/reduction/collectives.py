@@ -1,7 +1,7 @@
-"""Collectives that do the same with each array of a nest: what they have in common, and each of them.
+"""Collectives that treat each array of a nest alike: their base class, and the collectives.
 
 A call checks its arrays and takes memory, which is all that can fail on one rank.  Then the ranks agree on the call,
-the data move, and the results are put into a nest like the given one.
+the data move, and the results are put into a nest like the value.
 """
 
 from __future__ import annotations
@@ -61,12 +61,12 @@ PIECE_BYTES = 8 * 2**20
 
 
 class Collective(Transfer):
-    """How the arrays of such a call move, and what the ranks compare before.
+    """How the arrays of a call move, and the signature that the ranks compare first.
 
     Attributes:
         verb: the name of the collective.
-        op: what is asked for, in words.
-        values: the dtype of each array, and what is equal of its shape on all ranks.
+        op: the operation or the argument, in words.
+        values: the dtype of each array, and the part of its shape that is equal on all ranks.
     """
 
     verb: str
@@ -74,38 +74,38 @@ class Collective(Transfer):
     values: Values
 
     def signature(self, call: Call, destination: str = "") -> Signature:
-        """Return what the ranks compare."""
+        """Return the signature that the ranks compare."""
         words = (self.verb, self.op, call.structure, self.values, destination, "")
         return Signature(*words, call.name, call.where, call.place, call.step)
 
 
 def dense(value: Any, where: str) -> Any:
     """Return this rank's value; UnsupportedError for IndexedSlices."""
-    given = contribution(value)
-    if isinstance(given, IndexedSlices):
+    component = contribution(value)
+    if isinstance(component, IndexedSlices):
         fix = "Use to_dense(), or give its values and its indices."
         raise UnsupportedError.at(where, found="IndexedSlices", expected="an array", fix=fix)
-    return given
+    return component
 
 
 def check_gpus(ranks: Ranks, arrays: Sequence[Any], where: str) -> bool:
-    """Return whether arrays are in GPU memory: on the GPU that this rank drives, whose path has the memory it needs."""
-    placed = [array for array in arrays if is_on_device(array)]
-    if placed:
-        gpu.prepare(ranks, placed, where)
-    return bool(placed)
+    """Return whether arrays are in GPU memory; raise unless this rank's GPU can send them."""
+    gpu_arrays = [array for array in arrays if is_on_device(array)]
+    if gpu_arrays:
+        gpu.prepare(ranks, gpu_arrays, where)
+    return bool(gpu_arrays)
 
 
 def move(ranks: Ranks, collective: Collective, arrays: Sequence[Any], call: Call) -> list[Array]:
-    """Return what becomes of arrays, once all ranks make the same call."""
-    placed = check_gpus(ranks, arrays, call.where)
-    return collective.carried_out(arrays, partial(call.agree_on, collective.signature(call), sparingly=not placed))
+    """Return the results of arrays, once all ranks make the same call."""
+    on_gpu = check_gpus(ranks, arrays, call.where)
+    return collective.carried_out(arrays, partial(call.agree_on, collective.signature(call), sparingly=not on_gpu))
 
 
 class EachArray(General):
-    """A collective that does the same with each array of a nest; a subclass says what, in `collective`."""
+    """A collective that treats each array of a nest alike; a subclass defines `collective`."""
 
-    #: Whether a nest without arrays is refused; one of None is not.
+    #: Whether a nest without arrays is refused; a nest of None alone never is.
     needs_arrays: bool = False
     plan_type: type[NestPlan] = NestPlan
 
@@ -114,7 +114,7 @@ class EachArray(General):
         """Return how arrays like these move.
 
         Raises:
-            MpiStrategyError: for what cannot.
+            MpiStrategyError: for arrays that cannot move.
         """
 
     def checked(self, value: Any, where: str) -> Any:
@@ -127,19 +127,19 @@ class EachArray(General):
         call.structure = structure.text
         if self.needs_arrays and not (leaves or structure.num_none or self.reducer.is_alone):
             raise EmptyBatchError.at(call.where, found="an empty structure", expected="at least one array")
-        call.wait_as(self.chosen.timeout_seconds)
+        call.wait_as(self.merged_options.timeout_seconds)
         arrays = [self.checked(leaf, call.where) for leaf in leaves]
-        results = self.moved(call, self.collective(call, arrays), arrays, value)
-        given = [*map(contribution, leaves)]
-        self.reducer.communicator.guard.wait_for_gpu(event_of_reads(given))
-        return structure.pack([*map(as_given, map(like_given, results, given), given)])
+        results = self.move_arrays(call, self.collective(call, arrays), arrays, value)
+        components = [*map(contribution, leaves)]
+        self.reducer.communicator.guard.wait_for_gpu(event_of_reads(components))
+        return structure.pack([*map(as_given, map(like_given, results, components), components)])
 
-    def moved(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
-        """Return what becomes of the arrays of a value, once all ranks make the same call."""
+    def move_arrays(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
+        """Return the results of the arrays of a value, once all ranks make the same call."""
         return move(self.reducer.communicator, collective, arrays, call)
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
-        """Return the plan of a nest of arrays and numbers on the host; None for others."""
+        """Return the plan of a nest of arrays and numbers on the host; None for other nests."""
         where = nest.leaves_of(value)
         leaves = [] if where is None else where.take(value)
         arrays = arrays_of(leaves) if nest.only_text_keys(value) else None
@@ -147,7 +147,9 @@ class EachArray(General):
             return None
         call.structure, kinds = where.text, {*map(type, leaves)}
         collective = self.collective(call, arrays)
-        return self.plan_type(self, where, collective, collective.signature(call), self.chosen.timeout_seconds, kinds)
+        return self.plan_type(
+            self, where, collective, collective.signature(call), self.merged_options.timeout_seconds, kinds
+        )
 
 
 # ------------------------------------------------------------------------------------------------- gather
@@ -160,9 +162,9 @@ class Gathering(Collective):
     the lengths with the check, and then send the arrays.
 
     Args:
-        ranks: who takes part.
-        arrays: this rank's, or arrays like them.
-        axes: along which axis each comes together.
+        ranks: the ranks that take part.
+        arrays: this rank's arrays, or arrays like them.
+        axes: the axis of each array.
         into: see `gather`.
     """
 
@@ -172,18 +174,18 @@ class Gathering(Collective):
         self._ranks, self._axes, self._into = ranks, axes, into
         self.layouts: tuple[Layout, ...] = layouts_of(arrays)
         self.op: str = f"axis {axes}"
-        both = zip(map(layout_of, arrays), axes, strict=True)
-        self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in both)
+        rows = zip(map(layout_of, arrays), axes, strict=True)
+        self.values: Values = tuple((name, shape[:axis] + shape[axis + 1 :]) for (name, shape), axis in rows)
         self._lengths = [array.shape[axis] for array, axis in zip(arrays, axes, strict=True)]
-        self._mine = np.array(self._lengths, np.int64)
-        header, boxes = layouts_of([self._mine]), ranks.mailboxes
+        self._own_lengths = np.array(self._lengths, np.int64)
+        header, boxes = layouts_of([self._own_lengths]), ranks.mailboxes
         #: Whether this rank's arrays lie in its mailbox.
         self._fits = False
         self._in_mailboxes: MailboxArrays | None = None
         if boxes is not None and MailboxArrays.has_room(boxes, header, boxes.size):
-            together = header + self.layouts
-            self._fits = MailboxArrays.has_room(boxes, together, boxes.size) and not any(map(is_on_device, arrays))
-            self._in_mailboxes = MailboxArrays(boxes, together if self._fits else header)
+            box_layouts = header + self.layouts
+            self._fits = MailboxArrays.has_room(boxes, box_layouts, boxes.size) and not any(map(is_on_device, arrays))
+            self._in_mailboxes = MailboxArrays(boxes, box_layouts if self._fits else header)
         else:
             self._numbers = NumbersOfRanks(ranks, len(arrays))
 
@@ -191,30 +193,30 @@ class Gathering(Collective):
         """Do what must be done before the ranks agree on the call.
 
         Returns:
-            Memory for the lengths; of small arrays for the results, if all ranks have as many as this one.
+            Memory for the lengths; for small arrays memory for the results, if all ranks have equal lengths.
         """
         if self._in_mailboxes is None:
-            return self._numbers.bring(self._mine)
-        self._in_mailboxes.put([self._mine, *arrays])
+            return self._numbers.bring(self._own_lengths)
+        self._in_mailboxes.put([self._own_lengths, *arrays])
         rows, size = zip(self.layouts, self._axes, strict=True), self._ranks.size
         shapes = [((*shape[:axis], size * shape[axis], *shape[axis + 1 :]), dtype) for (dtype, shape), axis in rows]
-        return [np.empty(*each) for each in shapes] if self._fits else None
+        return [np.empty(*layout) for layout in shapes] if self._fits else None
 
     def run(self, arrays: Sequence[Any], memory: Any) -> list[Array]:
         """Return all ranks' arrays, after the agreement."""
         if self._in_mailboxes is None:
-            lengths = self._numbers.found(memory).astype(np.int64)
+            lengths = self._numbers.numbers_of_ranks(memory).astype(np.int64)
         else:
-            seen = self._in_mailboxes.seen()
-            lengths = np.array([theirs[0] for theirs in seen])
-            if self._fits and lengths.tolist() == [self._lengths] * len(seen):
+            arrays_by_rank = self._in_mailboxes.arrays_of_ranks()
+            lengths = np.array([rank_arrays[0] for rank_arrays in arrays_by_rank])
+            if self._fits and lengths.tolist() == [self._lengths] * len(arrays_by_rank):
                 rows = zip(memory, self._axes, strict=True)
                 return [
-                    np.concatenate([theirs[number] for theirs in seen], axis, out=result)
+                    np.concatenate([rank_arrays[number] for rank_arrays in arrays_by_rank], axis, out=result)
                     for number, (result, axis) in enumerate(rows, 1)
                 ]
-        moved = [np.moveaxis(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
-        gathered = gather_all(self._ranks, list(zip(moved, lengths.T.tolist(), strict=True)), self._into)
+        blocks = [np.moveaxis(array, axis, 0) for array, axis in zip(arrays, self._axes, strict=True)]
+        gathered = gather_all(self._ranks, list(zip(blocks, lengths.T.tolist(), strict=True)), self._into)
         if not any(self._axes):
             return gathered
         return self._ranks.guard.on_all(lambda: [*map(_moved_back, gathered, self._axes)])
@@ -222,17 +224,17 @@ class Gathering(Collective):
 
 def _moved_back(array: Any, axis: int) -> Any:
     """Return an array with its first axis where it was, contiguous."""
-    moved = np.moveaxis(array, 0, axis)
-    with on_device_of(moved):
-        return moved if moved.flags.c_contiguous else moved.copy()
+    result = np.moveaxis(array, 0, axis)
+    with on_device_of(result):
+        return result if result.flags.c_contiguous else result.copy()
 
 
 def gather(ranks: Ranks, arrays: Sequence[Any], axis: int, call: Call, into: Targets = None) -> list[Array]:
-    """Return, for each of the arrays, those of all ranks concatenated along `axis`; in GPU memory where they are there.
+    """Return each array of all ranks, concatenated along `axis`; in GPU memory for arrays in GPU memory.
 
     Args:
-        ranks: who takes part.
-        arrays: this rank's; dtypes and all axes but `axis` are equal on all ranks, the length along `axis` may differ.
+        ranks: the ranks that take part.
+        arrays: this rank's arrays, equal on all ranks in dtypes and shapes, but for the length along `axis`.
         axis: from 0 on.
         call: the guard's call that all ranks make.
         into: memory for each result on the host, or None: used where that saves a copy, and if `axis` is 0.
@@ -244,7 +246,7 @@ class Gather(EachArray):
     """`all_gather` and `gather` of any nest of arrays; the argument is the axis."""
 
     def collective(self, call: Call, arrays: Sequence[Any]) -> Collective:
-        axes = [checked_axis(self.argument, each.ndim, call.where) for each in arrays]
+        axes = [checked_axis(self.argument, array.ndim, call.where) for array in arrays]
         return Gathering(self.reducer.communicator, arrays, axes)
 
 
@@ -272,7 +274,7 @@ def checked_axis(axis: Any, ndim: int, where: str) -> int:
 
 
 def room_for_shares(ranks: Ranks, flat: Array) -> tuple[Array, Array]:
-    """Return memory for what `by_shares` sends and receives of an array at a time: a row for each rank."""
+    """Return the send and the receive buffer of `by_shares`: a row for each rank."""
     length = min(flat.size, max(1, PIECE_BYTES // flat.itemsize))
     shape = ranks.size, -(-length // ranks.size)
     return np.zeros(shape, flat.dtype), np.zeros(shape, flat.dtype)
@@ -281,25 +283,25 @@ def room_for_shares(ranks: Ranks, flat: Array) -> tuple[Array, Array]:
 def by_shares(ranks: Ranks, flat: Array, memory: tuple[Array, Array], work: Callable[[Array], object]) -> None:
     """Let each rank work on all ranks' values of its share of an array, piece by piece.
 
-    `work` gets a row of each rank, in rank order, and leaves there what that rank gets in place of its values.  Each
-    number travels twice, however many ranks there are.
+    `work` gets a row of each rank, in rank order, and writes that rank's results into it.  Each number travels twice,
+    however many ranks there are.
     """
-    sent, received = memory
-    for start in range(0, flat.size, max(1, sent.size)):
-        piece = flat[start : start + sent.size]
-        sent.reshape(-1)[: piece.size] = piece
-        ranks.alltoall(sent, received)
-        work(received)
-        ranks.alltoall(received, sent)
-        piece[...] = sent.reshape(-1)[: piece.size]
+    send_buffer, receive_buffer = memory
+    for start in range(0, flat.size, max(1, send_buffer.size)):
+        piece = flat[start : start + send_buffer.size]
+        send_buffer.reshape(-1)[: piece.size] = piece
+        ranks.alltoall(send_buffer, receive_buffer)
+        work(receive_buffer)
+        ranks.alltoall(receive_buffer, send_buffer)
+        piece[...] = send_buffer.reshape(-1)[: piece.size]
 
 
 class Scanning(Collective):
     """The scan of arrays on the host, by shares.
 
     Args:
-        ranks: who takes part.
-        arrays: this rank's, or arrays like them.
+        ranks: the ranks that take part.
+        arrays: this rank's arrays, or arrays like them.
         op: how they are combined.
         exclusive: whether a rank's own value is left out.
     """
@@ -313,7 +315,7 @@ class Scanning(Collective):
         self.values: Values = tuple(map(layout_of, arrays))
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Copy the arrays as they are combined; take memory for what travels, and for results that are rounded."""
+        """Copy the arrays in the dtype of the sum; take memory for messages, and for results that are rounded."""
         totals = [np.array(array, host_wire_dtype(array.dtype), order="C") for array in arrays]
         results = [t if t.dtype == a.dtype else np.empty(a.shape, a.dtype) for t, a in zip(totals, arrays, strict=True)]
         return totals, results, [room_for_shares(self._ranks, total) for total in totals]
@@ -337,7 +339,7 @@ class Scanning(Collective):
 
 
 class Scan(EachArray):
-    """`ReplicaContext.scan`; the argument is the operation, whether it is exclusive, and the type of that."""
+    """`ReplicaContext.scan`; the argument is the operation, whether it is exclusive, and the type of that flag."""
 
     needs_arrays = True
 
@@ -345,8 +347,8 @@ class Scan(EachArray):
         return host_array(reducible(dense(value, where), where), where)
 
     def collective(self, call: Call, arrays: Sequence[Any]) -> Collective:
-        asked, is_exclusive, _ = self.argument
-        op, where = ReduceOp._parse(asked, call.where), call.where
+        reduce_op, is_exclusive, _ = self.argument
+        op, where = ReduceOp._parse(reduce_op, call.where), call.where
         if op is ReduceOp.MEAN:
             raise ReduceOpError.at(
                 where,
@@ -362,7 +364,7 @@ class Scan(EachArray):
 
 
 def identity(dtype: np.dtype[Any], op: ReduceOp) -> Any:
-    """Return what changes no SUM, PROD, MIN or MAX of numbers of this dtype."""
+    """Return the identity element of SUM, PROD, MIN or MAX for numbers of this dtype."""
     if op not in (ReduceOp.MIN, ReduceOp.MAX):
         return 1 if op is ReduceOp.PROD else 0
     if dtype.kind in "iu":
@@ -380,22 +382,22 @@ class Scattered(General):
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return this rank's parts; see `CallPlan.run`."""
         leaves, structure = nest.flatten_without_none(value)
-        given = [dense(leaf, call.where) for leaf in leaves]
-        axes = [checked_axis(out, reducible(each, call.where).ndim, call.where) for each in given]
+        components = [dense(leaf, call.where) for leaf in leaves]
+        axes = [checked_axis(out, reducible(component, call.where).ndim, call.where) for component in components]
         call.structure = f"{structure.text} along axis {', '.join(map(str, axes))}"
         op = ReduceOp._parse(self.argument, call.where)
         if self.reducer.agrees_on_none(call, op, structure):
             return structure.pack([])
         paths = partial(nest.paths_without_none, value)
         results = self.reducer.all_reduce_leaves(call, op, leaves, paths, options=self.options)
-        return structure.pack([*map(self._own_part, results, axes, given)])
+        return structure.pack([*map(self._own_part, results, axes, components)])
 
-    def _own_part(self, result: Any, axis: int, given: Any) -> Any:
-        """Return a copy of this rank's part of a reduced array, as the kind of array that was given."""
+    def _own_part(self, result: Any, axis: int, component: Any) -> Any:
+        """Return a copy of this rank's part of a reduced array, in the kind of array of the input."""
         ranks, array = self.reducer.communicator, reducible(result, "ReplicaContext.reduce_scatter")
         step = -(-array.shape[axis] // ranks.size)
         part = slice(ranks.rank * step, (ranks.rank + 1) * step)
-        return like_given(copy_of(array[(slice(None),) * axis + (part,)]), given)
+        return like_given(copy_of(array[(slice(None),) * axis + (part,)]), component)
 
 
 # ------------------------------------------------------------------------------------------------- IndexedSlices
@@ -416,22 +418,22 @@ def gather_all(communicator: Ranks, blocks: Sequence[tuple[Array, list[int]]], i
     """Return, for each (block, rows), the blocks of all ranks along the first axis.  Collective.
 
     ``rows[r]`` is the length of rank r's block.  Results on the host are in the memory of `into`, which may have the
-    blocks, where there is some of that size.  If a rank has no memory for the result, all ranks raise.
+    blocks, where it has memory of that size.  If a rank has no memory for the result, all ranks raise.
     """
     targets = [None] * len(blocks) if into is None else into
     rooms = communicator.guard.on_all(lambda: [*map(partial(_room, communicator), blocks, targets)])
-    for (block, rows), (mine, result) in zip(blocks, rooms, strict=True):
+    for (block, rows), (own_block, result) in zip(blocks, rooms, strict=True):
         counts = [count * prod(block.shape[1:]) for count in rows]
         if is_on_device(block):
-            gpu.gather_rows(communicator, mine, counts, result)
+            gpu.gather_rows(communicator, own_block, counts, result)
         else:
-            communicator.allgatherv(mine, counts, result)
+            communicator.allgatherv(own_block, counts, result)
     return [result for _, result in rooms]
 
 
-def _room(communicator: Ranks, given: tuple[Array, list[int]], target: Array | None) -> tuple[Array, Array]:
+def _room(communicator: Ranks, block_and_rows: tuple[Array, list[int]], target: Array | None) -> tuple[Array, Array]:
     """Return a block, contiguous, and memory for the blocks of all ranks."""
-    block, rows = given
+    block, rows = block_and_rows
     if is_on_device(block):
         return gpu.room_for_rows(communicator, block, rows)
     shape = (sum(rows), *block.shape[1:])
@@ -446,28 +448,28 @@ def _room(communicator: Ranks, given: tuple[Array, list[int]], target: Array | N
 def broadcast(
     ranks: Ranks, values: Sequence[Any], root: int, call: Call, destination: str = "", *, in_place: bool = False
 ) -> list[Any]:
-    """Return rank `root`'s value of each of `values`, of the kind that was given.  Arrays in GPU memory stay there.
+    """Return rank `root`'s values, in the kinds of this rank's values.  Arrays in GPU memory stay there.
 
     Args:
-        ranks: who takes part.
+        ranks: the ranks that take part.
         values: this rank's arrays and numbers, of any dtype of fixed size; dtypes and shapes are equal on all ranks.
-        root: whose values they get.
+        root: the rank that sends its values.
         call: the guard's call that all ranks make.
         destination: of the results, as the ranks compare it.
-        in_place: whether a result may be the value itself, on the host, where that is contiguous.
+        in_place: whether a contiguous value on the host may itself be the result.
 
     Raises:
-        LeafError, DTypeError: for what is not an array of a fixed size.
+        LeafError, DTypeError: for values that are not arrays of a fixed size.
         UnsupportedError: for IndexedSlices.
     """
-    given = [dense(value, call.where) for value in values]
-    arrays = [array_where_it_is(value, call.where) for value in given]
+    components = [dense(value, call.where) for value in values]
+    arrays = [array_where_it_is(value, call.where) for value in components]
     check_gpus(ranks, arrays, call.where)
     way = FromRoot(ranks, arrays, root)
     agree = partial(call.agree_on, way.signature(call, destination))
-    results = way.sent(call, arrays, agree, targets=arrays if in_place else None)
-    ranks.guard.wait_for_gpu(event_of_reads(given))
-    return [*map(like_given, results, given)]
+    results = way.arrays_of_root(call, arrays, agree, targets=arrays if in_place else None)
+    ranks.guard.wait_for_gpu(event_of_reads(components))
+    return [*map(like_given, results, components)]
 
 
 class FromRoot(Collective):
@@ -476,9 +478,9 @@ class FromRoot(Collective):
     On a node small arrays on the host lie in its mailbox, beside the check of the call; else MPI sends them after it.
 
     Args:
-        ranks: who takes part.
-        arrays: this rank's, or arrays like them.
-        root: whose they are.
+        ranks: the ranks that take part.
+        arrays: this rank's arrays, or arrays like them.
+        root: the rank that sends its arrays.
     """
 
     verb = "broadcast"
@@ -503,11 +505,11 @@ class FromRoot(Collective):
             if self._ranks.rank == self._root:
                 self._in_mailboxes.put(arrays)
             return None, [np.empty(shape, dtype) for dtype, shape in self.layouts]
-        placed = [array for array in arrays if is_on_device(array)]
-        memory, copies = gpu.packed(placed) if placed else (None, [])
-        own = targets is not None
+        gpu_arrays = [array for array in arrays if is_on_device(array)]
+        memory, copies = gpu.packed(gpu_arrays) if gpu_arrays else (None, [])
+        in_place = targets is not None
         return memory, [
-            copies.pop(0) if is_on_device(a) else a if own and a.flags.c_contiguous else np.array(a, order="C")
+            copies.pop(0) if is_on_device(a) else a if in_place and a.flags.c_contiguous else np.array(a, order="C")
             for a in arrays
         ]
 
@@ -515,7 +517,7 @@ class FromRoot(Collective):
         """Return the root's arrays, after that."""
         on_gpu, results = memory
         if self._in_mailboxes is not None:
-            for result, array in zip(results, self._in_mailboxes.seen()[self._root], strict=True):
+            for result, array in zip(results, self._in_mailboxes.arrays_of_ranks()[self._root], strict=True):
                 result[...] = array
             return results
         for result in results:
@@ -525,7 +527,7 @@ class FromRoot(Collective):
             gpu.bcast(self._ranks, on_gpu, self._root)
         return results
 
-    def sent(
+    def arrays_of_root(
         self,
         call: Call,
         arrays: Sequence[Any],
@@ -537,8 +539,8 @@ class FromRoot(Collective):
 
         Args:
             call: the public call.
-            arrays: this rank's.
-            agree: compares the call between the ranks; returns whether some ask what the root has.
+            arrays: this rank's arrays.
+            agree: compares the call between the ranks; returns whether some ranks ask for the root's structure.
             describe: returns the structure of the values, for ranks that ask for it.
             targets: see `bring`.
         """
@@ -551,14 +553,14 @@ class FromRoot(Collective):
 
 
 class _BroadcastPlan(NestPlan):
-    """The plan of broadcasts, which may have to tell ranks that give None what the others have."""
+    """The plan of broadcasts; it may have to send the structure to ranks that give None."""
 
     _transfer: FromRoot
-    #: What these ranks are told.
+    #: The description for these ranks.
     description: str = ""
 
-    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
-        return self._transfer.sent(call, arrays, partial(self.agree, call), lambda: self.description)
+    def _results(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
+        return self._transfer.arrays_of_root(call, arrays, partial(self.agree, call), lambda: self.description)
 
 
 class Broadcast(EachArray):
@@ -567,7 +569,7 @@ class Broadcast(EachArray):
     plan_type: type[NestPlan] = _BroadcastPlan
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
-        """Return the root's values; see `CallPlan.run`.  A rank without a value asks the root what it is like."""
+        """Return the root's values; see `CallPlan.run`.  A rank without a value asks the root for its structure."""
         ranks, where = self.reducer.communicator, call.where
         root = checked_root(self.argument, ranks.size, where)
         if value is None:
@@ -585,18 +587,18 @@ class Broadcast(EachArray):
         ranks = self.reducer.communicator
         return FromRoot(ranks, arrays, checked_root(self.argument, ranks.size, call.where))
 
-    def moved(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
+    def move_arrays(self, call: Call, collective: Collective, arrays: Sequence[Any], value: Any) -> list[Array]:
         assert isinstance(collective, FromRoot)
         check_gpus(self.reducer.communicator, arrays, call.where)
         describe = partial(description, value, call.where)
-        return collective.sent(call, arrays, partial(call.agree_on, collective.signature(call)), describe)
+        return collective.arrays_of_root(call, arrays, partial(call.agree_on, collective.signature(call)), describe)
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of a nest of arrays and numbers on the host, which can be described; None for others."""
-        made = super().plan(call, value, out, weight)
-        if isinstance(made, _BroadcastPlan):
-            made.description = description(value, call.where)
-        return made
+        plan = super().plan(call, value, out, weight)
+        if isinstance(plan, _BroadcastPlan):
+            plan.description = description(value, call.where)
+        return plan
 
 
 def structure_of(ranks: Ranks, root: int, describe: Callable[[], str] = str) -> str:
@@ -605,7 +607,7 @@ def structure_of(ranks: Ranks, root: int, describe: Callable[[], str] = str) -> 
 
 
 def description(value: Any, where: str) -> str:
-    """Return the structure, the dtypes and the shapes of a nest as a text, from which other ranks make one like it.
+    """Return the structure, the dtypes and the shapes of a nest as a text, from which other ranks make a nest like it.
 
     Raises:
         UnsupportedError: for containers other than dict, list and tuple, for keys that are no plain values, and for
@@ -643,7 +645,7 @@ def _layout(leaf: Any) -> tuple[str, tuple[int, ...], bool]:
 def described(text: str) -> Any:
     """Return a nest of zeros like the one of a description."""
     skeleton, layouts = ast.literal_eval(text)
-    return nest.flatten_without_none(skeleton)[1].pack([_zeros(*each) for each in layouts])
+    return nest.flatten_without_none(skeleton)[1].pack([_zeros(*layout) for layout in layouts])
 
 
 def _zeros(name: str, shape: tuple[int, ...], is_number: bool) -> Any:
@@ -656,7 +658,7 @@ def checked_root(root: Any, size: int, where: str) -> int:
     """Return `root` as a rank.
 
     Raises:
-        OptionTypeError, OptionError: when it is none.
+        OptionTypeError, OptionError: when it is not a rank.
     """
     expected = f"a rank from 0 to {size - 1}"
     if isinstance(root, bool) or not isinstance(root, (int, np.integer)):

@@ -1,4 +1,4 @@
-"""`Strategy.explain`: which way a value would take, and what is copied on it.
+"""`Strategy.explain`: the way that a value would take, and the copies on it.
 
 Everything is asked of the plans that do the work.  Nothing is sent, nothing is written.
 """
@@ -25,43 +25,46 @@ _WHERE = "Strategy.explain"
 
 def explanation(reducer: Reducer, value: Any, reduce_op: Op, options: CommunicationOptions | None) -> str:
     """Return the text of `Strategy.explain`."""
-    op, chosen = ReduceOp._parse(reduce_op, _WHERE), reducer.options.merge(options)
+    op, settings = ReduceOp._parse(reduce_op, _WHERE), reducer.options.merge(options)
     ranks, algorithm = reducer.communicator, reducer.algorithm
     arena = value if isinstance(value, Arena) else None
     if arena is not None:
         arena._check(reducer, _WHERE)
         value = arena.values
     leaves, structure = nest.flatten_without_none(value)
-    found: list[Description] = []
-    others: list[str] = []
+    descriptions: list[Description] = []
+    notes: list[str] = []
     if arena is not None and algorithm._in_rank_order:
         check_dtypes(arena._buckets, op, _WHERE)
-        found = arena._describe(reducer, op, chosen)
+        descriptions = arena._describe(reducer, op, settings)
     elif leaves:
-        given = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
-        checked_leaves(given, lambda: nest.paths_without_none(value), _WHERE)
-        found, others = algorithm._explained(ranks, op, given, chosen)
+        contributions = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
+        checked_leaves(contributions, lambda: nest.paths_without_none(value), _WHERE)
+        descriptions, notes = algorithm._explanation(ranks, op, contributions, settings)
     elif not (structure.num_none or reducer.is_alone):
         raise EmptyBatchError.at(_WHERE, found="an empty structure", expected="at least one array to reduce")
     if structure.num_none:
-        others.append(f"{structure.num_none} None: left as None, nothing is sent")
-    what = f"{op.value} of {_count(len(leaves), 'array')}, {size_in_words(sum(map(_nbytes, leaves)))}"
+        notes.append(f"{structure.num_none} None: left as None, nothing is sent")
+    subject = f"{op.value} of {_count(len(leaves), 'array')}, {size_in_words(sum(map(_nbytes, leaves)))}"
     where = f"{_count(ranks.size, 'rank')} of {_count(ranks.nodes, 'node')}"
-    head = f"all_reduce {what}, on {where} by {type(algorithm).__name__}"
-    lines = [*_lines(found), *others, f"thresholds: {ranks.thresholds.source}"]
+    head = f"all_reduce {subject}, on {where} by {type(algorithm).__name__}"
+    lines = [*_lines(descriptions), *notes, f"thresholds: {ranks.thresholds.source}"]
     return "\n  ".join([head, *lines])
 
 
-def _lines(found: Sequence[Description]) -> list[str]:
+def _lines(descriptions: Sequence[Description]) -> list[str]:
     """Return two lines for the buffers of a dtype that take one way."""
-    alike: dict[Any, list[Description]] = {}
-    for each in found:
-        alike.setdefault((each.way, each.dtype, each.arrays > 1), []).append(each)
+    groups: dict[Any, list[Description]] = {}
+    for description in descriptions:
+        groups.setdefault((description.way, description.dtype, description.arrays > 1), []).append(description)
     lines = []
-    for ((way, copies), dtype, _), those in alike.items():
-        arrays, nbytes = _count(sum(each.arrays for each in those), "array"), sum(each.nbytes for each in those)
-        what = f"{arrays} in {_count(len(those), 'buffer')}, {dtype_name(dtype)}, {size_in_words(nbytes)}"
-        lines += [f"{what}: {way}", f"  copies: {', '.join(copies) or 'none'}"]
+    for ((way, copies), dtype, _), group in groups.items():
+        arrays, nbytes = (
+            _count(sum(description.arrays for description in group), "array"),
+            sum(description.nbytes for description in group),
+        )
+        subject = f"{arrays} in {_count(len(group), 'buffer')}, {dtype_name(dtype)}, {size_in_words(nbytes)}"
+        lines += [f"{subject}: {way}", f"  copies: {', '.join(copies) or 'none'}"]
     return lines
 
 
@@ -72,5 +75,5 @@ def _nbytes(leaf: Any) -> int:
     return int(any_array(part).nbytes)
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number} {what}{'' if number == 1 else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'' if number == 1 else 's'}"

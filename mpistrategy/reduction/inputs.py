@@ -48,10 +48,10 @@ NUMBERS: dict[type, np.dtype[Any]] = {
 def checked_leaves(
     values: Sequence[Any], paths: Callable[[], list[str]], where: str, dense: type[MpiStrategyError] | None = None
 ) -> list[Any]:
-    """Return the array of every leaf, or its IndexedSlices; where arrays are needed, `dense` is raised for these.
+    """Return the array of every leaf, or its IndexedSlices; `dense`, if given, is raised for IndexedSlices.
 
     Raises:
-        LeafError, DTypeError, UnsupportedError: for what cannot be reduced; names the leaf.
+        LeafError, DTypeError, UnsupportedError: for values that cannot be reduced; names the leaf.
     """
     try:
         return [_checked(value, "", where, dense) for value in values]
@@ -75,10 +75,10 @@ def _checked(value: Any, path: str, where: str, dense: type[MpiStrategyError] | 
 
 
 def arrays_of(leaves: Sequence[Any], layouts: tuple[Layout, ...] | None = None) -> list[Any] | None:
-    """Return arrays on the host, numbers among them, as ndarrays; None unless all leaves are such, and can be reduced.
+    """Return arrays on the host, numbers among them, as ndarrays; None where a leaf is neither or cannot be reduced.
 
-    A plan is made for these; all others are left to the general call, which raises the errors.  With `layouts`, those
-    of a plan, they are None unless they have these dtypes and shapes.
+    A plan is made for these arrays; other values are left to the general call, which raises the errors.  With the
+    `layouts` of a plan, the result is None unless the arrays have these dtypes and shapes.
     """
     try:
         arrays = [leaf if type(leaf) is np.ndarray else _on_host(leaf) for leaf in leaves]
@@ -116,11 +116,13 @@ def takes(out: Any, value: Any, where: Leaves, arrays: Sequence[Array], dtypes: 
     if not where.single and not alike(value, out):
         return False
     rows = zip(where.take(out), arrays, dtypes, strict=True)
-    return all(type(each) is np.ndarray and (each.dtype, each.shape) == (kind, like.shape) for each, like, kind in rows)
+    return all(
+        type(target) is np.ndarray and (target.dtype, target.shape) == (kind, like.shape) for target, like, kind in rows
+    )
 
 
 def writable(targets: Sequence[Array]) -> bool:
-    """Return whether results can be written to all these, each to another one."""
+    """Return whether results can be written to all targets, and no target occurs twice."""
     for target in targets:
         if not target.flags.writeable:
             return False
@@ -130,7 +132,7 @@ def writable(targets: Sequence[Array]) -> bool:
 def direct(targets: Sequence[Array], arrays: Sequence[Array]) -> list[Array | None] | None:
     """Return for each array the target itself where its result may be written there while others are read.
 
-    None for an array means that its result is copied there at the end; None instead of a list, that all are.
+    None for an array means that its result is copied there at the end; None instead of a list: all results are.
     """
     sources = [array for target, array in zip(targets, arrays, strict=True) if target is not array]
     # Arrays that own their memory share none with each other.
@@ -149,7 +151,7 @@ def _apart(arrays: Sequence[Array]) -> bool:
 
 
 def unpacked(value: Any) -> Any:
-    """Return a nest with this rank's components in place of the containers that have one here."""
+    """Return a nest with this rank's components in place of containers with a component here."""
     leaves, structure = nest.flatten(value)
     if not any(isinstance(leaf, DistributedValues) for leaf in leaves):
         return value
@@ -178,13 +180,15 @@ def leaves_like(out: Any, structure: nest.Structure, where: str) -> list[Any] | 
     """Return the leaves of a nest for results; None without one.
 
     Raises:
-        StructureError: when its structure is another one.
+        StructureError: when its structure differs.
     """
     if out is None:
         return None
-    leaves, found = nest.flatten_without_none(out)
-    if found.text != structure.text:
-        raise StructureError.at(where, found=f"out with structure {found.text}", expected=f"structure {structure.text}")
+    leaves, out_structure = nest.flatten_without_none(out)
+    if out_structure.text != structure.text:
+        raise StructureError.at(
+            where, found=f"out with structure {out_structure.text}", expected=f"structure {structure.text}"
+        )
     return leaves
 
 
@@ -206,19 +210,19 @@ def as_given(result: Any, value: Any) -> Any:
     return result[()] if scalar and isinstance(result, np.ndarray) and result.ndim == 0 else result
 
 
-def in_kind(result: Any, given: Any) -> Any:
-    """Return a result as the kind of array, or of slices, that was given; None on ranks that want none."""
+def in_kind(result: Any, like: Any) -> Any:
+    """Return a result in the kind of array, or of slices, of `like`; None on ranks without a result."""
     if result is None:
         return None
-    if isinstance(result, IndexedSlices) and isinstance(given, IndexedSlices):
+    if isinstance(result, IndexedSlices) and isinstance(like, IndexedSlices):
         return IndexedSlices(
-            like_given(result.values, given.values), like_given(result.indices, given.indices), result.dense_shape
+            like_given(result.values, like.values), like_given(result.indices, like.indices), result.dense_shape
         )
-    return like_given(result, given)
+    return like_given(result, like)
 
 
 def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
-    """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or one of each replica?"""
+    """Raise OptionError for a Mirrored value under SUM or PROD: is it one value, or a value of each replica?"""
     if isinstance(value, Mirrored) and op in (ReduceOp.SUM, ReduceOp.PROD):
         raise OptionError.at(
             where,
@@ -230,7 +234,7 @@ def refuse_mirrored_sum(value: Any, op: ReduceOp, where: str) -> None:
 
 
 def own_component(value: Any, op: ReduceOp, where: str) -> Any:
-    """Return this rank's component as the caller gave it; OptionError as `refuse_mirrored_sum`."""
+    """Return this rank's component as it is; OptionError as `refuse_mirrored_sum`."""
     refuse_mirrored_sum(value, op, where)
     return value if isinstance(value, Mirrored) else contribution(value)
 
@@ -239,7 +243,7 @@ def checked_value(value: Any, op: ReduceOp, where: str) -> Any:
     """Return a component as what `op` can reduce: an array, IndexedSlices, or the value itself when it is Mirrored.
 
     Raises:
-        LeafError, DTypeError, UnsupportedError, ShapeError: for what cannot be.
+        LeafError, DTypeError, UnsupportedError, ShapeError: for values that cannot be reduced.
     """
     if isinstance(value, Mirrored):
         return value
@@ -294,7 +298,7 @@ def layout_of_slices(slices: IndexedSlices) -> tuple[str, tuple[int, ...]]:
 
 
 def write(results: Sequence[Any], targets: Sequence[Any]) -> None:
-    """Copy results into arrays of their dtypes and shapes: those in GPU memory all at once, on the current stream."""
+    """Copy results into arrays of their dtypes and shapes: arrays in GPU memory all at once, on the current stream."""
     on_gpu: list[tuple[Any, Any]] = []
     for result, target in zip(results, targets, strict=True):
         if is_cupy(result) and is_cupy(target) and result.data.ptr == target.data.ptr:

@@ -1,4 +1,4 @@
-"""Plans: what is looked at once for a call site, an operation, options and a kind of value, and run many times.
+"""Plans: made once for a call site, an operation, options and a kind of value, and run many times.
 
 A plan does the whole call: it packs the values, which is all that can fail on one rank; the ranks agree on the call;
 the packs are summed, and the results unpacked.  `Reducer` finds the plan of a call, or makes it.
@@ -47,13 +47,13 @@ class Plan(Transfer):
     """The reduction of arrays of certain layouts on the host, by one route.
 
     Args:
-        ranks: who takes part.
+        ranks: the ranks that take part.
         layouts: dtype and shape of each array.
         op: how they are combined.
         route: how they travel.
 
     Attributes:
-        route: as given.
+        route: the argument.
     """
 
     def __init__(self, ranks: Ranks, layouts: tuple[Layout, ...], op: ReduceOp, route: Transfer) -> None:
@@ -66,18 +66,18 @@ class Plan(Transfer):
             mean_dtype(dtype) if op is ReduceOp.MEAN else dtype for dtype, _ in layouts
         ]
         self.writes_targets: bool = route.writes_targets
-        #: For each array whether what the route returns is the result: it has its dtype, and no integers are divided.
+        #: For each array whether the route's array is the result: of the right dtype, and no integers are divided.
         self._are_exact = [
             host_wire_dtype(dtype) == dtype == result for (dtype, _), result in zip(layouts, self.results, strict=True)
         ]
         self._is_exact = all(self._are_exact)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> Any:
-        """Take memory for the results, and do what the route needs before the ranks agree on the call."""
+        """Take memory for the results, and prepare the route before the ranks agree on the call."""
         if self._is_exact:
             return self.route.bring(arrays, targets)
-        given = targets if targets is not None else [None] * len(self.layouts)
-        rows = zip(given, self.layouts, self.results, self._are_exact, strict=True)
+        places = targets if targets is not None else [None] * len(self.layouts)
+        rows = zip(places, self.layouts, self.results, self._are_exact, strict=True)
         rooms = [None if exact else _room(target, result, shape) for target, (_, shape), result, exact in rows]
         return rooms, self.route.bring(arrays, targets)
 
@@ -94,7 +94,7 @@ class Plan(Transfer):
         return rounded(total, dtype, room)
 
     def describe(self, arrays: Sequence[Array]) -> list[Description]:
-        """Return what the route says of these arrays."""
+        """Return the route's descriptions of these arrays."""
         return self.route.describe(arrays)
 
 
@@ -119,13 +119,13 @@ def run_plan(
     """Return the combinations of arrays, which are written into the arrays with `in_place`.  Collective.
 
     Args:
-        plan: of the arrays.
-        arrays: this rank's.
+        plan: the plan of the arrays.
+        arrays: this rank's arrays.
         agree: compares the call between the ranks.
         in_place: whether the results are written over them.
     """
-    is_large = in_place and sum([each.nbytes for each in arrays]) >= plan.least_in_place
-    into = [each if each.flags.c_contiguous else None for each in arrays] if is_large else None
+    is_large = in_place and sum([array.nbytes for array in arrays]) >= plan.least_in_place
+    into = [array if array.flags.c_contiguous else None for array in arrays] if is_large else None
     totals = plan.carried_out(arrays, agree, into)
     for array, total in zip(arrays, totals, strict=True) if in_place else ():
         array[...] = total  # nothing to do where it is the array
@@ -148,8 +148,8 @@ class NumbersOfRanks:
     """So many numbers of each rank, as float64.
 
     Args:
-        ranks: who takes part.
-        count: how many of each rank.
+        ranks: the ranks that take part.
+        count: how many numbers each rank has.
     """
 
     def __init__(self, ranks: Ranks, count: int) -> None:
@@ -157,13 +157,13 @@ class NumbersOfRanks:
         self._plan = usual_plan(ranks, layouts, ReduceOp.SUM)
         self._numbers: Array = np.zeros(layouts[0][1])
 
-    def bring(self, mine: Any) -> Any:
+    def bring(self, numbers: Any) -> Any:
         """Give this rank's numbers, before the ranks agree on the call; return memory for all of them."""
-        self._numbers[self._rank] = mine
+        self._numbers[self._rank] = numbers
         return self._plan.bring((self._numbers,))
 
-    def found(self, memory: Any) -> Array:
-        """Return the numbers of all ranks, a row for each, after that."""
+    def numbers_of_ranks(self, memory: Any) -> Array:
+        """Return the numbers of all ranks, a row for each rank, after the agreement."""
         return self._plan.run((self._numbers,), memory)[0]
 
 
@@ -181,7 +181,7 @@ class CallPlan(ABC):
             call: the public call, entered by the caller.
             value: of the kind that the plan was made for.
             out: where the result goes, or the destinations; None for new memory on every rank.
-            weight: of this rank's values, where the plan is one of weighted means.
+            weight: of this rank's values, for plans of weighted means.
         """
 
 
@@ -190,7 +190,7 @@ class Compared:
 
     Args:
         signature: of the call.
-        timeout_seconds: how long the call may wait for the other ranks; None: as long as the strategy says.
+        timeout_seconds: how long the call may wait for the other ranks; None: the strategy's timeout.
 
     Attributes:
         sparingly: see `Call.agree`.
@@ -203,7 +203,7 @@ class Compared:
         self._timeout = None if timeout_seconds is None else timeouts.limit(timeout_seconds)
 
     def agree(self, call: Call) -> bool:
-        """Compare the call with those of the other ranks; see `Call.agree`."""
+        """Compare the call with the calls of the other ranks; see `Call.agree`."""
         call.structure = self._signature.structure
         if self._timeout is not None:
             call.timeout = self._timeout
@@ -214,12 +214,12 @@ class ArraysPlan(Compared):
     """The plan of arrays whose calls are compared by words that change: a variable's name, the number of a step.
 
     Args:
-        plan: of the arrays.
-        signature: what is compared, without the words of a call.
-        timeout_seconds: as `Compared`'s.
+        plan: the plan of the arrays.
+        signature: the compared fields, without the words of a call.
+        timeout_seconds: see `Compared`.
 
     Attributes:
-        plan: as given.
+        plan: the argument.
     """
 
     def __init__(self, plan: Transfer, signature: Signature, timeout_seconds: float | None) -> None:
@@ -234,7 +234,7 @@ class ArraysPlan(Compared):
         return self.plan.carried_out(arrays, partial(self.agree, call))
 
     def agree(self, call: Call) -> bool:
-        """Compare the call with those of the other ranks; see `Call.agree`."""
+        """Compare the call with the calls of the other ranks; see `Call.agree`."""
         words = call.name, call.where, call.place, call.step, call.structure
         if words != self._words:
             name, where, place, step, structure = words
@@ -246,13 +246,13 @@ class ArraysPlan(Compared):
 
 
 class NestPlan(Compared, CallPlan):
-    """The plan of arrays and numbers on the host, alone or in plain nests; `out` is like the one that it was made for.
+    """The plan of arrays and numbers on the host, alone or in plain nests; `out` is of the kind of the first call.
 
     Args:
-        otherwise: does the calls that need a closer look, such as those with an `out` of another kind.
+        otherwise: makes the other calls, such as calls with an `out` of another kind.
         leaves: how to reach the arrays.
-        transfer: what becomes of the arrays.
-        signature, timeout_seconds: as `Compared`'s.
+        transfer: the transfer of the arrays.
+        signature, timeout_seconds: see `Compared`.
         kinds: the types of the leaves.
     """
 
@@ -275,7 +275,7 @@ class NestPlan(Compared, CallPlan):
         self._only_own = kinds <= _ARRAYS | _NUMBERS
 
     def _arrays_of(self, leaves: Sequence[Any]) -> Sequence[Any] | None:
-        """Return leaves as arrays of the plan's layouts; None for those that need a closer look."""
+        """Return leaves as arrays of the plan's layouts; None for leaves that `otherwise` must reduce."""
         if self._only_arrays:
             return leaves
         return arrays_of(leaves, None if self._only_own else self._transfer.layouts)
@@ -287,19 +287,19 @@ class NestPlan(Compared, CallPlan):
         if arrays is None:
             return self.otherwise.run(call, value, out, weight)
         if out is None:
-            results = self._sent(call, arrays, None, weight)
+            results = self._results(call, arrays, None, weight)
             return self.leaves.build(results if self._only_arrays else map(as_leaf, results, leaves))
         targets = self.leaves.take(out)
         if not writable(targets):
             return self.otherwise.run(call, value, out, weight)
-        written = direct(targets, arrays) if self._transfer.writes_targets else None
-        results = self._sent(call, arrays, written, weight)
+        direct_targets = direct(targets, arrays) if self._transfer.writes_targets else None
+        results = self._results(call, arrays, direct_targets, weight)
         for target, result in zip(targets, results, strict=True):
             if result is not target:
                 target[...] = result
         return out
 
-    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
+    def _results(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
         memory = self._transfer.bring(arrays, targets)
         self.agree(call)
         return self._transfer.run(arrays, memory)
@@ -314,13 +314,13 @@ class DevicePlan(NestPlan):
         route: Any = self._transfer
         if out is not None and (out is not value or len({*map(id, arrays)}) < len(arrays)):
             return self.otherwise.run(call, value, out, weight)
-        results = self._sent(call, arrays, None if out is None else route.own_results(arrays, arrays))
+        results = self._results(call, arrays, None if out is None else route.own_results(arrays, arrays))
         if out is None:
             return self.leaves.build(results)
-        apart = [(result, array) for result, array in zip(results, arrays, strict=True) if result is not array]
-        if apart:
+        pairs = [(result, array) for result, array in zip(results, arrays, strict=True) if result is not array]
+        if pairs:
             with arrays[0].device:
-                move(*zip(*apart, strict=True))
+                move(*zip(*pairs, strict=True))
         return out
 
 
@@ -337,7 +337,7 @@ class PlacedPlan(NestPlan):
         arrays = self._arrays_of(leaves)
         if arrays is None:
             return self.otherwise.run(call, value, out, weight)
-        results = self._sent(call, arrays, None)
+        results = self._results(call, arrays, None)
         if not self.is_here:
             return self.leaves.build([Mirrored((), text) for _ in leaves])
         if not self._only_own:
@@ -346,10 +346,10 @@ class PlacedPlan(NestPlan):
 
 
 def kind_of(value: Any) -> Any:
-    """Return what tells the kinds of values apart for which there are plans: structure, types, dtypes and shapes.
+    """Return a key that tells kinds of values with plans apart: structure, types, dtypes and shapes.
 
     Raises:
-        Exception: of many types, for values that no plan is for, such as a list that holds itself.
+        Exception: of many types, for values without a plan, such as a list that holds itself.
     """
     kind = type(value)
     if kind is _ndarray:
@@ -374,6 +374,6 @@ def _kinds_of(values: Any) -> tuple[Any, ...]:
         return (*map(_dtype_of, values), *map(_shape_of, values))
     if kinds <= _NUMBERS:
         return (*map(type, values),)
-    if len(kinds) == 1 and all(is_cupy(each) for each in [*values][:1]):
+    if len(kinds) == 1 and all(is_cupy(value) for value in [*values][:1]):
         return (*kinds, *map(_dtype_of, values), *map(_shape_of, values))
     return (*map(kind_of, values),)

@@ -42,11 +42,11 @@ from mpistrategy.reduction.weights import WEIGHTED, WeightedMeans, WeightedPlan,
 
 
 class Algorithm(ABC):
-    """A `CrossDeviceOps`, as this folder uses it; the defaults are those of a program's own, of which nothing is known.
+    """A `CrossDeviceOps`, as this folder uses it; the defaults are for an algorithm of the program.
 
     Attributes:
-        _in_rank_order: whether a sum in rank order is what it would return: arenas may then be reduced in place.  A
-            subclass says so itself, or it is not.
+        _in_rank_order: whether it returns the bits of a sum in rank order: arenas may then be reduced in place.  Only
+            the subclass that sets it has it.
         _num_packs: see `mpistrategy.reduction.layout.packing.plan`.
         _device_path: the path of arrays in GPU memory; "" leaves it to the options.
     """
@@ -55,12 +55,12 @@ class Algorithm(ABC):
     _num_packs: float = 0
     _device_path: str = ""
 
-    def __init_subclass__(cls, **others: Any) -> None:
-        super().__init_subclass__(**others)
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
         cls._in_rank_order = bool(cls.__dict__.get("_in_rank_order"))
 
     def explain_implementation(self, reduce_op: ReduceOp, count: int) -> str:
-        """Return what `Strategy.explain` says of so many arrays and this operation, in a line; to be overridden.
+        """Return the line of `Strategy.explain` for so many arrays and this operation; to be overridden.
 
         Args:
             reduce_op: how they are combined.
@@ -68,26 +68,30 @@ class Algorithm(ABC):
         """
         return f"{type(self).__name__} reduces them: its routes are not known"
 
-    def _explained(
-        self, ranks: Ranks, op: ReduceOp, given: Sequence[Any], options: CommunicationOptions
+    def _explanation(
+        self, ranks: Ranks, op: ReduceOp, leaves: Sequence[Any], options: CommunicationOptions
     ) -> tuple[list[Description], list[str]]:
-        """Return what `Strategy.explain` says of buffers, and lines about what is in none."""
-        return [], [self.explain_implementation(op, len(given))]
+        """Return the buffers' descriptions for `Strategy.explain`, and lines about values in no buffer."""
+        return [], [self.explain_implementation(op, len(leaves))]
 
     @property
     def _configuration(self) -> str:
-        """What must be equal on all ranks for their messages to fit together."""
+        """The settings that must be equal on all ranks for their messages to fit together."""
         return type(self).__name__
 
     def _settings(self, options: CommunicationOptions) -> str:
         """Return the configuration and the options of one call, as far as they shape the messages."""
         shown = f"{self._configuration}, bytes_per_pack={options.bytes_per_pack}, wire={options.wire}"
-        chosen: Any = options.implementation
-        return shown if chosen is CommunicationImplementation.AUTO else f"{shown}, implementation={chosen.name}"
+        implementation: Any = options.implementation
+        return (
+            shown
+            if implementation is CommunicationImplementation.AUTO
+            else f"{shown}, implementation={implementation.name}"
+        )
 
     @property
     def _has_plans(self) -> bool:
-        """Whether arrays are reduced by its `_plan` and `_gpu_route`; else each call must be looked at."""
+        """Whether arrays are reduced by its `_plan` and `_gpu_route`; else each call must be examined."""
         return False
 
     def _plan(
@@ -101,7 +105,7 @@ class Algorithm(ABC):
         """Return how arrays on the host are reduced; the results count on the destination's ranks.
 
         Raises:
-            MpiStrategyError: for what it cannot reduce.
+            MpiStrategyError: for arrays that it cannot reduce.
         """
         raise NotImplementedError(type(self).__name__)
 
@@ -140,11 +144,11 @@ _MOST_PLANS = 1024
 
 
 class General(CallPlan):
-    """The way of all values of one kind of call: they are looked at anew each time, which raises the errors.
+    """The general way of one kind of call: it examines the values each time, and raises the errors.
 
     Args:
-        reducer: what is reduced, or sent, with.
-        argument: what the program asks for: an operation, an axis or a root.
+        reducer: reduces or sends the values.
+        argument: the program's argument: an operation, an axis or a root.
         options: of the program.
     """
 
@@ -154,17 +158,17 @@ class General(CallPlan):
         self.options: Any = options
 
     @property
-    def chosen(self) -> CommunicationOptions:
+    def merged_options(self) -> CommunicationOptions:
         """The options of the strategy and of the program."""
         return self.reducer.options.merge(self.options)
 
     @staticmethod
     def kind(value: Any, out: Any) -> Any:
-        """Return what tells the calls apart for which there are plans; see `kind_of`."""
+        """Return a key that tells calls with plans apart; see `kind_of`."""
         return kind_of(value), None if out is None else kind_of(out)
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
-        """Return the plan of calls like this one; None for those that are looked at each time.
+        """Return the plan of calls like this one; None for calls that are examined each time.
 
         Raises:
             MpiStrategyError: for bad input.
@@ -179,11 +183,11 @@ class AllReduce(General):
     is_batch: bool = True
 
     def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
-        """Return how to reach the arrays of a value; None where it has no plan."""
+        """Return how to reach the arrays of a value; None for a value without a plan."""
         return nest.leaves_of(value)
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
-        """Return which ranks get a `Mirrored` result; None where all get plain ones."""
+        """Return which ranks get a `Mirrored` result; None where all ranks get plain results."""
         return None
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
@@ -203,7 +207,7 @@ class AllReduce(General):
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
         """Return the plan of arenas, and of nests of arrays and numbers; see `General.plan`."""
-        reducer, options, is_weighted = self.reducer, self.chosen, weight is not None
+        reducer, options, is_weighted = self.reducer, self.merged_options, weight is not None
         op, destination = ReduceOp._parse(self.argument, call.where), self.destination(value, out, call.where)
         is_plain = destination is None and not is_weighted
         if is_arena(value):
@@ -221,7 +225,7 @@ class AllReduce(General):
         kind: type[NestPlan] = DevicePlan
         if is_on_gpu:
             if op is ReduceOp.MEAN and any(dtype.kind in "iu" for dtype, _ in layouts):
-                return None  # which has another dtype than they
+                return None  # whose mean has another dtype
             transfer = algorithm._gpu_route(ranks, layouts, op, options, EVERY_RANK) if algorithm._has_plans else None
         elif is_weighted:
             transfer, kind = reducer.weighted_means(layouts, options), WeightedPlan
@@ -234,10 +238,10 @@ class AllReduce(General):
         words = WEIGHTED if is_weighted else op.value, where.text, tuple(map(layout_of, arrays))
         whither, settings = (destination or EVERY_RANK).text, algorithm._settings(options)
         signature = Signature("reduce", *words, whither, settings, call.name, call.where, call.place)
-        made = kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)})
-        if isinstance(made, PlacedPlan) and destination is not None:
-            made.destination, made.is_here = destination, destination.includes(ranks.rank)
-        return made
+        plan = kind(self, where, transfer, signature, options.timeout_seconds, {*map(type, leaves)})
+        if isinstance(plan, PlacedPlan) and destination is not None:
+            plan.destination, plan.is_here = destination, destination.includes(ranks.rank)
+        return plan
 
 
 class Reduce(AllReduce):
@@ -252,7 +256,7 @@ class Reducer:
     Args:
         communicator: the ranks.
         algorithm: how values are combined.
-        options: the options of calls that say nothing else.
+        options: the default options of calls.
 
     Attributes:
         is_alone: whether there is one replica only, without MPI.
@@ -284,7 +288,7 @@ class Reducer:
 
     @property
     def options(self) -> CommunicationOptions:
-        """The options of calls that say nothing else; may be set, on all ranks alike."""
+        """The default options of calls; may be set, on all ranks alike."""
         return self._options
 
     @options.setter
@@ -295,12 +299,12 @@ class Reducer:
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Forget what was prepared for another algorithm or other options."""
+        """Forget the plans for another algorithm or other options."""
         self.changes += 1
         self._plans.clear()
 
     def copy(self) -> Reducer:
-        """Return another one with the same ranks, algorithm and options, and no plans."""
+        """Return another Reducer with the same ranks, algorithm and options, and no plans."""
         result = Reducer(self.communicator, self._algorithm, self._options)
         result.arena_numbers = self.arena_numbers
         return result
@@ -316,37 +320,39 @@ class Reducer:
         out: Any = None,
         weight: Any = None,
     ) -> Any:
-        """Make the public call `where`, of the kind `general`, whose other arguments are those of the program.
+        """Make the public call `where`, of the kind `general`; the other arguments are the program's.
 
-        `general` does the calls that no other plan is for, and says what `argument`, `value` and `out` are.
+        `general` makes the calls that have no other plan, and defines `argument`, `value` and `out`.
         """
         guard = self.communicator.guard
         with Call(guard, where, name) as call:
-            if call.structure:  # of the call around this one: what is compared besides may change from call to call
+            if call.structure:  # of the call around this one: other compared fields may change from call to call
                 return general(self, argument, options).run(call, value, out, weight)
             key: Any = None
             plan: CallPlan | None = None
             try:
-                asked, is_weighted = (type(argument), argument), weight is not None
+                argument_key, is_weighted = (type(argument), argument), weight is not None
                 kind = general.kind(value, out)
-                key = general, guard.level, call.where, call.place, call.name, asked, options, is_weighted, kind
+                key = general, guard.level, call.where, call.place, call.name, argument_key, options, is_weighted, kind
                 plan = self._plans.get(key)
-            except Exception:  # such as that of a list that holds itself
+            except Exception:  # such as the error of a list that holds itself
                 key = None
-            if key is None:  # out here, so that an error of the general way does not tell of the other
+            if key is None:  # out here, so that an error of the general way has no context
                 return general(self, argument, options).run(call, value, out, weight)
             if plan is None:
-                plan = self.kept(key, partial(_made, call, general(self, argument, options), value, out, weight))
+                plan = self.cached(
+                    key, partial(_plan_or_general, call, general(self, argument, options), value, out, weight)
+                )
             return plan.run(call, value, out, weight)
 
-    def kept(self, key: Any, make: Callable[[], Any]) -> Any:
-        """Return what `make` has returned for `key`: plans, by call site, operation, options and kind of value."""
-        found = self._plans.get(key)
-        if found is None:
+    def cached(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return the result of `make` for `key`: plans, by call site, operation, options and kind of value."""
+        item = self._plans.get(key)
+        if item is None:
             if len(self._plans) >= _MOST_PLANS:
                 self._plans.clear()
-            found = self._plans[key] = make()
-        return found
+            item = self._plans[key] = make()
+        return item
 
     def all_reduce_leaves(
         self,
@@ -365,7 +371,7 @@ class Reducer:
         Args:
             call: the public call, entered by the caller.
             op: the operation.
-            leaves: this rank's.
+            leaves: this rank's leaves.
             paths: returns how each leaf is reached; called for errors only.
             options: hints; None for the reducer's own.
             weight: for MEAN, the weight of this rank's values.
@@ -374,20 +380,22 @@ class Reducer:
 
         Raises:
             EmptyBatchError: when there are no leaves, on several ranks.
-            LeafError, DTypeError, ShapeError, StructureError, UnsupportedError: for what cannot be reduced or written.
+            LeafError, DTypeError, ShapeError, StructureError, UnsupportedError: for bad values or targets.
         """
         if not leaves and self.is_alone:
             return []  # alone, a structure without leaves is its own reduction
-        chosen, ranks = self._options.merge(options), self.communicator
+        settings, ranks = self._options.merge(options), self.communicator
         dense = None if weight is None and targets is None else UnsupportedError
-        given, arrays, memory = looked_at(op, leaves, paths, call.where, dense, targets)
-        call.wait_as(chosen.timeout_seconds)
+        components, arrays, memory = checked_inputs(op, leaves, paths, call.where, dense, targets)
+        call.wait_as(settings.timeout_seconds)
         if weight is not None:
-            results = self._weighted(call, op, given, arrays, weight, chosen)
+            results = self._weighted(call, op, components, arrays, weight, settings)
         else:
             with self.entered():
-                results = self._algorithm._all_reduce_values(call, ranks, op, given, chosen, memory, is_batch=is_batch)
-        return handed_out(results, leaves, targets, memory)
+                results = self._algorithm._all_reduce_values(
+                    call, ranks, op, components, settings, memory, is_batch=is_batch
+                )
+        return outputs_for(results, leaves, targets, memory)
 
     def agrees_on_none(self, call: Call, op: ReduceOp, structure: nest.Structure) -> bool:
         """Return whether a structure has no leaves but None; if so, the ranks have compared the call."""
@@ -401,24 +409,24 @@ class Reducer:
         self,
         call: Call,
         op: ReduceOp,
-        given: list[Any],
+        components: list[Any],
         arrays: list[Any],
         weight: Any,
         options: CommunicationOptions,
     ) -> list[Any]:
         """Return the weighted means of dense arrays."""
         ranks, algorithm = self.communicator, self._algorithm
-        together = [checked_weight(weight, op, call.where), *arrays]
+        weight_and_arrays = [checked_weight(weight, op, call.where), *arrays]
         is_on_gpu, layouts = any(map(is_on_device, arrays)), layouts_of(arrays)
         means = None if is_on_gpu else self.weighted_means(layouts, options)
-        sums = _ByAlgorithm(self, call, options, given)
+        sums = _ByAlgorithm(self, call, options, components)
         if means is None:
             means = WeightedMeans(ranks, layouts, sums)
         values, settings = tuple(map(layout_of, arrays)), algorithm._settings(options)
         agree = partial(call.agree, "reduce", op=WEIGHTED, values=values, destination=EVERY_RANK.text, options=settings)
-        results = means.carried_out(together, partial(agree, sparingly=True))
+        results = means.carried_out(weight_and_arrays, partial(agree, sparingly=True))
         ranks.guard.wait_for_gpu(sums.read)
-        return [in_kind(result, local_component(value)) for result, value in zip(results, given, strict=True)]
+        return [in_kind(result, local_component(value)) for result, value in zip(results, components, strict=True)]
 
     def plan_for(
         self,
@@ -427,10 +435,10 @@ class Reducer:
         options: CommunicationOptions,
         destination: Destination = EVERY_RANK,
     ) -> Plan | None:
-        """Return how arrays on the host are reduced; None where each call must be looked at.
+        """Return how arrays on the host are reduced; None where each call must be examined.
 
         Raises:
-            MpiStrategyError: for what the algorithm cannot reduce.
+            MpiStrategyError: for arrays that the algorithm cannot reduce.
         """
         algorithm = self._algorithm
         return algorithm._plan(self.communicator, layouts, op, options, destination) if algorithm._has_plans else None
@@ -450,7 +458,7 @@ class Reducer:
         return [result if is_on_device(result) else np.asarray(result) for result in results]
 
     def plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...], *, on_gpu: bool = False) -> ArraysPlan | None:
-        """Return the plan of ordinary arrays with the algorithm and the options in force; None where there is none.
+        """Return the plan of ordinary arrays with the algorithm and the options in force; None without a plan.
 
         It makes the messages of a `batch_reduce` of the same arrays to every rank.  It holds until `changes` grows.
 
@@ -459,13 +467,13 @@ class Reducer:
             layouts: dtype and shape of each array.
             on_gpu: whether they are CuPy arrays; floats then.
         """
-        found: ArraysPlan | None = self.kept(
+        plan: ArraysPlan | None = self.cached(
             (ArraysPlan, op, layouts, on_gpu, self.communicator.guard.level),
-            partial(self._made_for, op, layouts, on_gpu),
+            partial(self._new_plan_of_arrays, op, layouts, on_gpu),
         )
-        return found
+        return plan
 
-    def _made_for(self, op: ReduceOp, layouts: tuple[Layout, ...], on_gpu: bool) -> ArraysPlan | None:
+    def _new_plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...], on_gpu: bool) -> ArraysPlan | None:
         ranks, algorithm, options = self.communicator, self._algorithm, self._options
         plan: Transfer | None = None
         if all(is_simple(dtype, op) for dtype, _ in layouts):
@@ -482,25 +490,25 @@ class Reducer:
 
 
 class _ByAlgorithm(Transfer):
-    """The sums of an algorithm that has no plan for them; to be made in a call on which the ranks have agreed.
+    """The sums of an algorithm without plans; made in a call on which the ranks have agreed.
 
     Args:
-        reducer: whose algorithm makes them.
+        reducer: has the algorithm.
         call: the public call.
         options: of the call.
-        given: what the products are made of.
+        components: the values in the products.
 
     Attributes:
-        read: an event behind that, for arrays of other libraries in GPU memory.
+        read: the event after reading arrays of other libraries in GPU memory.
     """
 
-    def __init__(self, reducer: Reducer, call: Call, options: CommunicationOptions, given: Sequence[Any]) -> None:
-        self._reducer, self._call, self._options, self._given = reducer, call, options, given
+    def __init__(self, reducer: Reducer, call: Call, options: CommunicationOptions, components: Sequence[Any]) -> None:
+        self._reducer, self._call, self._options, self._components = reducer, call, options, components
         self.read: Any = None
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Leave the products to `run`, which has an agreement of its own."""
-        self.read = event_of_reads(self._given)
+        self.read = event_of_reads(self._components)
 
     def run(self, arrays: Sequence[Any], memory: None) -> list[Any]:
         """Return the sums."""
@@ -510,7 +518,7 @@ class _ByAlgorithm(Transfer):
             return reducer.algorithm._all_reduce_values(self._call, reducer.communicator, op, arrays, self._options)
 
 
-def _made(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:
+def _plan_or_general(call: Call, general: General, value: Any, out: Any, weight: Any) -> CallPlan:
     """Return the plan of a value."""
     try:
         return general.plan(call, value, out, weight) or general
@@ -518,7 +526,7 @@ def _made(call: Call, general: General, value: Any, out: Any, weight: Any) -> Ca
         return general  # it raises the error
 
 
-def looked_at(
+def checked_inputs(
     op: ReduceOp,
     leaves: list[Any],
     paths: Callable[[], list[str]],
@@ -526,29 +534,29 @@ def looked_at(
     dense: type[MpiStrategyError] | None,
     targets: list[Any] | None,
 ) -> tuple[list[Any], list[Any], list[Any] | None]:
-    """Return the leaves as they are given to algorithms, their arrays, and the arrays for the results."""
+    """Return the leaves as algorithms get them, their arrays, and the arrays for the results."""
     if not leaves:
         raise EmptyBatchError.at(where, found="an empty structure", expected="at least one array to reduce")
-    given = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
-    arrays = checked_leaves(given, paths, where, dense)
+    components = [leaf if isinstance(leaf, Mirrored) else contribution(leaf) for leaf in leaves]
+    arrays = checked_leaves(components, paths, where, dense)
     if targets is None:
-        return given, arrays, None
+        return components, arrays, None
     memory: list[Any] = []
     if len({id(target) for target in targets}) < len(targets):
         raise StructureError.at(f"{where}: out", found="one array twice", expected="one for each leaf")
     for target, array, path in zip(targets, arrays, paths(), strict=True):
         memory.append(as_target(target, where, f"out{path}"))
         check_target(memory[-1], array, op, f"{where}: out{path}")
-    return given, arrays, memory
+    return components, arrays, memory
 
 
-def handed_out(
+def outputs_for(
     results: Sequence[Any], leaves: Sequence[Any], targets: Sequence[Any] | None, memory: Sequence[Any] | None
 ) -> list[Any]:
-    """Return what the caller gets: results as the kinds of the leaves, or the targets, into which they are written."""
+    """Return the caller's results: in the kinds of the leaves, or written into the targets."""
     if targets is None or memory is None:
         return [as_given(result, leaf) for result, leaf in zip(results, leaves, strict=True)]
     write(results, memory)
-    for written, target in zip(memory, targets, strict=True):
-        hand_back(written, target)
+    for array, target in zip(memory, targets, strict=True):
+        hand_back(array, target)
     return list(targets)

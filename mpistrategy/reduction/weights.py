@@ -1,8 +1,8 @@
 """Means of values that count differently: sum(w x) / sum(w).
 
-A replica with weight 0 contributes nothing, whatever its values are (the mean of no rows is NaN, say).  What meets the
-values are the weights times one power of two, so that their sum is less than 1 and not less than 1/2: they may be
-larger and smaller than a number of the values' dtype, and no sum overflows whose mean does not.
+A replica with weight 0 contributes nothing, whatever its values are (the mean of no rows is NaN, say).  The values are
+multiplied by the weights times one power of two, so that the sum of the weights is less than 1 and not less than 1/2.
+Weights may thus be larger or smaller than any number of the values' dtype, and no sum overflows whose mean does not.
 """
 
 from __future__ import annotations
@@ -46,22 +46,22 @@ def checked_weight(weight: Any, op: ReduceOp, where: str) -> float:
         array = np.empty(1)
     if array.ndim != 0 or array.dtype.kind not in "iuf":
         raise OptionTypeError.at(where, found=f"weight={weight!r}", expected="a number")
-    found = float(array)
-    if not (math.isfinite(found) and found >= 0):
+    number = float(array)
+    if not (math.isfinite(number) and number >= 0):
         raise OptionError.at(where, found=f"weight={weight!r}", expected="a finite number that is not negative")
-    return found
+    return number
 
 
 def normalized(weights: Sequence[float]) -> tuple[list[float], float]:
     """Return the ranks' weights times one power of two, and their sum, which is less than 1 and not less than 1/2."""
     _, exponent = math.frexp(max(weights))
     total = math.fsum([math.ldexp(weight, -exponent) for weight in weights])
-    _, more = math.frexp(total)
-    return [math.ldexp(weight, -exponent - more) for weight in weights], math.ldexp(total, -more)
+    _, shift = math.frexp(total)
+    return [math.ldexp(weight, -exponent - shift) for weight in weights], math.ldexp(total, -shift)
 
 
 def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float) -> Array:
-    """Return what a rank adds, in the `dtype_of_products`: its values times its normalized weight, `factor`."""
+    """Return this rank's summand, in the `dtype_of_products`: its values times its normalized weight, `factor`."""
     if weight == 0:
         return np.zeros_like(array, dtype)
     # A factor with more digits than the dtype has, unlike most numbers of rows, meets the values in float64.
@@ -76,25 +76,25 @@ def product(array: Array, dtype: np.dtype[Any], weight: float, factor: float) ->
 
 
 def dtype_of_products(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """Return the dtype in which values times weights are summed.  Integers': float64, which no wire= rounds."""
+    """Return the dtype in which values times weights are summed.  For integers: float64, which no wire= rounds."""
     return np.dtype(np.float64) if dtype.kind in "iu" else wire_dtype(dtype)
 
 
 def sums_of(layouts: tuple[Layout, ...]) -> tuple[Layout, ...]:
-    """Return the layouts of the products of arrays, which are summed."""
+    """Return the layouts of the products, which are summed."""
     return tuple((dtype_of_products(dtype), shape) for dtype, shape in layouts)
 
 
 class WeightedMeans(Transfer):
-    """The weighted means of arrays; to the arrays that `bring` and `run` get belongs this rank's weight, as first.
+    """The weighted means of arrays; the first array of `bring` and `run` is this rank's weight.
 
-    On a node small arrays lie in the mailboxes as they are, beside the weight and the check of the call, and each rank
-    multiplies those of all ranks.  Else the ranks learn the weights with the check, and then add up the products.
+    On a node small arrays lie in the mailboxes, beside the weight and the check of the call, and each rank multiplies
+    the arrays of all ranks.  Else the ranks learn the weights with the check, and then add up the products.
 
     Args:
-        ranks: who takes part.
-        layouts: of the arrays.
-        sums: what becomes of the products.
+        ranks: the ranks that take part.
+        layouts: dtype and shape of each array.
+        sums: adds up the products.
     """
 
     def __init__(self, ranks: Ranks, layouts: tuple[Layout, ...], sums: Transfer) -> None:
@@ -104,7 +104,7 @@ class WeightedMeans(Transfer):
         self._dtypes = [dtype_of_products(dtype) for dtype, _ in layouts]
         self._weights = NumbersOfRanks(ranks, 1)
         self._in_mailboxes: MailboxArrays | None = None
-        # The sums of other routes are those of the algorithm: in the order of the values, say.
+        # Other routes keep the algorithm's own order of additions: the order of the values, say.
         boxes = ranks.mailboxes if isinstance(sums, Plan) and isinstance(sums.route, MailboxRoute) else None
         if boxes is not None and MailboxArrays.has_room(boxes, (_WEIGHT, *layouts), boxes.size):
             self._in_mailboxes = MailboxArrays(boxes, (_WEIGHT, *layouts))
@@ -124,29 +124,32 @@ class WeightedMeans(Transfer):
     @quietly
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
         """Return the means; NaN where all weights are 0."""
-        rooms, brought = memory
+        rooms, numbers = memory
         if self._in_mailboxes is None:
-            weights = self._weights.found(brought).ravel().tolist()
+            weights = self._weights.numbers_of_ranks(numbers).ravel().tolist()
             factors, total = normalized(weights)
-            sums = self._sent(arrays[1:], weights[self._ranks.rank], factors[self._ranks.rank])
+            sums = self._summed_products(arrays[1:], weights[self._ranks.rank], factors[self._ranks.rank])
         else:
-            seen = self._in_mailboxes.seen()
-            weights = [float(theirs[0]) for theirs in seen]
+            arrays_by_rank = self._in_mailboxes.arrays_of_ranks()
+            weights = [float(rank_arrays[0]) for rank_arrays in arrays_by_rank]
             factors, total = normalized(weights)
-            everyones = [self._products(each[1:], *both) for each, *both in zip(seen, weights, factors, strict=True)]
-            sums = [np.asarray(reduce(np.add, parts)) for parts in zip(*everyones, strict=True)]
+            products_by_rank = [
+                self._products(rank_arrays[1:], *weight_and_factor)
+                for rank_arrays, *weight_and_factor in zip(arrays_by_rank, weights, factors, strict=True)
+            ]
+            sums = [np.asarray(reduce(np.add, parts)) for parts in zip(*products_by_rank, strict=True)]
         rows = zip(sums, self.results, rooms, strict=True)
-        return [_mean(each, total, dtype, room) for each, dtype, room in rows]
+        return [_mean(array, total, dtype, room) for array, dtype, room in rows]
 
     def _products(self, arrays: Sequence[Array], weight: float, factor: float) -> list[Array]:
         return [product(array, dtype, weight, factor) for array, dtype in zip(arrays, self._dtypes, strict=True)]
 
-    def _sent(self, arrays: Sequence[Array], weight: float, factor: float) -> list[Array]:
-        def brought() -> tuple[list[Array], Any]:
+    def _summed_products(self, arrays: Sequence[Array], weight: float, factor: float) -> list[Array]:
+        def products_and_memory() -> tuple[list[Array], Any]:
             products = self._products(arrays, weight, factor)
             return products, self._sums.bring(products)
 
-        return self._sums.run(*self._ranks.guard.on_all(brought))
+        return self._sums.run(*self._ranks.guard.on_all(products_and_memory))
 
 
 def _mean(total: Array, weight: float, dtype: np.dtype[Any], room: Array | None) -> Array:
@@ -160,6 +163,6 @@ def _mean(total: Array, weight: float, dtype: np.dtype[Any], room: Array | None)
 class WeightedPlan(NestPlan):
     """The plan of weighted means of nests of arrays and numbers on the host; its transfer is a `WeightedMeans`."""
 
-    def _sent(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
-        mine: Any = checked_weight(weight, ReduceOp.MEAN, call.where)
-        return super()._sent(call, [mine, *arrays], None)
+    def _results(self, call: Call, arrays: Sequence[Array], targets: Targets, weight: Any = None) -> list[Array]:
+        own_weight: Any = checked_weight(weight, ReduceOp.MEAN, call.where)
+        return super()._results(call, [own_weight, *arrays], None)

@@ -30,15 +30,15 @@ from mpistrategy.reduction.reducer import General
 
 
 class ReduceAlong(General):
-    """`Strategy.reduce` with an axis; the argument is the operation, the axis, and the type of that."""
+    """`Strategy.reduce` with an axis; the argument is the operation, the axis, and the type of the axis."""
 
     def run(self, call: Call, value: Any, out: Any, weight: Any) -> Any:
         """Return the reduction of one array; see `CallPlan.run`."""
-        (asked, axis, _), where = self.argument, call.where
+        (reduce_op, axis, _), where = self.argument, call.where
         if isinstance(value, ArenaBase) or weight is not None:
-            what = "weight=" if weight is not None else "an arena"
-            raise OptionError.at(where, found=f"{axis=} with {what}", expected="one of the two")
-        structure, op = nest.flatten_without_none(value)[1], ReduceOp._parse(asked, where)
+            argument_name = "weight=" if weight is not None else "an arena"
+            raise OptionError.at(where, found=f"{axis=} with {argument_name}", expected="one of the two")
+        structure, op = nest.flatten_without_none(value)[1], ReduceOp._parse(reduce_op, where)
         call.structure = structure.text
         if self.reducer.agrees_on_none(call, op, structure):
             return structure.pack([])
@@ -46,28 +46,28 @@ class ReduceAlong(General):
             found = f"a structure {call.structure} with {axis=}"
             raise OptionTypeError.at(where, found=found, expected="a single array")
         refuse_mirrored_sum(value, op, where)
-        given = contribution(value)
-        array = reducible(given, where)
+        component = contribution(value)
+        array = reducible(component, where)
         axes = tuple(checked_axis(a, array.ndim, where) for a in (axis if isinstance(axis, (tuple, list)) else [axis]))
         if len(set(axes)) != len(axes):
             raise ShapeError.at(where, found=f"axis={axis}, one axis twice", expected="each axis once")
         call.structure = f"{op.value} of {dtype_name(array.dtype)} along axis {axes}"
-        here, rows = _combined_here(array, axes, op), prod(array.shape[a] for a in axes)
-        self.reducer.communicator.guard.wait_for_gpu(event_of_reads([given]))
-        # A mean is divided at the end; of extremes the numbers of rows tell whether there is one at all.
+        local_result, rows = _combined_here(array, axes, op), prod(array.shape[a] for a in axes)
+        self.reducer.communicator.guard.wait_for_gpu(event_of_reads([component]))
+        # A mean is divided at the end; of MIN and MAX the numbers of rows tell whether there is any row.
         over = ReduceOp.SUM if op is ReduceOp.MEAN else op
-        leaves = [here, -rows if op is ReduceOp.MIN else rows]
+        leaves = [local_result, -rows if op is ReduceOp.MIN else rows]
         total, count = self.reducer.all_reduce_leaves(call, over, leaves, lambda: ["", " (the number of rows)"])
         if count == 0 and op in (ReduceOp.MIN, ReduceOp.MAX):
             raise ShapeError.at(where, found=f"no elements on any rank under {op.name}", expected="at least one")
-        return like_given(finish(any_array(total), array.dtype, op, int(count)), given)
+        return like_given(finish(any_array(total), array.dtype, op, int(count)), component)
 
 
 @quietly
 def _combined_here(array: Any, axes: tuple[int, ...], op: ReduceOp) -> Any:
-    """Combine an array along `axes`, where it is; a rank without elements gives the neutral one.
+    """Combine an array along `axes`, where it is; a rank without elements gives the identity element.
 
-    16-bit floats are rounded once, at the end: what is summed here stays in the wire dtype.
+    16-bit floats are rounded once, at the end: the sums here stay in the wire dtype.
     """
     travels = wire_dtype if is_on_device(array) else host_wire_dtype
     dtype = travels(sum_dtype_of_mean(array.dtype) if op is ReduceOp.MEAN else array.dtype)

@@ -27,12 +27,12 @@ def get_strategy() -> Strategy:
 
 
 def strategy_for(strategy: Strategy | None, where: str) -> Strategy:
-    """Return `strategy`, or with None what `get_strategy` returns; warn where that leaves out the other ranks."""
-    found = get_strategy() if strategy is None else strategy
-    check_strategy(found, where)
+    """Return `strategy`, or for None `get_strategy()`; warn where that leaves out the other ranks."""
+    resolved = get_strategy() if strategy is None else strategy
+    check_strategy(resolved, where)
     if strategy is None:
-        warn_if_alone(found, where)
-    return found
+        warn_if_alone(resolved, where)
+    return resolved
 
 
 def has_strategy() -> bool:
@@ -50,8 +50,8 @@ def get_replica_context() -> ReplicaContext:
     stay on this rank, with an OutsideStepWarning once a strategy of several ranks was made.
     """
     frame = current_frame()
-    found: Any = frame.replica_context if frame else get_strategy().extended._default_replica_context
-    return found  # type: ignore[no-any-return]
+    thread_context: Any = frame.replica_context if frame else get_strategy().extended._default_replica_context
+    return thread_context  # type: ignore[no-any-return]
 
 
 def in_cross_replica_context() -> bool:

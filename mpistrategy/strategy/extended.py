@@ -74,7 +74,7 @@ class StrategyExtended(NotPickled, Settable):
 
     def _belong_to(self, strategy: Any, reducer: Reducer, registry: Registry) -> None:
         self._container_strategy = strategy
-        #: What everything of this strategy is reduced with.
+        #: Reduces the values of this strategy.
         self._reducer: Reducer = reducer
         self._reducer.entered = self._entered
         self._registry = registry
@@ -86,7 +86,7 @@ class StrategyExtended(NotPickled, Settable):
         return f"<extended of {self._container_strategy!r}>"
 
     def _copy_for(self, container_strategy: Any) -> Self:
-        """Return the same for another strategy: the ranks and the algorithm are shared, the variables are not."""
+        """Return a copy for another strategy: the ranks and the algorithm are shared, the variables are not."""
         result, reducer = copy.copy(self), self._reducer.copy()
         result._belong_to(container_strategy, reducer, self._registry.copy_for(reducer))
         return result
@@ -434,15 +434,15 @@ class _ReduceTo(AllReduce):
 
     @staticmethod
     def kind(value: Any, out: Any) -> Any:
-        """Return what tells the calls apart for which there are plans."""
+        """Return a key that tells calls with plans apart."""
         return kind_of(value), _kind_of_destinations(value, out)
 
     def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays of a value; None for a list of numbers, which is one array."""
-        found = nest.leaves_of(value)
-        if found is None or found.single:
-            return found and replace(found, text="")
-        return None if _leaves_of(value)[1] is nest.LEAF else found
+        leaves = nest.leaves_of(value)
+        if leaves is None or leaves.single:
+            return leaves and replace(leaves, text="")
+        return None if _leaves_of(value)[1] is nest.LEAF else leaves
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the result."""
@@ -456,7 +456,7 @@ class _ReduceTo(AllReduce):
                 where = value._destination(out, call.where)
                 return value._all_reduce(reducer, self.argument, call, options=self.options, destination=where)
             if _leaves_of(value)[1] is nest.LEAF:
-                return algorithm.reduce(self.argument, value, out, self.chosen)
+                return algorithm.reduce(self.argument, value, out, self.merged_options)
             return self.batch(call, [(value, out)])[0]
 
     def batch(self, call: Call, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
@@ -472,7 +472,7 @@ class _ReduceTo(AllReduce):
         if pairs and not single:
             call.agree("reduce", op=ReduceOp._parse(self.argument, call.where).value)
             return [structure.pack([]) for _, structure in nests]
-        results = iter(algorithm.batch_reduce(self.argument, single, self.chosen))
+        results = iter(algorithm.batch_reduce(self.argument, single, self.merged_options))
         return [structure.rebuild(results) for _, structure in nests]
 
 
@@ -481,7 +481,7 @@ class _BatchReduceTo(_ReduceTo):
 
     @staticmethod
     def kind(value: Any, out: Any) -> Any:
-        """Return what tells the calls apart for which there are plans: tuples of arrays and one destination."""
+        """Return a key that tells calls with plans apart: calls with tuples of arrays and one destination."""
         if {*map(type, value)} != {tuple}:
             raise TypeError
         values, destinations = zip(*value, strict=True)
@@ -503,7 +503,7 @@ class _BatchReduceTo(_ReduceTo):
         with self.reducer.entered():
             if isinstance(value, list) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in value):
                 return self.batch(call, value)
-            return cast(CrossDeviceOps, self.reducer.algorithm).batch_reduce(self.argument, value, self.chosen)
+            return cast(CrossDeviceOps, self.reducer.algorithm).batch_reduce(self.argument, value, self.merged_options)
 
 
 def _values_of(pairs: Any) -> list[Any]:
@@ -511,10 +511,10 @@ def _values_of(pairs: Any) -> list[Any]:
 
 
 def _kind_of_destinations(value: Any, destinations: Any) -> Any:
-    """Return what tells destinations apart: device strings, or a value.
+    """Return a key that tells destinations apart: device strings, or a value.
 
     Raises:
-        TypeError: for those that must be looked at in each call.
+        TypeError: for destinations that must be examined in each call.
     """
     if destinations is value or isinstance(destinations, (np.ndarray, ArrayLike)):
         return np.ndarray

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 
 
-#: What is imported where it is used, in calls, in errors and in alarms.
+#: Modules that are imported at their use, in calls, in errors and in alarms.
 _USED_LATER = (
     "mpistrategy.objects.other_names",
     *("difflib", "fcntl", "hashlib", "json", "numpy.ma", "numpy.random", "pwd", "termios"),
@@ -104,12 +104,12 @@ class MirroredStrategy(Strategy):
                     option = "communication_options"
                     checked_type(where, option, communication_options, CommunicationOptions, "a CommunicationOptions")
                 reaction = one_of(where, "on_error", on_error, ("abort", "raise"))
-                level = check_level.ALWAYS if contains_errors and check is None else check_level.chosen(check)
+                level = check_level.ALWAYS if contains_errors and check is None else check_level.level_of(check)
                 if contains_errors and level != check_level.ALWAYS:
                     raise OptionError.at(
                         where, found=f'on_error="raise" with check={check!r}', expected='check="always", or None'
                     )
-                limit = timeouts.chosen(communication_options and communication_options.timeout_seconds)
+                limit = timeouts.limit_of(communication_options and communication_options.timeout_seconds)
                 request = None if devices is None else requested(devices, ranks.local_rank, ranks.local_size)
                 call.agree(
                     "create a strategy",
@@ -124,8 +124,8 @@ class MirroredStrategy(Strategy):
                 else:
                     try:
                         device = choose_device(request, ranks)
-                    except DeviceError as error:  # of all ranks, which have told each other what they found
-                        raise ranks.guard.mark_told(error) from None
+                    except DeviceError as error:  # raised on all ranks alike
+                        raise ranks.guard.mark_reported(error) from None
                     ranks.share_device(device)
                     activate(device, ranks.guard)
         except MpiStrategyError:

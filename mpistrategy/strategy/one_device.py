@@ -23,8 +23,8 @@ class OneDeviceStrategy(Strategy):
 
     def __init__(self, device: str = "CPU:0") -> None:
         checked_type("OneDeviceStrategy", "device", device, str, "a device string")
-        wanted = devices.parse(device, "OneDeviceStrategy", "device")
-        complete = devices.Device(0, wanted.kind or "CPU", wanted.index or 0)
+        pattern = devices.parse(device, "OneDeviceStrategy", "device")
+        complete = devices.Device(0, pattern.kind or "CPU", pattern.index or 0)
         check_exists(complete, "OneDeviceStrategy")
         only = Alone((complete,))
         activate(complete, only.guard)

@@ -347,8 +347,8 @@ class ReplicaContext(NotPickled):
         >>> strategy.run(lambda: ms.get_replica_context().scan("SUM", 3, exclusive=True))
         np.int64(0)
         """
-        asked = reduce_op, exclusive, type(exclusive)  # a plan is found by it: 1 and True are equal
-        return self._run("ReplicaContext.scan", Scan, asked, value, options, name)  # type: ignore[no-any-return]
+        argument = reduce_op, exclusive, type(exclusive)  # a plan is found by it: 1 and True are equal
+        return self._run("ReplicaContext.scan", Scan, argument, value, options, name)  # type: ignore[no-any-return]
 
     def merge_call(
         self, merge_fn: Callable[..., Any], args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None

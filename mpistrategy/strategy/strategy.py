@@ -69,7 +69,7 @@ T = TypeVar("T")
 E = TypeVar("E")
 #: The arguments of a step function.
 Ts = TypeVarTuple("Ts")
-#: What is compared of the first batches, as an argument.
+#: The argument that says how first batches are compared.
 CheckBatches: TypeAlias = Literal["warn", "raise", "off", "WARN", "RAISE", "OFF"]
 #: The most variables that a report names.
 _MOST_ROWS = 10
@@ -80,13 +80,13 @@ class Strategy(NotPickled, NamesOurs):
     """Runs one program on all replicas and keeps their variables together.
 
     Args:
-        extended: what does the work; see `StrategyExtended`.
+        extended: does the work; see `StrategyExtended`.
 
     Attributes:
-        extended: as given: the part for library authors, with destinations, updates and placement.
+        extended: the argument: the part for library authors, with destinations, updates and placement.
 
     Raises:
-        OptionTypeError: when `extended` is none.
+        OptionTypeError: when `extended` is not a StrategyExtended.
     """
 
     extended: Fixed[StrategyExtended] = Fixed(cannot_be_set)
@@ -218,8 +218,8 @@ class Strategy(NotPickled, NamesOurs):
         self.extended._require_collective("Strategy.reduce")
         if axis is None:
             return self.extended._reducer.run("Strategy.reduce", Reduce, reduce_op, value, None, name, None, weight)
-        asked = reduce_op, axis, type(axis)  # what was checked is found by it: 1 and True are equal
-        return self.extended._reducer.run("Strategy.reduce", ReduceAlong, asked, value, None, name, None, weight)
+        argument = reduce_op, axis, type(axis)  # checked calls are looked up by the type, too: 1 and True are equal
+        return self.extended._reducer.run("Strategy.reduce", ReduceAlong, argument, value, None, name, None, weight)
 
     @collective("gather")
     def gather(self, value: T, axis: int, *, name: str | None = None) -> T:
@@ -411,7 +411,7 @@ class Strategy(NotPickled, NamesOurs):
     def layout(self) -> dict[str, Any]:
         """Return what the bits of sums depend on besides the values: ranks, nodes, algorithm, options, thresholds.
 
-        With it goes how `Optimizer.gradient_buckets` has cut gradients so far: the numbers of the variables in each
+        It also has the buckets of `Optimizer.gradient_buckets` so far: the numbers of the variables in each
         bucket, in the order of reduction.
         Two runs of one version with the same layout give the same bits.  It is the same on all ranks and consists of
         what JSON can hold, to be kept beside results; `source` is for people alone.  Never communicates.
@@ -460,26 +460,35 @@ class Strategy(NotPickled, NamesOurs):
         extended, communicator = self.extended, self.extended.communicator
         with Call(communicator.guard, "Strategy.assert_mirrored", called=name) as call:
             if variables is None:
-                numbered = {number: var for number, var in extended._registry.alive() if is_mirrored(var)}
+                variables_by_number = {number: var for number, var in extended._registry.alive() if is_mirrored(var)}
                 call.structure = f"all of {extended._registry.made} variables"
             else:
-                numbered = dict(enumerate(_named(extended, variables, call.where)))
-                call.structure = ", ".join(var._key for var in numbered.values())
+                variables_by_number = dict(enumerate(_mirrored_in(extended, variables, call.where)))
+                call.structure = ", ".join(var._key for var in variables_by_number.values())
             if communicator.size == 1:
                 return
             # A rank that cannot read its copy, for lack of memory, still tells the others.
             call.expect_more()
-            mine = {number: digest(host_array(var.local_view)) for number, var in numbered.items()}
+            own_digests = {number: digest(host_array(var.local_view)) for number, var in variables_by_number.items()}
             call.agree("compare copies")
-            if len({*communicator.allgather_text(f"{digest(np.array([*mine.items()], np.uint64)):x}")}) == 1:
+            if len({*communicator.allgather_text(f"{digest(np.array([*own_digests.items()], np.uint64)):x}")}) == 1:
                 return
-            told = communicator.allgather_text(" ".join(f"{number}={one:x}" for number, one in mine.items()))
-            of_ranks = [dict(each.split("=") for each in text.split()) for text in told]
+            texts = communicator.allgather_text(
+                " ".join(f"{number}={value:x}" for number, value in own_digests.items())
+            )
+            of_ranks = [dict(pair.split("=") for pair in text.split()) for text in texts]
             # Variables that some rank has collected are left out.
-            common = [number for number in numbered if all(str(number) in theirs for theirs in of_ranks)]
-            found = [(numbered[number], [theirs[str(number)] for theirs in of_ranks]) for number in common]
-            if differing := [(var, *outliers(digests)) for var, digests in found if len({*digests}) > 1]:
-                raise _diverged(call.where, differing, len(numbered))
+            common = [
+                number
+                for number in variables_by_number
+                if all(str(number) in rank_digests for rank_digests in of_ranks)
+            ]
+            digests_by_variable = [
+                (variables_by_number[number], [rank_digests[str(number)] for rank_digests in of_ranks])
+                for number in common
+            ]
+            if differing := [(var, *outliers(digests)) for var, digests in digests_by_variable if len({*digests}) > 1]:
+                raise _diverged(call.where, differing, len(variables_by_number))
 
     # ------------------------------------------------------------------------------------------------ input
 
@@ -569,7 +578,7 @@ class Strategy(NotPickled, NamesOurs):
             call.agree("make input")
         context.warn_if_alone(self, where)
         if self._is_default:
-            return cast("DistributedDatasetsFromFunction[E]", dataset)  # it acts as one
+            return cast("DistributedDatasetsFromFunction[E]", dataset)  # it acts as a distributed one
         return DistributedDatasetsFromFunction(dataset, communicator, drop_remainder=drop_remainder, name=name)
 
     #: The name that TensorFlow had for it.
@@ -741,9 +750,9 @@ def is_mirrored(var: Variable) -> bool:
     return var.synchronization is not VariableSynchronization.ON_READ
 
 
-def _named(extended: StrategyExtended, variables: Any, where: str) -> list[Variable]:
+def _mirrored_in(extended: StrategyExtended, variables: Any, where: str) -> list[Variable]:
     """Return the mirrored variables of a nest of variables, and of objects with an attribute `variables`, each once."""
-    found: dict[int, Variable] = {}
+    variables_by_id: dict[int, Variable] = {}
     for leaf in nest.flatten(variables)[0]:
         if isinstance(leaf, Variable) and not is_mirrored(leaf):
             expected = "variables whose copies should be equal"
@@ -755,10 +764,10 @@ def _named(extended: StrategyExtended, variables: Any, where: str) -> list[Varia
             if not extended.variable_created_in_scope(var):
                 expected = "a variable created in the scope of this strategy"
                 raise OptionError.at(where, found=f"{var!r}", expected=expected)
-        found |= {id(var): var for var in members if is_mirrored(var)}
-    if not found:
+        variables_by_id |= {id(var): var for var in members if is_mirrored(var)}
+    if not variables_by_id:
         raise EmptyBatchError.at(where, found="no mirrored variables", expected="at least one, or None for all")
-    return list(found.values())
+    return list(variables_by_id.values())
 
 
 def _diverged(where: str, differing: Sequence[tuple[Variable, list[int], str]], count: int) -> ReplicasDivergedError:

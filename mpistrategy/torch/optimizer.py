@@ -52,7 +52,7 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
 
     Raises:
         OptionTypeError, OptionError: for an object that is no optimizer, or is distributed already; for other
-            aggregations; for names that are not unique; under "SUM", for a parameter that another DistributedOptimizer has.
+            aggregations; for names that are not unique; under "SUM", for a parameter of another DistributedOptimizer.
         CollectiveMismatchError: on every rank, when the ranks' parameters differ.
     """
 

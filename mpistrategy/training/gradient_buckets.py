@@ -198,7 +198,7 @@ def _cut(gradients: GradientArena, bytes_per_bucket: int) -> list[Bucket]:
         of_dtype = [number for number, (bucket, _) in enumerate(places) if bucket == at]
         for number in reversed(of_dtype):
             members.append(number)
-            memory = flat.mine[places[number][1].start : places[members[0]][1].stop]
+            memory = flat.own_array[places[number][1].start : places[members[0]][1].stop]
             if memory.nbytes >= bytes_per_bucket or number == of_dtype[0]:
                 buckets.append(Bucket(tuple(members), memory))
                 members = []

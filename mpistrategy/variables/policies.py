@@ -50,7 +50,7 @@ def summed(variable: Variable, called: str | None) -> Array:
 
 
 def read_together(variables: Sequence[Variable], called: str | None) -> list[Array]:
-    """Return what variables of one policy read as: in one call, where their copies are added up."""
+    """Return the values of variables of one policy: in one call, where their copies are added up."""
     if all(variable._policy("reading a variable").read is summed for variable in variables):
         return _sums_of(variables, called)
     return [variable._read(called) for variable in variables]
@@ -88,14 +88,14 @@ def alone(write: Write) -> None:
 
 
 def mirrored(write: Write) -> None:
-    """Each replica writes its own value, which the others have, too; never communicates."""
+    """Each replica writes its own value, equal on all replicas; never communicates."""
     if type(write.value) is not np.ndarray:
         write.variable._refuse_drift(write.value, write.full_name)
     write.apply(write.checked())
 
 
 def _together(combine: Callable[[Write, Call, Any], Any]) -> Callable[[Write], None]:
-    """Return a collective write: in one call, each replica applies what `combine` makes of its own checked value."""
+    """Return a collective write: in one call, each replica applies `combine` of its own checked value."""
 
     def write_together(write: Write) -> None:
         variable = write.variable
@@ -106,39 +106,39 @@ def _together(combine: Callable[[Write, Call, Any], Any]) -> Callable[[Write], N
 
 
 @_together
-def combined(write: Write, call: Call, mine: Any) -> Any:
+def combined(write: Write, call: Call, own_value: Any) -> Any:
     """All replicas write the sum or the mean of their values.  Collective."""
     variable, op = write.variable, _REDUCE_OPS[write.variable.aggregation]
-    if not isinstance(mine, IndexedSlices):
-        return variable._registry.reducer.all_reduce_arrays(call, op, [mine])[0]
-    value = PerReplica((mine,))
+    if not isinstance(own_value, IndexedSlices):
+        return variable._registry.reducer.all_reduce_arrays(call, op, [own_value])[0]
+    value = PerReplica((own_value,))
     with context.cross_replica(variable.strategy):
         return local_component(variable.strategy.extended.reduce_to(op, value, value))
 
 
 @_together
-def replica_0s(write: Write, call: Call, mine: Any) -> Any:
+def replica_0s(write: Write, call: Call, own_value: Any) -> Any:
     """All replicas write replica 0's value.  Collective."""
     variable, communicator = write.variable, write.variable._registry.communicator
-    if not isinstance(mine, IndexedSlices):
-        return _of_replica_0(variable, mine, call)
+    if not isinstance(own_value, IndexedSlices):
+        return _of_replica_0(variable, own_value, call)
     call.expect_more()
-    count = int(broadcast(communicator, [np.array(mine.indices.size)], 0, call)[0])
+    count = int(broadcast(communicator, [np.array(own_value.indices.size)], 0, call)[0])
     call.expect_more()
     if communicator.rank != 0:
-        mine = IndexedSlices(np.empty((count, *variable.shape[1:]), variable.dtype), np.empty(count, np.int64))
-    rows = placed_as(mine.values, variable.local_view)
-    return IndexedSlices(*broadcast(communicator, [rows, mine.indices], 0, call))
+        own_value = IndexedSlices(np.empty((count, *variable.shape[1:]), variable.dtype), np.empty(count, np.int64))
+    rows = placed_as(own_value.values, variable.local_view)
+    return IndexedSlices(*broadcast(communicator, [rows, own_value.indices], 0, call))
 
 
-def _of_replica_0(variable: Variable, mine: Array, call: Call) -> Array:
+def _of_replica_0(variable: Variable, own_array: Array, call: Call) -> Array:
     """Return a copy of replica 0's array, where the variable is."""
-    copy: Array = broadcast(variable._registry.communicator, [mine], 0, call)[0]
+    copy: Array = broadcast(variable._registry.communicator, [own_array], 0, call)[0]
     return copy
 
 
-def _agreed(write: Write, call: Call, mine: Any) -> Any:
-    """Return `mine`, once all ranks write; raise OptionTypeError for a value of which each replica has its own."""
+def _agreed(write: Write, call: Call, own_value: Any) -> Any:
+    """Return `own_value`, once all ranks write; raise OptionTypeError for a value that may differ by replica."""
     if isinstance(write.value, PerReplica):
         raise OptionTypeError.at(
             write.full_name,
@@ -148,7 +148,7 @@ def _agreed(write: Write, call: Call, mine: Any) -> Any:
         )
     layout = ((dtype_name(write.variable.dtype), write.variable.shape),)
     call.agree("write", op=write.where, values=layout, sparingly=True)
-    return mine
+    return own_value
 
 
 #: All replicas write the same value, which every rank has.  Collective: errors raise everywhere.  Sends no data.
@@ -156,30 +156,30 @@ alike: Callable[[Write], None] = _together(_agreed)
 
 
 @_together
-def shared(write: Write, call: Call, mine: Any) -> Any:
+def shared(write: Write, call: Call, own_value: Any) -> Any:
     """Each replica writes its share of one value: the sum of the copies is the value.  Otherwise as `alike`."""
     communicator = write.variable._registry.communicator
-    part = share_of(host_array(mine), communicator.rank, communicator.size)
-    return _agreed(write, call, placed_as(part, mine))
+    part = share_of(host_array(own_value), communicator.rank, communicator.size)
+    return _agreed(write, call, placed_as(part, own_value))
 
 
 @quietly
 def share_of(value: Array, rank: int, size: int) -> Array:
     """Return this rank's share of `value`; the shares add up to it.
 
-    Integers are divided exactly: the first ranks get one more.  Other numbers are divided; rank 0 gets the residue.
+    Integers are divided exactly: the first ranks get 1 more.  Other numbers are divided; rank 0 gets the residue.
     """
     dtype = value.dtype
     if dtype.kind == "b":
         return value if rank == 0 else np.zeros_like(value)
     if dtype.kind in "iu":
         wide = value if dtype.itemsize == 8 else value.astype(np.int64)
-        whole, rest = np.divmod(wide, wide.dtype.type(size))
-        return np.asarray(whole + (rest > rank)).astype(dtype)
+        quotient, remainder = np.divmod(wide, wide.dtype.type(size))
+        return np.asarray(quotient + (remainder > rank)).astype(dtype)
     total = value.astype(wire_dtype(dtype))
     part = np.asarray((total / size).astype(dtype))
-    rest = np.where(np.isfinite(part), total - part.astype(total.dtype) * (size - 1), total)
-    return part if rank != 0 else rest.astype(dtype)
+    remainder = np.where(np.isfinite(part), total - part.astype(total.dtype) * (size - 1), total)
+    return part if rank != 0 else remainder.astype(dtype)
 
 
 # -------------------------------------------------------------------------------------------------- refusals

@@ -49,7 +49,7 @@ class VariableStorage:
     """The memory of the variables of one strategy."""
 
     def __init__(self) -> None:
-        #: The slab that is filled, and how much of it is.
+        #: The slab that is being filled, and how many of its bytes are used.
         self._slab: SharedMemory | None = None
         self._used = 0
         self._slabs: weakref.WeakSet[SharedMemory] = weakref.WeakSet()
@@ -59,7 +59,7 @@ class VariableStorage:
     @property
     def nbytes(self) -> int:
         """The size of all slabs that this rank still holds, for each rank."""
-        return sum(slab.mine.nbytes for slab in self._slabs)
+        return sum(slab.own_segment.nbytes for slab in self._slabs)
 
     def allocate(
         self, communicator: Ranks, dtype: np.dtype[Any], shape: tuple[int, ...]
@@ -73,24 +73,24 @@ class VariableStorage:
         slot = self._slot(communicator, nbytes) if communicator.size > 1 else None
         if slot is None:
             return communicator.guard.on_all(partial(np.empty, shape, dtype)), None
-        return np.ndarray(shape, dtype, slot.slab.mine[slot.offset : slot.offset + nbytes]), slot
+        return np.ndarray(shape, dtype, slot.slab.own_segment[slot.offset : slot.offset + nbytes]), slot
 
     def _slot(self, communicator: Ranks, nbytes: int) -> VariableSlot | None:
-        if self._slab is not None and self._used + nbytes <= self._slab.mine.nbytes:
+        if self._slab is not None and self._used + nbytes <= self._slab.own_segment.nbytes:
             self._used += nbytes
             return VariableSlot(self._slab, self._used - nbytes)
         if self._exhausted:
             return None
         usual = _FIRST_SLAB_BYTES
         if self._slab is not None:
-            held = np.array([self.nbytes])  # ranks collect garbage at different times
-            communicator.allreduce(held, "MAX")
-            usual = max(_SLAB_BYTES, padded(int(held[0]) // _SLAB_FRACTION))
+            total_bytes = np.array([self.nbytes])  # ranks collect garbage at different times
+            communicator.allreduce(total_bytes, "MAX")
+            usual = max(_SLAB_BYTES, padded(int(total_bytes[0]) // _SLAB_FRACTION))
         slab = communicator.shared(max(nbytes, usual))
         if not slab.is_shared:
             self._exhausted = True
             return None
         self._slabs.add(slab)
-        if nbytes < usual:  # a larger variable has one for itself
+        if nbytes < usual:  # a larger variable has a slab for itself
             self._slab, self._used = slab, nbytes
         return VariableSlot(slab, 0)

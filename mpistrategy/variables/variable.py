@@ -62,14 +62,14 @@ def _set(storage: Array, value: Array) -> None:
     storage[...] = value
 
 
-#: What the methods with whole values do with the storage and an array of its shape.
+#: The methods with whole values: functions of the storage and an array of its shape.
 DENSE: dict[str, Callable[[Array, Array], Any]] = {
     "assign": _set,
     "assign_add": lambda storage, value: np.add(storage, value, out=storage),
     "assign_sub": lambda storage, value: np.subtract(storage, value, out=storage),
 }
 
-#: What the methods with IndexedSlices do with the storage, row numbers and rows.  Additions of repeated rows add up; of
+#: The methods with IndexedSlices: functions of storage, row numbers and rows.  Additions of repeated rows add up; of
 #: several updates of one row the last one counts.
 SPARSE: dict[str, Callable[[Array, Array, Array], Any]] = {
     "scatter_add": np.add.at,
@@ -153,11 +153,11 @@ class Write:
             if not isinstance(change, IndexedSlices):
                 DENSE[self.method](storage, placed_as(change, storage))
             elif is_on_device(storage):
-                touched, numbers = np.unique(host_array(change.indices), return_inverse=True)
-                there = placed_as(touched, storage)
-                rows = host_array(storage[there])
+                distinct_indices, numbers = np.unique(host_array(change.indices), return_inverse=True)
+                places = placed_as(distinct_indices, storage)
+                rows = host_array(storage[places])
                 SPARSE[self.method](rows, numbers, host_array(change.values))
-                storage[there] = placed_as(rows, storage)
+                storage[places] = placed_as(rows, storage)
             else:
                 SPARSE[self.method](storage, host_array(change.indices), host_array(change.values))
         guard = self.variable._registry.communicator.guard
@@ -194,12 +194,12 @@ class Registry:
     """The variables of one strategy: their numbers, names and memory.
 
     Attributes:
-        reducer: what they are reduced with.
+        reducer: reduces them.
         communicator: its ranks.
         table: how they are read and written.
         is_local: whether they belong to this rank alone: there is one replica, without synchronization.
         made: how many have been created; the same on every rank.
-        colocated_with: the variables of the `colocate_vars_with` blocks that are entered.
+        colocated_with: the variables of the `colocate_vars_with` blocks that are running.
     """
 
     def __init__(self, reducer: Reducer, table: Table) -> None:
@@ -239,7 +239,7 @@ class Registry:
 
     @contextmanager
     def colocating_with(self, variable: Variable) -> Iterator[None]:
-        """Let the variables that are created in the block know this one."""
+        """Let the variables that are created in the block refer to this variable."""
         self.colocated_with.append(variable)
         try:
             yield
@@ -248,7 +248,7 @@ class Registry:
 
     @property
     def storage(self) -> VariableStorage:
-        """Where variables lie: shared by all copies of a strategy, which have the same ranks."""
+        """The memory of variables: shared by all copies of a strategy, which have the same ranks."""
         return self.communicator.once("variables", VariableStorage)
 
     @property
@@ -269,11 +269,11 @@ class Registry:
             return cupy.empty(shape, dtype)
 
 
-def _fixed(variable: Variable, what: str) -> UnsupportedError:
+def _fixed(variable: Variable, attribute: str) -> UnsupportedError:
     return UnsupportedError.at(
-        f"Variable.{what}",
+        f"Variable.{attribute}",
         found=f"an attempt to change it on {variable.name!r}",
-        expected=f"the {what} that the variable was created with",
+        expected=f"the {attribute} that the variable was created with",
         fix="Create another variable.",
     )
 
@@ -342,18 +342,18 @@ class Variable(ArrayLike, Settable):
         registry, communicator = self._registry, self._registry.communicator
         with Call(communicator.guard, "Variable") as call:
             self.aggregation = checked_member(VariableAggregation, aggregation, "Variable", "aggregation")
-            given = checked_member(VariableSynchronization, synchronization, "Variable", "synchronization")
-            _check_place(given, self.aggregation)
-            if given is VariableSynchronization.NONE and not registry.is_local:
+            sync_mode = checked_member(VariableSynchronization, synchronization, "Variable", "synchronization")
+            _check_place(sync_mode, self.aggregation)
+            if sync_mode is VariableSynchronization.NONE and not registry.is_local:
                 raise OptionError.at(
                     "Variable",
-                    found=f"synchronization={given.name} in the scope of a strategy of several replicas",
+                    found=f"synchronization={sync_mode.name} in the scope of a strategy of several replicas",
                     expected="AUTO, ON_WRITE or ON_READ",
                     fix="Create variables of one rank in the scope of a OneDeviceStrategy.",
                 )
-            is_chosen = given is VariableSynchronization.AUTO and not registry.is_local
-            self.synchronization = VariableSynchronization.ON_WRITE if is_chosen else given
-            self.trainable = given is not VariableSynchronization.ON_READ if trainable is None else trainable
+            is_chosen = sync_mode is VariableSynchronization.AUTO and not registry.is_local
+            self.synchronization = VariableSynchronization.ON_WRITE if is_chosen else sync_mode
+            self.trainable = sync_mode is not VariableSynchronization.ON_READ if trainable is None else trainable
             if name is not None and not isinstance(name, str):
                 raise OptionTypeError.at("Variable", found=f"name={name!r}", expected="a string")
             own_name = "Variable" if name is None else name
@@ -367,27 +367,29 @@ class Variable(ArrayLike, Settable):
                 raise differing(call.where, "all copies start with it")
             array = array_where_it_is(plain(value), call.where, name="initial_value")
             combined_by = VariableAggregation.NONE if registry.is_local else self.aggregation
-            wanted = _checked_dtype(array.dtype if dtype is None else dtype, combined_by)
-            if array.dtype != wanted:
-                array = converted(host_array(array), wanted, f"Variable {own_name!r} with dtype={dtype_name(wanted)}")
-            on_device = registry.device_memory(wanted, array.shape)
+            variable_dtype = _checked_dtype(array.dtype if dtype is None else dtype, combined_by)
+            if array.dtype != variable_dtype:
+                array = converted(
+                    host_array(array), variable_dtype, f"Variable {own_name!r} with dtype={dtype_name(variable_dtype)}"
+                )
+            on_device = registry.device_memory(variable_dtype, array.shape)
             call.agree(
                 "create",
                 op=f"{self.synchronization.name}/{self.aggregation.name}",
-                values=((dtype_name(wanted), array.shape),),
+                values=((dtype_name(variable_dtype), array.shape),),
                 destination="the host" if on_device is None else "a GPU",
             )
             # Allocated after the agreement: when some ranks refuse, the ranks' memory must stay equal.
             if on_device is None:
-                storage, slot = registry.storage.allocate(communicator, wanted, array.shape)
+                storage, slot = registry.storage.allocate(communicator, variable_dtype, array.shape)
                 storage[...] = host_array(array)
                 communicator.bcast(storage, 0)
             else:
                 storage, slot = on_device, None
                 call.expect_more()
-                [own] = broadcast(communicator, [placed_as(array, on_device)], 0, call)
+                [root_value] = broadcast(communicator, [placed_as(array, on_device)], 0, call)
                 with on_device.device:
-                    storage[...] = own
+                    storage[...] = root_value
         # Numbered after the agreement: a creation that some ranks refused must not be counted.
         self.name = registry.next_name if name is None else name
         #: This replica's copy, which optimizers and checkpoints also change in place.
@@ -488,18 +490,18 @@ class Variable(ArrayLike, Settable):
     def _read(self, name: str | None = None) -> Array:
         return self._policy("reading a variable").read(self, name)
 
-    def _kept(self) -> Any:
-        # What an ON_READ variable reads as may be a sum that nothing holds.
+    def _lasting_value(self) -> Any:
+        # The value of an ON_READ variable may be a sum that nothing holds.
         return None if self.synchronization is VariableSynchronization.ON_READ else self._read()
 
-    def _array(self, asked: str) -> Array:
+    def _array(self, name: str) -> Array:
         # A method that communicated would hang a program that calls it on one rank, as it may with an array.
-        if self._policy(f"Variable.{asked}").read is not own:
+        if self._policy(f"Variable.{name}").read is not own:
             raise ContextError.at(
-                f"Variable.{asked}",
+                f"Variable.{name}",
                 found=f"the ON_READ variable {self.name!r} outside steps, where each rank has its own value",
                 expected="one value for all ranks, or this rank's own",
-                fix=f"Write v.read_value().{asked}: read_value is collective, so call it on all ranks; "
+                fix=f"Write v.read_value().{name}: read_value is collective, so call it on all ranks; "
                 "or v.local_view for this rank's copy.",
             )
         return self.local_view
@@ -589,7 +591,7 @@ class Variable(ArrayLike, Settable):
         return self._policies[frame.mode]
 
 
-#: The column of the policy table of each method that has not its name.
+#: The column of the policy table, for methods of another name.
 _COLUMNS = {
     "assign_add": "add",
     "assign_sub": "add",
@@ -633,7 +635,7 @@ def _of_dtype(storage: Array, value: Any, where: str) -> Array:
 
 
 def differing(where: str, why: str) -> OptionTypeError:
-    """Return the error for a PerReplica where all replicas must write the same."""
+    """Return the error for a PerReplica where all replicas must write the same value."""
     return OptionTypeError.at(
         where,
         found="a PerReplica or another value of which each replica has its own",
@@ -698,8 +700,8 @@ def _checked_dtype(dtype: Any, aggregation: VariableAggregation) -> np.dtype[Any
     """Return a dtype.
 
     Raises:
-        DTypeError: for what is none, and for what variables cannot have.
-        OptionError: for a mean of a dtype of which there is none.
+        DTypeError: for a dtype that does not exist, or that variables cannot have.
+        OptionError: for a mean of a dtype that has no means.
     """
     try:
         parsed: np.dtype[Any] = np.dtype(dtype)

@@ -2,7 +2,7 @@
 
     scripts/mpirun -n 2 scripts/bench NAME [OPTION...]
     MPIR_CVAR_NUM_CLIQUES=8 scripts/mpirun -n 16 scripts/bench sizes       MPICH pretends 8 nodes
-    .venv/bin/python scripts/bench calls                                   calls, forecast, growth: one process
+    .venv/bin/python scripts/bench calls                                   calls, growth: one process
 
 `mpistrategy bench` is for users: sums of one array and of lists on their machine.
 """
@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import argparse
 from importlib import import_module
-
-SIZES = (8, 4096, 65536, 2**18, 2**20, 2**22, 2**24)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -25,19 +23,12 @@ def parse_arguments() -> argparse.Namespace:
     names = parser.add_subparsers(dest="name", required=True)
     calls = names.add_parser("calls", help="a rank's own work of one repeated small call, beside a sketch of the least")
     calls.add_argument("--rounds", type=int, default=700, help="of three calls each; default: %(default)s")
-    sizes = names.add_parser("sizes", parents=[timed], help="all-reduces beside mpi4py's, and how much is hidden")
-    sizes.add_argument("bytes", nargs="*", type=int, default=SIZES)
-    names.add_parser("optimizers", parents=[timed], help="steps of SGD and Adam beside mpi4py and NumPy")
+    sizes = names.add_parser("sizes", parents=[timed], help="all-reduces beside mpi4py's")
+    sizes.add_argument("bytes", nargs="*", type=int, default=[8, 4096, 65536, 2**18, 2**20, 2**22, 2**24])
     torch = names.add_parser("torch_steps", parents=[timed], help="torch's training steps and all-reduces beside gloo")
-    torch.add_argument("models", nargs="*", default=["mlp", "cnn", "transformer"], metavar="MODEL")
+    torch.add_argument("models", nargs="*", default=["mlp", "cnn"], metavar="MODEL")
     growth = names.add_parser("growth", help="what a rank does when there are very many")
     growth.add_argument("ranks", nargs="*", type=int, default=[64, 1024, 10_000], help="pretended, 8 on a node")
-    forecast = names.add_parser("forecast", help="all-reduces between nodes by formulas")
-    forecast.add_argument("nodes", nargs="*", type=int, default=[2, 8, 32, 128, 512, 1024])
-    forecast.add_argument("--ranks", type=int, default=8, help="of a node; default: %(default)s")
-    forecast.add_argument("--bytes", type=float, default=1e8, help="of the buffer; default: %(default)s")
-    forecast.add_argument("--link", type=float, default=1.18e8, help="bytes a second of a node; default: 1 Gbit/s")
-    forecast.add_argument("--latency", type=float, default=5e-5, help="seconds of a message; default: %(default)s")
     return parser.parse_args()
 
 

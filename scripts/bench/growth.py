@@ -1,7 +1,6 @@
 """How the work of a rank grows with the number of ranks: pretended ones, 8 on a node, in the library's own code.
 
-Tables of Markdown: the CPU time of making a strategy; what a whole job does with files of the watchdog while one rank
-is busy, and after an alarm; the table of a mismatch, which one rank prints.
+Tables of Markdown: the CPU time of making a strategy, and of the report of a mismatch, which one rank prints.
 """
 
 from __future__ import annotations
@@ -9,50 +8,21 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "tests" / "doubles"))
-from pretended import PretendedJob, creation_seconds  # noqa: E402
+from pretended import creation_seconds  # noqa: E402
 
 from mpistrategy.mpi.contract.mismatch_report import Report, mismatch  # noqa: E402
 
-LOCAL, BUSY_SECONDS = 8, 60
+LOCAL = 8
 
 
 def creation(ranks: int) -> str:
     """Return CPU seconds on CPUs, and with devices="auto" where there are no GPUs."""
     return " | ".join(f"{min(creation_seconds(ranks, LOCAL, how) for _ in range(3)):.3f}" for how in (None, "auto"))
-
-
-def watchdog(ranks: int) -> str:
-    """Return file operations a second while one rank is busy; after an alarm files, operations and roll calls."""
-    with tempfile.TemporaryDirectory() as folder:
-        job = PretendedJob(Path(folder, "run"), ranks // LOCAL, LOCAL)
-        with job.clock():
-            job.busy_until = job.now + 10 * BUSY_SECONDS
-            job.hear()
-            job.done.clear()
-            for _ in range(BUSY_SECONDS):
-                assert all(job.tick(1.0))
-            busy = sum(job.done.values()) / BUSY_SECONDS
-            job.done.clear()
-            printed = alarm_of(job, Path(folder, "printed"))
-        return f"{busy:.3g} | {len(os.listdir(job.path))} | {sum(job.done.values())} | {printed.count('roll call:')}"
-
-
-def alarm_of(job: PretendedJob, file: Path) -> str:
-    """Return what the first node prints on stderr when a rank is late."""
-    stderr = os.dup(2)
-    with file.open("wb") as printed:
-        os.dup2(printed.fileno(), 2)
-        try:
-            job.raise_alarm(0)
-        finally:
-            os.dup2(stderr, 2)
-    return file.read_text()
 
 
 def mismatch_table(ranks: int) -> str:
@@ -68,7 +38,6 @@ def mismatch_table(ranks: int) -> str:
 
 TABLES = {
     'creation, s | devices="auto", s': creation,
-    "file operations a second, one busy | files after an alarm | operations | roll calls": watchdog,
     "lines of a mismatch, one differs | s | all differ | s": mismatch_table,
 }
 

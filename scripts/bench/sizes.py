@@ -1,8 +1,7 @@
 """All-reduces of several sizes beside MPI_Allreduce of the same ranks, on one node or between several.
 
-For each size rank 0 prints the medians of ours over mpi4py's: wall seconds with their quartiles, CPU seconds, and wall
-seconds with `wire="bfloat16"`.  The last line tells how much of an all-reduce of 16 MiB in four parts hides behind
-matrix products that take 1.5 times as long.
+For each size rank 0 prints the medians of ours over mpi4py's: wall seconds and CPU seconds with their quartiles, and
+wall seconds with `wire="bfloat16"`.
 """
 
 from __future__ import annotations
@@ -17,7 +16,6 @@ import mpistrategy as ms
 from timing import medians, seconds_in_turns
 
 WIRE = ms.CommunicationOptions(wire="bfloat16")
-PARTS, PART_BYTES, COMPUTE = 4, 2**22, 1.5
 
 
 def compare(world: MPI.Intracomm, nbytes: int, rounds: int) -> None:
@@ -40,39 +38,6 @@ def compare(world: MPI.Intracomm, nbytes: int, rounds: int) -> None:
         print(f"{nbytes:>10} {wall:>18} {cpu:>18} {short:>9.2f} {1e6 * flat_seconds:>10.1f} us", flush=True)
 
 
-def hidden(world: MPI.Intracomm, rounds: int) -> float:
-    """Return the part of an all-reduce in the background that hides behind computation.  Collective; in a step."""
-    context = ms.get_replica_context()
-    parts = [np.zeros(PART_BYTES // 4, np.float32) for _ in range(PARTS)]
-    factor, product = np.full((256, 256), 1 / 256, np.float32), np.empty((256, 256), np.float32)
-    calls: dict[str, Callable[[], object]] = {
-        "communication": lambda: [context.all_reduce("SUM", part, out=part) for part in parts],
-        "product": lambda: np.matmul(factor, factor, out=product),
-    }
-    alone = medians(seconds_in_turns(calls, 5, 3, world))
-    products = max(round(COMPUTE * alone["communication"] / PARTS / alone["product"]), 1)
-
-    def compute() -> None:
-        for _ in range(products):
-            np.matmul(factor, factor, out=product)
-
-    def behind() -> None:
-        handles = []
-        for part in parts:  # as a backward pass does: what is ready starts, and the next is computed
-            handles.append(context.all_reduce_async("SUM", part, out=part))
-            compute()
-        for handle in handles:
-            handle.wait()
-
-    def compute_all() -> None:
-        for _ in parts:
-            compute()
-
-    calls |= {"product": compute_all, "both": behind}
-    seconds = medians(seconds_in_turns(calls, rounds, 1, world))
-    return (seconds["communication"] + seconds["product"] - seconds["both"]) / seconds["communication"]
-
-
 def measure(options: argparse.Namespace) -> None:
     """Print the table."""
     world = MPI.COMM_WORLD.Dup()
@@ -83,6 +48,3 @@ def measure(options: argparse.Namespace) -> None:
             print(f"{'bytes':>10} {'wall':>18} {'CPU':>18} {'bfloat16':>9} {'mpi4py':>13}")
         for nbytes in options.bytes:
             strategy.run(compare, args=(world, nbytes, options.rounds))
-        part = strategy.run(hidden, args=(world, options.rounds))
-        if world.rank == 0:
-            print(f"all_reduce_async of {PARTS * PART_BYTES} bytes: {100 * part:.0f} % is hidden behind computation")

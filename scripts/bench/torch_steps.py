@@ -25,20 +25,6 @@ COUNTS = (1, 2**14, 2**18, 2**24)
 STEPS = 3
 
 
-class Transformer(nn.Module):
-    """A small language model: 10 million parameters."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.words = nn.Embedding(256, 384)
-        layer = nn.TransformerEncoderLayer(384, 6, 1536, dropout=0.0, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 6, enable_nested_tensor=False)
-        self.head = nn.Linear(384, 256)
-
-    def forward(self, words: Any) -> Any:
-        return self.head(self.layers(self.words(words))).flatten(0, 1)
-
-
 def mlp() -> tuple[Any, Any, Any]:
     layers = [nn.Linear(1024, 4096), nn.ReLU(), nn.Linear(4096, 4096), nn.ReLU(), nn.Linear(4096, 1024)]
     return nn.Sequential(*layers), torch.randn(32, 1024), torch.randint(1024, (32,))
@@ -50,11 +36,7 @@ def cnn() -> tuple[Any, Any, Any]:
     return nn.Sequential(*layers, *head), torch.randn(32, 1, 28, 28), torch.randint(10, (32,))
 
 
-def transformer() -> tuple[Any, Any, Any]:
-    return Transformer(), torch.randint(256, (4, 64)), torch.randint(256, (256,))
-
-
-MODELS = {"mlp": mlp, "cnn": cnn, "transformer": transformer}
+MODELS = {"mlp": mlp, "cnn": cnn}
 
 
 def steps_of(variant: str, model: str, gloo: Any) -> tuple[Callable[[], None], Any]:

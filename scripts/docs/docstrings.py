@@ -18,7 +18,7 @@ PLACES = {*PUBLIC, *(f"{name}.{member}" for kind, name in CLASSES.items() for me
 _CODE = re.compile(r"(?<![`\[])`([A-Za-z_][\w.]*)`(?!`)")
 
 
-class Docstrings(griffe.Extension):
+class Docstrings(griffe.Extension):  # type: ignore[misc]  # griffe is where the site is built
     """Changes what was read from the source."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:

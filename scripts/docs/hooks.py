@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import re
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,8 @@ GUIDE = "mpistrategy/cli/guide/"
 _ELSEWHERE = re.compile(rf"\[([^][]*)\]\((?!https?:|#|{GUIDE})[^)]*\)")
 #: They need torch and JAX: a page for each, of what is written in the source.
 _OF_LIBRARIES = ("mpistrategy.torch", "mpistrategy.jax")
+_CONSOLE = re.compile(r'<div class="language-(?:console|pycon) highlight">(.*?)</div>', re.DOTALL)
+_COMMAND = re.compile(r"^(?:\$|>>>|\.\.\.) (.*)", re.MULTILINE)
 #: The pages of the API reference, by module.
 _API = {module: [f"{module}.{name}" for name in names] for module, names in reference.public().items()}
 
@@ -61,3 +64,13 @@ def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
         linked = (re.sub(r"(?m)^\| `(.*?)`", rf"| [`\1`][{each.partition(chr(10))[0]}.\1]", each) for each in tables)
         return "\n## ".join([first, *linked])
     return re.sub(r"\((`mpistrategy guide\s+([\w-]+)`)\)", r"([\1](\2.md))", markdown)
+
+
+def on_page_content(content: str, **_: Any) -> str:
+    """Have copy buttons copy commands, without prompts and output."""
+    return _CONSOLE.sub(_with_commands, content)
+
+
+def _with_commands(block: re.Match[str]) -> str:
+    lines = html.unescape(re.sub("<.*?>", "", block[1]))
+    return block[0].replace("<div", f'<div data-copy="{html.escape(chr(10).join(_COMMAND.findall(lines)))}"', 1)

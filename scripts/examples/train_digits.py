@@ -18,7 +18,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 import mpistrategy as ms
 
@@ -59,7 +58,6 @@ def main() -> None:
     options = parse_arguments()
     strategy = ms.MirroredStrategy(options.devices)
     xp = array_module(strategy)
-    show_bar = options.progress == "bar" or (options.progress == "auto" and sys.stderr.isatty())
 
     # Only now that MPI runs: MPICH under srun --mpi=pmi2 may fail to start after such large imports: see
     # `mpistrategy guide slurm`.
@@ -103,13 +101,11 @@ def main() -> None:
         return pair
 
     began, history = time.perf_counter(), []
-    epochs = tqdm(range(options.epochs), "training", ncols=100, disable=strategy.rank > 0 or not show_bar)
-    for epoch in epochs:
+    for epoch in ms.telemetry.progress(range(options.epochs), title="training"):
         for batch in strategy.experimental_distribute_dataset(training_data.epoch(epoch)):
             strategy.run(training_step, args=batch)  # with this rank's part of the batch
         history.append(results())
-        epochs.set_postfix(loss=f"{history[-1][0]:.4f}", accuracy=f"{history[-1][1]:.4f}")
-        if strategy.rank == 0 and not show_bar and epoch % 5 == 4:
+        if strategy.rank == 0 and epoch % 5 == 4:
             print(f"epoch {epoch + 1:3}: loss {history[-1][0]:.12f}, accuracy {history[-1][1]:.4f}", flush=True)
     seconds = time.perf_counter() - began
 
@@ -126,8 +122,6 @@ def main() -> None:
         if options.json:
             report = {"loss": test_loss, "accuracy": test_accuracy, "history": history}
             options.json.write_text(json.dumps(report), encoding="utf-8")
-        if options.weights:
-            np.savez(options.weights, *(weight.numpy() for weight in network.weights))
         if options.plot:
             plot(history, test_accuracy, options.plot)
             print(f"plot: {options.plot}", flush=True)
@@ -168,8 +162,6 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, default=Path("digits.png"), help="where to; default: %(default)s")
     parser.add_argument("--no-plot", dest="plot", action="store_const", const=None, help="draw nothing")
     parser.add_argument("--json", type=Path, help="write the numbers here, too")
-    parser.add_argument("--weights", type=Path, help="write the weights here at the end, as NumPy's .npz")
-    parser.add_argument("--progress", choices=("auto", "bar", "lines"), default="auto", help="auto: bar on a terminal")
     return parser.parse_args()
 
 

@@ -25,7 +25,7 @@ from mpistrategy.mpi.contract import failures
 WORLD = MPI.COMM_WORLD
 EVERY, LONGEST_SECONDS = 10, 20.0
 POWERS = -5.0, -2.7  # of ten: of the seconds before a signal
-KINDS, SIZES = ("all_reduce", "nest", "reduce", "assign", "arena"), (1, 3, 40, 5000, 100_000)
+KINDS, SIZES = ("all_reduce", "reduce", "assign", "arena"), (1, 3, 40, 5000, 100_000)
 
 
 def interrupt(number: int, frame: FrameType | None) -> None:
@@ -56,8 +56,6 @@ class Calls:
         """Return what all ranks have summed."""
         operand, run = np.full(size, number * 16.0 + WORLD.rank), self.strategy.run
         if kind == "all_reduce":
-            return run(lambda: ms.get_replica_context().all_reduce("SUM", operand))
-        if kind == "nest":
             return run(lambda: ms.get_replica_context().all_reduce("SUM", {"a": operand, "b": float(operand[0])}))["a"]
         if kind == "reduce":
             return self.strategy.reduce("SUM", operand)

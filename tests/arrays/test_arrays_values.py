@@ -17,14 +17,6 @@ from mpistrategy.arrays.values import local_component
 pytestmark = pytest.mark.one_rank
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
-INTEGERS = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64"]
-FLOATS = ["float16", "float32", "float64", "longdouble", "complex64", "complex128", "clongdouble", BFLOAT16]
-
-
-@pytest.mark.parametrize("dtype", [*INTEGERS, *FLOATS], ids=str)
-def test_every_numeric_dtype_can_be_reduced_without_a_copy(dtype: Any) -> None:
-    array = np.ones((2, 3), dtype)
-    assert convert.reducible(array, "here") is array
 
 
 @pytest.mark.parametrize(
@@ -131,21 +123,16 @@ class TestContainers:
         assert array.dtype == (dtype or np.float64)
         assert np.shares_memory(array, held) is (dtype is None and not copy)
 
-    def test_a_conversion_that_needs_a_copy_is_refused_with_copy_false(self) -> None:
-        with pytest.raises(ValueError, match="copy"):
-            np.array(ms.Mirrored((np.arange(3.0),)), dtype=np.float32, copy=False)
-
-    def test_in_place_operators_are_refused_with_the_cure(self) -> None:
+    def test_it_is_not_written(self) -> None:
         value = before = ms.Mirrored((np.arange(3.0),))
+        with pytest.raises(ValueError, match="copy"):
+            np.array(value, dtype=np.float32, copy=False)
         with pytest.raises(errors.UnsupportedError, match=r"Write v = np\.add"):
             value += 1
         assert value is before
-        np.testing.assert_array_equal(value, [0, 1, 2])
-
-    def test_an_ordinary_array_can_be_the_target(self) -> None:
         total = np.zeros(3)
-        total += ms.Mirrored((np.arange(3.0),))
-        np.testing.assert_array_equal(total, [0, 1, 2])
+        total += value
+        np.testing.assert_array_equal(total, value)
 
     def test_a_mirrored_value_that_lives_elsewhere_says_where(self) -> None:
         elsewhere = ms.Mirrored((), "rank 2")
@@ -162,14 +149,10 @@ class TestContainers:
         assert local_component("x") == "x"
 
 
-class TestIndexedSlices:
-    def test_repeated_indices_add_up(self) -> None:
-        slices = ms.IndexedSlices(np.array([[1.0, 2.0], [10.0, 20.0], [3.0, 4.0]]), np.array([2, 0, 2]), (3, 2))
+def test_repeated_indices_of_slices_add_up() -> None:
+    values = np.array([[1.0, 2.0], [10.0, 20.0], [3.0, 4.0]])
+    for shape in ((3, 2), np.array([3, 2])):
+        slices = ms.IndexedSlices(values, np.array([2, 0, 2]), shape)
         np.testing.assert_array_equal(slices.to_dense(), [[10, 20], [0, 0], [4, 6]])
-
-    def test_an_unknown_dense_shape_is_named(self) -> None:
-        with pytest.raises(errors.UnsupportedError, match="dense_shape"):
-            ms.IndexedSlices(np.ones((1, 2)), np.array([0])).to_dense()
-
-    def test_dense_shape_may_be_an_array(self) -> None:
-        assert ms.IndexedSlices(np.ones((1, 2)), np.array([1]), np.array([3, 2])).to_dense().shape == (3, 2)
+    with pytest.raises(errors.UnsupportedError, match="dense_shape"):
+        ms.IndexedSlices(np.ones((1, 2)), np.array([0])).to_dense()

@@ -87,14 +87,31 @@ def torch(monkeypatch: pytest.MonkeyPatch) -> Any:
     return module
 
 
-@pytest.fixture
-def gpu(cupy: Any) -> Iterator[ms.MirroredStrategy]:
-    with gpu_here.strategy() as strategy:
-        yield strategy
+class Place:
+    """Where tensors are: on the host, or on a GPU where there is one."""
+
+    def __init__(self, strategy: ms.MirroredStrategy, cupy: Any = None) -> None:
+        self.strategy, self.cupy = strategy, cupy
+
+    def array(self, values: Any) -> Any:
+        return values if self.cupy is None else self.cupy.asarray(values)
+
+    def tensor(self, values: Any, **options: Any) -> Tensor:
+        return Tensor(self.array(values), **options)
+
+    def is_here(self, found: Tensor) -> bool:
+        return type(found) is Tensor and found.is_cuda is (self.cupy is not None)
 
 
-def on_gpu(array: Any, **options: Any) -> Tensor:
-    return Tensor(gpu_here.cupy_or_skip().asarray(array), **options)
+@pytest.fixture(params=["host", pytest.param("gpu", marks=gpu_here.needs_gpu)])
+def place(request: pytest.FixtureRequest, strategy: ms.MirroredStrategy) -> Iterator[Place]:
+    if request.param == "host":
+        yield Place(strategy)
+        return
+    cupy = gpu_here.cupy_or_skip()
+    with gpu_here.strategy() as shared:
+        yield Place(shared, cupy)
+    cupy.cuda.runtime.deviceSynchronize()
 
 
 def numbers(value: Any) -> list[Any]:
@@ -132,12 +149,11 @@ ENTRY_POINTS: dict[str, tuple[Callable[[ms.Strategy, Any], Any], list[float]]] =
 
 
 @pytest.mark.parametrize("name", ENTRY_POINTS)
-def test_a_tensor_on_the_host_comes_back_as_one(strategy: ms.MirroredStrategy, name: str) -> None:
+def test_a_tensor_comes_back_as_one_where_it_was(place: Place, name: str) -> None:
     call, expected = ENTRY_POINTS[name]
-    for given in (Tensor(np.full(2, RANK + 1.0, np.float32)), Parameter(np.full(2, RANK + 1.0), grad=True)) * 2:
-        found = call(strategy, given)
-        assert type(found) is Tensor
-        assert isinstance(found.array, np.ndarray)
+    for kind, grad in ((Tensor, False), (Parameter, True)) * 2:
+        found = call(place.strategy, kind(place.array(np.full(2, RANK + 1.0, np.float32)), grad=grad))
+        assert place.is_here(found)
         assert numbers(found) == expected
 
 
@@ -151,35 +167,23 @@ class Opaque:
         return np.asarray(self.array, dtype)
 
 
-def test_one_place_in_the_program_that_sees_many_foreign_arrays(gpu: ms.MirroredStrategy) -> None:
+def test_one_place_in_the_program_that_sees_many_foreign_arrays(place: Place) -> None:
     def reduce(x: Any) -> Any:
-        return in_step(gpu, lambda c: c.all_reduce("SUM", {"x": x})["x"])
+        return in_step(place.strategy, lambda c: c.all_reduce("SUM", {"x": x})["x"])
 
     arrays = [np.ones(2), np.ones(3), np.ones(2, np.int32), np.ones((1, 2)), np.ones(2)]
     for array in arrays * 2:
-        for kind in (Opaque, Tensor, on_gpu):
+        for kind in (Opaque, Tensor, place.tensor):
             found = reduce(kind(array))
             assert numbers(found) == (array * SIZE).tolist()
-            assert kind is Opaque or (type(found) is Tensor and found.is_cuda is (kind is on_gpu))
+            assert kind is not place.tensor or place.is_here(found)
 
 
-@pytest.mark.parametrize("name", ENTRY_POINTS)
-def test_a_tensor_in_gpu_memory_comes_back_as_one(gpu: ms.MirroredStrategy, name: str) -> None:
-    call, expected = ENTRY_POINTS[name]
-    for grad in (False, True) * 2:
-        found = call(gpu, on_gpu(np.full(2, RANK + 1.0, np.float32), grad=grad))
-        assert type(found) is Tensor
-        assert found.is_cuda
-        assert numbers(found) == expected
-
-
-def test_whatever_speaks_dlpack_is_accepted(gpu: ms.MirroredStrategy, cupy: Any) -> None:
-    host = gpu.run(lambda: context().all_reduce("SUM", Spoken(np.full(2, RANK + 1.0))))
-    assert type(host) is np.ndarray
-    assert numbers(host) == [TOTAL] * 2
-    device = gpu.run(lambda: context().all_reduce("SUM", Spoken(cupy.asarray(np.full(2, RANK + 1.0)))))
-    assert type(device) is cupy.ndarray
-    assert numbers(device) == [TOTAL] * 2
+def test_whatever_speaks_dlpack_is_accepted(place: Place) -> None:
+    given = place.array(np.full(2, RANK + 1.0))
+    found = in_step(place.strategy, lambda c: c.all_reduce("SUM", Spoken(given)))
+    assert type(found) is type(given)
+    assert numbers(found) == [TOTAL] * 2
 
 
 def test_bfloat16_and_signs_to_come(strategy: ms.MirroredStrategy) -> None:
@@ -191,17 +195,8 @@ def test_bfloat16_and_signs_to_come(strategy: ms.MirroredStrategy) -> None:
     assert strategy.run(lambda: context().all_reduce("SUM", signed)).array.tolist() == [(1 - 2j) * SIZE]
 
 
-def test_results_are_written_into_tensors(gpu: ms.MirroredStrategy) -> None:
-    for place in (Tensor, on_gpu):
-        given, out = place(np.full(2, RANK + 1.0)), place(np.zeros(2))
-        assert gpu.run(lambda given=given, out=out: context().all_reduce("SUM", given, out=out)) is out
-        assert numbers(out) == [TOTAL] * 2
-
-
-def test_the_library_of_a_tensor_waits_for_what_is_written_into_it(
-    gpu: ms.MirroredStrategy, torch: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It may work on another stream than CuPy's; DLPack's hand-over is what orders the two."""
+def test_results_are_written_into_tensors(place: Place, torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU torch may work on another stream than CuPy; DLPack's hand-over is what orders the two."""
     handed_over: list[Any] = []
 
     def from_dlpack(array: Any) -> Tensor:
@@ -209,23 +204,22 @@ def test_the_library_of_a_tensor_waits_for_what_is_written_into_it(
         return Tensor(array)
 
     monkeypatch.setattr(torch, "from_dlpack", from_dlpack)
-    given, out = on_gpu(np.full(2, RANK + 1.0)), on_gpu(np.zeros(2))
-    gpu.run(lambda: context().all_reduce("SUM", given, out=out))
-    assert any(array.data.ptr == out.array.data.ptr for array in handed_over)
+    given, out = place.tensor(np.full(2, RANK + 1.0)), place.tensor(np.zeros(2))
+    assert in_step(place.strategy, lambda c: c.all_reduce("SUM", given, out=out)) is out
     assert numbers(out) == [TOTAL] * 2
+    assert place.cupy is None or any(array.data.ptr == out.array.data.ptr for array in handed_over)
 
 
-def test_variables_take_tensors(gpu: ms.MirroredStrategy) -> None:
-    with gpu.scope():
-        variables = [ms.Variable(place(np.arange(2.0) + 1), aggregation="SUM") for place in (Tensor, on_gpu)]
-    for v in variables:
-        for place in (Tensor, on_gpu):
-            v.assign(place(np.arange(2.0)))
-            assert numbers(v.read_value()) == [0, 1]
-            gpu.run(lambda v=v, place=place: v.assign_add(place(np.ones(2), grad=True)))
-            assert numbers(v.read_value()) == [SIZE, SIZE + 1]
-        with pytest.raises(ms.errors.DTypeError, match="float32"):
-            v.assign(Tensor(np.ones(2, np.float32)))
+def test_variables_take_tensors(place: Place) -> None:
+    with place.strategy.scope():
+        v = ms.Variable(place.tensor(np.arange(2.0) + 1), aggregation="SUM")
+    for make in (Tensor, place.tensor):
+        v.assign(make(np.arange(2.0)))
+        assert numbers(v.read_value()) == [0, 1]
+        place.strategy.run(lambda make=make: v.assign_add(make(np.ones(2), grad=True)))
+        assert numbers(v.read_value()) == [SIZE, SIZE + 1]
+    with pytest.raises(ms.errors.DTypeError, match="float32"):
+        v.assign(Tensor(np.ones(2, np.float32)))
 
 
 def test_what_numpy_cannot_look_into_is_refused_by_name(strategy: ms.MirroredStrategy) -> None:

@@ -41,7 +41,7 @@ class Pair(tuple[Any, ...]):
 
 
 leaves = st.one_of(st.integers(), st.floats(allow_nan=False), st.none(), st.text(max_size=3), st.booleans())
-keys = st.one_of(st.text(max_size=3), st.integers(0, 9))
+keys = st.one_of(st.text(max_size=3), st.integers(0, 9), st.none(), st.tuples(st.integers(0, 2)))
 nests = st.recursive(
     leaves,
     lambda inner: st.one_of(
@@ -62,18 +62,12 @@ nests = st.recursive(
 def test_flatten_and_pack_are_inverse(value: Any) -> None:
     flat, structure = nest.flatten(value)
     again = structure.pack(flat)
-    assert again == value
-    assert type(again) is type(value)
-    assert structure.num_leaves == len(flat) == len(nest.leaf_paths(value))
-
-
-@given(nests)
-def test_pack_can_be_used_again_with_other_leaves(value: Any) -> None:
-    flat, structure = nest.flatten(value)
     numbered = structure.pack(list(range(len(flat))))
     assert nest.flatten(numbered)[0] == list(range(len(flat)))
     assert nest.flatten(numbered)[1].text == structure.text
-    assert structure.pack(flat) == value
+    assert again == value
+    assert type(again) is type(value)
+    assert structure.num_leaves == len(flat) == len(nest.leaf_paths(value))
 
 
 @given(nests)
@@ -84,7 +78,7 @@ def test_map_structure_leaves_the_argument_alone(value: Any) -> None:
     assert nest.flatten(mapped)[1].num_leaves == nest.flatten(value)[1].num_leaves
 
 
-@given(st.dictionaries(st.one_of(st.text(max_size=3), st.integers(0, 9)), leaves, min_size=1), st.randoms())
+@given(st.dictionaries(keys, leaves, min_size=1), st.randoms())
 def test_dictionaries_filled_in_another_order_agree(mapping: dict[Any, Any], random: Any) -> None:
     items = list(mapping.items())
     random.shuffle(items)
@@ -154,14 +148,9 @@ def test_everything_else_is_a_leaf(leaf: Any) -> None:
 def test_other_mappings_keep_their_items(mapping: Any) -> None:
     flat, structure = nest.flatten(mapping)
     again = structure.pack([leaf * 10 for leaf in flat])
+    assert not isinstance(mapping, dict) or type(again) is type(mapping)
+    assert getattr(again, "default_factory", None) is getattr(mapping, "default_factory", None)
     assert dict(again) == {key: value * 10 for key, value in mapping.items()}
-
-
-def test_a_default_dict_keeps_its_factory_and_a_mapping_its_kind() -> None:
-    again = nest.map_structure(lambda leaf: leaf, defaultdict(list, {"a": 1}))
-    assert type(again) is defaultdict
-    assert again["new"] == []
-    assert type(nest.map_structure(lambda leaf: leaf, OrderedDict(a=1))) is OrderedDict
 
 
 def test_a_dataclass_is_replaced_not_changed() -> None:
@@ -173,29 +162,13 @@ def test_a_dataclass_is_replaced_not_changed() -> None:
     assert nest.leaf_paths(model) == [".weights", ".bias['b']"]
 
 
-def test_a_dataclass_class_is_a_leaf_its_instance_is_not() -> None:
-    assert nest.flatten(Model)[0] == [Model]
-    assert nest.flatten(Model(1, 2))[0] == [1, 2]
-
-
-def test_a_structure_that_contains_itself_is_refused() -> None:
+def test_a_structure_that_contains_itself_and_too_few_leaves_are_refused() -> None:
     endless: list[Any] = []
     endless.append(endless)
     with pytest.raises(errors.StructureError):
         nest.flatten(endless)
-
-
-def test_keys_of_mixed_kinds_have_one_order() -> None:
-    one = nest.flatten({"a": 1, 2: 2, (1, 2): 3, None: 4})
-    two = nest.flatten({None: 4, (1, 2): 3, 2: 2, "a": 1})
-    assert one[0] == two[0]
-    assert one[1].text == two[1].text
-
-
-def test_too_few_or_too_many_leaves_are_noticed() -> None:
-    structure = nest.flatten([1, 2])[1]
     with pytest.raises((StopIteration, RuntimeError, ValueError)):
-        structure.pack([1])
+        nest.flatten([1, 2])[1].pack([1])
 
 
 @dataclass

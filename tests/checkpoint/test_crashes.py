@@ -13,7 +13,7 @@ from pathlib import Path
 
 import launching
 import pytest
-from checkpoints import Counting, held, many_writers, shared_folder, watched
+from checkpoints import Counting, held, many_writers, watched
 from replicas import RANK, SIZE, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
@@ -169,9 +169,8 @@ def _many_writers() -> Iterator[None]:
 @pytest.mark.parametrize("rank", [0, SIZE - 1])
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EACCES, errno.EDQUOT, errno.EIO])
 def test_one_rank_fails_at_every_change(
-    strategy: ms.MirroredStrategy, tmp_path: Path, wait: bool, rank: int, number: int
+    strategy: ms.MirroredStrategy, folder: Path, wait: bool, rank: int, number: int
 ) -> None:
-    folder = shared_folder(tmp_path)
     with strategy.scope():
         x = ms.Variable([1.0, 2.0])
         checkpoint = ms.Checkpoint(x=x, own=lambda: RANK)
@@ -227,7 +226,7 @@ def test_names_that_do_not_reach_the_disk(
 
 @pytest.mark.parametrize("has_locks", [True, False])
 def test_two_saves_to_one_place(
-    strategy: ms.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
+    strategy: ms.MirroredStrategy, folder: Path, monkeypatch: pytest.MonkeyPatch, has_locks: bool
 ) -> None:
     """The second is told; where a file system has no locks, the slower one."""
 
@@ -236,7 +235,6 @@ def test_two_saves_to_one_place(
 
     if not has_locks:
         monkeypatch.setattr("fcntl.flock", flock)
-    folder = shared_folder(tmp_path)
     with strategy.scope():
         first, second = ms.Checkpoint(x=1), ms.Checkpoint(x=2)
     with held("fsync" if has_locks else "rename"):

@@ -228,9 +228,9 @@ def test_random_changes(tmp_path: Path, partial: bool, count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("partial", [False, True])
-def test_random_changes_on_all_ranks(strategy: ms.MirroredStrategy, tmp_path: Path, partial: bool) -> None:
+def test_random_changes_on_all_ranks(strategy: ms.MirroredStrategy, folder: Path, partial: bool) -> None:
     """Every rank says the same, and goes on."""
-    folder, dice = shared_folder(tmp_path), random.Random(11)
+    dice = random.Random(11)
     program = hostile.Program(strategy)
     program.checkpoint.save(folder / "c")
     for number in range(part_of(90)):

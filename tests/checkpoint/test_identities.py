@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import shared_folder
 from replicas import RANK, SIZE, outcomes, still_works
 
 import mpistrategy as ms
@@ -20,11 +19,6 @@ pytestmark = pytest.mark.mpi(min_size=2)
 
 #: The rank that has two names the wrong way round.
 OTHER = SIZE - 1
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return shared_folder(tmp_path)
 
 
 def checkpoint_of(strategy: ms.Strategy, objects: dict[str, Any]) -> ms.Checkpoint:

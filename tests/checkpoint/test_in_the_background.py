@@ -16,7 +16,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from checkpoints import held, in_threads, many_writers, shared_folder
+from checkpoints import held, in_threads, many_writers
 from replicas import RANK, SIZE, gather_texts, outcomes
 
 import mpistrategy as ms
@@ -78,8 +78,8 @@ def test_the_end_of_the_program_waits(launch: Launch, tmp_path: Path, end: str) 
     assert sorted(os.listdir(tmp_path / "c")) == ["manifest.json", *(f"shard-0000{n}.safetensors" for n in range(2))]
 
 
-def test_it_comes_into_place_without_a_further_call(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
-    _, manager = made(strategy, shared_folder(tmp_path) / "m")
+def test_it_comes_into_place_without_a_further_call(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    _, manager = made(strategy, folder / "m")
     manager.save(1)
     with many_writers(), held() as go:
         saving = manager.save(2, wait=False)
@@ -96,13 +96,13 @@ def test_it_comes_into_place_without_a_further_call(strategy: ms.MirroredStrateg
     manager.close()
 
 
-def test_it_does_not_keep_the_arrays_of_the_program(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
+def test_it_does_not_keep_the_arrays_of_the_program(strategy: ms.MirroredStrategy, folder: Path) -> None:
     """Of JAX, each step makes a new one, on the GPU."""
     arrays = [np.ones(5)]
     seen = weakref.ref(arrays[0])
     with strategy.scope():
         checkpoint = ms.Checkpoint(x=lambda: arrays[0])
-    saving = checkpoint.save(shared_folder(tmp_path) / "c", wait=False)
+    saving = checkpoint.save(folder / "c", wait=False)
     arrays.clear()
     gc.collect()
     assert seen() is None
@@ -113,9 +113,9 @@ def test_it_does_not_keep_the_arrays_of_the_program(strategy: ms.MirroredStrateg
 @pytest.mark.parametrize("again", [True, False], ids=["for good", "once"])
 @pytest.mark.parametrize("rank", sorted({0, SIZE - 1}))
 def test_what_fails_in_a_thread_is_raised_by_the_next_call(
-    strategy: ms.MirroredStrategy, tmp_path: Path, rank: int, again: bool
+    strategy: ms.MirroredStrategy, folder: Path, rank: int, again: bool
 ) -> None:
-    x, manager = made(strategy, shared_folder(tmp_path) / "m")
+    x, manager = made(strategy, folder / "m")
     failures: list[int] = []
 
     def fail() -> None:
@@ -159,10 +159,10 @@ def test_what_fails_in_a_thread_is_raised_by_the_next_call(
 
 @pytest.mark.parametrize("rank", sorted({0, SIZE - 1}))
 def test_where_no_thread_can_be_started(
-    strategy: ms.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
+    strategy: ms.MirroredStrategy, folder: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     """The rank writes at once."""
-    x, manager = made(strategy, shared_folder(tmp_path) / "m")
+    x, manager = made(strategy, folder / "m")
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import shared_folder, watched
+from checkpoints import watched
 from replicas import RANK, outcomes, still_works
 
 import mpistrategy as ms
@@ -22,8 +22,8 @@ from mpistrategy.checkpoint.storage.shards import shard_name
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return shared_folder(tmp_path) / "run one"
+def folder(folder: Path) -> Path:
+    return folder / "run one"
 
 
 def made(strategy: ms.Strategy, folder: Path, keep: int | None = 3) -> tuple[ms.Variable, ms.CheckpointManager]:

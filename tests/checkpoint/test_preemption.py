@@ -17,7 +17,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
-from checkpoints import Training, shared_folder
+from checkpoints import Training
 from replicas import RANK, SIZE, OnNodes, context, gather_texts, outcomes, still_works
 
 import mpistrategy as ms
@@ -51,8 +51,8 @@ def tell_later(seconds: float) -> None:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    return shared_folder(tmp_path) / "run one"
+def folder(folder: Path) -> Path:
+    return folder / "run one"
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import many_writers, shared_folder
+from checkpoints import many_writers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replicas import RANK, SIZE, outcomes, part_of, still_works
@@ -70,8 +70,7 @@ def texts(objects: dict[str, Any]) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("many", [True, False])
-def test_arrays_of_another_shape_on_each_rank(strategy: ms.MirroredStrategy, tmp_path: Path, many: bool) -> None:
-    folder = shared_folder(tmp_path)
+def test_arrays_of_another_shape_on_each_rank(strategy: ms.MirroredStrategy, folder: Path, many: bool) -> None:
     with strategy.scope(), many_writers() if many else contextlib.nullcontext():
         ms.Checkpoint(**of_one_rank(RANK, 1)).save(folder / "c", wait=many).wait()
         again = ms.Checkpoint(**of_one_rank(RANK, 0))
@@ -140,9 +139,9 @@ def test_rows_from_any_number_of_ranks_to_any(
 @pytest.mark.parametrize("memory", ["host", "GPU"])
 @pytest.mark.parametrize("wait", [True, False])
 def test_rows_of_real_ranks(
-    strategy: ms.MirroredStrategy, tmp_path: Path, cupy: ModuleType, memory: str, wait: bool
+    strategy: ms.MirroredStrategy, folder: Path, cupy: ModuleType, memory: str, wait: bool
 ) -> None:
-    folder, library = shared_folder(tmp_path), cupy if memory == "GPU" else np
+    library = cupy if memory == "GPU" else np
     rows, state = ms.Rows(library.full((RANK, 2), RANK + 1.0)), Domain(library.full(RANK, RANK + 1))
     with strategy.scope(), many_writers() if wait else contextlib.nullcontext():
         checkpoint = ms.Checkpoint(rows=rows, state=state)
@@ -164,8 +163,8 @@ def test_rows_of_real_ranks(
             ms.Rows(value)
 
 
-def test_rows_that_do_not_fit_together(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
-    folder, last = shared_folder(tmp_path), RANK == SIZE - 1
+def test_rows_that_do_not_fit_together(strategy: ms.MirroredStrategy, folder: Path) -> None:
+    last = RANK == SIZE - 1
     with strategy.scope():
         ms.Checkpoint(x=ms.Rows(np.ones((RANK, 2)))).save(folder / "rows")
         ms.Checkpoint(x=np.ones((RANK, 2))).save(folder / "array")

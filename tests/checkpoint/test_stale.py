@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
-from checkpoints import shared_folder
 from replicas import RANK, SIZE, outcomes
 
 import mpistrategy as ms
@@ -63,8 +62,8 @@ def untold() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("what", MADE)
-def test_a_new_object_that_a_checkpoint_does_not_know(strategy: ms.MirroredStrategy, tmp_path: Path, what: str) -> None:
-    folder, x = shared_folder(tmp_path), MADE[what](1.0)
+def test_a_new_object_that_a_checkpoint_does_not_know(strategy: ms.MirroredStrategy, folder: Path, what: str) -> None:
+    x = MADE[what](1.0)
     with strategy.scope():
         checkpoint = ms.Checkpoint(x=x, weights=ms.Variable(1.0), lasting=lambda: 5)
         through = ms.Checkpoint(x=lambda: x)
@@ -89,8 +88,7 @@ def test_a_new_object_that_a_checkpoint_does_not_know(strategy: ms.MirroredStrat
     assert repr(manager.restored.objects["x"]) == repr(x)
 
 
-def test_what_changes_in_place_is_nothing_to_warn_of(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
-    folder = shared_folder(tmp_path)
+def test_what_changes_in_place_is_nothing_to_warn_of(strategy: ms.MirroredStrategy, folder: Path) -> None:
     with strategy.scope():
         weights, optimizer, mean = ms.Variable(np.ones(2)), ms.optimizers.SGD(0.1), ms.metrics.Mean()
         array, progress, rows = np.zeros(2), {"step": 0}, ms.Rows(np.zeros(RANK))
@@ -109,19 +107,18 @@ def test_what_changes_in_place_is_nothing_to_warn_of(strategy: ms.MirroredStrate
                     rows.value = np.full(step + 1, 1.0)
 
 
-def test_a_donated_array(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
+def test_a_donated_array(strategy: ms.MirroredStrategy, folder: Path) -> None:
     x = pytest.importorskip("jax.numpy").ones(3)
     with strategy.scope():
         checkpoint = ms.Checkpoint(nest={"x": x})
     x.delete()  # as a jitted function does with what is donated to it
-    found = outcomes(checkpoint.save, shared_folder(tmp_path) / "c")
+    found = outcomes(checkpoint.save, folder / "c")
     assert {each.error for each in found} == {errors.LeafError}
     assert "nest/x that was donated" in found[0].text
     assert "Pass what the function returned" in found[0].text
 
 
-def test_functions_that_fail(strategy: ms.MirroredStrategy, tmp_path: Path) -> None:
-    folder = shared_folder(tmp_path)
+def test_functions_that_fail(strategy: ms.MirroredStrategy, folder: Path) -> None:
 
     def failing() -> Any:
         if RANK == SIZE - 1:

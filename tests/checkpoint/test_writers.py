@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from checkpoints import many_writers, shared_folder
+from checkpoints import many_writers
 from replicas import RANK, SIZE, outcomes
 
 import mpistrategy as ms
@@ -49,9 +49,9 @@ def test_the_bytes_say_how_many_write(what: str) -> None:
 
 @pytest.mark.skipif(SIZE == 1, reason="a rank that gathers what others have")
 def test_no_memory_on_the_rank_that_gathers(
-    strategy: ms.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: ms.MirroredStrategy, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folder, parts = shared_folder(tmp_path), collecting._parts_of
+    parts = collecting._parts_of
 
     def refuse(*_: object) -> Any:  # only rank 0 has parts
         raise MemoryError
@@ -67,11 +67,8 @@ def test_no_memory_on_the_rank_that_gathers(
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_large_arrays_are_split(strategy: ms.MirroredStrategy, tmp_path: Path, wait: bool) -> None:
-    folder, arrays = (
-        shared_folder(tmp_path),
-        {"large": np.arange(1000.0), "odd": np.arange(7), "empty": np.zeros((0, 3))},
-    )
+def test_large_arrays_are_split(strategy: ms.MirroredStrategy, folder: Path, wait: bool) -> None:
+    arrays = {"large": np.arange(1000.0), "odd": np.arange(7), "empty": np.zeros((0, 3))}
     before = {name: array.tolist() for name, array in arrays.items()}
     with many_writers(), strategy.scope():
         checkpoint = ms.Checkpoint(**arrays)
@@ -89,11 +86,10 @@ def test_large_arrays_are_split(strategy: ms.MirroredStrategy, tmp_path: Path, w
 
 
 def test_values_that_are_too_long_on_one_rank(
-    strategy: ms.MirroredStrategy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    strategy: ms.MirroredStrategy, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if SIZE == 1:
         pytest.skip("what one rank has is the same everywhere")
-    folder = shared_folder(tmp_path)
     monkeypatch.setattr("mpistrategy.checkpoint.storage.shards.LONGEST_TEXT", 10_000)
     with strategy.scope():
         checkpoint = ms.Checkpoint(log=list(range(9000 if RANK == SIZE - 1 else 1)))

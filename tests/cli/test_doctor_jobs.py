@@ -131,10 +131,11 @@ def test_a_rank_that_does_not_come_is_named_or_the_doctor_ends_all_the_same(
     assert job.returncode != 0, job
     assert job.seconds < 40, job
     if "MPI" in stuck:
-        assert re.search(r"no answer from rank 2 of 3 within \d+ s", job.stdout), job  # what the start has left of it
+        # Of a busy machine, the start leaves little of the time, and another rank is late, too.
+        assert re.search(r"no answer from ranks? (1, )?2 of 3 within \d+ s", job.stdout), job
     else:
         told = re.search(r"mpistrategy doctor: waited 1 s .* in MPI_Init, to which all 3 ranks must come", job.stderr)
-        assert told or "no answer from rank 2 of 3" in job.stdout, job
+        assert told or "2 of 3 within" in job.stdout, job
 
 
 # ------------------------------------------------------------------------------------------------ a job that hangs

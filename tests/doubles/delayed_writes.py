@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
-import cupy_double
 import numpy as np
 
 NAME = "delayed_fill"
@@ -30,12 +28,3 @@ def delayed_fill(cupy: Any, target: Any, value: float, seconds: float) -> None:
 @lru_cache(maxsize=1)
 def _kernel(cupy: Any) -> Any:
     return cupy.RawModule(code=SOURCE).get_function(NAME)
-
-
-def _fill(grid: Any, block: Any, args: Sequence[Any]) -> tuple[Callable[[], None], list[np.ndarray]]:
-    target, size, value, _ = args
-    assert target.size == size
-    return lambda: target._view.fill(value), [target._view]
-
-
-cupy_double.KERNELS[NAME] = _fill

@@ -160,7 +160,7 @@ class PretendedJob:
                 board = StatusBoard(SharedMemory(segments, rank, True))
                 directory = RunDirectory(str(path))
                 self.groups.append(Group(guard, board, range(nodes * local), node, nodes, directory))
-                self.groups[-1]._told = self.now
+                self.groups[-1]._announced_end = self.now
 
     @contextlib.contextmanager
     def clock(self) -> Iterator[None]:

@@ -23,53 +23,40 @@ LAST = SIZE - 1
 # ------------------------------------------------------------------------------------------- InputContext
 
 
-class TestInputContext:
-    def test_each_rank_is_a_pipeline(self, strategy: ms.MirroredStrategy) -> None:
-        told: list[ms.InputContext] = []
+def test_each_rank_is_a_pipeline(strategy: ms.MirroredStrategy) -> None:
+    told: list[ms.InputContext] = []
 
-        def dataset_fn(context: ms.InputContext) -> Any:
-            told.append(context)
-            return []
+    def dataset_fn(context: ms.InputContext) -> Any:
+        told.append(context)
+        return []
 
-        strategy.distribute_datasets_from_function(dataset_fn)
-        assert told == [ms.InputContext(num_input_pipelines=SIZE, input_pipeline_id=RANK, num_replicas_in_sync=SIZE)]
+    strategy.distribute_datasets_from_function(dataset_fn)
+    assert told == [ms.InputContext(num_input_pipelines=SIZE, input_pipeline_id=RANK, num_replicas_in_sync=SIZE)]
+    with pytest.raises(AttributeError):
+        told[0].input_pipeline_id = 0  # type: ignore[misc]
 
-    @given(st.integers(1, 8), st.integers(1, 64))
-    def test_the_batch_of_one_replica(self, replicas: int, size: int) -> None:
-        context = ms.InputContext(num_replicas_in_sync=replicas)
-        assert context.get_per_replica_batch_size(replicas * size) == size
-        if size % replicas:
-            with pytest.raises(ValueError, match="multiple of the number of replicas"):
-                context.get_per_replica_batch_size(size)
 
-    @pytest.mark.parametrize(
-        ("size", "kind"),
-        [
-            (0, errors.OptionError),
-            (-4, errors.OptionError),
-            (4.0, errors.OptionTypeError),
-            ("4", errors.OptionTypeError),
-            (None, errors.OptionTypeError),
-        ],
-    )
-    def test_sizes_that_are_none(self, size: Any, kind: type[Exception]) -> None:
-        with pytest.raises(kind):
-            ms.InputContext().get_per_replica_batch_size(size)
+@given(st.integers(1, 8), st.integers(1, 64))
+def test_the_batch_of_one_replica(replicas: int, size: int) -> None:
+    context = ms.InputContext(num_replicas_in_sync=replicas)
+    assert context.get_per_replica_batch_size(replicas * size) == size
+    if size % replicas:
+        with pytest.raises(ValueError, match="multiple of the number of replicas"):
+            context.get_per_replica_batch_size(size)
 
-    @pytest.mark.parametrize("numbers", [(0, 0, 1), (2, 2, 2), (1, -1, 1), (1, 0, 0)])
-    def test_numbers_out_of_range(self, numbers: tuple[int, int, int]) -> None:
+
+def test_numbers_that_are_none_or_out_of_range() -> None:
+    for numbers in ((0, 0, 1), (2, 2, 2), (1, -1, 1), (1, 0, 0)):
         with pytest.raises(errors.OptionError):
             ms.InputContext(*numbers)
-
-    def test_numbers_that_are_none(self) -> None:
-        with pytest.raises(errors.OptionTypeError):
-            ms.InputContext("1")  # type: ignore[arg-type]
-
-    def test_it_does_not_change(self) -> None:
-        context = ms.InputContext(np.int64(2), 1, 2)  # type: ignore[arg-type]
-        assert type(context.num_input_pipelines) is int
-        with pytest.raises(AttributeError):
-            context.input_pipeline_id = 0  # type: ignore[misc]
+    with pytest.raises(errors.OptionTypeError):
+        ms.InputContext("1")  # type: ignore[arg-type]
+    assert type(ms.InputContext(np.int64(2), 1, 2).num_input_pipelines) is int  # type: ignore[arg-type]
+    sizes: list[Any] = [0, -4, 4.0, "4", None]
+    for size in sizes:
+        kind = errors.OptionError if isinstance(size, int) else errors.OptionTypeError
+        with pytest.raises(kind):
+            ms.InputContext().get_per_replica_batch_size(size)
 
 
 def test_input_options_take_names_and_refuse_others() -> None:
@@ -137,112 +124,59 @@ def test_batches_are_used_as_they_are(strategy: ms.MirroredStrategy) -> None:
     assert list(dataset) == [RANK, "text", None]
 
 
-@pytest.mark.mpi(min_size=2)
-def test_an_end_before_the_beginning_is_an_error_everywhere(strategy: ms.MirroredStrategy) -> None:
-    dataset = strategy.distribute_datasets_from_function(lambda context: iter([np.arange(2)] * (RANK > 0)))
-    for outcome in outcomes(lambda: list(dataset)):
-        assert outcome.error is errors.BatchError, outcome.text
-        assert "no element on this rank" in outcome.text
-    assert still_works(strategy)
+# ------------------------------------------------------------------------------------------- failures
 
 
-@pytest.mark.mpi(min_size=2)
-def test_scalars_cannot_go_on_without_rows(strategy: ms.MirroredStrategy) -> None:
-    dataset = strategy.distribute_datasets_from_function(lambda context: iter(range(1 + RANK)))
-    for outcome in outcomes(lambda: list(dataset)):
-        assert outcome.error is errors.BatchError, outcome.text
-    assert still_works(strategy)
-
-
-class TestFailures:
-    @pytest.mark.parametrize("result", [None, 3, "text", {"x": np.zeros(2)}], ids=repr)
-    def test_a_function_that_returns_no_dataset(self, strategy: ms.MirroredStrategy, result: Any) -> None:
-        for make in (strategy.distribute_datasets_from_function, strategy.make_input_fn_iterator):
-            for outcome in outcomes(make, lambda context: result):
-                assert outcome.error is errors.OptionTypeError, outcome.text
-        assert still_works(strategy)
-
-    @pytest.mark.parametrize("function", [None, 3, [np.zeros(2)]], ids=repr)
-    def test_what_is_no_function(self, strategy: ms.MirroredStrategy, function: Any) -> None:
-        for make in (strategy.distribute_datasets_from_function, strategy.make_input_fn_iterator):
-            for outcome in outcomes(make, function):
-                assert outcome.error is errors.OptionTypeError, outcome.text
-        assert still_works(strategy)
-
-    def test_a_function_that_raises_on_every_rank(self, strategy: ms.MirroredStrategy) -> None:
-        def dataset_fn(context: ms.InputContext) -> Any:
-            raise KeyError(f"no files for {context.input_pipeline_id}")
-
-        with pytest.raises(KeyError, match=f"no files for {RANK}"):
-            strategy.distribute_datasets_from_function(dataset_fn)
-        assert still_works(strategy)
-
-    @pytest.mark.mpi(min_size=2)
-    def test_a_function_that_raises_on_one_rank(self, strategy: ms.MirroredStrategy) -> None:
-        def dataset_fn(context: ms.InputContext) -> Any:
-            return [{}[context] if RANK == LAST else np.arange(2)]
-
-        told = outcomes(strategy.distribute_datasets_from_function, dataset_fn)
-        assert [outcome.text.partition(":")[0] for outcome in told] == ["RemoteError"] * LAST + ["KeyError"]
-        assert still_works(strategy)
-
-    @pytest.mark.mpi(min_size=2)
-    def test_a_dataset_that_raises_on_one_rank(self, strategy: ms.MirroredStrategy) -> None:
-        def batches() -> Iterator[Any]:
-            yield np.arange(2)
-            if RANK == LAST:
-                raise OSError("the file is gone")
-            yield np.arange(2)
-
-        dataset = strategy.distribute_datasets_from_function(lambda context: batches())
-        told = outcomes(lambda: list(dataset))
-        assert [outcome.text.partition(":")[0] for outcome in told] == ["RemoteError"] * LAST + ["OSError"]
-        assert "the file is gone" in told[0].text
-        assert still_works(strategy)
-
-    @pytest.mark.mpi(min_size=2)
-    def test_a_dataset_that_cannot_begin_on_one_rank(self, strategy: ms.MirroredStrategy) -> None:
-        class Broken:
-            def __iter__(self) -> Iterator[Any]:
-                if RANK == LAST:
-                    raise OSError("no such file")
-                return iter([np.arange(2)])
-
-        dataset = strategy.distribute_datasets_from_function(lambda context: Broken())
-        told = outcomes(lambda: list(dataset))
-        assert [outcome.text.partition(":")[0] for outcome in told] == ["RemoteError"] * LAST + ["OSError"]
-        assert still_works(strategy)
-
-    def test_options(self, strategy: ms.MirroredStrategy) -> None:
-        for outcome in outcomes(strategy.distribute_datasets_from_function, lambda context: [], 3):
+@pytest.mark.parametrize("given_", [lambda context: None, lambda context: {"x": np.zeros(2)}, None, [np.zeros(2)]])
+def test_what_makes_no_dataset(strategy: ms.MirroredStrategy, given_: Any) -> None:
+    for make in (strategy.distribute_datasets_from_function, strategy.make_input_fn_iterator):
+        for outcome in outcomes(make, given_):
             assert outcome.error is errors.OptionTypeError, outcome.text
-        assert still_works(strategy)
+    for outcome in outcomes(strategy.distribute_datasets_from_function, lambda context: [], 3):
+        assert outcome.error is errors.OptionTypeError, outcome.text
+    assert still_works(strategy)
+
+
+class Broken:
+    def __iter__(self) -> Iterator[Any]:
+        if RANK == LAST:
+            raise OSError("the file is gone")
+        return iter([np.arange(2)] * 2)
+
+
+def broken_later() -> Iterator[Any]:
+    yield np.arange(2)
+    yield from Broken()
+
+
+def no_files(context: ms.InputContext) -> Any:
+    return list(Broken())
+
+
+@pytest.mark.parametrize("function", [no_files, lambda context: Broken(), lambda context: broken_later()])
+def test_what_raises_on_one_rank_raises_everywhere(strategy: ms.MirroredStrategy, function: Any) -> None:
+    told = outcomes(lambda: list(strategy.distribute_datasets_from_function(function)))
+    assert [outcome.text.partition(":")[0] for outcome in told] == ["RemoteError"] * LAST + ["OSError"]
+    assert all("the file is gone" in outcome.text for outcome in told)
+    assert still_works(strategy)
+
+
+@pytest.mark.mpi(min_size=2)
+@pytest.mark.parametrize(
+    ("batches", "told"), [([np.arange(2)] * (RANK > 0), "no element on this rank"), (range(1 + RANK), "")]
+)
+def test_a_rank_that_cannot_go_on_without_rows_is_an_error_everywhere(
+    strategy: ms.MirroredStrategy, batches: Any, told: str
+) -> None:
+    """One ends before its beginning, or has scalars."""
+    dataset = strategy.distribute_datasets_from_function(lambda context: iter(batches))
+    for outcome in outcomes(lambda: list(dataset)):
+        assert outcome.error is errors.BatchError, outcome.text
+        assert told in outcome.text
+    assert still_works(strategy)
 
 
 # ------------------------------------------------------------------------------------------- iterators
-
-
-def test_the_protocol_of_iterators(strategy: ms.MirroredStrategy) -> None:
-    distributed = strategy.experimental_distribute_dataset(ms.Dataset.from_arrays(np.arange(2 * SIZE), SIZE))
-    iterator = iter(distributed)
-    assert isinstance(iterator, ms.DistributedIterator)
-    assert iter(iterator) is iterator
-    assert (next(iterator).tolist(), iterator.get_next().tolist()) == ([RANK], [SIZE + RANK])
-    for _ in range(2):
-        with pytest.raises(StopIteration):
-            next(iterator)
-        with pytest.raises(errors.OutOfRangeError, match="the end of the dataset"):
-            iterator.get_next()
-    assert next(iter(distributed)).tolist() == [RANK]
-
-
-def test_optional_elements(strategy: ms.MirroredStrategy) -> None:
-    iterator = iter(strategy.experimental_distribute_dataset([np.arange(SIZE)]))
-    there, missing = iterator.get_next_as_optional(), iterator.get_next_as_optional()
-    assert (there.has_value(), missing.has_value()) == (True, False)
-    assert there.get_value().tolist() == [RANK]
-    with pytest.raises(errors.OutOfRangeError):
-        missing.get_value()
 
 
 MAKERS: list[Callable[[Any], Any]] = [
@@ -260,8 +194,12 @@ def test_iterators_that_start_again(strategy: ms.MirroredStrategy, make: Callabl
     assert [part.tolist() for part in iterator] == [[RANK], [SIZE + RANK]]
     with pytest.raises(errors.OutOfRangeError):
         iterator.get_next()
+    missing = iterator.get_next_as_optional()
+    assert not missing.has_value()
+    with pytest.raises(errors.OutOfRangeError):
+        missing.get_value()
     iterator.initialize()
-    assert iterator.get_next().tolist() == [RANK]
+    assert iterator.get_next_as_optional().get_value().tolist() == [RANK]
 
 
 def test_replication_modes(strategy: ms.MirroredStrategy) -> None:

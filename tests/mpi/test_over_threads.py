@@ -14,11 +14,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mpi4py import MPI
-from replicas import DTYPES, RANK, SIZE, bits, expected, gather_texts, laid_out, part_of, value_of
+from replicas import DTYPES, SIZE, bits, expected, laid_out, part_of, value_of
 
 import mpistrategy as ms
-from mpistrategy import errors
 from mpistrategy.testing import run_replicas
 
 
@@ -83,47 +81,6 @@ def test_reductions_by_definition(name: str, op: str, plan: list[Any], nodes: li
             right = expected(op, [values[i] for values in everyone])
             assert (found.dtype, found.shape) == (right.dtype, right.shape)
             assert bits(found) == bits(right)
-
-
-def everything() -> Any:
-    """A program that uses a little of everything; returns arrays whose bits do not depend on the transport."""
-    strategy = ms.MirroredStrategy()
-    n, rank = strategy.num_replicas_in_sync, strategy.extended.communicator.rank
-    with strategy.scope():
-        weights = ms.Variable(np.full(3, rank + 1.0), aggregation="MEAN")
-        seen = ms.Variable(0, synchronization="ON_READ", aggregation="SUM")
-        optimizer, mean = ms.optimizers.SGD(0.5, momentum=0.5), ms.metrics.Mean()
-
-    def step(rows: Any) -> Any:
-        seen.assign_add(len(rows))
-        mean.update_state(rows)
-        optimizer.apply_gradients([(np.full(3, rows.sum()), weights)])
-        context = ms.get_replica_context()
-        largest = context.all_reduce("MAX", float(rank))
-        return context.all_gather(rows, 0), largest
-
-    batches = [np.arange(5.0), np.arange(2.0), np.arange(3.0)]
-    outputs = [strategy.run(step, args=(part,)) for part in strategy.experimental_distribute_dataset(batches)]
-    there = strategy.extended.reduce_to("SUM", np.array([rank, 1], np.int16), f"task:{n - 1}")
-    first = strategy.extended.broadcast_to(np.float32(rank + 7), "CPU:0")
-    ends = [there.values, float(first), int(seen), mean.result(), weights.read_value()]
-    kinds = []
-    for wrong in ("text", np.ones(1 + (rank == n - 1))):
-        try:
-            strategy.reduce("SUM", wrong)
-            kinds.append("none")
-        except errors.MpiStrategyError as error:
-            kinds.append(type(error).__name__)
-    strategy.barrier()
-    return repr((outputs, ends, kinds, strategy.devices_by_rank))
-
-
-@pytest.mark.mpi
-def test_the_same_program_on_mpi_and_simulated() -> None:
-    real = gather_texts(everything())
-    if RANK == 0:
-        assert run_replicas(everything, SIZE) == real
-    MPI.COMM_WORLD.Barrier()
 
 
 # ---------------------------------------------------------------------------------------------- order

@@ -58,6 +58,11 @@ def test_who_logs_what(strategy: ms.Strategy, logger: logging.Logger, case: str)
 
 def test_the_same_on_simulated_replicas(logger: logging.Logger) -> None:
     stream = io.StringIO()
+    ms.telemetry.setup_logging(logger=logger, ranks="all", stream=stream, format="%(rank)d of %(size)d: %(message)s")
+    logger.info("here")  # a format that says the rank itself
+    assert stream.getvalue() == f"{RANK} of {SIZE}: here\n"
+    stream.truncate(0)
+    stream.seek(0)
     ms.telemetry.setup_logging(logger=logger, ranks="all", stream=stream, format="%(levelname)s %(message)s")
     run_replicas(lambda: logger.warning("one\ntwo"), 2)
     expected = "".join(f"[rank {rank}/2] {text}\n" for rank in (0, 1) for text in ("WARNING one", "two"))
@@ -74,18 +79,6 @@ def test_a_second_call_replaces_the_first_and_leaves_others(logger: logging.Logg
     assert logger.level == logging.DEBUG
     third = ms.telemetry.setup_logging(logger=logger, force=True)
     assert logger.handlers == [third]
-
-
-def test_nothing_is_set_up_unasked(strategy: ms.Strategy) -> None:
-    ours = [each for each in logging.getLogger().handlers if isinstance(each, ms.telemetry.RankHandler)]
-    assert ours == []
-
-
-def test_formats_that_say_the_rank_themselves(logger: logging.Logger) -> None:
-    stream = io.StringIO()
-    ms.telemetry.setup_logging(logger=logger, ranks="all", stream=stream, format="%(rank)d of %(size)d: %(message)s")
-    logger.info("here")
-    assert stream.getvalue() == f"{RANK} of {SIZE}: here\n"
 
 
 def test_a_traceback_has_the_rank_in_every_line(logger: logging.Logger) -> None:

@@ -12,7 +12,6 @@ import pytest
 from replicas import RANK, outcomes
 
 import mpistrategy as ms
-from mpistrategy.testing import run_replicas
 
 
 @pytest.fixture(autouse=True)
@@ -73,17 +72,13 @@ def test_log_lines_do_not_run_into_the_bar() -> None:
     assert any(line.rpartition("\r")[2].rpartition("] ")[2] == "a line" for line in lines)
 
 
-def test_without_tqdm_the_loop_runs_without_a_bar(
-    clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("without", ["tqdm", "a terminal"])
+def test_without_tqdm_or_a_terminal_the_loop_runs_without_a_bar(
+    clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, without: str
 ) -> None:
-    monkeypatch.setitem(sys.modules, "tqdm", None)
-    with stderr(is_terminal=True) as written:
-        assert go_through(clock) == [0, 1, 2, 3]
-        assert written() == ""
-
-
-def test_nothing_where_there_is_no_terminal(clock: Callable[[float], None]) -> None:
-    with stderr(is_terminal=False) as written:
+    if without == "tqdm":
+        monkeypatch.setitem(sys.modules, "tqdm", None)
+    with stderr(is_terminal=without == "tqdm") as written:
         assert go_through(clock) == [0, 1, 2, 3]
         assert written() == ""
 
@@ -102,12 +97,6 @@ def test_counting_by_hand_and_without_a_total(clock: Callable[[float], None]) ->
             bar.update(1000)
         assert ("rows: 1000/? 00:40 25.00it/s\n" in written()) == (RANK == 0)
     assert bar.count == 1000
-
-
-def test_simulated_replicas_share_one_bar() -> None:
-    with stderr(is_terminal=True) as written:
-        run_replicas(lambda: list(ms.telemetry.progress(range(2))), 3)
-        assert written().count("\n") == 1
 
 
 def test_an_error_in_the_loop_leaves_the_bar_behind(clock: Callable[[float], None]) -> None:

@@ -24,7 +24,6 @@ from mpistrategy.telemetry.tracing import recorder
 from mpistrategy.telemetry.tracing import timeline as timeline_module
 from mpistrategy.telemetry.tracing.report import report
 from mpistrategy.telemetry.tracing.timeline import timeline_of
-from mpistrategy.testing import run_replicas
 
 Launch = Callable[..., launching.Finished]
 STEPS = 5
@@ -146,16 +145,10 @@ def test_the_last_to_come_are_named(strategy: ms.Strategy, folder: Path) -> None
         )
 
 
-def test_simulated_replicas_have_rows_of_their_own(folder: Path) -> None:
-    with ms.telemetry.trace(folder / str(RANK)):
-        run_replicas(lambda: ms.MirroredStrategy().run(lambda: context().all_reduce("SUM", 1.0)), 3)
-    timeline = timeline_of(str(folder / str(RANK)))
-    assert list(timeline.by_rank())[:3] == [0, 1, 2]
-    calls = [each for each in timeline.events if each["args"].get("call") == "ReplicaContext.all_reduce"]
-    assert sorted(each["pid"] for each in calls) == [0, 1, 2]
-
-
-def test_nothing_recorded_leaves_no_file(folder: Path) -> None:
+def test_nothing_recorded_leaves_no_file_and_what_is_no_folder_is_refused(folder: Path) -> None:
+    wrong: list[Any] = [3, "", None]
+    for bad in wrong:
+        assert {each.error for each in outcomes(lambda bad=bad: ms.telemetry.trace(bad))} == {ms.errors.OptionTypeError}
     with ms.telemetry.trace(folder) as trace:
         pass
     assert trace.path == ""
@@ -165,6 +158,8 @@ def test_nothing_recorded_leaves_no_file(folder: Path) -> None:
 def test_two_recordings_at_a_time_and_one_after_the_other(strategy: ms.Strategy, folder: Path) -> None:
     with ms.telemetry.trace(folder / "outer"):
         with ms.telemetry.trace(folder / "inner"):
+            bad = outcomes(lambda: strategy.run(lambda: context().all_reduce("SUM", "no number")))
+            assert {each.error for each in bad} == {ms.errors.DTypeError}  # and what it ended is closed
             strategy.reduce("SUM", 1.0)
         strategy.reduce("SUM", 1.0)
         gather_texts("all have written")
@@ -182,36 +177,6 @@ def test_two_recordings_at_a_time_and_one_after_the_other(strategy: ms.Strategy,
         assert counts == {"outer": 3 * SIZE, "inner": 2 * SIZE}
 
 
-def test_a_recording_that_begins_in_a_step_has_the_rest(strategy: ms.Strategy, folder: Path) -> None:
-    trace = ms.telemetry.trace(folder)
-
-    def step() -> None:
-        context().all_reduce("SUM", 1.0)
-        trace.start()
-        for _ in range(3):
-            context().all_reduce("SUM", 1.0)
-        trace.stop()
-        context().all_reduce("SUM", 1.0)
-
-    strategy.run(step)
-    gather_texts("all have written")
-    if RANK == 0:
-        assert len(timeline_of(str(folder)).events) == 3 * SIZE
-
-
-def test_errors_go_through_and_end_what_was_open(strategy: ms.Strategy, folder: Path) -> None:
-    def step() -> None:
-        context().all_reduce("SUM", "no number")
-
-    with ms.telemetry.trace(folder):
-        assert {each.error for each in outcomes(lambda: strategy.run(step))} == {ms.errors.DTypeError}
-        assert strategy.reduce("SUM", 1.0) == SIZE
-    gather_texts("all have written")
-    if RANK == 0:
-        names = Counter(each["name"].partition(" ")[0] for each in timeline_of(str(folder)).events)
-        assert names["step"] == names["all_reduce"] == names["reduce"] == SIZE
-
-
 def test_saves_of_checkpoints_are_there(strategy: ms.Strategy, folder: Path) -> None:
     with strategy.scope():
         weights = ms.Variable(np.zeros(3))
@@ -222,11 +187,6 @@ def test_saves_of_checkpoints_are_there(strategy: ms.Strategy, folder: Path) -> 
         mine = [each for each in timeline_of(str(folder / "trace")).events if each["pid"] == 0]
         assert [each["name"] for each in mine] == ["save", "write a checkpoint", "wait"]
         assert len({each["tid"] for each in mine}) == 2
-
-
-@pytest.mark.parametrize("bad", [3, "", None])
-def test_what_is_no_folder_is_refused(bad: Any) -> None:
-    assert {each.error for each in outcomes(lambda: ms.telemetry.trace(bad))} == {ms.errors.OptionTypeError}
 
 
 def test_where_nothing_can_be_written_the_job_goes_on(

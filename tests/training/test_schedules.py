@@ -106,22 +106,21 @@ def test_a_rate_may_be_an_array_of_one_number_and_zero_and_replace_a_number(stra
 
 
 @pytest.mark.mpi(min_size=2)
-def test_schedules_that_differ_raise_on_every_rank(strategy: ms.Strategy) -> None:
+@pytest.mark.parametrize(
+    ("second", "kind", "told"),
+    [
+        (lambda: 0.2, errors.CollectiveMismatchError, r"'learning_rate': 0\.[12]"),
+        (lambda: math.log(-1), (ValueError, errors.RemoteError), "math domain|expected a pos"),
+    ],
+)
+def test_schedules_that_differ_or_fail_on_one_rank_raise_on_every_rank(
+    strategy: ms.Strategy, second: Any, kind: Any, told: str
+) -> None:
     with strategy.scope():
         weights = ms.Variable(np.ones(3))
-    optimizer = SGD(lambda step: 0.1 if step < 2 or RANK else 0.2)
-    steps_of(strategy, optimizer, weights, 2)
-    with pytest.raises(errors.CollectiveMismatchError, match=r"'learning_rate': 0\.[12]"):
-        steps_of(strategy, optimizer, weights, 1)
-
-
-@pytest.mark.mpi(min_size=2)
-def test_an_error_in_a_schedule_on_one_rank_raises_on_every_rank(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        weights = ms.Variable(np.ones(3))
-    optimizer = SGD(lambda step: 0.1 if step == 0 or RANK else math.log(-1))
+    optimizer = SGD(lambda step: 0.1 if step < 1 or RANK else second())
     steps_of(strategy, optimizer, weights, 1)
-    with pytest.raises((ValueError, errors.RemoteError)):
+    with pytest.raises(kind, match=told):
         steps_of(strategy, optimizer, weights, 1)
 
 

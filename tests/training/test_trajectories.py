@@ -81,7 +81,7 @@ def test_each_step_is_the_formula_of_the_reduced_gradient(strategy: ms.Strategy,
     assert int(optimizer.iterations) == 4
 
 
-# ------------------------------------------------------------------------------------------------- N replicas, one device
+# -------------------------------------------------------------------------------------------- N replicas, one device
 
 
 def train(strategy: ms.Strategy, optimizer: Optimizer, batches: list[Any], dtype: Any) -> list[Any]:
@@ -143,9 +143,9 @@ def test_every_dtype_stays_what_it_is(strategy: ms.Strategy, name: str, dtype: A
     before = variables[0].local_copy()
     for number in range(2):
         apply(strategy, optimizer, gradients_for(variables, number), variables)
-    for v in (*variables, *(slot for v in variables for slot in optimizer.slots_of(v).values())):
-        assert v.dtype == dtype
-        assert same_everywhere(v.local_copy())
+    slots = [slot for v in variables for slot in optimizer.slots_of(v).values()]
+    assert {v.dtype for v in (*variables, *slots)} == {np.dtype(dtype)}
+    assert same_everywhere([v.local_copy() for v in (*variables, *slots)])
     assert (variables[0].local_copy() != before).any()
 
 

@@ -127,43 +127,12 @@ def test_the_commands_of_a_page_print_what_is_shown(tmp_path: Path, page: str) -
             assert lines or done.returncode == 0, f"$ {command}\n{said}"
 
 
-def anchors(text: str) -> set[str]:
-    """Return what a code forge makes of the headings."""
-    text = re.sub(r"(?ms)^```.*?^```$", "", text)
-    headings = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", each) for each in re.findall(r"(?m)^#+ (.+)$", text)]
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def links(text: str) -> list[str]:
-    return re.findall(r"\]\(([^)\s]+)\)", re.sub(r"(?ms)^```.*?^```$|`[^`\n]*`", "", text))
-
-
-@pytest.mark.parametrize("page", pages.TEXTS)
-def test_links_lead_somewhere(page: str) -> None:
-    """Pages link to pages only: in a terminal, and on a site, there is no checkout."""
-    folder = pages.FILES[page].parent
-    for link in links(pages.TEXTS[page]):
-        if link.startswith("https://"):
-            continue
-        file, _, anchor = link.partition("#")
-        target = (folder / file).resolve() if file else pages.FILES[page]
-        assert target.exists(), link
-        assert page == "README" or target.parent == pages.GUIDE, link
-        if anchor:
-            assert anchor in anchors(target.read_text(encoding="utf-8")), link
-
-
 def test_files_that_are_named_exist() -> None:
+    """Links between pages are checked where the site is built."""
     named = {name for text in pages.TEXTS.values() for name in re.findall(r"`(scripts/\w+(?:/\w+)*(?:\.py)?)", text)}
     assert len(named) > 4
+    named.update(re.findall(r"\]\((?!https:|#)([^)#\s]+)", pages.TEXTS["README"]))
     assert [name for name in sorted(named) if not (pages.ROOT / name).exists()] == []
-
-
-def test_every_page_is_in_a_part_of_the_guide() -> None:
-    from mpistrategy.cli.guide.pages import PARTS
-
-    listed = {name for names in PARTS.values() for name in names}
-    assert sorted(set(pages.TEXTS) - {"README"} - listed) == []
 
 
 def test_no_index_has_this_package_yet() -> None:

@@ -43,7 +43,7 @@ SWITCHES = {
 def obstacle() -> str:
     """Return why GPU memory is not given to MPI here: by the user's word, else the library's; "" where it is tried."""
     try:
-        word, version = cuda_aware.said(), loaded_mpi.identity()[0]
+        word, version = cuda_aware.user_setting(), loaded_mpi.identity()[0]
         if word is not None:
             return "" if word else "the user says so"
         for start, switch in SWITCHES.items():

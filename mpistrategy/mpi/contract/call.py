@@ -32,17 +32,17 @@ class Call(CurrentCall):
         guard: of the ranks that make the call.
         where: the public name.
         called: the name= that the program gave; compared instead of the call site, and put before `name`.
-        name: what it is about: a variable's name.
-        structure: that of the values, in words.
-        anywhere: whether ranks may make it at different call sites.
+        name: the object of the call: a variable's name.
+        structure: the structure of the values, in words.
+        anywhere: whether ranks may make the call at different call sites.
 
     Raises:
         ContextError: when the strategy has been closed, and, on all ranks, while JAX traces on one.
         ForkedProcessError: in a forked child of a rank.
-        CollectiveMismatchError: when calls that differed were found after their data had moved.
+        CollectiveMismatchError: when an earlier comparison, made after its data had moved, failed.
     """
 
-    # Said again: a type checker takes what is set in tuples below for new attributes.
+    # Declared again: a type checker takes attributes that are set in tuples below for new attributes.
     where: str
     structure: str
     name: str
@@ -83,7 +83,7 @@ class Call(CurrentCall):
                 outer = self._joined(guard, outer)
             self._outer = outer
             if outer is None:
-                guard.thread, guard.agreed, guard.told = get_ident(), False, None
+                guard.thread, guard.agreed, guard.reported = get_ident(), False, None
                 if not self._anywhere:
                     self.place = (guard.site or site_of(self.frame)).place
                 if guard.size > 1:
@@ -114,7 +114,7 @@ class Call(CurrentCall):
         record.before[at], record.times[at], record.after[at] = number, now, number
 
     def _joined(self, guard: Guard, outer: CurrentCall) -> CurrentCall | None:
-        """Take over what the call around this one has, and return it; None for one that was left."""
+        """Copy the fields of the outer call and return it; None for an outer call that was left."""
         if guard.thread != get_ident():
             raise errors.ContextError.at(
                 self.where,
@@ -135,14 +135,14 @@ class Call(CurrentCall):
 
     def _enter(self, on_gpu: Callable[[], AbstractContextManager[Any]]) -> None:
         try:
-            found = on_gpu()
-            found.__enter__()
+            context = on_gpu()
+            context.__enter__()
         except Exception as error:  # CuPy's
             failure = errors.DeviceError.at(
                 self.where, found=f"a GPU that does not answer ({error})", expected="the GPU that this rank drives"
             )
             raise self._refused(failure) from error
-        self._on_gpu = found
+        self._on_gpu = context
 
     def _refused(self, failure: errors.MpiStrategyError) -> errors.MpiStrategyError:
         """Leave a call that this rank cannot make, after the other ranks have heard why."""
@@ -160,9 +160,9 @@ class Call(CurrentCall):
         patiently: bool = False,
         sparingly: bool = False,
     ) -> bool:
-        """Compare this call with those of the other ranks; on return all ranks make the same call.
+        """Compare this call with the calls of the other ranks; on return all ranks make the same call.
 
-        Return whether some ranks ask what the others have: see `mismatch_report.ASKS`.
+        Return whether some ranks ask for the values of the others: see `mismatch_report.ASKS`.
 
         Args:
             collective, op, values, destination, options: what must be equal on all ranks.
@@ -210,7 +210,7 @@ class Call(CurrentCall):
         finally:
             self._leave()
         # The program may raise the same object again, in another call.
-        guard.told = error if self._outer is not None else None
+        guard.reported = error if self._outer is not None else None
 
     def _leave(self) -> None:
         guard, self.frame = self._guard, None
@@ -229,7 +229,7 @@ class Call(CurrentCall):
 
 
 def _is_under_way(frame: FrameType | None) -> bool:
-    """Return whether this thread is in what a frame does; True for a generator, which may be suspended."""
+    """Return whether this thread runs in a frame; True for a generator, which may be suspended."""
     if frame is None or frame.f_code.co_flags & _GENERATORS:
         return True
     now: FrameType | None = _getframe(1)

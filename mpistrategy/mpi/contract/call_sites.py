@@ -1,6 +1,6 @@
 """What tells calls apart: the call site, where in the user's program a call was made, and the call's signature.
 
-All ranks must make a call with the same signature, of which the call site is a part.
+All ranks must make a call with the same signature.  The call site is a part of the signature.
 
 Two equal calls at different call sites count as different calls, since that is how two swapped calls look.  A call site
 is the call's frame outside this package and at most two callers, innermost first; it ends at the step function.  So the
@@ -45,13 +45,13 @@ class Site(NamedTuple):
 
 
 UNKNOWN = Site("?", "?")
-#: The code of the function of this package that calls step functions: callers of it do not count.
+#: The code of the function of this package that calls step functions: its callers do not count.
 _step_caller: CodeType | None = None
 #: The folders whose frames are no call sites of the program.
 _passed_over: list[str] = [_FOLDER]
 
 
-class _Ours(dict[str, bool]):
+class _OwnFiles(dict[str, bool]):
     """Whether a file belongs to this package, for the files seen so far."""
 
     def __missing__(self, name: str) -> bool:
@@ -59,7 +59,7 @@ class _Ours(dict[str, bool]):
         return self[name]
 
 
-_ours = _Ours()
+_own_files = _OwnFiles()
 
 
 def calls_steps(function: Callable[..., Any]) -> None:
@@ -71,12 +71,12 @@ def calls_steps(function: Callable[..., Any]) -> None:
 def pass_over(folder: str) -> None:
     """Take the files in a folder for this package's: their frames are no call sites of the program."""
     _passed_over.append(os.path.join(os.path.abspath(folder), ""))
-    _ours.clear()
+    _own_files.clear()
 
 
 def outside(frame: FrameType | None) -> FrameType | None:
     """Return the first frame outside this package, from `frame` outwards; None without."""
-    while frame is not None and _ours[frame.f_code.co_filename]:
+    while frame is not None and _own_files[frame.f_code.co_filename]:
         frame = frame.f_back
     return frame
 
@@ -109,7 +109,7 @@ def site_of(frame: FrameType | None) -> Site:
     key: list[int] = []
     while frame is not None:
         code = frame.f_code
-        if not _ours[code.co_filename]:
+        if not _own_files[code.co_filename]:
             frames.append(frame)
             key += (id(code), frame.f_lasti)
             # The caller of a module's own code is Python itself, and may differ between ranks started differently.
@@ -118,13 +118,13 @@ def site_of(frame: FrameType | None) -> Site:
         elif code is _step_caller and frames:
             break
         frame = frame.f_back
-    found = tuple(key)
-    known = _sites.get(found)
-    if known is None:
+    key_of_site = tuple(key)
+    entry = _sites.get(key_of_site)
+    if entry is None:
         if len(_sites) >= _REMEMBERED:
             _sites.clear()
-        known = _sites[found] = _site_of(frames), [each.f_code for each in frames]
-    return known[0]
+        entry = _sites[key_of_site] = _site_of(frames), [call_frame.f_code for call_frame in frames]
+    return entry[0]
 
 
 def call_site() -> Site:
@@ -133,7 +133,7 @@ def call_site() -> Site:
 
 
 def program_site() -> Site:
-    """Return the call site of this thread; in one of another library, that of the main thread, which waits for it."""
+    """Return the call site of this thread; in a thread of another library, that of the waiting main thread."""
     return site_of(outside(sys._getframe(1)) or sys._current_frames()[main_thread().ident or 0])
 
 
@@ -159,7 +159,7 @@ def warn(text: str, category: type[Warning]) -> None:
 class Signature(NamedTuple):
     """Describes a call; every field is plain data whose repr is the same on all ranks.
 
-    The step of an optimizer, which changes with every call, has a field of its own: the other words need be hashed
+    The step of an optimizer, which changes with every call, has its own field: the other fields need to be hashed
     once only.
     """
 

@@ -16,8 +16,8 @@ class ControlChannel(ABC):
     """Tiny collectives on a communicator that never carries data.
 
     Attributes:
-        is_free: whether the comparison travels with the data, so that to leave it out would save nothing.
-        values: what this rank adds to a comparison that also adds up a few numbers of all ranks; float64, written
+        is_free: whether the comparison travels with the data, so that leaving it out would save nothing.
+        values: this rank's numbers for a comparison that also adds up a few numbers of all ranks; float64, written
             before it.  Only where the ranks have a `first_message`.
         sums: the sums over the ranks after it, until the next one.
     """
@@ -48,7 +48,7 @@ class ControlChannel(ABC):
 
         Args:
             text: this rank's.
-            look: is called now and then; what it raises ends the wait.
+            look: is called now and then; an exception in it ends the wait.
         """
 
 

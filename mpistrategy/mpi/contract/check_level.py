@@ -17,14 +17,14 @@ VARIABLE = "MPISTRATEGY_CHECK"
 ALWAYS, OFF = LEVELS = ("always", "off")
 
 
-def chosen(given: Any) -> str:
+def level_of(check: Any) -> str:
     """Return the level of a strategy: the argument `check`, else the variable, else "always".
 
     Raises:
         OptionError: for anything else.
     """
-    where, name, value = "MirroredStrategy", "check=", given
-    if given is None:
+    where, name, value = "MirroredStrategy", "check=", check
+    if check is None:
         where, name, value = VARIABLE, "", os.environ.get(VARIABLE) or ALWAYS
     if isinstance(value, str) and value.lower() in LEVELS:
         return value.lower()

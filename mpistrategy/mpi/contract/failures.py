@@ -20,7 +20,7 @@ from mpistrategy.objects.text import decoded, encoded
 _SHOWN = np.dtype([("broken", np.int64), ("origin", np.int64), ("where", "S400"), ("error", "S608")])
 #: How much memory each rank needs.
 BYTES = _SHOWN.itemsize
-#: How long ranks wait for each other where one of them has failed.
+#: How long ranks wait for each other where a rank has failed.
 PATIENCE_SECONDS = 2.0
 NO_MORE_CALLS = "This strategy takes no more calls. Make another one, on all its ranks, or let the job end."
 
@@ -31,7 +31,7 @@ class Failure:
 
     Attributes:
         error: the name and the text of the error.
-        rank: which rank raised it; None where it is of no single rank.
+        rank: which rank raised it; None where no single rank raised it.
         where: the call that raised it; "" for a program that has ended.
     """
 
@@ -45,7 +45,7 @@ class Failure:
         return f"rank {self.rank} {f'failed in {self.where}' if self.where else 'has ended'}: {self.error}"
 
     def as_error(self) -> RemoteError:
-        """Return the error that tells the other ranks of it."""
+        """Return the error for the other ranks."""
         error = RemoteError(f"{self}. {NO_MORE_CALLS}")
         if self.rank is not None:
             error.rank, error.error = self.rank, self.error
@@ -67,13 +67,13 @@ class Failures:
 
     def show(self, failure: Failure) -> None:
         """Tell the other ranks that this rank takes no more calls."""
-        mine = self._shown[self._rank]
-        mine["where"] = encoded(failure.where, _SHOWN["where"].itemsize)
-        mine["error"] = encoded(failure.error, _SHOWN["error"].itemsize)
-        mine["origin"] = self._rank if failure.rank is None else failure.rank
+        own_row = self._shown[self._rank]
+        own_row["where"] = encoded(failure.where, _SHOWN["where"].itemsize)
+        own_row["error"] = encoded(failure.error, _SHOWN["error"].itemsize)
+        own_row["origin"] = self._rank if failure.rank is None else failure.rank
         if self._fence is not None:
             self._fence()
-        mine["broken"] = 1
+        own_row["broken"] = 1
 
     def left_by(self) -> int | None:
         """Return the first rank that takes no more calls; None while all do."""

@@ -23,19 +23,19 @@ LENGTH = 256
 
 
 class CurrentCall:
-    """What is written down of a public call of this rank: the base of `mpistrategy.mpi.contract.call.Call`.
+    """The record of a public call of this rank: the base of `mpistrategy.mpi.contract.call.Call`.
 
     Attributes:
         where: the public name.
-        structure: that of the values, in words.
-        name: what it is about.
+        structure: the structure of the values, in words.
+        name: the object of the call.
         place: the call site as ranks compare it; "" for a call that may be made anywhere.
         step: the number of an optimizer's step, which ranks compare; 0 elsewhere.
-        signature: what was compared last.
+        signature: the signature that was compared last.
         timeout: how long it may wait for the other ranks, in seconds; None: the strategy's timeout.
         number: its number in its strategy, from 1 on; 0 for a call inside another one, and in a strategy of one rank.
-        entered, left: when it was, in seconds of time.monotonic(); `left` is 0.0 while it runs.
-        frame: what has entered it; None once it is left.
+        entered, left: times in seconds of time.monotonic(); `left` is 0.0 while the call runs.
+        frame: the frame that has entered it; None once it is left.
     """
 
     where: str = ""
@@ -56,7 +56,7 @@ class FlightRecord:
 
     Attributes:
         entries: oldest first.
-        number: that of the last one; 0 before the first.
+        number: the number of the last entry; 0 before the first.
         before, times, after: for other processes: an entry's number, when it was entered, and its number once more, at
             the place that is its number modulo `LENGTH`; written in this order.
     """
@@ -81,9 +81,13 @@ class FlightRecord:
 
 def in_words(call: CurrentCall, *, with_place: bool = True) -> str:
     """Return ``#7 ReplicaContext.all_reduce SUM float64[3] (24 B) at train.py:12``, as far as known."""
-    known = call.signature or Signature("", call=call.where)
-    parts = [f"#{call.number} {known.call}", known.op if known.op.isupper() else "", values_in_words(known.values)]
-    title, place = known.name or call.name, known.place or call.place
+    signature = call.signature or Signature("", call=call.where)
+    parts = [
+        f"#{call.number} {signature.call}",
+        signature.op if signature.op.isupper() else "",
+        values_in_words(signature.values),
+    ]
+    title, place = signature.name or call.name, signature.place or call.place
     parts.append(f"name={title!r}" if title else "")
     parts.append(f"at {without_columns(place)}" if place and with_place else "")
     return " ".join(filter(None, parts))
@@ -112,6 +116,10 @@ def bytes_of(dtype: str, shape: tuple[int, ...]) -> int:
     """Return the number of bytes of one layout; 0 if it is not known."""
     try:
         itemsize = np.dtype(dtype.removesuffix(" on a GPU").rpartition(" ")[2]).itemsize
-    except (TypeError, ValueError, SyntaxError):  # what NumPy alone does not know: bfloat16, slices with their indices
+    except (
+        TypeError,
+        ValueError,
+        SyntaxError,
+    ):  # dtypes that NumPy alone does not know: bfloat16, slices with their indices
         itemsize = 2 if dtype == "bfloat16" else 0
     return itemsize * math.prod(shape)

@@ -20,18 +20,18 @@ _guards: list[ref[Any]] = []
 
 def remember(guard: Any) -> None:
     """Close `guard` by `close_all` from now on, and in every forked child where it has several ranks."""
-    _guards[:] = [known for known in _guards if known() not in (None, guard)] + [ref(guard)]
+    _guards[:] = [reference for reference in _guards if reference() not in (None, guard)] + [ref(guard)]
 
 
 def close_all(why: Callable[[str], MpiStrategyError], least_size: int = 1) -> None:
-    """Let the guards of so many ranks take no more calls, which then raise what `why` returns."""
-    for known in _guards:
-        if (guard := known()) is not None and guard.size >= least_size:
+    """Close the guards of at least `least_size` ranks: their calls then raise the error that `why` returns."""
+    for reference in _guards:
+        if (guard := reference()) is not None and guard.size >= least_size:
             guard.close(why)
 
 
 def after_finalize(where: str) -> ContextError:
-    """Return what a public call raises once MPI has been finalized."""
+    """Return the error of a public call once MPI has been finalized."""
     return ContextError.at(
         where,
         found="a call after MPI.Finalize()",
@@ -41,7 +41,7 @@ def after_finalize(where: str) -> ContextError:
 
 
 def refusal(where: str) -> ForkedProcessError:
-    """Return what a collective in a forked child raises."""
+    """Return the error of a collective in a forked child."""
     return ForkedProcessError.at(
         where,
         found="a call in a forked child of a rank",

@@ -71,23 +71,23 @@ class Guard:
         self.contains_errors = contains_errors
         #: Why this guard takes no more calls after a failure; None before.
         self.broken: Failure | None = None
-        #: Whether this rank takes no more calls, and the other ranks, which wait for it, have not been told.
+        #: Whether this rank takes no more calls, and the other ranks, which wait for it, do not know.
         self.is_untold: bool = False
-        #: The error that the watchdog makes this rank raise where it waits, and the number of that comparison.
-        self._late: tuple[MpiStrategyError, int] | None = None
-        #: The comparison in which this rank has found that another one takes no more calls, and when it found that.
-        self._noticed = (-1, 0.0)
+        #: The error that the watchdog makes this rank raise in its wait, and the number of that comparison.
+        self._late_error: tuple[MpiStrategyError, int] | None = None
+        #: The comparison in which this rank first saw that another rank takes no more calls, and the time.
+        self._first_notice = (-1, 0.0)
         #: Until when this rank waits for the others to hear of its failure.
         self._patience_ends = math.inf
-        #: An error of which this rank waits to tell the others, and when it says so.
-        self._unsaid: tuple[Exception, float] | None = None
-        #: Whether the other ranks may have taken this rank's word for its call: its data move, or have moved.
+        #: An error that this rank waits to send to the others, and when it prints a message about the wait.
+        self._pending_error: tuple[Exception, float] | None = None
+        #: Whether the other ranks may have accepted this rank's call: its data move, or have moved.
         self.agreed: bool = False
         #: The error of the present call that the other ranks know.
-        self.told: BaseException | None = None
+        self.reported: BaseException | None = None
         #: Whether a thread of this library makes the calls, for jobs that the program has started.
         self.is_in_background = False
-        #: Whether a comparison through MPI must be one that this rank can leave.
+        #: Whether this rank must be able to leave a comparison through MPI.
         self.is_patient: bool = contains_errors and failures is None
         self._rank = rank
         self.size = size
@@ -109,17 +109,17 @@ class Guard:
         self.level: str = ALWAYS
         #: Whether calls that need no barrier are not compared.
         self.skips: bool = False
-        #: How far this rank's GPU is with its collectives: a `gpu_progress.GpuProgress`, once there is one.
+        #: The progress of the collectives on this rank's GPU, a `gpu_progress.GpuProgress`; or None.
         self.gpu_progress: Any = None
         #: Makes this rank's GPU the current one, for a with block; None for a rank that drives none.
         self.on_gpu: Callable[[], AbstractContextManager[Any]] | None = None
         #: Since when this rank waits for earlier work of its own GPU; infinity if it does not.
         self.own_gpu_since: float = math.inf
-        #: Ends the job with an error that the other ranks cannot be told; None where errors are contained.
+        #: Ends the job with an error that cannot reach the other ranks; None where errors are contained.
         self.give_up: Callable[[BaseException], object] | None = None
         #: Whether this guard takes no more calls: after a close, a failure or a fork.
         self.closed: bool = False
-        #: What a public call raises since then; None where `broken` or a close says it.
+        #: Returns the error of a public call after a close; None where `broken` or `close()` explains it.
         self._refusal: Callable[[str], MpiStrategyError] | None = None
         if size > 1:
             forks.remember(self)
@@ -151,7 +151,7 @@ class Guard:
             self.own_gpu_since = math.inf
 
     def wait_for_gpu(self, event: Any) -> None:
-        """Wait for an event of this rank's own GPU; None is none."""
+        """Wait for an event of this rank's own GPU; None does nothing."""
         if event is not None:
             with self.own_gpu():
                 event.synchronize()
@@ -171,7 +171,7 @@ class Guard:
         self._flag, self.flag_was_seen = 0, False
 
     def refusal(self, where: str) -> MpiStrategyError:
-        """Return what a public call raises once this guard is closed."""
+        """Return the error of a public call once this guard is closed."""
         if self._refusal is not None:
             return self._refusal(where)
         found, expected = "a strategy after its close()", "an open strategy"
@@ -180,7 +180,7 @@ class Guard:
         return errors.ContextError.at(where, found=found, expected=expected)
 
     def check_as(self, level: str) -> None:
-        """Compare all calls, or only those that need a barrier where that costs a message.
+        """Compare all calls; with "off" and where a comparison costs a message, only calls that need a barrier.
 
         All ranks set the level at the same time.
         """
@@ -195,20 +195,20 @@ class Guard:
         if self._channel is None:
             return work()
         try:
-            made = work()
+            result = work()
         except Exception as error:
             self._send(self.current.where if self.current is not None else "", error)
-            raise self.mark_told(error) from None
+            raise self.mark_reported(error) from None
         if not self._agrees(digest_of(_READY)):
             self._resolve(_READY)
-        return made
+        return result
 
     def compare(
         self, signature: Signature, digest: int | None = None, *, patiently: bool = False, sparingly: bool = False
     ) -> bool:
         """Raise on every rank unless all ranks give an equal `signature`.
 
-        Return whether some ranks ask what the others have: `mismatch_report.ASKS`.
+        Return whether some ranks ask for the values of the others: `mismatch_report.ASKS`.
 
         Args:
             signature: of the call.
@@ -227,9 +227,9 @@ class Guard:
             self.agreed = True
             return False
         equal = self._agrees(digest_of(signature) if digest is None else digest, patiently=patiently)
-        asked = not equal and self._resolve(signature)
+        has_askers = not equal and self._resolve(signature)
         self.since = time.monotonic()
-        return asked
+        return has_askers
 
     def _agrees(self, digest: int, *, patiently: bool = False) -> bool:
         """Return whether all ranks make an equal call."""
@@ -246,7 +246,7 @@ class Guard:
         """Take no more calls in this process; a thread that is in one belongs to the process that has forked it.
 
         Args:
-            why: what a public call raises from now on.
+            why: returns the error of a public call from now on.
         """
         self._refusal, self.closed, self.current = why, True, None
 
@@ -287,12 +287,12 @@ class Guard:
             where: the public name of the call.
             error: the error.
         """
-        if error is self.told or self.broken:
+        if error is self.reported or self.broken:
             return
         if isinstance(error, Exception) and not self.agreed:
             self._send(where, error)
         elif isinstance(error, MpiStrategyError) and not isinstance(error, DeviceError):
-            # All ranks raise it.  The first one prints it, or the one of which it tells.
+            # All ranks raise it.  The rank that the error names prints it, else the first rank.
             error._is_printed_elsewhere = self._rank != (error.rank or 0)
         else:
             self._end(where, error)
@@ -310,10 +310,10 @@ class Guard:
     def break_off(self, where: str, error: BaseException) -> None:
         """Take no more calls after an error, and let the other ranks know; does not wait for them.
 
-        Ranks of other nodes are told by the watchdog, and when this rank's program ends.
+        Ranks of other nodes hear of it from the watchdog, and when this rank's program ends.
 
         Args:
-            where: what the error has ended.
+            where: the call that the error has ended.
             error: the error.
         """
         if self._channel is not None and self.broken is None:
@@ -321,7 +321,7 @@ class Guard:
             self.stop(Failure(in_words(error), self._rank, where))
 
     def stop(self, reason: Failure) -> None:
-        """Take no more calls: it is not known which messages are under way."""
+        """Take no more calls: messages of unknown calls may be under way."""
         if self.broken is None:
             if self.failures is not None:
                 self.failures.show(reason)
@@ -333,7 +333,7 @@ class Guard:
         if self._channel is None:
             return
         self.since = time.monotonic()
-        self._unsaid = error, self.since + PATIENCE_SECONDS
+        self._pending_error = error, self.since + PATIENCE_SECONDS
         try:
             with suppress(RemoteError):  # a rank that has failed takes no part
                 self._agrees(-1 - self._rank, patiently=True)  # no signature has a negative digest, and no other rank
@@ -341,21 +341,21 @@ class Guard:
         except BaseException as interruption:
             self._end(where, interruption)
             raise
-        self._unsaid, self.agreed = None, False
+        self._pending_error, self.agreed = None, False
 
     def _report(self, where: str, error: Exception) -> None:
         """Tell the other ranks of an error; all of them wait for it."""
         site = (self.site or call_site()).text
         reports = self._gather_reports(mismatch_report.Report({"call": where}, site, type(error).__name__, str(error)))
         if isinstance(error, MpiStrategyError):
-            told = [(report.error, report.text, report.site) for report in reports]
-            error._is_printed_elsewhere = told.index(told[self._rank]) < self._rank
+            messages = [(report.error, report.text, report.site) for report in reports]
+            error._is_printed_elsewhere = messages.index(messages[self._rank]) < self._rank
         if self.skips and self.give_up is not None and not all(report.error for report in reports):
             # A message that this rank has not received would be taken for the next data.
             self.give_up(error)
 
     def tell_of_failure(self, seconds: float = PATIENCE_SECONDS) -> None:
-        """Tell the other ranks that this one takes no more calls, where they have not heard; wait a little for them."""
+        """Tell the other ranks that this rank takes no more calls, unless they know; wait a little for them."""
         if not self.is_untold:
             return
         self._start_to_tell()
@@ -365,9 +365,9 @@ class Guard:
                 self.tell_peers()
             self.is_untold = False
 
-    def mark_told(self, error: E) -> E:
-        """Note that the other ranks know the error, or that it can no longer be told; return it."""
-        self.told = error
+    def mark_reported(self, error: E) -> E:
+        """Note that the other ranks know the error, or can no longer hear of it; return the error."""
+        self.reported = error
         return error
 
     # ------------------------------------------------------------------------------------------- errors of other ranks
@@ -382,44 +382,44 @@ class Guard:
 
         If the wait ends before the main thread looks, `error` has no effect.
         """
-        self._late = error, self.comparisons
+        self._late_error = error, self.comparisons
 
     @property
     def is_told_late(self) -> bool:
         """Whether `stop_waiting` was called for the present wait."""
-        return self._late is not None and self._late[1] == self.comparisons
+        return self._late_error is not None and self._late_error[1] == self.comparisons
 
     def look(self) -> None:
         """Raise if this rank waits in vain; called now and then where it waits for the others."""
-        if self._late is not None and self.is_told_late and self.broken is None:
-            error = self._late[0]
+        if self._late_error is not None and self.is_told_late and self.broken is None:
+            error = self._late_error[0]
             self.break_off("a wait for the others", error)
             self.is_untold = False  # the watchdog tells the others
-            raise self.mark_told(error)
+            raise self.mark_reported(error)
         if time.monotonic() > self._patience_ends:
             raise RemoteError(str(self.broken))
-        if self._unsaid is not None and time.monotonic() > self._unsaid[1]:
-            unsaid, self._unsaid = self._unsaid[0], None
+        if self._pending_error is not None and time.monotonic() > self._pending_error[1]:
+            pending, self._pending_error = self._pending_error[0], None
             if self.skips and self.give_up is not None:
-                self.give_up(unsaid)  # the other ranks may wait for data that this rank does not send
-            sys.stderr.write(f"[rank {self._rank}] waits to tell the other ranks: {in_words(unsaid)}\n")
+                self.give_up(pending)  # the other ranks may wait for data that this rank does not send
+            sys.stderr.write(f"[rank {self._rank}] waits to tell the other ranks: {in_words(pending)}\n")
         if self.failures is None or self.failures.left_by() is None:
             return
-        number, since = self._noticed
+        number, since = self._first_notice
         if number != self.comparisons:
-            self._noticed = (self.comparisons, time.monotonic())
+            self._first_notice = (self.comparisons, time.monotonic())
         elif time.monotonic() - since > failures.PATIENCE_SECONDS:
-            raise self.mark_told(self._remote_error())
+            raise self.mark_reported(self._remote_error())
 
     def _remote_error(self) -> MpiStrategyError:
-        """Take no more calls; return the error that says which rank has failed."""
+        """Take no more calls; return the error that names the failed rank."""
         rank = None if self.failures is None else self.failures.left_by()
         if self.failures is not None and rank is not None:
             self.stop(self.failures.failure_of(rank))
         assert self.broken is not None
         return self.broken.as_error()
 
-    def _gather_reports(self, mine: mismatch_report.Report) -> list[mismatch_report.Report]:
+    def _gather_reports(self, own_report: mismatch_report.Report) -> list[mismatch_report.Report]:
         """Return the reports of all ranks; take no more calls if a rank has ended with an error.
 
         Raises:
@@ -427,8 +427,8 @@ class Guard:
         """
         assert self._channel is not None
         if self.is_broken and not self.is_untold:
-            raise self.mark_told(self._remote_error())
-        texts = self._channel.allgather_text(json.dumps(astuple(mine)), self.look)
+            raise self.mark_reported(self._remote_error())
+        texts = self._channel.allgather_text(json.dumps(astuple(own_report)), self.look)
         reports = [mismatch_report.Report(*json.loads(text)) for text in texts]
         for report in reports:
             if report.failure is not None:
@@ -436,24 +436,24 @@ class Guard:
         return reports
 
     def _resolve(self, signature: Signature) -> bool:
-        """Find out why the digests differ; raise on every rank unless it was only a flag, or ranks that ask.
+        """Find out why the digests differ; raise on every rank unless a flag or asking ranks are the only reason.
 
-        Return whether it was ranks that ask.
+        Return whether some ranks ask.
         """
-        mine = mismatch_report.Report(
+        own_report = mismatch_report.Report(
             signature.describe(), (self.site or call_site()).text, digest=digest_of(signature)
         )
-        reports = self._gather_reports(mine)
-        if all(report.digest == mine.digest for report in reports):
+        reports = self._gather_reports(own_report)
+        if all(report.digest == own_report.digest for report in reports):
             self._see_flags()
             return False
         if mismatch_report.only_ask(reports):
             return True  # a flag that is up is seen at the next comparison
         self.agreed = False
-        raise self.mark_told(self._error_in(reports))
+        raise self.mark_reported(self._error_in(reports))
 
     def _error_in(self, reports: Sequence[mismatch_report.Report]) -> MpiStrategyError:
-        """Return what every rank without an error of its own raises, given the reports of calls that differ."""
+        """Return the error of every rank that has no error of its own, from the reports of calls that differ."""
         if self.broken is not None:
             return self._remote_error()
         for rank, report in enumerate(reports):

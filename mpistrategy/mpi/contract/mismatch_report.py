@@ -26,7 +26,7 @@ class Report:
     Attributes:
         call: the call that it makes; empty fields are left out.
         site: its call site.
-        error: the name of the error that kept it from making the call, and
+        error: the name of the error that prevented the call, and
         text: its text.
         digest: the number that was compared; None without a call.
         failure: why the rank takes no more calls: the fields of a `failures.Failure`; None where it does.
@@ -53,25 +53,25 @@ _ALIKE = (
 
 _AN_INT = "int64[]"
 _BETWEEN = ", "
-#: The structure of the call of a rank that has no value of its own, and takes what the root of a broadcast has.
+#: The structure in the call of a rank that has no value of its own, and takes the value of the root of a broadcast.
 ASKS = "what the root has"
 _OF_VALUES = ("structure", "values")
 
 
 def only_ask(reports: Sequence[Report]) -> bool:
-    """Return whether the calls differ only in that some ranks ask what the others have, who all have the same."""
+    """Return whether some ranks ask for the values of the others, and the calls do not differ otherwise."""
     asking = [report for report in reports if report.call.get("structure") == ASKS]
-    brought = {report.digest for report in reports if report.call.get("structure") != ASKS}
-    others = [{name: text for name, text in report.call.items() if name not in _OF_VALUES} for report in reports]
-    about = {tuple(sorted(each.items())) for each in others}
-    return bool(asking) and len(brought) == len(about) == 1 and not any(report.error for report in reports)
+    digests = {report.digest for report in reports if report.call.get("structure") != ASKS}
+    descriptions = [{name: text for name, text in report.call.items() if name not in _OF_VALUES} for report in reports]
+    distinct = {tuple(sorted(description.items())) for description in descriptions}
+    return bool(asking) and len(digests) == len(distinct) == 1 and not any(report.error for report in reports)
 
 
 def mismatch(reports: Sequence[Report]) -> CollectiveMismatchError:
-    """Return what every rank raises: the table as its text, and the calls that differ as data."""
-    left = [rank for rank, report in enumerate(reports) if LEFT in report.call]
-    error = RankLeftError(table(reports)) if left else CollectiveMismatchError(table(reports))
-    error.rank = left[0] if left else None
+    """Return the error of every rank, with the table as its text and the different calls as data."""
+    left_ranks = [rank for rank, report in enumerate(reports) if LEFT in report.call]
+    error = RankLeftError(table(reports)) if left_ranks else CollectiveMismatchError(table(reports))
+    error.rank = left_ranks[0] if left_ranks else None
     error.differ = tuple(_different([report.call for report in reports]))
     error.calls = {rank: _as_data(report.call, report.site) for rank, report in enumerate(reports)}
     return error
@@ -101,13 +101,13 @@ def table(reports: Sequence[Report]) -> str:
     """
     calls = [report.call for report in reports]
     different = _different(calls)
-    left = [rank for rank, call in enumerate(calls) if LEFT in call]
-    told = [f"{ranks_in_words(left)} left"] if left else []
-    if different or not left:
-        told.append(f"they differ in: {', '.join(different) or 'nothing'}")
-    head = "; ".join(["the ranks do not make the same call", *told])
+    left_ranks = [rank for rank, call in enumerate(calls) if LEFT in call]
+    reasons = [f"{ranks_in_words(left_ranks)} left"] if left_ranks else []
+    if different or not left_ranks:
+        reasons.append(f"they differ in: {', '.join(different) or 'nothing'}")
+    head = "; ".join(["the ranks do not make the same call", *reasons])
     lines = [head, *_rows(calls, different, [report.site for report in reports])]
-    lines.extend(_ALIKE if different == ["place"] and not left else _DIFFERENT)
+    lines.extend(_ALIKE if different == ["place"] and not left_ranks else _DIFFERENT)
     lines.extend(_cures(calls, different))
     return "\n".join(lines)
 
@@ -131,24 +131,24 @@ def _cures(calls: Sequence[Words], different: Sequence[str]) -> list[str]:
 
 def _different(calls: Sequence[Words]) -> list[str]:
     """Return the fields in which the calls differ; ranks that have left do not count."""
-    made = [call for call in calls if LEFT not in call]
-    fields = dict.fromkeys(name for call in made for name in call)
-    return [name for name in fields if len({call.get(name, "") for call in made}) > 1]
+    present_calls = [call for call in calls if LEFT not in call]
+    fields = dict.fromkeys(name for call in present_calls for name in call)
+    return [name for name in fields if len({call.get(name, "") for call in present_calls}) > 1]
 
 
 def _rows(calls: Sequence[Words], different: Sequence[str], sites: Sequence[str]) -> list[str]:
-    made = [call for call in calls if LEFT not in call]
-    starts = {name: _first_difference([call.get(name, "-") for call in made]) for name in different}
-    told: dict[str, list[int]] = {}
+    present_calls = [call for call in calls if LEFT not in call]
+    starts = {name: _first_difference([call.get(name, "-") for call in present_calls]) for name in different}
+    ranks_by_text: dict[str, list[int]] = {}
     for rank, (call, site) in enumerate(zip(calls, sites, strict=True)):
         if LEFT in call:
-            told.setdefault(f" left: {call[LEFT]}", []).append(rank)
+            ranks_by_text.setdefault(f" left: {call[LEFT]}", []).append(rank)
             continue
         shown = {name: _cut(call.get(name, "-"), starts.get(name, 0)) for name in ("call", *different)}
         words = "  ".join(f"{name}={value}" for name, value in shown.items())
-        told.setdefault(f": {words}  at {site}", []).append(rank)
-    rows = [f"  {ranks_in_words(ranks)}{words}" for words, ranks in told.items()]
-    more = sum(map(len, list(told.values())[_MOST_ROWS:]))
+        ranks_by_text.setdefault(f": {words}  at {site}", []).append(rank)
+    rows = [f"  {ranks_in_words(ranks)}{words}" for words, ranks in ranks_by_text.items()]
+    more = sum(map(len, list(ranks_by_text.values())[_MOST_ROWS:]))
     return [*rows[:_MOST_ROWS], f"  and {more} more ranks, in other ways"] if more else rows
 
 

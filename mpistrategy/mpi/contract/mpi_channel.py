@@ -28,12 +28,12 @@ _DIGITS = 4
 _HEADER = _DIGITS + 1
 _BITS = 16
 _REMEMBERED = 4096
-#: Of the sums that are tried by MPI: a few elements, and so many that every MPI takes its algorithm for large messages.
+#: The sizes of the trial sums: a few elements, and enough for every MPI's algorithm for large messages.
 _TRIED = (5, 2**15)
 
 
 def elements_for(size: int, library: str) -> int:
-    """Return how many float64 the first message has: at least two more than the header, at most 31.
+    """Return how many float64 the first message has: at least the header and two more, at most 31.
 
     MPICH and its descendants need two phases from as many elements on as the largest power of two that is not above the
     number of ranks (P = 8: 7 float64 take 0.5 ms, 8 take 0.9).  To Open MPI 31 cost what one costs.
@@ -51,7 +51,7 @@ def header_of(digest: int, size: int) -> tuple[bytes, bytes]:
 
 def digest_of(sums: Iterable[Array]) -> int:
     """Return a digest of arrays."""
-    return zlib.crc32(b"".join(each.data for each in sums))
+    return zlib.crc32(b"".join(array.data for array in sums))
 
 
 class MpiControlChannel(ControlChannel):
@@ -60,7 +60,7 @@ class MpiControlChannel(ControlChannel):
     A persistent collective matches only itself, so a rank that leaves can start it without waiting.
 
     Attributes:
-        values: what this rank adds to the sums; written before a comparison, whose call gives them a meaning.
+        values: this rank's numbers in the sums; written before a comparison, whose call gives them a meaning.
         sums: the sums over the ranks after it.
     """
 
@@ -69,21 +69,23 @@ class MpiControlChannel(ControlChannel):
     def __init__(self, comm: MPI.Intracomm) -> None:
         self._comm: MPI.Intracomm = comm.Dup()
         elements = elements_for(self._comm.size, MPI.get_vendor()[0])
-        self._mine, self._totals = np.zeros(elements), np.zeros(elements)
-        self.values: Array = self._mine[_HEADER:]
+        self._own_values, self._totals = np.zeros(elements), np.zeros(elements)
+        self.values: Array = self._own_values[_HEADER:]
         self.sums: Array = self._totals[_HEADER:]
-        self._header, self._told = (array[:_HEADER].data.cast("B") for array in (self._mine, self._totals))
+        self._header, self._received_header = (
+            array[:_HEADER].data.cast("B") for array in (self._own_values, self._totals)
+        )
         self._expected: bytes = b""
         self._request: Any = MPI.REQUEST_NULL
-        #: Whether a comparison was begun whose answer this rank has not looked at.
+        #: Whether this rank has begun a comparison and not read the answer.
         self._is_unread = False
-        #: The digest to compare after a comparison that this rank has left, if all ranks agree there.
+        #: The digest to compare after a comparison that this rank has left, if all ranks agree in that comparison.
         self._following: int | None = None
         #: Keeps the buffers of an exchange of texts that this rank has left: MPI could still write into them.
         self._texts: Any = None
         self._persistent = True
         try:
-            self._request = self._comm.Allreduce_init(self._mine, self._totals, MPI.SUM)
+            self._request = self._comm.Allreduce_init(self._own_values, self._totals, MPI.SUM)
         except NotImplementedError:  # an MPI before 4.0
             self._persistent = False
 
@@ -99,14 +101,14 @@ class MpiControlChannel(ControlChannel):
         if self._persistent:
             self._request.Start()
         else:
-            self._request = self._comm.Iallreduce(self._mine, self._totals, MPI.SUM)
+            self._request = self._comm.Iallreduce(self._own_values, self._totals, MPI.SUM)
         self._is_unread = True
 
     def finished(self) -> bool | None:
         """Return the answer to `start`, or None while ranks are missing."""
         if not self._request.Test():
             return None
-        answer = self._told == self._expected
+        answer = self._received_header == self._expected
         following, self._following = self._following, None
         if answer and following is not None:
             self._start(following)
@@ -121,22 +123,22 @@ class MpiControlChannel(ControlChannel):
         self._start(digest)
         self._request.Wait()
         self._is_unread = False
-        return self._told == self._expected
+        return self._received_header == self._expected
 
     def has_equal_sums(self, comm: MPI.Intracomm) -> bool:
         """Return whether all ranks get the same bits of MPI's sums, which MPI does not promise.  Collective.
 
         Args:
-            comm: another communicator of the same ranks, whose sums are tried besides those of the first message.
+            comm: another communicator of the same ranks, whose sums are tried besides the sums of the first message.
         """
         random = np.random.default_rng(self._comm.rank)  # sums that depend on the order of the additions
         sizes = (self.values.size, *_TRIED)
-        few, *others = (random.standard_normal(n) * np.exp2(random.integers(-20, 20, n)) for n in sizes)
-        self.values[...] = few
+        first, *more = (random.standard_normal(n) * np.exp2(random.integers(-20, 20, n)) for n in sizes)
+        self.values[...] = first
         self.all_equal(0)
-        for values in others:
+        for values in more:
             comm.Allreduce(MPI.IN_PLACE, values)
-        return self.all_equal(digest_of([self.sums, *others]))
+        return self.all_equal(digest_of([self.sums, *more]))
 
     def progress(self) -> None:
         """Let MPI make progress with messages for this rank."""
@@ -144,13 +146,13 @@ class MpiControlChannel(ControlChannel):
 
     def allgather_text(self, text: str, look: Callable[[], object] | None = None) -> list[str]:
         """Return every rank's text, in rank order; see `ControlChannel.allgather_text`."""
-        mine, counts = np.frombuffer(encoded(text), np.uint8), np.zeros(self._comm.size, np.int64)
-        self._texts = self._comm.Iallgather(np.array([mine.size]), counts)
+        data, counts = np.frombuffer(encoded(text), np.uint8), np.zeros(self._comm.size, np.int64)
+        self._texts = self._comm.Iallgather(np.array([data.size]), counts)
         wait_patiently(self._has_texts, look)
-        together = np.empty(int(counts.sum()), np.uint8)
-        self._texts = self._comm.Iallgatherv(mine, [together, counts])
+        all_data = np.empty(int(counts.sum()), np.uint8)
+        self._texts = self._comm.Iallgatherv(data, [all_data, counts])
         wait_patiently(self._has_texts, look)
-        texts, ends = together.tobytes(), np.cumsum(counts).tolist()
+        texts, ends = all_data.tobytes(), np.cumsum(counts).tolist()
         return [decoded(texts[start:end]) for start, end in zip([0, *ends], ends, strict=False)]
 
     def _has_texts(self) -> bool | None:

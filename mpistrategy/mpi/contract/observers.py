@@ -1,4 +1,4 @@
-"""The observers of this process: they are told of its collectives, its steps, and the spans that the program names.
+"""The observers of this process: they hear of its collectives, its steps, and the spans that the program names.
 
 Whoever enters a collective, a step or a span looks whether there is an observer, and does nothing else without one.
 """
@@ -15,7 +15,7 @@ from mpistrategy.mpi.contract.guard import Guard
 
 
 class Observer(Protocol):
-    """Its methods run in the thread that they tell of; a collective inside a collective is a part of it."""
+    """Its methods run in the thread of the collective; a collective inside a collective is a part of the outer one."""
 
     def entered(self, guard: Guard, call: CurrentCall) -> None:
         """A collective begins."""
@@ -36,23 +36,23 @@ os.register_at_fork(after_in_child=observers.clear)
 
 
 def unwatch(observer: Observer) -> None:
-    """Tell `observer` no more."""
+    """Remove `observer`."""
     if observer in observers:
         observers.remove(observer)
 
 
 @contextmanager
 def interval(kind: str, name: str) -> Iterator[None]:
-    """Tell of a step or a span the observers that there are at its beginning.
+    """Tell the present observers of the beginning and the end of a step or a span.
 
     Args:
         kind: "step" or "span".
         name: the name.
     """
-    told: list[tuple[Observer, Any]] = []
+    tokens: list[tuple[Observer, Any]] = []
     try:
-        told.extend((observer, observer.begin(kind, name)) for observer in observers)
+        tokens.extend((observer, observer.begin(kind, name)) for observer in observers)
         yield
     finally:
-        for observer, token in reversed(told):  # the last one first, for observers that keep a stack
+        for observer, token in reversed(tokens):  # the last one first, for observers that keep a stack
             observer.end(token)

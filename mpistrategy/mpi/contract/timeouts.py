@@ -22,19 +22,19 @@ def limit(seconds: float) -> float:
 def expected() -> float:
     """Return the limit before a strategy exists; a malformed variable raises later, on all ranks."""
     try:
-        return chosen()
+        return limit_of()
     except OptionError:
         return DEFAULT_SECONDS
 
 
-def chosen(given: Any = None) -> float:
+def limit_of(argument: Any = None) -> float:
     """Return the limit of a strategy: its argument, else the variable, else `DEFAULT_SECONDS`.
 
     Raises:
-        OptionError: for a variable that is not a number, or a negative one.
+        OptionError: for a variable that is not a number, or is negative.
     """
-    if given is not None:
-        return limit(given)
+    if argument is not None:
+        return limit(argument)
     text, seconds = os.environ.get(VARIABLE) or str(DEFAULT_SECONDS), math.nan
     with suppress(ValueError):
         seconds = float(text)

@@ -1,4 +1,4 @@
-"""Planned faults: a plan makes some public collective go wrong on one rank.
+"""Planned faults: a plan makes a public collective go wrong on some ranks.
 
 A plan is one fault or several, separated by ';'.  A fault is three fields in any order, separated by ',':
 
@@ -9,7 +9,7 @@ call, from 1 on, among that rank's calls of that kind; without a kind, among all
 the collectives are declared with.  `do` is ``kill`` (SIGKILL), ``stop`` (SIGSTOP, until the process gets SIGCONT),
 ``raise`` (InjectedFault in place of the call; a program that does not catch it ends the job), or a delay.
 
-Without a plan nothing of this runs.  It must be there when the package is imported: the public methods that
+Without a plan nothing of this runs.  The plan must be set before the package is imported: public methods that
 `mpistrategy.mpi.contract.public_calls` knows then have hooks, which `arm` uses on this rank only.  The messages stay
 the same, so each rank may have a plan of its own.
 
@@ -77,18 +77,18 @@ def parse(text: str, where: str, size: int | None = None) -> tuple[Fault, ...]:
         size: how many ranks there are; None when that is not known yet.
 
     Raises:
-        OptionError: for a malformed plan, or one with a rank that does not exist; says what is allowed.
+        OptionError: for a malformed plan, or a rank that does not exist; says what is allowed.
     """
     return tuple(_fault(part.strip(), where, size) for part in text.lower().split(";")) if text.strip() else ()
 
 
 def _fault(text: str, where: str, size: int | None) -> Fault:
     kinds = sorted({call.kind for call in all_declared().values()})
-    if found := _FAULT.fullmatch(",".join(sorted("".join(text.split()).split(",")))):
-        ranks = tuple(map(int, found["ranks"].split("+"))) if found["ranks"] else None
-        seconds, kind = float(found["seconds"] or 0), found["kind"]
+    if match := _FAULT.fullmatch(",".join(sorted("".join(text.split()).split(",")))):
+        ranks = tuple(map(int, match["ranks"].split("+"))) if match["ranks"] else None
+        seconds, kind = float(match["seconds"] or 0), match["kind"]
         if kind in ("", *kinds) and seconds <= _LONGEST_SECONDS and max(ranks or (0,)) < (size or math.inf):
-            return Fault(text, ranks, kind, int(found["number"]), found["do"].partition(":")[0], seconds)
+            return Fault(text, ranks, kind, int(match["number"]), match["do"].partition(":")[0], seconds)
     raise OptionError.at(
         where,
         found=repr(text),
@@ -116,7 +116,7 @@ class Armed:
     """
 
     def __init__(self, text: str, rank: int, size: int) -> None:
-        self._waiting = [each for each in parse(text, PLAN, size) if each.ranks is None or rank in each.ranks]
+        self._pending = [fault for fault in parse(text, PLAN, size) if fault.ranks is None or rank in fault.ranks]
         self._title = f"[rank {rank}/{size}]"
         self._pid = os.getpid()
         self._counts: Counter[str] = Counter()
@@ -128,17 +128,17 @@ class Armed:
         inside.depth += 1
         try:
             self._counts.update(["", public.kind])
-            for fault in list(self._waiting):
+            for fault in list(self._pending):
                 if fault.kind in ("", public.kind) and fault.number == self._counts[fault.kind]:
-                    self._waiting.remove(fault)
+                    self._pending.remove(fault)
                     self._begin(fault)
             return public.function(*args, **kwargs)
         finally:
             inside.depth -= 1
 
-    def tell_what_is_left(self) -> None:
+    def report_pending(self) -> None:
         """Print which faults have not happened: a job that ends well without them has tested nothing."""
-        for fault in self._waiting if os.getpid() == self._pid else ():  # not in a forked child
+        for fault in self._pending if os.getpid() == self._pid else ():  # not in a forked child
             calls = self._counts[fault.kind]
             self._say(f"planned fault did not happen, after {calls} such calls: {fault.text}")
 
@@ -164,7 +164,7 @@ def arm(rank: int, size: int) -> None:
         rank, size: this rank's number in the job, and how many there are.
 
     Raises:
-        OptionError: for a malformed plan, or one that has come too late.
+        OptionError: for a malformed plan, or a plan that was set too late.
     """
     text = os.environ.get(PLAN, "")
     if hooks or not text.strip():
@@ -173,5 +173,5 @@ def arm(rank: int, size: int) -> None:
     if not HAS_PLAN:
         found, expected = "a plan that was set after mpistrategy was imported", "one that was set before"
         raise OptionError.at(PLAN, found=found, expected=expected)
-    atexit.register(armed.tell_what_is_left)
+    atexit.register(armed.report_pending)
     hooks.append(armed.call)

@@ -1,6 +1,6 @@
 """Whether this MPI takes pointers to GPU memory: the word of the user, else what `mpistrategy doctor` has found.
 
-A wrong yes is a segmentation fault, a wrong no costs a copy, and what a library says of itself is no evidence.  So the
+A wrong yes is a segmentation fault, a wrong no costs a copy, and a library's own word is no evidence.  So the
 doctor gives GPU memory to MPI in a job of its own, where a crash is an answer, and keeps the outcome beside the
 measured thresholds.  It counts for the library that it was found with, for the settings that decide how the library
 moves memory, and for one node or several.
@@ -31,8 +31,8 @@ Place: TypeAlias = Literal["one node", "several nodes"]
 _FORMAT = 3
 #: Variables that decide how MPI libraries and the layers below them move memory.
 _SETTINGS = ("UCX_", "OMPI_MCA_", "MPICH_", "FI_", "MV2_USE_CUDA", "MVP_USE_CUDA", "I_MPI_OFFLOAD", "PSP_CUDA")
-#: Those among them by which a launcher tells a rank who it is.
-TOLD_BY_LAUNCHERS = (
+#: The variables among them in which a launcher describes the rank.
+LAUNCHER_VARIABLES = (
     *("OMPI_MCA_ess", "OMPI_MCA_orte_", "OMPI_MCA_pmix", "OMPI_MCA_initial_wdir", "OMPI_MCA_mpi_oversubscribe"),
     *("OMPI_MCA_shmem_RUNTIME_", "OMPI_MCA_rmaps_", "OMPI_MCA_plm", "OMPI_MCA_ras", "OMPI_MCA_hwloc_base_binding"),
 )
@@ -60,8 +60,8 @@ class Outcome:
         return 0 < self.direct < self.staged
 
 
-def said() -> bool | None:
-    """Return the user's word, by the variable MPISTRATEGY_CUDA_AWARE; None where there is none.
+def user_setting() -> bool | None:
+    """Return the user's word, by the variable MPISTRATEGY_CUDA_AWARE; None where it is not set.
 
     Raises:
         OptionError: where it says neither yes nor no.
@@ -76,19 +76,19 @@ def obstacle(nodes: int) -> str:
     """Return why GPU memory is not given to this MPI, for ranks on so many nodes; "" where it is.
 
     Raises:
-        OptionError: as `said`.
+        OptionError: as `user_setting`.
     """
-    word, name = said(), library_name(loaded_mpi.identity()[0])
+    word, name = user_setting(), library_name(loaded_mpi.identity()[0])
     if word is not None:
         return "" if word else f"the user says so: {VARIABLE}"
-    near = load("one node")
-    tried = near if nodes == 1 else load("several nodes")
-    for each in (near, tried):  # small arrays go by MPI within nodes, too
-        if each is not None and each.outcome != "right":
-            return f"{name}, tried: {each.reason}"
-    if tried is None:
+    on_one_node = load("one node")
+    on_these_nodes = on_one_node if nodes == 1 else load("several nodes")
+    for outcome in (on_one_node, on_these_nodes):  # small arrays go by MPI within nodes, too
+        if outcome is not None and outcome.outcome != "right":
+            return f"{name}, tried: {outcome.reason}"
+    if on_these_nodes is None:
         return f"{name} was not tried with these settings yet{' on several nodes' if nodes > 1 else ''}"
-    return f"{name} is slower than the host: {tried.reason}" if tried.is_slower else ""
+    return f"{name} is slower than the host: {on_these_nodes.reason}" if on_these_nodes.is_slower else ""
 
 
 def settings() -> dict[str, str]:
@@ -96,35 +96,35 @@ def settings() -> dict[str, str]:
     return {
         name: os.environ[name]
         for name in sorted(os.environ)
-        if name.startswith(_SETTINGS) and not name.startswith(TOLD_BY_LAUNCHERS)
+        if name.startswith(_SETTINGS) and not name.startswith(LAUNCHER_VARIABLES)
     }
 
 
-def _kept(place: Place) -> tuple[Path, dict[str, Any]]:
-    """Return the file with the outcome for this library and these settings, and what it says of them."""
-    library, chosen = loaded_mpi.identity(), settings()
-    known = "\0".join([*library, place, *(f"{name}={value}" for name, value in chosen.items())])
-    file = kept_file(library_name(library[0]), f"{zlib.crc32(encoded(known)):08x}-gpu")
-    return file, {"format": _FORMAT, "library": list(library), "place": place, "settings": chosen}
+def _record_of(place: Place) -> tuple[Path, dict[str, Any]]:
+    """Return the file with the outcome for this library and these settings, and the fields that identify them."""
+    library, variables = loaded_mpi.identity(), settings()
+    key = "\0".join([*library, place, *(f"{name}={value}" for name, value in variables.items())])
+    file = kept_file(library_name(library[0]), f"{zlib.crc32(encoded(key)):08x}-gpu")
+    return file, {"format": _FORMAT, "library": list(library), "place": place, "settings": variables}
 
 
-def save(place: Place, found: Outcome) -> Path:
+def save(place: Place, outcome: Outcome) -> Path:
     """Write the outcome for this library under this process's settings; return the file.
 
     Raises:
         OSError: when it cannot be written.
     """
-    file, known = _kept(place)
-    replace_whole(file, json.dumps(known | asdict(found)) + "\n")
+    file, header = _record_of(place)
+    replace_whole(file, json.dumps(header | asdict(outcome)) + "\n")
     return file
 
 
 def load(place: Place) -> Outcome | None:
     """Return the outcome for this library and these settings; None without one, or where the file is not understood."""
     with suppress(OSError, ValueError, RecursionError, TypeError, AttributeError, KeyError):
-        file, known = _kept(place)
+        file, header = _record_of(place)
         content = json.loads(own_files.read(str(file), MOST_BYTES).decode())
-        if known.items() <= content.items() and content["outcome"] in ("right", "wrong"):
+        if header.items() <= content.items() and content["outcome"] in ("right", "wrong"):
             return Outcome(
                 content["outcome"], str(content["reason"]), float(content["direct"]), float(content["staged"])
             )

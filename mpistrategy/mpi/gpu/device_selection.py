@@ -1,7 +1,7 @@
 """What this process sees of the GPUs of its node, by CuPy, and which device this rank drives.
 
-Which GPU is a function of what all ranks see, which every rank computes alike: in rank order, those that see fewer
-first, each takes the nearest to its cores of those that are free.  Nothing here looks unless a program asks for GPUs.
+Which GPU is a function of what all ranks see, which every rank computes alike: in rank order, ranks that see fewer GPUs
+first, each rank takes the free GPU nearest to its cores.  Nothing here looks unless a program asks for GPUs.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ class Sight(NamedTuple):
     Attributes:
         gpus: in its order.
         host: the name of the node.
-        named: the number of the GPU that the program names for this rank; None where it names none.
+        device_index: the number of the GPU that the program names for this rank; None without a name.
         reason: why there is no GPU, in words.
-        fix: what a user who wants GPUs should do; the beginning of a sentence.
+        fix: advice for a user who wants GPUs; the beginning of a sentence.
         is_strange: whether something is installed and does not work, so that a fallback needs a warning.
     """
 
     gpus: tuple[Gpu, ...] = ()
     host: str = ""
-    named: int | None = None
+    device_index: int | None = None
     reason: str = ""
     fix: str = ""
     is_strange: bool = False
@@ -75,28 +75,28 @@ class Sight(NamedTuple):
 
     @classmethod
     def read(cls, text: str) -> Sight:
-        """Return what `text` was made of."""
-        gpus, *others = json.loads(text)
-        return cls(tuple(Gpu(*each) for each in gpus), *others)
+        """Return the `Sight` of a `text`."""
+        gpus, *fields = json.loads(text)
+        return cls(tuple(Gpu(*arguments) for arguments in gpus), *fields)
 
 
-def look(named: int | None = None) -> Sight:
-    """Return what this process sees; never raises: the other ranks wait for what it tells them."""
+def look(device_index: int | None = None) -> Sight:
+    """Return the GPUs that this process sees; never raises: the other ranks wait for the result."""
     host = os.uname().nodename
     try:
-        return Sight(visible_gpus(), host, named)
+        return Sight(visible_gpus(), host, device_index)
     except DeviceError as error:
-        return Sight((), host, named, error.found, error.fix)
+        return Sight((), host, device_index, error.found, error.fix)
     except Exception as error:  # a CuPy for another CUDA, an old driver, a missing library: of many types
         reason = f"CuPy does not work here ({type(error).__name__}: {error})"
-        return Sight((), host, named, reason, f"{_INSTALL}; and see what nvidia-smi says there", is_strange=True)
+        return Sight((), host, device_index, reason, f"{_INSTALL}; and see what nvidia-smi says there", is_strange=True)
 
 
 def visible_gpus() -> tuple[Gpu, ...]:
-    """Return the GPUs that CuPy can use in this process; what is visible is decided by the driver.
+    """Return the GPUs that CuPy can use in this process; the driver decides which are visible.
 
     Raises:
-        DeviceError: where there is none, or no CuPy.
+        DeviceError: without a GPU, or without CuPy.
         Exception: of CuPy's own types, where it does not work.
     """
     from importlib.util import find_spec  # here, for the quick import
@@ -130,12 +130,12 @@ def _gpu(runtime: Any, index: int) -> Gpu:
     return Gpu(name, distance(place, cores()))
 
 
-def distance(pci_bus_id: str, mine: Iterable[int], system: str = "/sys") -> int:
+def distance(pci_bus_id: str, own_cores: Iterable[int], system: str = "/sys") -> int:
     """Return how far a GPU is from the nearest of these cores; 0 where the system does not tell.
 
     Args:
         pci_bus_id: the address of the GPU, such as ``0000:3b:00.0``.
-        mine: the numbers of the cores.
+        own_cores: the numbers of the cores.
         system: where the system describes itself.
     """
     with suppress(OSError, ValueError, KeyError):
@@ -143,7 +143,7 @@ def distance(pci_bus_id: str, mine: Iterable[int], system: str = "/sys") -> int:
         row = Path(system, f"devices/system/node/node{home}/distance").read_text().split()
         nodes = sorted(int(path.rpartition("node")[2]) for path in glob(f"{system}/devices/system/node/node[0-9]*"))
         far = dict(zip(nodes, map(int, row), strict=True))
-        beside = [path for core in mine for path in glob(f"{system}/devices/system/cpu/cpu{core}/node[0-9]*")]
+        beside = [path for core in own_cores for path in glob(f"{system}/devices/system/cpu/cpu{core}/node[0-9]*")]
         return min(far[int(path.rpartition("node")[2])] for path in beside)
     return 0
 
@@ -169,11 +169,11 @@ class Request:
         return self.word if self.index is None else f"a list of {self.word.upper()}s"
 
 
-def requested(wanted: Any, local_rank: int, local_size: int) -> Request:
+def requested(devices: Any, local_rank: int, local_size: int) -> Request:
     """Read the argument `devices` of a strategy.
 
     Args:
-        wanted: one of the words; a list of device strings, one for each rank of this node in order; None or an empty
+        devices: one of the words; a list of device strings, one for each rank of this node in order; None or an empty
             list mean "cpu".
         local_rank: this rank's index on its node.
         local_size: how many ranks the node has.
@@ -183,19 +183,19 @@ def requested(wanted: Any, local_rank: int, local_size: int) -> Request:
             repeated or does not exist.
         OptionTypeError: for something else.
     """
-    if wanted is None or (isinstance(wanted, (list, tuple)) and not wanted):
+    if devices is None or (isinstance(devices, (list, tuple)) and not devices):
         return Request("cpu")
-    if isinstance(wanted, str) and wanted.lower() in _WORDS:
-        return Request(wanted.lower())
-    if not isinstance(wanted, (list, tuple)) or not all(isinstance(text, str) for text in wanted):
+    if isinstance(devices, str) and devices.lower() in _WORDS:
+        return Request(devices.lower())
+    if not isinstance(devices, (list, tuple)) or not all(isinstance(text, str) for text in devices):
         raise OptionTypeError.at(
-            _WHERE, found=f"devices={wanted!r}", expected=_EXPECTED, fix=did_you_mean(wanted, _WORDS)
+            _WHERE, found=f"devices={devices!r}", expected=_EXPECTED, fix=did_you_mean(devices, _WORDS)
         )
-    given = [parse(text, _WHERE, "devices") for text in wanted]
-    parsed = [Device(None, device.kind or "CPU", device.index or 0) for device in given]
+    partial_devices = [parse(text, _WHERE, "devices") for text in devices]
+    parsed = [Device(None, device.kind or "CPU", device.index or 0) for device in partial_devices]
     for index, device in enumerate(parsed):  # one number of a GPU may be another GPU in each rank: `bind` compares them
         if device.kind == "CPU" and device in parsed[:index]:
-            raise DeviceError.at(_WHERE, found=f"device {wanted[index]!r} twice", expected="each device once")
+            raise DeviceError.at(_WHERE, found=f"device {devices[index]!r} twice", expected="each device once")
     if len(parsed) < local_size:
         raise DeviceError.at(
             _WHERE,
@@ -204,18 +204,18 @@ def requested(wanted: Any, local_rank: int, local_size: int) -> Request:
             fix="Name more devices, start fewer ranks, or leave devices out.",
         )
     if len({device.kind for device in parsed[:local_size]}) > 1:
-        raise DeviceError.at(_WHERE, found=f"devices={wanted!r}", expected="either CPUs or GPUs, for all ranks alike")
-    mine = parsed[local_rank]
-    if mine.kind == "CPU":
-        check_exists(mine, _WHERE, local_size)
-    return Request(str(mine.kind).lower(), mine.index)
+        raise DeviceError.at(_WHERE, found=f"devices={devices!r}", expected="either CPUs or GPUs, for all ranks alike")
+    own_device = parsed[local_rank]
+    if own_device.kind == "CPU":
+        check_exists(own_device, _WHERE, local_size)
+    return Request(str(own_device.kind).lower(), own_device.index)
 
 
 def choose_device(request: Request, ranks: Ranks) -> Device:
     """Return the complete device of this rank.  Collective, after the ranks agreed on the word of the request.
 
     Raises:
-        DeviceError: on every rank alike, when a rank can have no GPU and should, or would have to share one.
+        DeviceError: on every rank alike, when a rank cannot have its GPU, or would have to share it.
     """
     if request.word == "cpu":
         return Device(ranks.rank, "CPU", request.index or 0)
@@ -231,24 +231,26 @@ def choose_device(request: Request, ranks: Ranks) -> Device:
 
 
 def bind(sights: Sequence[Sight], *, sharing: bool = False) -> tuple[int, ...]:
-    """Return the number of each rank's GPU, from what each rank sees.
+    """Return the number of each rank's GPU, from the GPUs that each rank sees.
 
     Args:
-        sights: what each rank sees.
+        sights: the GPUs that each rank sees.
         sharing: whether ranks may share a GPU where there are not enough; as evenly as can be, then.
 
     Raises:
-        DeviceError: when a rank sees no GPU or not the one that it was told, or when ranks would have to share one.
+        DeviceError: when a rank does not see its GPU, or when ranks would have to share a GPU.
     """
     _check_that_all_see(sights)
-    choices = [[number for number in range(len(sight.gpus)) if sight.named in (None, number)] for sight in sights]
+    choices = [
+        [number for number in range(len(sight.gpus)) if sight.device_index in (None, number)] for sight in sights
+    ]
     holders, bound = Counter[str](), dict[int, int]()
     for rank in sorted(range(len(sights)), key=lambda rank: len(choices[rank])):
         gpus = sights[rank].gpus
-        number = min(choices[rank], key=lambda each: (holders[gpus[each].name], gpus[each].distance))
+        number = min(choices[rank], key=lambda index: (holders[gpus[index].name], gpus[index].distance))
         name = gpus[number].name
         if holders[name] and not sharing:
-            names = [{each.gpus[n].name for n in those} for each, those in zip(sights, choices, strict=True)]
+            names = [{peer.gpus[n].name for n in numbers} for peer, numbers in zip(sights, choices, strict=True)]
             raise _shortage(names, rank, sights[rank])
         holders[name] += 1
         bound[rank] = number
@@ -258,38 +260,42 @@ def bind(sights: Sequence[Sight], *, sharing: bool = False) -> tuple[int, ...]:
 def _check_that_all_see(sights: Sequence[Sight]) -> None:
     for rank, sight in enumerate(sights):
         if not sight.gpus:
-            alike = [other for other, each in enumerate(sights) if not each.gpus and each.reason == sight.reason]
-            more = len({sights[other].host for other in alike}) - 1
+            peers = [
+                peer
+                for peer, peer_sight in enumerate(sights)
+                if not peer_sight.gpus and peer_sight.reason == sight.reason
+            ]
+            more = len({sights[peer].host for peer in peers}) - 1
             where = f"{sight.host}{f' and {more} more nodes' if more else ''}"
             raise DeviceError.at(
                 _WHERE,
-                found=f"{sight.reason} on {ranks_in_words(alike)} ({where})",
+                found=f"{sight.reason} on {ranks_in_words(peers)} ({where})",
                 expected="a GPU for each rank",
                 fix=f'{sight.fix}; for CPUs leave devices out, or give devices="cpu".',
             )
-        if sight.named is not None and sight.named >= len(sight.gpus):
+        if sight.device_index is not None and sight.device_index >= len(sight.gpus):
             raise DeviceError.at(
                 _WHERE,
-                found=f"GPU:{sight.named} for rank {rank}, which sees {sight.shown}",
+                found=f"GPU:{sight.device_index} for rank {rank}, which sees {sight.shown}",
                 expected="a GPU that the rank sees",
                 fix='devices="gpu" takes those that are there, whatever their numbers.',
             )
 
 
 def _shortage(open_to: Sequence[set[str]], rank: int, sight: Sight) -> DeviceError:
-    """Return the error of ranks that have too few GPUs between them: those that may take no others than this rank."""
-    wanted = open_to[rank]
-    ranks = [other for other, names in enumerate(open_to) if names <= wanted]
-    count = f"{len(wanted)} GPU{'s' * (len(wanted) > 1)}"
+    """Return the error of ranks that have too few GPUs between them: the ranks that may take only this rank's GPUs."""
+    gpus = open_to[rank]
+    ranks = [peer for peer, names in enumerate(open_to) if names <= gpus]
+    count = f"{len(gpus)} GPU{'s' * (len(gpus) > 1)}"
     fix = "Name another GPU for each rank of the node"
-    if sight.named is None:
+    if sight.device_index is None:
         fix = (
-            f"Start at most {len(wanted)} rank{'s' * (len(wanted) > 1)} there or, if {sight.host} has more GPUs, let "
+            f"Start at most {len(gpus)} rank{'s' * (len(gpus) > 1)} there or, if {sight.host} has more GPUs, let "
             "each rank see its own or all of them (srun --gpus-per-task=1, or no CUDA_VISIBLE_DEVICES)"
         )
     return DeviceError.at(
         _WHERE,
-        found=f"{ranks_in_words(ranks)} on {sight.host} with {count} between them: {', '.join(sorted(wanted))}",
+        found=f"{ranks_in_words(ranks)} on {sight.host} with {count} between them: {', '.join(sorted(gpus))}",
         expected="a GPU for each rank",
         fix=f'{fix}; to share on purpose give devices="shared".',
     )
@@ -306,14 +312,14 @@ def activate(device: Device, guard: Guard) -> None:
 def check_exists(device: Device, where: str, local_size: int = 1) -> None:
     """Raise DeviceError unless this process has the device.
 
-    A CPU index is a share of the cores: there are as many as cores, or as ranks on the node if these are more.
+    A CPU index is a share of the cores: there are as many as cores, or as ranks on the node if those are more.
     """
     index = device.index or 0
     if device.kind == "GPU":
         sight = look()
         if index >= len(sight.gpus):
-            seen = sight.reason or sight.shown
+            reason = sight.reason or sight.shown
             expected = "a GPU that this process sees"
-            raise DeviceError.at(where, found=f"device {device}, and {seen}", expected=expected, fix=sight.fix)
+            raise DeviceError.at(where, found=f"device {device}, and {reason}", expected=expected, fix=sight.fix)
     elif index >= (cores := max(os.cpu_count() or 1, local_size)):
         raise DeviceError.at(where, found=f"device {device}", expected=f"an index below {cores} on this node")

@@ -27,7 +27,7 @@ ON_THE_STREAM: tuple[PathName, ...] = ("alone", "nccl")
 class DevicePath(Freed):
     """One transport for buffers in GPU memory: flat, contiguous, on the current device, equal in size on all ranks.
 
-    Every rank makes the same call, after all have agreed on it.  The methods here are those of the path of one rank:
+    Every rank makes the same call, after all have agreed on it.  The methods here are for one rank alone:
     nothing moves.
 
     Attributes:
@@ -54,19 +54,19 @@ class DevicePath(Freed):
         """
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
-        """Replace `buffer` on every rank by that of `root`; any dtype."""
+        """Replace `buffer` on every rank by `root`'s buffer; any dtype."""
 
-    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; any dtype.
+    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `target` on every rank; any dtype.
 
-        Rank r's block has ``counts[r]`` elements.  The own block may be its part of `together`.
+        Rank r's block has ``counts[r]`` elements.  The own block may be its part of `target`.
         """
-        place = together[own_part(ranks, counts)]
+        place = target[own_part(ranks, counts)]
         if place.data.ptr != block.data.ptr:
             place[...] = block
 
     def free(self) -> None:
-        """Free what the path holds, where all ranks are known to do so."""
+        """Free the path's resources, where all ranks are known to do so."""
 
 
 @dataclass
@@ -74,12 +74,12 @@ class DevicePaths(Freed):
     """The paths of one strategy.
 
     Attributes:
-        known: the path for each word of the options so far.
+        by_word: the path for each word of the options so far.
         by_name: each of these paths once.
         reasons: why the path was chosen, by word.
     """
 
-    known: dict[str, DevicePath] = field(default_factory=dict)
+    by_word: dict[str, DevicePath] = field(default_factory=dict)
     by_name: dict[str, DevicePath] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
 
@@ -92,7 +92,7 @@ class DevicePaths(Freed):
         """Free all paths, where all ranks are known to do so."""
         for path in self.by_name.values():
             path.free()
-        self.known.clear()
+        self.by_word.clear()
         self.by_name.clear()
 
 
@@ -125,8 +125,8 @@ def error_of(work: Callable[[], str | None]) -> str:
         return f"{type(error).__name__}: {error}"
 
 
-def first_error(ranks: Ranks, mine: str) -> str:
+def first_error(ranks: Ranks, own_error: str) -> str:
     """Return the error of the first rank that has one, and all ranks with errors; else "".  A barrier."""
-    everyone = ranks.allgather_text(mine)
-    those = [rank for rank, error in enumerate(everyone) if error]
-    return f"{everyone[those[0]]} ({ranks_in_words(those)})" if those else ""
+    errors = ranks.allgather_text(own_error)
+    failed_ranks = [rank for rank, error in enumerate(errors) if error]
+    return f"{errors[failed_ranks[0]]} ({ranks_in_words(failed_ranks)})" if failed_ranks else ""

@@ -38,7 +38,7 @@ def pieces(buffer: Array, max_count: int = MAX_COUNT) -> Iterator[Array]:
 
 
 class Freed(ABC):
-    """What a communicator must free that has made it once."""
+    """An object that its communicator must free."""
 
     @abstractmethod
     def free(self) -> None:
@@ -46,28 +46,28 @@ class Freed(ABC):
 
 
 class Once:
-    """What is made once for a communicator, by whoever needs it first, and kept for all.
+    """The objects that are made once for a communicator, by the first caller, and kept for all.
 
     Attributes:
-        made: what there is so far, by key.
+        made: the objects so far, by key.
     """
 
     def __init__(self) -> None:
         self.made: dict[Hashable, Any] = {}
 
     def __call__(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what belongs to `key`; call `make` for it the first time."""
+        """Return the object of `key`; call `make` for it the first time."""
         if key not in self.made:
             self.made[key] = make()
-        found: T = self.made[key]
-        return found
+        value: T = self.made[key]
+        return value
 
     def free(self) -> None:
         """Free all that is `Freed`, the last made first, where all ranks are known to do so."""
         while self.made:
-            _, made = self.made.popitem()
-            if isinstance(made, Freed):
-                made.free()
+            _, value = self.made.popitem()
+            if isinstance(value, Freed):
+                value.free()
 
 
 def as_bytes(buffer: Array) -> Array:
@@ -82,7 +82,7 @@ def put(buffer: Array, source: Array) -> None:
 
 
 class Ranks(ABC):
-    """The ranks of one strategy and the ways to move bytes between them; the defaults are those of one rank alone.
+    """The ranks of one strategy and the ways to move bytes between them; the defaults fit one rank alone.
 
     Attributes:
         rank: this rank's number.
@@ -100,7 +100,7 @@ class Ranks(ABC):
         mailboxes: carry small values with the check of the call; None unless all ranks share one node's memory.
         first_message: adds up a few numbers with the check of the call; None where the check takes another way.
         node_sum: adds up arrays of this node; None where its ranks share no memory.
-        once: returns what is made once for these ranks: ``once(key, make)``.
+        once: returns an object that is made once for these ranks: ``once(key, make)``.
         is_simulated: whether the ranks are threads of one process.
         has_links: whether some of the ranks can have a communicator of their own: whether there is an MPI.
         is_crowded: whether the ranks of this node outnumber the cores that they may use.
@@ -149,10 +149,10 @@ class Ranks(ABC):
         """Return the route that `allreduce` takes with a buffer of so many bytes."""
 
     def _gathered(self, purpose: str, value: Any) -> list[Any]:
-        """Return what all ranks brought for the same purpose, in rank order: arrays, lists of them, or anything else.
+        """Return the values of all ranks for a purpose, in rank order: arrays, lists of arrays, or anything else.
 
-        This rank may change what it brought afterwards.  The verbs below are made of it; a class that has none defines
-        each of them.
+        This rank may change its value afterwards.  The methods below call it; a class without it defines all of
+        them.
         """
         raise NotImplementedError(f"{type(self).__name__}: {purpose}")
 
@@ -169,44 +169,44 @@ class Ranks(ABC):
 
     def reduce(self, buffer: Array, root: int, op: str = "SUM") -> None:
         """Replace `buffer` on `root` by the sum (MIN, MAX, PROD) over the ranks; undefined elsewhere."""
-        everything = self._gathered(f"reduce {op} to {root}", buffer)
+        values = self._gathered(f"reduce {op} to {root}", buffer)
         if self.rank == root:
-            put(buffer, _combined(everything, op))
+            put(buffer, _combined(values, op))
 
     def bcast(self, buffer: Array, root: int) -> None:
-        """Replace `buffer` on every rank by that of `root`; any dtype."""
+        """Replace `buffer` on every rank by `root`'s buffer; any dtype."""
         put(buffer, self._gathered(f"bcast from {root}", buffer if self.rank == root else None)[root])
 
-    def gatherv(self, block: Array, counts: Sequence[int], together: Array | None, root: int) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on `root`; any dtype.
+    def gatherv(self, block: Array, counts: Sequence[int], target: Array | None, root: int) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `target` on `root`; any dtype.
 
         Rank r's block has ``counts[r]`` elements; every rank knows all counts.  The own block may be its part of
-        `together`, which is None on the other ranks.
+        `target`, which is None on the other ranks.
         """
         counts_here = counts if self.rank == root else [0] * self.size
-        received = np.empty(0, block.dtype) if together is None else together.reshape(-1)
+        received = np.empty(0, block.dtype) if target is None else target.reshape(-1)
         sent = [block.size * (rank == root) for rank in range(self.size)]
         self.alltoallv(block.reshape(-1), sent, received, counts_here)
 
-    def allgatherv(self, block: Array, counts: Sequence[int], together: Array) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
-        np.concatenate(self._gathered("allgatherv", block), axis=None, out=together.reshape(-1))
+    def allgatherv(self, block: Array, counts: Sequence[int], target: Array) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `target` on every rank; see `gatherv`."""
+        np.concatenate(self._gathered("allgatherv", block), axis=None, out=target.reshape(-1))
 
     def alltoall(self, sent: Array, received: Array) -> None:
         """Send the r-th of `size` equal parts of `sent` to rank r, whose row of this rank in `received` gets it.
 
         Any dtype; so few bytes that one MPI call takes them.
         """
-        everything = self._gathered("alltoall", sent)
-        received[...] = np.reshape([theirs.reshape(self.size, -1)[self.rank] for theirs in everything], received.shape)
+        values = self._gathered("alltoall", sent)
+        received[...] = np.reshape([rows.reshape(self.size, -1)[self.rank] for rows in values], received.shape)
 
     def alltoallv(self, sent: Array, counts: Sequence[int], received: Array, taken: Sequence[int]) -> None:
         """Send the first ``counts[0]`` elements of `sent` to rank 0, the next ones to rank 1, and so on.
 
         Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
         """
-        everything = self._gathered("alltoallv", np.split(sent, np.cumsum(counts)[:-1]))
-        np.concatenate([theirs[self.rank] for theirs in everything], out=received)
+        values = self._gathered("alltoallv", np.split(sent, np.cumsum(counts)[:-1]))
+        np.concatenate([blocks[self.rank] for blocks in values], out=received)
 
     def allgather_text(self, text: str) -> list[str]:
         """Return every rank's text, in rank order; for descriptions, never for data."""
@@ -221,7 +221,7 @@ class Ranks(ABC):
         return private_memory(nbytes)
 
     def node_barrier(self) -> None:
-        """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
+        """Wait for the ranks of this node; then this rank sees their earlier writes to shared memory."""
         self._gathered("node barrier", None)
 
     def free(self) -> None:
@@ -245,7 +245,7 @@ class Alone(Ranks):
 
 @quietly
 def _combined(arrays: Sequence[Array], op: str) -> Array:
-    """Return the combination of arrays in their order; of a single one the array itself."""
+    """Return the combination of arrays in their order; a single array itself."""
     if len(arrays) == 1:
         return arrays[0]
     total = np.empty_like(arrays[0])

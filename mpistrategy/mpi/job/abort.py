@@ -34,9 +34,9 @@ from mpistrategy.mpi.watchdog import reports, watchdog
 from mpistrategy.options import is_on
 
 _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__file__), "..", "..")), "")
-#: Files whose frames come before those of the program.
+#: Files whose frames come before the program's frames.
 _RUN = (os.path.join(_PACKAGE_FOLDER, "cli", "run.py"), "<frozen runpy>")
-#: Of ranks that end with a status at the same time, the first one says so and ends the job before the others do.
+#: Where ranks end with a status at the same time, the first rank prints it and ends the job before the others do.
 _FIRST_SPEAKS_SECONDS = 0.5
 #: How long a rank waits for another one that prints its error.
 _ANOTHER_PRINTS_SECONDS = 2.0
@@ -48,14 +48,14 @@ _ENDS = "the whole job ends here."
 _Hook: TypeAlias = Callable[[type[BaseException], BaseException, TracebackType | None], object]
 
 _PID, _RANK, _SIZE = os.getpid(), MPI.COMM_WORLD.rank, MPI.COMM_WORLD.size
-#: What is watched in this process, with what frees it.
+#: The guards that are watched in this process, with the functions that free them.
 _open: dict[Guard, Callable[[], None]] = {}
 
 
 def watch(guard: Guard, free: Callable[[], None] = lambda: None) -> None:
     """Watch over this process from now on; at its end say goodbye to the peers of `guard`, then `free` with them.
 
-    What is not caught ends the job while some guard is watched that does not contain errors.
+    An uncaught exception ends the job while some watched guard does not contain errors.
     """
     if _SIZE > 1:
         _begin()
@@ -79,7 +79,7 @@ def forget(guard: Guard) -> None:
 
 
 def _ends_the_job() -> bool:
-    """Return whether an error of this rank is one of the whole job."""
+    """Return whether an error of this rank ends the whole job."""
     return os.getpid() == _PID and any(not guard.contains_errors for guard in _open)
 
 
@@ -109,8 +109,8 @@ def _say(text: str) -> None:
 def _abort(status: int, words: str) -> NoReturn:
     """End the job with a status; `words` say why."""
     _say(f"{words}: {_ENDS}")
-    for each in exit_hooks.before_abort:
-        each()
+    for callback in exit_hooks.before_abort:
+        callback()
     # MPI_Abort kills the launcher's helpers: output that they have not yet read from our pipes is lost.
     reports.finish(f"[rank {_RANK}/{_SIZE}] ")
     if not MPI.Is_finalized():
@@ -146,11 +146,11 @@ def in_words(error: BaseException, above: Iterable[traceback.FrameSummary] = ())
     report = traceback.TracebackException(type(error), error, error.__traceback__)
     frames = [*above, *report.stack]
     frames = frames[max((at for at, frame in enumerate(frames, 1) if frame.filename in _RUN), default=0) :]
-    theirs = [frame for frame in frames if not frame.filename.startswith(_PACKAGE_FOLDER)]
-    is_ours = bool(above) or isinstance(error, MpiStrategyError | SystemExit)
-    if theirs and not is_on(os.environ.get("MPISTRATEGY_FULL_TRACEBACK", "")):
-        report.stack = traceback.StackSummary.from_list(theirs if is_ours else frames)
-        report.__suppress_context__ |= is_ours and report.__cause__ is None
+    program_frames = [frame for frame in frames if not frame.filename.startswith(_PACKAGE_FOLDER)]
+    is_own = bool(above) or isinstance(error, MpiStrategyError | SystemExit)
+    if program_frames and not is_on(os.environ.get("MPISTRATEGY_FULL_TRACEBACK", "")):
+        report.stack = traceback.StackSummary.from_list(program_frames if is_own else frames)
+        report.__suppress_context__ |= is_own and report.__cause__ is None
     return "".join(report.format()).rstrip()
 
 
@@ -158,26 +158,26 @@ def in_words(error: BaseException, above: Iterable[traceback.FrameSummary] = ())
 
 
 def _say_goodbye() -> None:
-    """Wait for the other ranks, and tell those that call a collective; end the job with a status of this rank."""
+    """Wait for the other ranks, and answer ranks that call a collective; end the job with a status of this rank."""
     if os.getpid() != _PID or MPI.Is_finalized():
         return
     _leave_contained()
     status = _status() if _ends_the_job() else 0
     is_due = status and not program.all_leave and not any(guard.all_leave for guard in _open)
-    # What runs in the background says its own goodbye when that is freed, and none after a failure.
-    waiting = [guard for guard in _open if not guard.is_in_background and not guard.is_broken]
-    for guard in waiting:
+    # A background says its own goodbye when it is freed, and none after a failure.
+    guards = [guard for guard in _open if not guard.is_in_background and not guard.is_broken]
+    for guard in guards:
         guard.start_leaving()
     end, pauses = time.monotonic() + (PATIENCE_SECONDS if is_due else math.inf), growing_pauses()
-    while waiting and time.monotonic() < end:
+    while guards and time.monotonic() < end:
         try:
-            waiting = [guard for guard in waiting if not _has_left(guard, status)]
+            guards = [guard for guard in guards if not _has_left(guard, status)]
             time.sleep(next(pauses))
         except SystemExit as stop:  # of a signal's handler: this rank stops already, and the others wait for it
             if status_of(stop):
                 _abort(status_of(stop), "stopped while it waited for the other ranks")
     reach = max((guard.size for guard in _open if not guard.is_broken), default=0)
-    if waiting or (is_due and reach < _SIZE):  # some rank goes on, or cannot be told: no strategy reaches it
+    if guards or (is_due and reach < _SIZE):  # some rank goes on, or cannot be told: no strategy reaches it
         _end_with(status)
     for guard, free in list(_open.items()):
         if guard.is_broken or guard.is_in_background:  # messages may be under way
@@ -187,7 +187,7 @@ def _say_goodbye() -> None:
 
 
 def _has_left(guard: Guard, status: int) -> bool:
-    """Return whether this rank need not wait for the peers of `guard` any more; answer those that call a collective."""
+    """Return whether this rank need not wait for the peers of `guard` any more; answer peers that call a collective."""
     has_left = guard.is_broken or guard.peers_have_left()
     if has_left is False:
         if status:
@@ -213,7 +213,7 @@ def _status() -> int:
 
 
 def _leave_contained() -> None:
-    """Tell the peers of strategies that contain errors of one that was not caught; they raise RemoteError."""
+    """Tell the peers of strategies that contain errors of an uncaught exception; they raise RemoteError."""
     error = getattr(sys, "last_value", None)
     contained = [guard for guard in _open if guard.contains_errors and not guard.is_broken]
     if error is not None and contained:

@@ -1,4 +1,4 @@
-"""The environment variables that this package reads, and a warning for one that looks like them and is not read."""
+"""The environment variables that this package reads, and a warning for similar names that nothing reads."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ VARIABLES = {
     "MPISTRATEGY_TIMEOUT_SECONDS": "how long a collective may take",
     "MPISTRATEGY_TRACE": "the folder of a recording",
 }
-#: How alike a name must be that somebody may have meant: all have the prefix in common.
+#: How similar a name must be to be suggested: all names share the prefix.
 _ALIKE = 0.9
 #: Variables of the tests begin so.
 _TESTS = ("MPISTRATEGY_TEST_", "MPISTRATEGY_GPU_LANE")
 
-_told: set[str] = set()
+_warned: set[str] = set()
 
 
 def warn_of_unknown() -> None:
-    """Warn, once a process and name, of variables that only look like those of this package."""
+    """Warn, once for each process and name, of variables that only look like variables of this package."""
     unknown = {name for name in os.environ if name.startswith(_PREFIX) and not name.startswith(_TESTS)}
-    for name in sorted(unknown - VARIABLES.keys() - _told):
-        _told.add(name)
-        meant = did_you_mean(name, VARIABLES, _ALIKE) or f"There are {', '.join(VARIABLES)}."
-        warn(f"nothing reads the variable {name} of the environment.  {meant}", OptionWarning)
+    for name in sorted(unknown - VARIABLES.keys() - _warned):
+        _warned.add(name)
+        advice = did_you_mean(name, VARIABLES, _ALIKE) or f"There are {', '.join(VARIABLES)}."
+        warn(f"nothing reads the variable {name} of the environment.  {advice}", OptionWarning)

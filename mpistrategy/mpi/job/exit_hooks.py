@@ -20,7 +20,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NoReturn
 
-#: Called before this rank ends the job: what other threads have begun must not be lost.
+#: Called before this rank ends the job: work of other threads must not be lost.
 before_abort: list[Callable[[], object]] = []
 #: The exit status of a program that Ctrl-C has ended, as in a shell.
 _INTERRUPTED = 130
@@ -39,8 +39,8 @@ class ProgramEnd:
 
     Attributes:
         status: what `sys.exit` was called with, or what `mpistrategy run` knows.
-        words: what there is to say of that.
-        known_at: when that was; time.monotonic().
+        words: the text to print about the status.
+        known_at: the time of the call; time.monotonic().
         all_leave: whether all ranks had agreed to end when a strategy of all of them was closed.
     """
 
@@ -78,7 +78,7 @@ def prepare() -> None:
 
 
 def _end_child(parent: int) -> None:
-    """End this process, unless it is the one that has registered this."""
+    """End this process, unless it has registered this handler."""
     if os.getpid() == parent:
         return
     for stream in (sys.stdout, sys.stderr):

@@ -13,7 +13,7 @@ from mpistrategy.objects.shown import ranks_in_words
 
 
 class Introduction(NamedTuple):
-    """What a rank says when it meets the others, as JSON.
+    """The introduction of a rank to the others, sent as JSON.
 
     Attributes:
         mpistrategy: the version of this package.
@@ -42,26 +42,26 @@ def python_version() -> str:
 
 
 def introductions(texts: Sequence[str], where: str = "MirroredStrategy") -> list[Introduction]:
-    """Return what all ranks said.
+    """Return the introductions of all ranks.
 
     Args:
-        texts: what `Introduction` says of every rank as JSON, in rank order.
-        where: the public name that the error speaks of.
+        texts: the `Introduction` of every rank as JSON, in rank order.
+        where: the public name in the error.
 
     Raises:
         LaunchError: when the ranks run different versions.  On every rank alike.
     """
-    told = [json.loads(text) for text in texts]
-    for key, what in (("mpistrategy", "mpistrategy"), ("python", "Python")):
+    fields = [json.loads(text) for text in texts]
+    for key, title in (("mpistrategy", "mpistrategy"), ("python", "Python")):
         ranks: dict[str, list[int]] = {}
-        for rank, each in enumerate(told):
-            ranks.setdefault(str(each.get(key, "?")), []).append(rank)
+        for rank, introduction in enumerate(fields):
+            ranks.setdefault(str(introduction.get(key, "?")), []).append(rank)
         if len(ranks) > 1:
             shown = "; ".join(f"{version} on {ranks_in_words(members)}" for version, members in ranks.items())
             raise LaunchError.at(
                 where,
-                found=f"different versions of {what}: {shown}",
+                found=f"different versions of {title}: {shown}",
                 expected="the same on all ranks",
                 fix="Give all nodes one environment: the same venv, container or module.",
             )
-    return [Introduction(**each) for each in told]
+    return [Introduction(**rank_fields) for rank_fields in fields]

@@ -3,7 +3,7 @@
 A launcher and an MPI that do not know each other start N programs of one rank each, which train N models and end with
 status 0.  Here each of them refuses to start.
 
-Evidence is only what a launcher said to *this* process: a batch shell's SLURM_NTASKS speaks of tasks that are not
+Evidence is only a launcher's word to *this* process: a batch shell's SLURM_NTASKS speaks of tasks that are not
 started yet, and a child of a rank has the environment of its parent.
 """
 
@@ -22,7 +22,7 @@ ALONE = "MPISTRATEGY_ALONE"
 
 _MPICH, _OPEN_MPI, _SRUN = "the mpiexec of MPICH or Intel MPI", "the mpirun of Open MPI", "srun"
 _JSRUN, FLUX = "jsrun", "flux run"
-#: The variables in which launchers say how many processes they have started, and which one this is.
+#: The variables in which launchers say how many processes they have started, and the rank of this process.
 _PLACES = (
     (_MPICH, "PMI_SIZE", "PMI_RANK"),
     (_OPEN_MPI, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
@@ -37,7 +37,7 @@ _PLACES = (
 _OF_MPI = ("PMI_SIZE", "OMPI_COMM_WORLD_SIZE", "MV2_COMM_WORLD_SIZE")
 #: The variable in which a rank tells the processes that it starts its process id.
 _RANK_PROCESS = "_MPISTRATEGY_RANK_PROCESS"
-#: Slurm numbers what is no step of srun (the batch script, the shell of salloc, ...) from here on.
+#: Slurm's steps that are not of srun (the batch script, the shell of salloc, ...) have numbers from here on.
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0
 
 #: How other launchers start the ranks of an MPI: an option for all MPIs but Open MPI, for that, and the text.
@@ -59,13 +59,13 @@ _CURES = {
 
 @dataclass(frozen=True)
 class Claim:
-    """What a launcher said to this process.
+    """A launcher's claim about this process.
 
     Attributes:
-        launcher: in words.
+        launcher: its name, in words.
         tasks: how many processes it started.
-        rank: which of them this one is.
-        variables: where it said so.
+        rank: the number of this process among them.
+        variables: the variables of the claim.
     """
 
     launcher: str
@@ -75,24 +75,28 @@ class Claim:
 
 
 def claim_in(environment: Mapping[str, str]) -> Claim | None:
-    """Return what the innermost launcher said; None where there was none, or it is not to be trusted."""
-    said: dict[str, Claim] = {}
+    """Return the claim of the innermost launcher; None without a launcher, or where it is not to be trusted."""
+    claims_by_size: dict[str, Claim] = {}
     for launcher, size, rank in _PLACES:
         if environment.get(size, "").isdecimal() and environment.get(rank, "").isdecimal():
-            said[size] = Claim(launcher, int(environment[size]), int(environment[rank]), (size, rank))
+            claims_by_size[size] = Claim(launcher, int(environment[size]), int(environment[rank]), (size, rank))
     job, _, step = environment.get("PMI_JOBID", "").partition(".")
-    if job.isdecimal() and step.isdecimal() and "PMI_SIZE" in said:  # of `srun --mpi=pmi2`
-        said["PMI_SIZE"] = replace(said["PMI_SIZE"], launcher=_SRUN)
+    if job.isdecimal() and step.isdecimal() and "PMI_SIZE" in claims_by_size:  # of `srun --mpi=pmi2`
+        claims_by_size["PMI_SIZE"] = replace(claims_by_size["PMI_SIZE"], launcher=_SRUN)
         if job != environment.get("SLURM_JOB_ID"):  # sbatch hands on the variables of the step that it was called in
-            del said["PMI_SIZE"]
+            del claims_by_size["PMI_SIZE"]
     number = environment.get("SLURM_STEP_ID", "")
     if not number.isdecimal() or int(number) >= _FIRST_SPECIAL_STEP or "SLURM_PTY_PORT" in environment:
-        said.pop("SLURM_STEP_NUM_TASKS", None)  # a script, or an interactive shell, where somebody types `python ...`
-    claims = [said[size] for size in _OF_MPI if size in said]
-    of_batch = said.get("JSM_NAMESPACE_SIZE") or said.get("FLUX_JOB_SIZE")
+        claims_by_size.pop(
+            "SLURM_STEP_NUM_TASKS", None
+        )  # a script, or an interactive shell, where somebody types `python ...`
+    claims = [claims_by_size[size] for size in _OF_MPI if size in claims_by_size]
+    of_batch = claims_by_size.get("JSM_NAMESPACE_SIZE") or claims_by_size.get("FLUX_JOB_SIZE")
     if not claims:
-        return of_batch or said.get("MPI_LOCALNRANKS") or said.get("SLURM_STEP_NUM_TASKS")
-    inner = min(claims, key=lambda claim: claim.tasks)  # one inside the other: who says 1 may be the inner one
+        return of_batch or claims_by_size.get("MPI_LOCALNRANKS") or claims_by_size.get("SLURM_STEP_NUM_TASKS")
+    inner = min(
+        claims, key=lambda claim: claim.tasks
+    )  # launchers may be nested: the launcher of 1 task may be the inner one
     if of_batch is not None and (of_batch.tasks, of_batch.rank) == (inner.tasks, inner.rank):
         return replace(inner, launcher=of_batch.launcher)
     return inner
@@ -109,17 +113,17 @@ def check_world(
     Args:
         world_size: how many ranks MPI says there are.
         library: the MPI library; `mpistrategy.mpi.tuning.thresholds.library_name`.
-        where: the public name that the error speaks of.
+        where: the public name in the error.
         environment: the variables of the process.
     """
     claim = claim_in(environment)
     if world_size > 1 or is_on(environment.get(ALONE, "")) or claim is None or claim.tasks <= 1:
         return
-    said = ", ".join(f"{name}={environment[name]}" for name in claim.variables)
+    variables = ", ".join(f"{name}={environment[name]}" for name in claim.variables)
     raise LaunchError.at(
         where,
         found=f"an MPI ({library or 'unknown'}) that takes this process for the only one, while "
-        f"{claim.launcher} started it as rank {claim.rank} of {claim.tasks} ({said})",
+        f"{claim.launcher} started it as rank {claim.rank} of {claim.tasks} ({variables})",
         expected=f"an MPI with {claim.tasks} ranks",
         fix=f"{cure(claim.launcher, library)} If {claim.tasks} separate programs of one rank each are meant, "
         f"set {ALONE}=1.",
@@ -127,7 +131,7 @@ def check_world(
 
 
 def cure(launcher: str, library: str) -> str:
-    """Return how to start this MPI library's ranks in place of what this launcher did."""
+    """Return the advice how to start the ranks of this MPI library."""
     is_open_mpi = library.startswith("Open MPI")
     if launcher in _CURES:
         *options, text = _CURES[launcher]
@@ -151,7 +155,7 @@ def tell_children() -> None:
 
 
 def refusal_of_child(where: str, claim: Claim) -> LaunchError | None:
-    """Return why a process must not start MPI that a rank, to which the launcher spoke, has started; None for others.
+    """Return the error of a process that a rank has started, and that must not start MPI; None for other processes.
 
     MPI would take it for the rank, and aborts there (MPICH) or waits for other such processes (Open MPI).  A single
     program under srun tells MPI nothing.  A launcher that a rank has started is the parent of its own ranks.
@@ -180,19 +184,19 @@ def refusal_of_child(where: str, claim: Claim) -> LaunchError | None:
 
 
 def no_mpi(where: str, error: BaseException) -> LaunchError:
-    """Return what to raise where no MPI library can be loaded: three lines, the same from everywhere."""
-    _, *tried = str(error).splitlines() or [""]  # mpi4py tells one line for each library that it has tried
+    """Return the error where no MPI library can be loaded: three lines, the same from everywhere."""
+    _, *failures = str(error).splitlines() or [""]  # mpi4py tells one line for each library that it has tried
     if isinstance(error, ModuleNotFoundError) and error.name == "mpi4py":
         found = "no mpi4py"
-    elif tried and all("No such file" in line for line in tried):
-        found = f"no MPI library (there is no {', '.join(line.partition(':')[0] for line in tried)})"
+    elif failures and all("No such file" in line for line in failures):
+        found = f"no MPI library (there is no {', '.join(line.partition(':')[0] for line in failures)})"
     else:
-        found = f"no MPI library ({' '.join(' '.join(tried or [str(error)]).split())[:300]})"
+        found = f"no MPI library ({' '.join(' '.join(failures or [str(error)]).split())[:300]})"
     expected = "an MPI that mpi4py can load"
     fix = (
         "Load your cluster's MPI module, or install an MPI into this environment: pip install mpich\n"
         "Without MPI, OneDeviceStrategy and mpistrategy.testing.run_replicas work."
     )
-    made = LaunchError.at(where, found=found, expected=expected, fix=fix)
-    made.args = (f"{where}: found {found}; expected {expected}.\n{fix}",)
-    return made
+    launch_error = LaunchError.at(where, found=found, expected=expected, fix=fix)
+    launch_error.args = (f"{where}: found {found}; expected {expected}.\n{fix}",)
+    return launch_error

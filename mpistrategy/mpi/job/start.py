@@ -15,7 +15,7 @@ from mpistrategy.mpi.contract.forks import after_finalize
 from mpistrategy.mpi.job import launcher
 from mpistrategy.mpi.job.launcher import Claim
 
-#: The other ranks wait so much longer than rank 0: where that waits, too, it speaks for all.
+#: The other ranks wait so much longer than rank 0: where rank 0 waits, too, it reports for all.
 _LATER_SECONDS = 5.0
 _CAUSES = (
     "Look for a rank that has failed, has not begun, or is stopped (ps on its node: state T). Do launcher and MPI fit "
@@ -29,12 +29,12 @@ def start(where: str, seconds: float | None = None) -> None:
     Where a launcher has started several ranks, this takes Python's one `faulthandler.dump_traceback_later` meanwhile.
 
     Args:
-        where: the public name that messages speak of.
+        where: the public name in messages.
         seconds: how long MPI may take to start; None for the limit of a collective.
 
     Raises:
         LaunchError: when a rank has started this process, or the program has kept mpi4py from starting MPI and has not
-            started it; where mpi4py finds no MPI library, of which its error, the context of this one, tells.
+            started it; where mpi4py finds no MPI library.
         ContextError: after MPI.Finalize().
     """
     if "mpi4py.MPI" not in sys.modules:
@@ -69,10 +69,9 @@ def _import() -> None:
 
 
 def _import_in_time(where: str, claim: Claim, seconds: float) -> None:
-    """Start MPI, which waits for all ranks and holds the interpreter: only faulthandler can speak then, and end it.
+    """Start MPI, which waits for all ranks and holds the interpreter: only faulthandler can report and end it then.
 
-    Of a process faulthandler shows but where it is: names of files, and lines.  So a file's name says what is waited
-    for.
+    faulthandler prints only file names and line numbers.  So the file name of the code is the message.
     """
     words = (
         f"[rank {claim.rank}/{claim.tasks}] {where}: waited {seconds:g} s ({timeouts.VARIABLE}) in MPI_Init, to which "

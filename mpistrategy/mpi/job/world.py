@@ -37,15 +37,15 @@ def check(where: str, comm: Any = None) -> None:
     """Raise LaunchError on a rank that MPI takes for the only one while a launcher started several.
 
     Args:
-        where: the public name that the error speaks of.
-        comm: what a strategy is made of: COMM_SELF is one rank on purpose.
+        where: the public name in the error.
+        comm: the communicator of a strategy: COMM_SELF is one rank on purpose.
     """
     if comm is None or comm != MPI.COMM_SELF:
         launcher.check_world(MPI.COMM_WORLD.size, library_name(MPI.Get_library_version()), where)
 
 
 def ranks_of(comm: Any) -> MPI.Intracomm:
-    """Return `comm`, or COMM_WORLD for None; raise OptionTypeError for anything else than an intracommunicator."""
+    """Return `comm`, or COMM_WORLD for None; raise OptionTypeError for anything but an intracommunicator."""
     if comm is None:
         return MPI.COMM_WORLD
     if isinstance(comm, MPI.Intracomm) and comm != MPI.COMM_NULL:
@@ -79,12 +79,12 @@ def watch_waiting(comm: MPI.Intracomm, guard: Guard, memory: SharedMemory, node_
         guard: this rank's.
         memory: for the status board.
         node_of: the node of each rank.
-        path: of the run directory; the first rank warns if it cannot be written.
+        path: the path of the run directory; the first rank warns if it cannot be written.
     """
     world = MPI.COMM_WORLD
     guard.timeout = timeouts.expected()
     ranks = MPI.Group.Translate_ranks(comm.group, None, world.group)
-    # Hydra, MPICH's and Intel MPI's launcher, takes the status of any rank that it has to kill for that of the job.
+    # Hydra, MPICH's and Intel MPI's launcher, takes the status of any killed rank for the status of the job.
     by_hydra = MPI.get_vendor()[0] in ("MPICH", "Intel MPI") and MPI.Query_thread() == MPI.THREAD_MULTIPLE
     directory = RunDirectory(path, f"[rank {world.rank}] " if comm.rank == 0 else "")
     board, identity = StatusBoard(memory), 1 + zlib.crc32(encoded(path))
@@ -106,7 +106,7 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     """Watch over the making of a communicator, in which the ranks wait for each other and nothing connects them yet.
 
     Args:
-        where: the public name of what makes it.
+        where: the public name of the call that makes it.
         comm: the ranks; None for all.
 
     Raises:
@@ -115,18 +115,18 @@ def joining(where: str, comm: Any = None) -> Iterator[None]:
     ranks = ranks_of(comm)
     if ranks.size > 1 and os.getpid() != _PID:
         raise forks.refusal(where)
-    # From here on this rank's end is that of the job: the others wait for it, and this guard of one rank tells nobody.
-    watched = Guard()
-    abort.watch(watched)
+    # From here on this rank's end ends the job: the others wait for it, and this guard of one rank tells nobody.
+    job_guard = Guard()
+    abort.watch(job_guard)
     try:
         with _meeting(ranks, where) if ranks.size > 1 and MPI.COMM_WORLD.size > 1 else nullcontext():
             yield
     except Exception as error:
-        if watched.give_up is not None and not isinstance(error, MpiStrategyError):
-            watched.give_up(error)
-        abort.forget(watched)
+        if job_guard.give_up is not None and not isinstance(error, MpiStrategyError):
+            job_guard.give_up(error)
+        abort.forget(job_guard)
         raise
-    abort.forget(watched)
+    abort.forget(job_guard)
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionError
 from mpistrategy.mpi.interface.ranks import Ranks, as_bytes
 
-#: The dtype that travels; None is that of the arrays.
+#: The dtype that travels; None is the arrays' own dtype.
 Wire: TypeAlias = "np.dtype[Any] | None"
 
 
@@ -88,15 +88,15 @@ class Rounded:
 
     def __init__(self, link: Any, count: int, wire: np.dtype[Any]) -> None:
         self._link, block = link, -(-count // link.size)
-        self._sent, self._received = np.zeros(link.size * block, wire), np.zeros(link.size * block, wire)
+        self._send_buffer, self._receive_buffer = np.zeros(link.size * block, wire), np.zeros(link.size * block, wire)
         self._total, self._part = np.zeros(block, np.float32), np.zeros(block, np.float32)
 
     def begin(self, values: Array) -> None:
-        """Send every counterpart a block of what this rank has."""
+        """Send every counterpart a block of this rank's values."""
         self._values, self._block = values, -(-values.size // self._link.size)
         size = self._link.size * self._block
-        self._sent[: values.size], self._sent[values.size : size] = values, 0
-        self._request = self._link.Ialltoall(as_bytes(self._sent[:size]), as_bytes(self._received[:size]))
+        self._send_buffer[: values.size], self._send_buffer[values.size : size] = values, 0
+        self._request = self._link.Ialltoall(as_bytes(self._send_buffer[:size]), as_bytes(self._receive_buffer[:size]))
 
     def end(self, wait: Callable[[Callable[[], bool]], None]) -> None:
         """Replace the values by their sum over the counterparts; `wait` is called until a message is there.
@@ -105,13 +105,13 @@ class Rounded:
         each element, so the bits are equal everywhere.
         """
         wait(self._request.Test)
-        received, own = self._received[: self._link.size * self._block], self._sent[: self._block]
+        received, own_block = self._receive_buffer[: self._link.size * self._block], self._send_buffer[: self._block]
         total, part = self._total[: self._block], self._part[: self._block]
         blocks = received.reshape(-1, self._block)
         total[...] = blocks[0]
-        for theirs in blocks[1:]:
-            part[...] = theirs
+        for block in blocks[1:]:
+            part[...] = block
             total += part
-        own[...] = total
-        wait(self._link.Iallgather(as_bytes(own), as_bytes(received)).Test)
+        own_block[...] = total
+        wait(self._link.Iallgather(as_bytes(own_block), as_bytes(received)).Test)
         self._values[...] = received[: self._values.size]

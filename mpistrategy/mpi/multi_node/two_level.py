@@ -37,7 +37,7 @@ NODE_BYTES = 2**27
 _LEAST_PIECE_BYTES = 2**12
 #: So many pieces are under way: one on the network, and one on which the node works.
 _UNDER_WAY = 2
-#: Looks before naps.  Ranks that outnumber their cores would take them from those that work: 4 nodes of 4 ranks on 2
+#: Looks before naps.  Ranks that outnumber their cores would take cores from working ranks: 4 nodes of 4 ranks on 2
 #: cores, over a bare Allreduce: 1 MiB 1.7 by many looks, 1.0 by few; 4 MiB 1.0 and 0.75.
 _LOOKS, _CROWDED_LOOKS = 500, 2
 
@@ -73,20 +73,20 @@ def allreduce_across(
         buffer: contiguous; equal size and dtype on all ranks.
         op: "SUM", "MIN", "MAX" or "PROD".
         source: this rank's contribution, where it is not `buffer`; stays as it is.
-        wire: the dtype in which sums travel between the nodes, where it is another one.
+        wire: the dtype in which sums travel between the nodes, where it differs from the buffer's.
     """
     flat = buffer.reshape(-1)
-    mine = flat if source is None else source.reshape(-1)
+    operand = flat if source is None else source.reshape(-1)
     if communicator.has_links:
-        across_nodes(communicator).allreduce(mine, flat, op, wire)
+        across_nodes(communicator).allreduce(operand, flat, op, wire)
     else:
-        communicator.allreduce(flat, op, mine)
+        communicator.allreduce(flat, op, operand)
 
 
 def across_nodes(communicator: Any) -> Lanes:
     """Return the two-level all-reduce of a communicator; the first call is collective."""
-    found: Lanes = communicator.once(Lanes, lambda: Lanes(communicator))
-    return found
+    lanes: Lanes = communicator.once(Lanes, lambda: Lanes(communicator))
+    return lanes
 
 
 class Lanes(Freed, Waiting):
@@ -124,7 +124,7 @@ class Lanes(Freed, Waiting):
     def allreduce(self, source: Array, target: Array, op: str, wire: Wire) -> None:
         """Write the combination of all ranks' `source` into `target`; flat, of one dtype; may be the same.
 
-        `wire` is that of `allreduce_across`.
+        `wire`: see `allreduce_across`.
         """
         if self.node_sum is None:
             self.in_place((source,), (target,), op, wire)
@@ -139,7 +139,7 @@ class Lanes(Freed, Waiting):
         wire: Wire,
         divisor: int = 1,
     ) -> None:
-        """Combine the arrays of this node where they are, and the sums of all nodes into `targets`.
+        """Combine the arrays of this node in place, and write the sums of all nodes into `targets`.
 
         All ranks of this node see them; the other nodes need not do likewise.  Nobody may read the results, or write
         the arrays again, before the next barrier of the node.
@@ -147,7 +147,7 @@ class Lanes(Freed, Waiting):
         Args:
             arrays: flat, by local rank.
             targets: flat, of the same size and dtype; may be the arrays themselves.
-            op, wire: those of `allreduce_across`.
+            op, wire: see `allreduce_across`.
             divisor: the result is divided by it; floating dtypes only.
         """
         if self.node_sum is not None:
@@ -157,7 +157,7 @@ class Lanes(Freed, Waiting):
         write: Callable[[], object] = _nothing
         for start in range(0, arrays[0].size, elements):
             begin, end = share(min(elements, arrays[0].size - start), self._part, self._parts, itemsize)
-            parts, totals = ([array[start + begin : start + end] for array in those] for those in (arrays, targets))
+            parts, totals = ([array[start + begin : start + end] for array in group] for group in (arrays, targets))
             if end > begin:
                 in_rank_order(parts, totals[:1], op, 1)
             wait = exchange(totals[0])
@@ -178,19 +178,19 @@ class Lanes(Freed, Waiting):
         return partial(self._begin, op, blocks)
 
     def _begin(self, op: str, blocks: bool, total: Array) -> Callable[[], object]:
-        """Begin to combine this rank's part of a piece with those of its counterparts; return what waits for it."""
+        """Begin to combine this rank's part of a piece with its counterparts' parts; return the function that waits."""
         request = None
         if self.link is not None and total.size:
             request = self.ranks.begin_allreduce_over(self.link, total, op, blocks=blocks)
         return _nothing if request is None else partial(self.wait, request.Test)
 
     def _begin_rounded(self, exchanges: Iterator[Rounded], total: Array) -> Callable[[], object]:
-        """Do so with what is rounded; each piece under way has an exchange of its own."""
+        """Do `_begin` with rounded values; each piece under way has an exchange of its own."""
         if self.link is None or not total.size:
             return _nothing
-        mine = next(exchanges)
-        mine.begin(total)
-        return partial(mine.end, self.wait)
+        exchange = next(exchanges)
+        exchange.begin(total)
+        return partial(exchange.end, self.wait)
 
     def free(self) -> None:
         """Free the communicator of the counterparts, where all ranks are known to do so."""
@@ -211,7 +211,7 @@ class Lanes(Freed, Waiting):
 
 
 def _write(wait: Callable[[], object], totals: Sequence[Array], divisor: int) -> None:
-    """Write this rank's part of a piece into all targets when it has been combined: it is in the first one."""
+    """Write this rank's part of a piece into all targets when it has been combined in the first target."""
     wait()
     divide_by(divisor, totals[0])
     for target in totals[1:]:

@@ -1,11 +1,11 @@
-"""What runs in the background: one thread, its queue of jobs, and the communicator on which their data travel.
+"""Jobs in the background: one thread, its queue of jobs, and the communicator on which their data travel.
 
 The thread sleeps between two looks at its messages, to leave the core to the program.  While the program itself waits
 for a job the naps are short: on two nodes at 1 Gbit/s, long ones would leave the network idle in between.
 
 The communicator is a duplicate of the strategy's, with a guard of its own, on which `all_reduce_async` compares its
 calls.  The reductions of a backward pass of torch are compared on the program's own guard, among the program's other
-calls: each of these waits first until the thread has made what was submitted.
+calls: each such call waits first until the thread has made all submitted jobs.
 """
 
 from __future__ import annotations
@@ -71,16 +71,16 @@ class Background(Freed):
         self._program = program
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
         self._last: Future[Any] | None = None
-        #: The jobs that threads of the program wait for, and those that have failed and that nobody has waited for.
+        #: The jobs that threads of the program wait for; failed jobs that nobody has waited for.
         self._awaited: list[Future[Any]] = []
         self._failed: list[Future[Any]] = []
         self._thread = threading.Thread(target=self._run, name="mpistrategy background", daemon=True)
 
     def connect(self) -> Background:
         """Make the communicator of the jobs, whose data travel as this thread can wait for them.  Collective."""
-        self.communicator = made = self._program.duplicate()
-        made.pause = self.pause
-        made.guard.is_in_background = made.guard.is_patient = True
+        self.communicator = communicator = self._program.duplicate()
+        communicator.pause = self.pause
+        communicator.guard.is_in_background = communicator.guard.is_patient = True
         return self
 
     def connected(self, call: Call) -> Any:
@@ -116,7 +116,7 @@ class Background(Freed):
             job: Future[Any] = Future()
             self._jobs.put((job, work))
             self.submitted += 1
-            self._last = job  # not before: nobody must wait for what the thread does not get
+            self._last = job  # not before: nobody must wait for a job that the thread does not get
             return job
         except BaseException as error:
             for ranks in filter(None, (self.communicator, self._program)):
@@ -124,7 +124,7 @@ class Background(Freed):
             raise
 
     def unless_failed(self, work: Callable[[], object]) -> None:
-        """Call `work`, or raise the error of an earlier job of which nobody was told.
+        """Call `work`, or raise the unreported error of an earlier job.
 
         For jobs whose errors the program hears of when all are done: it makes none of the later calls on other ranks.
         """
@@ -151,7 +151,7 @@ class Background(Freed):
         return job.result()
 
     def wait(self) -> None:
-        """Wait until all is done; raise the first error that nobody was told.  Does nothing in the thread itself."""
+        """Wait until all is done; raise the first unreported error.  Does nothing in the thread itself."""
         if self.is_here:
             return
         last = self._last
@@ -172,14 +172,14 @@ class Background(Freed):
 
     def _run(self) -> None:
         injection.inside.depth = 1  # planned faults count the calls when they are started
-        while (next_one := self._jobs.get()) is not None:
-            job, work = next_one
+        while (entry := self._jobs.get()) is not None:
+            job, work = entry
             try:
                 job.set_result(work())
             except BaseException as error:
                 self._failed.append(job)
                 job.set_exception(error)
-            del job, work, next_one  # they refer to the program's arrays
+            del job, work, entry  # they refer to the program's arrays
 
     def end(self) -> None:
         """Finish all jobs, and end the thread."""
@@ -190,8 +190,8 @@ class Background(Freed):
     def free(self) -> None:
         """Finish the jobs that all ranks have started, then free the communicator.  Collective.
 
-        A job that some rank has not started ends with an error on the others.  Failed jobs that nobody has waited for
-        are told in a warning.
+        A job that some rank has not started ends with an error on the others.  Failed jobs without a waiter
+        are reported in a warning.
         """
         self.end()
         if self.communicator is not None and not self._program.guard.closed:
@@ -208,22 +208,22 @@ class Background(Freed):
 def background_of(
     ranks: Ranks, agree: Callable[[Callable[[], Any]], Any], *, waits_for_gpu: bool = False
 ) -> Background | None:
-    """Return what runs the jobs of the ranks; None where they run at once.  The first call is collective.
+    """Return the background of the ranks; None where jobs run at once.  The first call is collective.
 
     There is a thread where the MPI of all ranks allows several: on several nodes, and on one node for jobs that wait
     for a GPU.  The ranks of a single node have no core to spare otherwise.
 
     Args:
         ranks: of a strategy.
-        agree: compares the first call between the ranks, and returns what its argument makes in that call.
-        waits_for_gpu: whether the jobs do.
+        agree: compares the first call between the ranks, and returns the result of its argument in that call.
+        waits_for_gpu: whether the jobs wait for a GPU.
     """
     if ranks.size == 1 or (ranks.nodes == 1 and not waits_for_gpu):
         return None
-    found: Background | None = ranks.once(Background, partial(agree, partial(_made, ranks)))
-    return found
+    background: Background | None = ranks.once(Background, partial(agree, partial(_new_background, ranks)))
+    return background
 
 
-def _made(ranks: Ranks) -> Background | None:
+def _new_background(ranks: Ranks) -> Background | None:
     may_use_threads = set(ranks.allgather_text(str(ranks.may_use_threads))) == {"True"}
     return Background(ranks).connect() if may_use_threads else None

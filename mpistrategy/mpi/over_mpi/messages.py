@@ -17,7 +17,7 @@ from mpistrategy.errors import CollectiveTimeoutError, OptionError
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks, pieces
 
-#: The first tag of those that a program chooses.
+#: The first tag that a program can choose.
 PROGRAM_TAG = 2**11
 #: The greatest tag that every MPI takes.
 GREATEST_TAG = 2**15 - 1 - PROGRAM_TAG
@@ -29,7 +29,7 @@ class Message:
     """A message between two ranks that is under way, in pieces that MPI can count.
 
     Attributes:
-        source: the rank that has sent what was received; None before.
+        source: the rank that has sent the block; None before.
     """
 
     def __init__(
@@ -92,12 +92,12 @@ def exchange(
 
     Args:
         communicator: the ranks.
-        call: the call that this is a part of; the ranks agree in it.
+        call: the public call, in which the ranks agree.
         sent: bytes.
         counts: how many units go to each rank.
         width: of a unit, in bytes.
         taken: how many units come from each rank; None if this is to be found out.
-        words: what the ranks compare besides the call.
+        words: further fields that the ranks compare.
 
     Returns:
         The bytes that all ranks have sent to this one, in rank order, and how many units of each.
@@ -105,17 +105,17 @@ def exchange(
     Raises:
         OptionError: on every rank, where `taken` is wrong.
     """
-    mine, found = np.array(counts, np.int64), np.empty(communicator.size, np.int64)
+    send_counts, receive_counts = np.array(counts, np.int64), np.empty(communicator.size, np.int64)
     call.agree(call.where, **words)
-    communicator.alltoall(mine, found)
+    communicator.alltoall(send_counts, receive_counts)
     call.expect_more()  # not before: the others may be in the exchange
-    if taken is not None and found.tolist() != list(taken):
+    if taken is not None and receive_counts.tolist() != list(taken):
         raise OptionError.at(
             call.where,
-            found=f"parts of {found.tolist()} elements for rank {communicator.rank}, from rank 0 on",
+            found=f"parts of {receive_counts.tolist()} elements for rank {communicator.rank}, from rank 0 on",
             expected=f"{list(taken)}, as its outputs are",
         )
-    received = np.empty(int(found.sum()) * width, np.uint8)
+    received = np.empty(int(receive_counts.sum()) * width, np.uint8)
     call.agree(call.where)
-    communicator.alltoallv(sent, np.multiply(counts, width).tolist(), received, (found * width).tolist())
-    return received, found.tolist()
+    communicator.alltoallv(sent, np.multiply(counts, width).tolist(), received, (receive_counts * width).tolist())
+    return received, receive_counts.tolist()

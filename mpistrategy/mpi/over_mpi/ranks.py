@@ -65,8 +65,8 @@ class MpiRanks(Ranks):
     Args:
         comm: the communicator to duplicate; None means COMM_WORLD.
         node_key: ranks with an equal number are one node; None asks MPI's shared-memory split.  For tests, and for
-            machines where the split is not what is wanted.
-        contains_errors: as of `Guard`.
+            machines where the split is not wanted.
+        contains_errors: see `Guard`.
 
     Raises:
         OptionTypeError: when `comm` is not an intracommunicator of mpi4py.
@@ -75,7 +75,7 @@ class MpiRanks(Ranks):
     has_links = True
     #: Whether MPI gives all ranks the same bits of one sum.
     has_equal_sums: bool = True
-    #: Called between two looks at messages between nodes, with how many there have been; None: see `two_level`.
+    #: Called between two looks at messages between nodes, with the number of looks; None: see `two_level`.
     pause: Callable[[int], None] | None = None
     #: Tells the ranks of each other's failures; None on several nodes.
     failures: Failures | None = None
@@ -107,9 +107,11 @@ class MpiRanks(Ranks):
         directory = new_path() if self.rank == 0 else ""
         me = Introduction(version(), python_version(), leader, sorted(cores()), directory)
         ranks = introductions(self.allgather_text(json.dumps(me._asdict())))
-        numbers = {leader: node for node, leader in enumerate(sorted({each.leader for each in ranks}))}
-        self._place([numbers[each.leader] for each in ranks])
-        self._cores = len({core for each in ranks if each.leader == leader for core in each.cores})
+        numbers = {leader: node for node, leader in enumerate(sorted({introduction.leader for introduction in ranks}))}
+        self._place([numbers[introduction.leader] for introduction in ranks])
+        self._cores = len(
+            {core for introduction in ranks if introduction.leader == leader for core in introduction.cores}
+        )
         self.is_crowded: bool = self.local_size > self._cores
         self.library: str = library_name(MPI.Get_library_version())
         if self.size > 1:
@@ -120,14 +122,16 @@ class MpiRanks(Ranks):
         if self.nodes == 1:
             self.piece_bytes = 2**20
         self.shares_memory: bool = self.nodes < self.size  # where some node has several ranks, which can
-        memory, usual = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
-        if self._control is not None and usual is self._control:
+        memory, channel = self._share_node_memory() if self.size > 1 else (private_memory(status_board.BYTES), None)
+        if self._control is not None and channel is self._control:
             self.has_equal_sums: bool = self._control.has_equal_sums(self._comm)
             if self.has_equal_sums:
                 self.first_message: ControlChannel | None = self._control
             elif self.rank == 0:
                 warn(_UNEQUAL.format(self.library), FallbackWarning)
-        self.guard: Guard = Guard(usual, self.rank, self.size, failures=self.failures, contains_errors=contains_errors)
+        self.guard: Guard = Guard(
+            channel, self.rank, self.size, failures=self.failures, contains_errors=contains_errors
+        )
         self._is_free = False
         world.close_at_finalize(self.guard)
         abort.watch(self.guard, self.free)
@@ -178,8 +182,8 @@ class MpiRanks(Ranks):
     def shared(self, nbytes: int, *, sparing: bool = False) -> SharedMemory:
         """Return `nbytes` zeroed bytes for every rank; the ranks of a node see each other's.  Collective.
 
-        If one node has no room for them, all ranks get private memory, and rank 0 warns.  What also works without them
-        is `sparing`: it gets shared memory only where there is plenty, and no warning.
+        If one node has no room for them, all ranks get private memory, and rank 0 warns.  With `sparing` the caller
+        works without shared memory, too: there must be plenty, and there is no warning.
         """
         if not self.shares_memory:
             return private_memory(nbytes)
@@ -200,23 +204,23 @@ class MpiRanks(Ranks):
         return self._control.allgather_text(text, None if self.failures is None else self._look)
 
     def node_barrier(self) -> None:
-        """Wait for the ranks of this node; then this rank sees what they wrote to shared memory before."""
+        """Wait for the ranks of this node; then this rank sees their earlier writes to shared memory."""
         if self.node_sum is not None:
             self.node_sum.barrier()
 
     def duplicate(self) -> MpiRanks:
         """Return a communicator of the same ranks and nodes with messages of its own.  Collective."""
-        made = MpiRanks(self._comm, self.node_of[self.rank], contains_errors=self.guard.contains_errors)
-        return made._set_as(self, self.devices)
+        duplicate = MpiRanks(self._comm, self.node_of[self.rank], contains_errors=self.guard.contains_errors)
+        return duplicate._set_as(self, self.devices)
 
     def part(self, ranks: Sequence[int]) -> MpiRanks:
         """Return a communicator of some of these ranks, in their order.  Collective over them alone."""
         comm = self.link(list(ranks))
         try:
-            made = MpiRanks(comm, contains_errors=self.guard.contains_errors)
+            ranks_of_part = MpiRanks(comm, contains_errors=self.guard.contains_errors)
         finally:
             comm.Free()
-        return made._set_as(self, tuple(self.devices[rank] for rank in ranks))
+        return ranks_of_part._set_as(self, tuple(self.devices[rank] for rank in ranks))
 
     def _set_as(self, other: MpiRanks, devices: tuple[Device, ...]) -> MpiRanks:
         self.devices: tuple[Device, ...] = devices
@@ -306,15 +310,15 @@ class MpiRanks(Ranks):
                 self._comm.Reduce(piece, None, by_mpi, root)
 
     def bcast(self, buffer: Array, root: int) -> None:
-        """Replace `buffer` on every rank by that of `root`; any dtype."""
+        """Replace `buffer` on every rank by `root`'s buffer; any dtype."""
         parts = [*pieces(as_bytes(buffer), self.max_count)]
         self._meet()
         for piece in parts:
             self._comm.Bcast(piece, root)
 
-    def allgatherv(self, block: Array | None, counts: Sequence[int], together: Array) -> None:
-        """Write the ranks' blocks one after the other, in rank order, into `together` on every rank; see `gatherv`."""
-        result, sizes = as_bytes(together), (np.asarray(counts, np.int64) * together.itemsize).tolist()
+    def allgatherv(self, block: Array | None, counts: Sequence[int], target: Array) -> None:
+        """Write the ranks' blocks one after the other, in rank order, into `target` on every rank; see `gatherv`."""
+        result, sizes = as_bytes(target), (np.asarray(counts, np.int64) * target.itemsize).tolist()
         ends = np.cumsum(sizes)
         if block is not None:
             put(result[ends[self.rank] - sizes[self.rank] : ends[self.rank]], as_bytes(block))
@@ -334,9 +338,9 @@ class MpiRanks(Ranks):
         Any dtype; so few bytes that one MPI call takes them.
         """
         # Of equal parts: for megabytes on a node MPICH's Alltoallv takes up to three times as long.
-        mine, theirs = as_bytes(sent), as_bytes(received)
+        send_buffer, receive_buffer = as_bytes(sent), as_bytes(received)
         self._meet()
-        self._comm.Alltoall(mine, theirs)
+        self._comm.Alltoall(send_buffer, receive_buffer)
 
     def _meet(self) -> None:
         """Wait until all ranks are about to call MPI, since a rank cannot leave an MPI call if another one has failed.
@@ -351,24 +355,24 @@ class MpiRanks(Ranks):
 
         Any dtype.  `received` gets ``taken[r]`` elements of rank r, in rank order.
         """
-        ours, theirs = (
-            np.split(as_bytes(array), np.cumsum(np.multiply(each, array.itemsize))[:-1])
-            for array, each in ((sent, counts), (received, taken))
+        send_blocks, receive_blocks = (
+            np.split(as_bytes(array), np.cumsum(np.multiply(sizes, array.itemsize))[:-1])
+            for array, sizes in ((sent, counts), (received, taken))
         )
-        put(theirs[self.rank], ours[self.rank])
-        others = (*range(self.rank + 1, self.size), *range(self.rank))  # not all to rank 0 first
+        put(receive_blocks[self.rank], send_blocks[self.rank])
+        peers = (*range(self.rank + 1, self.size), *range(self.rank))  # not all to rank 0 first
         most, comm = max(1, self.max_count // self.size), self._comm
         self._meet()
         requests = [
             start([piece, MPI.BYTE], rank, _EXCHANGE_TAG)
-            for start, blocks in ((comm.Irecv, theirs), (comm.Isend, ours))
-            for rank in others
+            for start, blocks in ((comm.Irecv, receive_blocks), (comm.Isend, send_blocks))
+            for rank in peers
             for piece in pieces(blocks[rank], most)
         ]
         MPI.Request.Waitall(requests)
 
     def begin_message(self, block: Array, rank: int | None, tag: int, *, sends: bool) -> Message:
-        """Begin to send `block`, of any dtype, to one rank, or to receive into it from one; None means any.
+        """Begin to send `block`, of any dtype, to one rank, or to receive into it from a rank; None means any rank.
 
         Both ranks give as many bytes, and the same tag.
         """
@@ -376,12 +380,12 @@ class MpiRanks(Ranks):
 
     def link(self, ranks: Sequence[int]) -> MPI.Intracomm:
         """Return MPI's communicator of some of these ranks, in their order.  Collective over them alone."""
-        everybody = self._comm.Get_group()
-        chosen = everybody.Incl(ranks)
-        made = self._comm.Create_group(chosen)
-        chosen.Free()
-        everybody.Free()
-        return made
+        all_ranks = self._comm.Get_group()
+        group = all_ranks.Incl(ranks)
+        link = self._comm.Create_group(group)
+        group.Free()
+        all_ranks.Free()
+        return link
 
     def begin_allreduce_over(
         self, link: MPI.Intracomm, buffer: Array, op: str, *, blocks: bool = False
@@ -417,9 +421,9 @@ def operation(op: str, dtype: np.dtype[Any]) -> MPI.Op:
     if dtype.kind != "f" if op in ("MIN", "MAX") else dtype.kind not in "iu" or dtype.itemsize >= 4:
         return {"SUM": MPI.SUM, "PROD": MPI.PROD, "MIN": MPI.MIN, "MAX": MPI.MAX}[op]
 
-    def combined(these: Any, those: Any, datatype: MPI.Datatype) -> None:
-        target = np.frombuffer(those, dtype)
+    def combined(source: Any, target_buffer: Any, datatype: MPI.Datatype) -> None:
+        target = np.frombuffer(target_buffer, dtype)
         with np.errstate(all="ignore"):
-            combine(np.frombuffer(these, dtype), target, out=target)
+            combine(np.frombuffer(source, dtype), target, out=target)
 
     return MPI.Op.Create(combined, commute=True)

@@ -37,13 +37,13 @@ class MailboxSlot(NamedTuple):
     """One of the two slots of all mailboxes.
 
     Attributes:
-        mine: this rank's sequence number and digest.
-        peers: those of the other ranks.
+        own_numbers: this rank's sequence number and digest.
+        peers: the numbers of the other ranks.
         payloads: the data of every rank, by local rank, as uint8.
         rows: `payloads` as the rows of one array; None on a node of few ranks.
     """
 
-    mine: memoryview
+    own_numbers: memoryview
     peers: tuple[memoryview, ...]
     payloads: tuple[Array, ...]
     rows: Array | None
@@ -81,12 +81,12 @@ class Mailboxes(ControlChannel):
     def _slot(self, memory: SharedMemory, start: int) -> MailboxSlot:
         numbers = [segment[start : start + _NUMBERS].data.cast("B").cast("q") for segment in memory.segments]
         payloads = tuple(segment[start + _NUMBERS :][: self.payload_bytes] for segment in memory.segments)
-        mine = numbers.pop(self.local_rank)
+        own_numbers = numbers.pop(self.local_rank)
         rows = _rows(memory.segments, start + _NUMBERS, self.payload_bytes)
-        return MailboxSlot(mine, tuple(numbers), payloads, rows)
+        return MailboxSlot(own_numbers, tuple(numbers), payloads, rows)
 
     def all_equal(self, digest: int, look: Callable[[], object] | None = None) -> bool:
-        """Show the peers what this rank has written, and wait for them; see `ControlChannel.all_equal`.
+        """Show the peers this rank's mailbox, and wait for theirs; see `ControlChannel.all_equal`.
 
         Where it returns False, perhaps not all peers are there.
         """
@@ -103,13 +103,13 @@ class Mailboxes(ControlChannel):
         return True
 
     def _show(self, digest: int) -> int:
-        """Show the peers this rank's digest, and what is in its mailbox; return the number of the exchange."""
+        """Show the peers this rank's digest and its mailbox; return the number of the exchange."""
         self.sequence = sequence = self.sequence + 1
-        mine = self.slots[sequence & 1].mine
-        mine[1] = digest
+        own_numbers = self.slots[sequence & 1].own_numbers
+        own_numbers[1] = digest
         if self.fence is not None:
             self.fence()
-        mine[0] = sequence
+        own_numbers[0] = sequence
         return sequence
 
     def start(self, digest: int) -> None:

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: what the node has, and the limits of its control groups.
+"""How much memory this process may still take: the free memory of the node, and the limits of control groups.
 
 Touching shared memory that is not there ends the process (SIGBUS, or the kernel's OOM killer), so this is asked first.
 """
@@ -26,7 +26,7 @@ _FILES = {
 
 
 class Room(NamedTuple):
-    """How many bytes are free of something, how many there are in all, and what it is, in words."""
+    """Room in a memory or a file system: free bytes, bytes in all, and its name in words."""
 
     free: int
     total: int
@@ -39,7 +39,7 @@ def memory() -> Room | None:
 
 
 def file_system(folder: str) -> Room | None:
-    """Return the room in the file system of `folder`; None where it cannot be told."""
+    """Return the room in the file system of `folder`; None where it is not known."""
     try:
         state = os.statvfs(folder)
     except OSError:
@@ -55,7 +55,7 @@ def _of_node() -> Room | None:
 
 
 def _of_groups() -> Iterator[Room | None]:
-    """Yield what the groups of this process allow, and those above them, as far as a container shows them."""
+    """Yield the room in the groups of this process and in the groups above, as far as a container shows them."""
     for line in _lines(_CGROUP):
         controllers, _, path = line.partition(":")[2].partition(":")
         parts = [part for part in path.split("/") if part and part != ".."]

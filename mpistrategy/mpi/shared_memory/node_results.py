@@ -1,8 +1,8 @@
 """Memory of a node in which large arrays are added up, and in which their sums stay as results.
 
 Every rank has blocks of each size.  A result is a rank's own block, which is free again when nobody refers to the
-result or a view of it.  A call for whose size some rank has no free block, and which is not the first of this size,
-makes one for each rank: all ranks know of it.
+result or a view of it.  If some rank has no free block of a call's size, and the call is not the first of this size,
+it makes a block for each rank: all ranks know of it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class NodeResults:
         self._share, self._rank = share, local_rank
         self._bytes = 0
         self._may_grow = True
-        #: By size: of each block the segments of all ranks, and the numbers of those that are free on this rank.
+        #: By size: the segments of all ranks for each block, and the numbers of this rank's free blocks.
         self._blocks: dict[int, list[tuple[Array, ...]]] = {}
         self._free: dict[int, list[int]] = {}
         #: The blocks of this rank's results, by address and size.
@@ -58,7 +58,7 @@ class NodeResults:
         return block.reshape(shape)
 
     def take(self, nbytes: int) -> int:
-        """Return the number of a free block, for `give_back`; `NO_BLOCK` where there is none."""
+        """Return the number of a free block, for `give_back`; `NO_BLOCK` without a free block."""
         free = self._free.get(nbytes)
         return free.pop() if free else NO_BLOCK
 

@@ -7,8 +7,8 @@ is combined and in which the result stays; else into buffers, in chunks that sta
 combines its own share, and shows the result.  The results of a chunk are copied out when the next one has been
 combined: between its sum and its result a share may be exchanged with other nodes (`Exchange`).
 
-A rank writes a chunk into the buffers of the one before the last.  It has then seen all results of that one, so nobody
-reads its operands any more; and it writes results there when all ranks have sent their chunk, after they copied out.
+A rank writes a chunk into the buffers of the chunk before the last.  It has then seen all results of that chunk, so no
+rank reads the operands any more.  It writes results there when all ranks have sent their chunk, after they copied out.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from mpistrategy.mpi.tuning.thresholds import Thresholds
 
 _COUNTERS = 4
 _BUFFERS = 2
-#: With many ranks on a node a chunk grows, so that each one's share of it is worth a call of NumPy.
+#: With many ranks on a node a chunk grows, so that each rank's share of it is worth a call of NumPy.
 _LEAST_SHARE_BYTES = 16 * 2**10
 _LARGEST_CHUNK_BYTES = 2**20
 #: The chunks of all ranks' arrays together: about what a core's second cache holds beside other things.
@@ -38,8 +38,8 @@ _LEAST_PIECE_BYTES = 16 * 2**10
 #: ``combination(parts, targets, op, divisor)`` combines arrays of all ranks, in rank order, and writes the result,
 #: divided, into each target; the first target may be the first part.
 Combination: TypeAlias = Callable[[Sequence[Array], Sequence[Array], str, int], None]
-#: What becomes of this rank's share of each chunk after its sum on the node: begins to combine the share, where it is,
-#: with those of other nodes, and returns what waits for the end of that.
+#: ``exchange(share)`` begins to combine this rank's share of a chunk, after its sum on the node, with the shares of
+#: other nodes, in place; it returns a function that waits for the end.
 Exchange: TypeAlias = Callable[[Array], Callable[[], object]]
 
 
@@ -99,15 +99,15 @@ class ShareOfNode:
         begin, end = share(arrays[0].size, local_rank, len(arrays), dtype.itemsize)
         step = piece_elements(len(arrays), dtype.itemsize)
         if wide == dtype and len(arrays) == 2 and len(targets) == 1 and divisor == 1:
-            step = max(1, end - begin)  # nothing is looked at twice
+            step = max(1, end - begin)  # no element is read twice
         self._op, self._divisor, self._combination = op, divisor, combination
         self._wide = wide if wide != dtype else None
         places = [slice(start, min(start + step, end)) for start in range(begin, end, step)]
         #: The pieces, which stay in the cache: the parts of all ranks, and where the result goes.
-        self._pieces = [([each[at] for each in arrays], [each[at] for each in targets]) for at in places]
+        self._pieces = [([array[at] for array in arrays], [array[at] for array in targets]) for at in places]
 
     def combine(self) -> None:
-        """Do it.  All ranks of the node have written their arrays, and wait for each other before targets are read."""
+        """Combine the share.  All ranks have written their arrays, and wait for each other before they read targets."""
         for parts, outs in self._pieces:
             if self._wide is None:
                 self._combination(parts, outs, self._op, self._divisor)
@@ -154,20 +154,22 @@ class NodeSum:
         self.size: int = len(memory.segments)
         self.chunk_bytes: int = chunk_bytes
         self._waiting = waiting
-        self._sent, self._added, self._arrived, self._chosen = (Counter(memory, line) for line in range(_COUNTERS))
+        self._sent_chunks, self._summed_chunks, self._arrivals, self._block_numbers = (
+            Counter(memory, line) for line in range(_COUNTERS)
+        )
         self._results = None if more is None else NodeResults(more, self.local_rank)
         begins = [counter_bytes(_COUNTERS) + part * chunk_bytes for part in range(2 * _BUFFERS)]
-        #: By buffer what the ranks send, and by buffer their results; of each kind one array a rank.
+        #: By buffer the ranks' operands, then by buffer their results; one array for each rank.
         self._parts = [[segment[begin:][:chunk_bytes] for segment in memory.segments] for begin in begins]
         self._typed: dict[np.dtype[Any], list[list[Array]]] = {}
         self._chunks = 0
         self._barriers = 0
 
     def barrier(self) -> None:
-        """Wait for all ranks of the node; what they wrote before can be read after it."""
+        """Wait for all ranks of the node; their earlier writes can be read after it."""
         self._barriers += 1
-        self._arrived.tell(self._barriers)
-        self._wait_for(self._arrived, self._barriers)
+        self._arrivals.tell(self._barriers)
+        self._wait_for(self._arrivals, self._barriers)
 
     def new(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
         """Return memory for a result, a target of `run`."""
@@ -190,7 +192,7 @@ class NodeSum:
         dtype = pairs[0][0].dtype
         typed = self._typed.get(dtype)
         if typed is None:
-            typed = self._typed[dtype] = [[each.view(dtype) for each in part] for part in self._parts]
+            typed = self._typed[dtype] = [[array.view(dtype) for array in part] for part in self._parts]
         elements = self.chunk_bytes // dtype.itemsize
         end: Callable[[], None] = _nothing
         for source, target in pairs:
@@ -200,10 +202,10 @@ class NodeSum:
                 if self._in_blocks(self._results, source, target, op, divisor, combination):
                     continue
             for start in range(0, source.size, elements):
-                both = source[start : start + elements], target[start : start + elements]
-                begun = self._begin(typed, *both, op, divisor, combination, exchange)
+                slices = source[start : start + elements], target[start : start + elements]
+                copy_out = self._begin(typed, *slices, op, divisor, combination, exchange)
                 end()
-                end = begun
+                end = copy_out
         end()
 
     def _begin(
@@ -218,21 +220,21 @@ class NodeSum:
     ) -> Callable[[], None]:
         """Add up this rank's share of a chunk; return what copies out the results."""
         me, count, number = self.local_rank, source.size, self._chunks + 1
-        sent, results = typed[number & 1], typed[_BUFFERS + (number & 1)]
+        operands, results = typed[number & 1], typed[_BUFFERS + (number & 1)]
         borders = [share(count, rank, self.size, source.itemsize) for rank in range(self.size)]
         begin, end = borders[me]
-        sent[me][:begin], sent[me][end:count] = source[:begin], source[end:]
+        operands[me][:begin], operands[me][end:count] = source[:begin], source[end:]
         self._chunks = number
-        self._sent.tell(number)
-        self._wait_for(self._sent, number)
+        self._sent_chunks.tell(number)
+        self._wait_for(self._sent_chunks, number)
         total = results[me][begin:end]
         if end > begin:
-            parts = [each[begin:end] for each in sent]
+            parts = [operand[begin:end] for operand in operands]
             parts[me] = source[begin:end]
             combination(parts, (total,), op, divisor)
         wait = None if exchange is None else exchange(total)
         if wait is None:
-            self._added.tell(number)
+            self._summed_chunks.tell(number)
         return partial(self._end, number, wait, target, borders, results)
 
     def _end(
@@ -243,13 +245,13 @@ class NodeSum:
         borders: list[tuple[int, int]],
         results: list[Array],
     ) -> None:
-        """Copy out the results of a chunk: the own one, when it was exchanged, and the others when they are there."""
+        """Copy out the results of a chunk: this rank's after its exchange, the other ranks' when they are ready."""
         if wait is not None:
             wait()
-            self._added.tell(number)
+            self._summed_chunks.tell(number)
         begin, end = borders[self.local_rank]
         target[begin:end] = results[self.local_rank][begin:end]
-        self._wait_for(self._added, number)
+        self._wait_for(self._summed_chunks, number)
         for rank, (begin, end) in enumerate(borders):
             if rank != self.local_rank and end > begin:
                 target[begin:end] = results[rank][begin:end]
@@ -257,33 +259,35 @@ class NodeSum:
     def _in_blocks(
         self, results: NodeResults, source: Array, target: Array, op: str, divisor: int, combination: Combination
     ) -> bool:
-        """Do `run` with one pair in a block of each rank; return False where a rank has none."""
-        me, nbytes, dtype, own = self.local_rank, target.nbytes, target.dtype, results.number_of(target)
+        """Do `run` with one pair in a block of each rank; return False where a rank has no free block."""
+        me, nbytes, dtype, own_number = self.local_rank, target.nbytes, target.dtype, results.number_of(target)
         begin, end = share(target.size, me, self.size, dtype.itemsize)
-        number = results.take(nbytes) if own == NO_BLOCK else own
+        number = results.take(nbytes) if own_number == NO_BLOCK else own_number
         if number != NO_BLOCK:
             block = results.block(nbytes, number, me).view(dtype)
             block[:begin], block[end:] = source[:begin], source[end:]
-        self._chosen.tell(number)
+        self._block_numbers.tell(number)
         self.barrier()
-        numbers = [theirs[0] for theirs in self._chosen.numbers]
+        numbers = [number_of_rank[0] for number_of_rank in self._block_numbers.numbers]
         if NO_BLOCK not in numbers:
-            blocks = [results.block(nbytes, each, rank).view(dtype) for rank, each in enumerate(numbers)]
-            sources, targets = ([*blocks[:me], each, *blocks[me + 1 :]] for each in (source, target))
+            blocks = [
+                results.block(nbytes, block_number, rank).view(dtype) for rank, block_number in enumerate(numbers)
+            ]
+            sources, targets = ([*blocks[:me], array, *blocks[me + 1 :]] for array in (source, target))
             ShareOfNode(sources, targets, op, divisor, me, combination).combine()
             self.barrier()
-            if own == NO_BLOCK:
+            if own_number == NO_BLOCK:
                 target[:begin], target[end:] = blocks[me][:begin], blocks[me][end:]
-        if own == NO_BLOCK != number:
+        if own_number == NO_BLOCK != number:
             results.give_back(nbytes, number)
         if NO_BLOCK in numbers:
             results.grow(nbytes)
         return NO_BLOCK not in numbers
 
     def _wait_for(self, counter: Counter, number: int) -> None:
-        for theirs in counter.numbers:
-            if theirs[0] < number:
-                self._waiting.until(theirs, number)
+        for peer_number in counter.numbers:
+            if peer_number[0] < number:
+                self._waiting.until(peer_number, number)
         if counter.fence is not None:
             counter.fence()
 
@@ -293,6 +297,6 @@ def _nothing() -> None:
 
 
 def bytes_for(ranks: int, thresholds: Thresholds) -> int:
-    """Return how much memory each of so many ranks of a node needs for both."""
+    """Return how much memory each of so many ranks of a node needs for mailboxes and sums."""
     chunk_bytes = chunk_bytes_for(ranks, thresholds.chunk_bytes)
     return mailboxes.segment_bytes(thresholds.cell_bytes) + segment_bytes(chunk_bytes)

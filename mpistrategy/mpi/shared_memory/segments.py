@@ -36,7 +36,7 @@ Fence = Callable[[], object]
 
 
 def aligned(nbytes: int) -> int:
-    """Return `nbytes`, rounded up to where the next array may begin."""
+    """Return `nbytes`, rounded up to a multiple of `ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -57,7 +57,7 @@ class SharedMemory:
     fence: Fence | None = None
 
     @property
-    def mine(self) -> Array:
+    def own_segment(self) -> Array:
         """This rank's own segment."""
         return self.segments[self.local_rank]
 
@@ -79,17 +79,17 @@ def private_memory(nbytes: int) -> SharedMemory:
 def share(nbytes: int, ranks: Any, fence: Fence | None = None, *, sparing: bool = False) -> SharedMemory | str:
     """Return `nbytes` for each rank of this node, or, on every rank, the same reason why not.
 
-    Collective over all `ranks`; `nbytes` must be equal on those of a node.  With `sparing`, half of the free memory
+    Collective over all `ranks`; `nbytes` must be equal on the ranks of a node.  With `sparing`, half of the free memory
     stays free for others.
     """
     size = -(-max(1, nbytes) // mmap.PAGESIZE) * mmap.PAGESIZE
     limit, total = memory_limits.memory(), size * ranks.local_size  # before any rank takes memory
     handle, reason = _file_of_node(ranks)
     # The ranks of a node may be in control groups of their own, each with a limit for its own pages.
-    wanted, block = total if ranks.local_rank == 0 else size, None
-    if limit is not None and wanted > (limit.free // 2 if sparing else limit.free):
+    demand, block = total if ranks.local_rank == 0 else size, None
+    if limit is not None and demand > (limit.free // 2 if sparing else limit.free):
         reason = reason or (
-            f"{wanted / 2**20:.1f} MiB of shared memory{' for speed alone' if sparing else ''}, where "
+            f"{demand / 2**20:.1f} MiB of shared memory{' for speed alone' if sparing else ''}, where "
             f"{limit.free / 2**20:.0f} MiB are free of {limit.of}"
         )
     try:
@@ -104,8 +104,8 @@ def share(nbytes: int, ranks: Any, fence: Fence | None = None, *, sparing: bool 
     reason = _any_reason(ranks, reason)
     if reason or block is None:
         return reason
-    everything = np.frombuffer(block, np.uint8)
-    segments = tuple(everything[rank * size : rank * size + nbytes] for rank in range(ranks.local_size))
+    memory_of_node = np.frombuffer(block, np.uint8)
+    segments = tuple(memory_of_node[rank * size : rank * size + nbytes] for rank in range(ranks.local_size))
     return SharedMemory(segments, ranks.local_rank, True, fence)
 
 
@@ -115,20 +115,20 @@ def share(nbytes: int, ranks: Any, fence: Fence | None = None, *, sparing: bool 
 def _file_of_node(ranks: Any) -> tuple[int, str]:
     """Return this rank's descriptor of a new file of the node, or -1, and why it has none.
 
-    An error among the messages is raised: only this rank has left them, and the next ones would be taken for these.
+    An error among the messages is raised: only this rank has left them, and would mistake the next messages for these.
     """
-    handle, mine, reason = -1, "", ""
+    handle, own_text, reason = -1, "", ""
     try:
         if ranks.local_rank == 0:
             handle = _new_file()
-            mine = f"{_identity(handle)} /proc/{os.getpid()}/fd/{handle}"
+            own_text = f"{_identity(handle)} /proc/{os.getpid()}/fd/{handle}"
     except (OSError, AttributeError) as error:
         reason = f"no file for shared memory: {_in_words(error)}"
-    identity, _, path = _text_of_leader(ranks, mine).partition(" ")
+    identity, _, path = _text_of_leader(ranks, own_text).partition(" ")
     try:
         if ranks.local_rank and path:
             handle = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-            if identity != _identity(handle):  # in another container the number is that of another process
+            if identity != _identity(handle):  # in another container the number means another process
                 raise OSError(errno.ESRCH, os.strerror(errno.ESRCH))
     except OSError as error:
         reason = f"no file for shared memory that all ranks of a node can open: {_in_words(error)}"
@@ -136,7 +136,7 @@ def _file_of_node(ranks: Any) -> tuple[int, str]:
 
 
 def _identity(handle: int) -> str:
-    """Return what tells an open file from all others of the node."""
+    """Return an identity of an open file, unique on the node."""
     state = os.fstat(handle)
     return f"{state.st_dev}:{state.st_ino}"
 
@@ -151,7 +151,7 @@ def _text_of_leader(ranks: Any, text: str) -> str:
 def _any_reason(ranks: Any, reason: str) -> str:
     """Return the first text that is not empty, of all ranks; "" when all are empty."""
     reasons: list[str] = ranks.allgather_text(reason)
-    return next((each for each in reasons if each), "")
+    return next((text for text in reasons if text), "")
 
 
 def _new_file() -> int:
@@ -176,7 +176,7 @@ class _Mapping(NamedTuple):
     handle: int
 
 
-#: What a child must not write to, by the identity of the object that keeps it mapped.
+#: The mappings that a child must not write to, by the identity of the object that keeps them.
 _mappings: dict[int, _Mapping] = {}
 
 
@@ -208,16 +208,16 @@ def _forget(identity: int, handle: int) -> None:
 
 
 def _map(mapping: _Mapping, kind: int, access: int = mmap.PROT_READ | mmap.PROT_WRITE) -> bool:
-    """Map the file at its address, in place of what is there; return whether that was possible."""
+    """Map the file at its address, in place of the present mapping; return whether that was possible."""
     fixed = 0x10
     address = _libc().mmap(mapping.address, mapping.nbytes, access, kind | fixed, mapping.handle, 0)
     return bool(address == mapping.address)
 
 
 def _make_private() -> None:
-    """Give a forked child private mappings: it reads what the parent has there, and its writes stay with it.
+    """Give a forked child private mappings: it reads the parent's data, and its writes stay with it.
 
-    Its own children inherit them as they are; mapped once more, they would show what this child's parent has.
+    Its own children inherit them as they are; a new mapping would show the data of this child's parent.
     """
     for mapping in _mappings.values():
         if not _map(mapping, mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)):

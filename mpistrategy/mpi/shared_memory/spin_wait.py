@@ -41,13 +41,13 @@ class Counter:
             segment[counter_bytes(line) :][:8].data.cast("B").cast("q") for segment in memory.segments
         ]
         self.fence: Callable[[], object] | None = memory.fence
-        self._mine = self.numbers[memory.local_rank]
+        self._own_number = self.numbers[memory.local_rank]
 
     def tell(self, number: int) -> None:
         """Show the peers that this rank has come to `number`."""
         if self.fence is not None:
             self.fence()
-        self._mine[0] = number
+        self._own_number[0] = number
 
 
 class Waiting(ABC):
@@ -66,14 +66,14 @@ class SpinWait(Waiting):
     """Waits with no messages under way.
 
     First it only looks (a peer that is on its way comes within microseconds), then it gives its core away between two
-    looks, and after some milliseconds it naps.  A wait that outlasts the looks halves their number for the next one,
-    and one that does not doubles it: where other programs take a core, the peer may need this very one.  Where ranks
-    outnumber cores, the core is given away after the first look.
+    looks, and after some milliseconds it naps.  A wait that outlasts the looks halves their number for the next wait;
+    a shorter wait doubles it: where other programs take a core, the peer may need this core.  Where ranks outnumber
+    cores, the core is given away after the first look.
 
     Args:
         ranks: how many ranks share the cores of this node.
         progress: called before each pause: lets MPI move other messages that need this rank.
-        available: how many cores they have together; None means those of this process.
+        available: how many cores they have together; None means the cores of this process.
         look: called before each nap; raises where the peer will not come.
     """
 

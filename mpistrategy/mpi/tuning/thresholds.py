@@ -37,7 +37,7 @@ class Thresholds:
         cell_bytes: up to here a value travels in the mailboxes of two ranks, with the check of the call; of more ranks
             in proportion less, since every rank reads all mailboxes.
         window_bytes: from here on the ranks of a node add up an array themselves; below it MPI does it.
-        chunk_bytes: what each rank has under way in it at a time.
+        chunk_bytes: the bytes that each rank has under way at a time in a sum of the node.
         pack_bytes: arrays below this are packed with others of their dtype.
         lanes_bytes: on several nodes of equally many ranks a buffer is reduced by lanes from here on.  Below it the
             waits for all ranks of the node cost more than they save (4 nodes of 4 ranks, MPICH, CPU over that of a bare
@@ -58,9 +58,9 @@ class Thresholds:
 
 
 DEFAULT = Thresholds()
-#: Where the shipped thresholds differ, by how the library's name begins. Intel's own Allreduce is the faster one up
+#: Where the shipped thresholds differ, by the beginning of the library's name. Intel's own Allreduce is faster up
 #: to there (2 ranks, times raw: 64 KiB 2.4, else 4.7; 512 KiB 1.3, else 1.4; with far cores and `out=` 1.1, else 5).
-#: Open MPI's own Allreduce is the faster one up to there on several nodes.
+#: Open MPI's own Allreduce is faster up to there on several nodes.
 _OF_LIBRARIES = {
     "Intel": replace(DEFAULT, window_bytes=3 * 2**19),
     "Open MPI": replace(DEFAULT, lanes_bytes=2**20),
@@ -84,8 +84,8 @@ def file_for(library: str, ranks_on_node: int, nodes: int) -> Path:
     Raises:
         FileNotFoundError: where neither `VARIABLE` names a file nor a home folder is known.
     """
-    named = os.environ.get(VARIABLE)
-    return expanded(named) if named else kept_file(library, f"{ranks_on_node}x{nodes}")
+    path = os.environ.get(VARIABLE)
+    return expanded(path) if path else kept_file(library, f"{ranks_on_node}x{nodes}")
 
 
 def kept_file(library: str, of_what: str) -> Path:
@@ -102,12 +102,12 @@ def expanded(path: str) -> Path:
     """Return a path with the home folder in place of ``~``.
 
     Raises:
-        FileNotFoundError: where none is known: without HOME and an entry for this user.
+        FileNotFoundError: where no home folder is known: without HOME and an entry for this user.
     """
-    found = os.path.expanduser(path)
-    if found.startswith("~"):
+    text = os.path.expanduser(path)
+    if text.startswith("~"):
         raise FileNotFoundError(errno.ENOENT, "no home folder is known (set HOME, or XDG_CACHE_HOME)", path)
-    return Path(found)
+    return Path(text)
 
 
 def library_name(version: str) -> str:
@@ -142,7 +142,7 @@ def load(file: Path) -> Thresholds:
 
     Raises:
         OSError: when it cannot be read, or is not a small file of this user's, or root's, own.
-        ValueError: when it is none of these files; the text says what is wrong.
+        ValueError: when it is not such a file; the text says what is wrong.
     """
     try:
         content = json.loads(own_files.read(str(file), MOST_BYTES).decode())
@@ -158,42 +158,42 @@ def load(file: Path) -> Thresholds:
 
 
 def agreed(version: str, rank: int, node_of: Sequence[int], allgather_text: Callable[[str], list[str]]) -> Thresholds:
-    """Return the thresholds for these ranks, the same on all of them: those that rank 0 finds.  Collective.
+    """Return the thresholds for these ranks, the same on all of them: the thresholds of rank 0.  Collective.
 
     A file that cannot be used means the defaults, and one warning on rank 0.
 
     Args:
-        version: what MPI says about its version.
+        version: MPI's version text.
         rank: this rank.
         node_of: the node of each rank.
         allgather_text: returns the texts of all ranks.
     """
     if _tried:
         return _tried[-1]
-    found, complaint = _found(library_name(version), node_of) if rank == 0 else (DEFAULT, "")
-    values = json.loads(allgather_text(json.dumps(asdict(found)))[0])
+    thresholds, complaint = _thresholds_of(library_name(version), node_of) if rank == 0 else (DEFAULT, "")
+    values = json.loads(allgather_text(json.dumps(asdict(thresholds)))[0])
     if complaint:  # not before: a warning may be an error, and the others wait
         warn(complaint, FallbackWarning)
     return Thresholds(**values)
 
 
-def _found(library: str, node_of: Sequence[int]) -> tuple[Thresholds, str]:
+def _thresholds_of(library: str, node_of: Sequence[int]) -> tuple[Thresholds, str]:
     """Return the thresholds of a file, and why it cannot be used; then the shipped ones."""
-    named, default = os.environ.get(VARIABLE), default_for(library)
-    file = named
+    path, default = os.environ.get(VARIABLE), default_for(library)
+    file = path
     try:
-        if named is None:
+        if path is None:
             file = str(file_for(library, max(Counter(node_of).values()), max(node_of) + 1))
-        if not file or (named is None and not os.path.isfile(file)):
+        if not file or (path is None and not os.path.isfile(file)):
             return default, ""
         return load(expanded(file)), ""
     except (OSError, ValueError) as error:
         reason = f"{type(error).__name__}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        told = (
+        complaint = (
             f"the thresholds in {file} cannot be used: {reason}; all ranks use the defaults. Measure anew with "
             f"`mpistrategy bench --save`, remove the file, or name another one: {VARIABLE}=FILE."
         )
-        return default, told if file else ""  # without a home folder there is no file
+        return default, complaint if file else ""  # without a home folder there is no file
 
 
 _tried: list[Thresholds] = []

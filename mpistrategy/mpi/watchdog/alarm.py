@@ -1,8 +1,8 @@
 """What the watchdog does when a collective is late: records, stacks, the roll call, and the end of the job.
 
-Every rank that hears of it shows its record to its node and answers in its status; the first rank of each node that
-has answered writes a file for its node, with the records of its ranks.  On the node that was first to raise the alarm
-it reads the files of the others first, and prints the roll call.  Nothing here waits without a limit.
+When an alarm reaches a rank, it shows its record to its node and sets its status to answered.  The first such rank of a
+node writes a file with the records of its node.  On the node that raised the alarm first, that rank reads the files of
+the other nodes and prints the roll call.  Nothing here waits without a limit.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ def answer(groups: Sequence[Group], title: str, end: Callable[[int], object] | N
 
 
 def end_in_vain(group: Group, error: MpiStrategyError, title: str, end: Callable[[int], object] | None) -> NoReturn:
-    """End the job, since this rank cannot leave its wait for one that takes no more calls.
+    """End the job, since this rank cannot leave its wait for a rank that takes no more calls.
 
     Args:
-        group: in whose call it waits.
-        error: which rank that is, and why.
+        group: the group in whose call this rank waits.
+        error: names the rank that takes no more calls, and the reason.
         title, end: as for `answer`.
     """
     try:
@@ -75,12 +75,12 @@ def _end_job(status: int, end: Callable[[int], object] | None) -> NoReturn:
 
 
 def call_the_roll(groups: Sequence[Group], title: str) -> RollCall:
-    """Answer an alarm, and print the roll call on one rank; return what this rank knows then.
+    """Answer an alarm, and print the roll call on one rank; return the roll call as this rank knows it.
 
     Args:
         groups, title: as for `answer`.
     """
-    widest, others = max(groups, key=lambda group: len(group.ranks)), list[RankStatus]()
+    widest, remote_statuses = max(groups, key=lambda group: len(group.ranks)), list[RankStatus]()
     guards, began = [group.guard for group in groups], time.monotonic()
     record = f"{local_process.now_doing(guards)}\n\n{local_process.record(guards)}"
     for group in groups:
@@ -89,28 +89,28 @@ def call_the_roll(groups: Sequence[Group], title: str) -> RollCall:
         group.board.put("state", ANSWERED)
     _until(lambda: min(widest.board.all("state")) >= ANSWERED, began + _NODE_SECONDS)
     states = widest.board.all("state")
-    first = next(local for local, each in enumerate(states) if each)
+    first = next(local for local, state in enumerate(states) if state)
     speaks = CALLED not in states and first == widest.board.local_rank
     if speaks:
-        _speak(widest, others, title)
+        _speak(widest, remote_statuses, title)
     reports.finish(title, FILE_SECONDS)
     for group in groups if speaks else ():
         group.board.put("state", CALLED)
     _until(lambda: CALLED in widest.board.all("state"), began + _NODE_SECONDS + _SPEAKING_SECONDS)
-    known = _on_this_node(widest) + others
-    # Only the rank that calls the roll hears of other nodes; what another one does not know is not missing.
-    knows_all = bool(others) or widest.nodes == 1
-    return RollCall(known, widest.ranks if knows_all else [each.rank for each in known])
+    statuses = _on_this_node(widest) + remote_statuses
+    # Only the rank that calls the roll hears of other nodes: on other ranks an unknown rank is not a missing rank.
+    knows_all = bool(remote_statuses) or widest.nodes == 1
+    return RollCall(statuses, widest.ranks if knows_all else [status.rank for status in statuses])
 
 
 def _on_this_node(widest: Group) -> list[RankStatus]:
-    """Return what is known of the ranks of this node."""
+    """Return the statuses of the ranks of this node."""
     words = {entry.number: in_words(entry) for entry in list(widest.guard.record.entries)}  # the other ranks' as well
-    return [_seen(each, words) for each in widest.board.read() if each.process]
+    return [_with_reason(status, words) for status in widest.board.read() if status.process]
 
 
-def _seen(status: RankStatus, words: Mapping[int, str]) -> RankStatus:
-    """Return the status of a rank of this node; of one that has not answered, as it looks from outside."""
+def _with_reason(status: RankStatus, words: Mapping[int, str]) -> RankStatus:
+    """Return a status with the name of its node; where the rank has not answered, also with why and its last calls."""
     if status.state:
         return replace(status, host=local_process.node_name())
     now = time.monotonic()
@@ -122,56 +122,58 @@ def _seen(status: RankStatus, words: Mapping[int, str]) -> RankStatus:
     return replace(status, silent=silent, record=record, host=local_process.node_name())
 
 
-def _speak(widest: Group, others: list[RankStatus], title: str) -> None:
-    """Print the roll call, or let the node do so that calls it; add the statuses of other nodes."""
-    here = _on_this_node(widest)
-    for each in here:
-        if each.silent and each.signal:  # print your stacks: this needs no Python in that process
+def _speak(widest: Group, remote_statuses: list[RankStatus], title: str) -> None:
+    """Print the roll call here, or leave that to the node that calls the roll; add the statuses of other nodes."""
+    local_statuses = _on_this_node(widest)
+    for status in local_statuses:
+        if status.silent and status.signal:  # print your stacks: this needs no Python in that process
             with suppress(OSError):
-                os.kill(each.process, each.signal)
-    if not _tell_by_files(widest, here, others, title):
-        for each in here:
-            reports.say(f"{title}record of rank {each.rank}: ", each.record)
-        called = RollCall(here + others, widest.ranks)
+                os.kill(status.process, status.signal)
+    if not _tell_by_files(widest, local_statuses, remote_statuses, title):
+        for status in local_statuses:
+            reports.say(f"{title}record of rank {status.rank}: ", status.record)
+        called = RollCall(local_statuses + remote_statuses, widest.ranks)
         reports.say(title, called.text(f"{_RECORDS} are above.", widest.guard.contains_errors))
 
 
-def _tell_by_files(widest: Group, here: Sequence[RankStatus], others: list[RankStatus], title: str) -> bool:
-    """Do so by the run directory, which gets the records; return False where it cannot be used."""
+def _tell_by_files(
+    widest: Group, local_statuses: Sequence[RankStatus], remote_statuses: list[RankStatus], title: str
+) -> bool:
+    """Write the records to the run directory and call the roll; return False where the directory cannot be used."""
     directory, name = widest.directory, f"error-{widest.node}.json"
-    if not directory.claim(ROLL_CALL):  # the first one that says so calls the roll; the name is an alarm
-        is_written = directory.write(name, _as_json(widest, here, RollCall(here, widest.ranks), ""))
+    if not directory.claim(ROLL_CALL):  # the first node to claim the file calls the roll; the file is an alarm
+        is_written = directory.write(name, _as_json(widest, local_statuses, RollCall(local_statuses, widest.ranks), ""))
         return is_written and _until(lambda: bool(directory.read(ROLL_CALL)), time.monotonic() + _SPEAKING_SECONDS)
     if widest.nodes > 1:
-        others += _hear_others(widest)
-    called = RollCall([*here, *others], widest.ranks)
+        remote_statuses += _hear_others(widest)
+    called = RollCall([*local_statuses, *remote_statuses], widest.ranks)
     text = called.text(f"{_RECORDS}: {directory.path}/*.json", widest.guard.contains_errors)
-    if not directory.write(name, _as_json(widest, here, called, text)):
+    if not directory.write(name, _as_json(widest, local_statuses, called, text)):
         return False
     reports.say(title, text)
     directory.write(ROLL_CALL, text)
     return True
 
 
-def _as_json(widest: Group, here: Sequence[RankStatus], called: RollCall, text: str) -> str:
-    """Return what the file of a node says: what is known, and the records of its ranks."""
-    known = {"ranks": as_data(called.statuses), "unknown": called.unknown, "missing": called.missing}
-    records = {each.rank: each.record.splitlines() for each in here}
-    return json.dumps({"text": text, "node": widest.node, **known, "records": records}, indent=1)
+def _as_json(widest: Group, local_statuses: Sequence[RankStatus], called: RollCall, text: str) -> str:
+    """Return the text of a node's file: the statuses, and the records of its ranks."""
+    fields = {"ranks": as_data(called.statuses), "unknown": called.unknown, "missing": called.missing}
+    records = {status.rank: status.record.splitlines() for status in local_statuses}
+    return json.dumps({"text": text, "node": widest.node, **fields, "records": records}, indent=1)
 
 
 def _hear_others(widest: Group) -> list[RankStatus]:
-    """Return what other nodes have written since the alarm, once all have, or after some time."""
-    directory, mine, heard = widest.directory, f"error-{widest.node}.json", list[RankStatus]()
+    """Return the statuses that other nodes have written since the alarm, once all have, or after some time."""
+    directory, own_name, statuses = widest.directory, f"error-{widest.node}.json", list[RankStatus]()
 
-    def written() -> list[str]:
-        return [name for name in directory.names() if ERROR.fullmatch(name) and name != mine]
+    def other_files() -> list[str]:
+        return [name for name in directory.names() if ERROR.fullmatch(name) and name != own_name]
 
-    _until(lambda: len(written()) >= widest.nodes - 1, time.monotonic() + _NODES_SECONDS)
-    for name in written():
+    _until(lambda: len(other_files()) >= widest.nodes - 1, time.monotonic() + _NODES_SECONDS)
+    for name in other_files():
         with suppress(ValueError, TypeError, KeyError):
-            heard += statuses_in(json.loads(directory.read(name))["ranks"])
-    return heard
+            statuses += statuses_in(json.loads(directory.read(name))["ranks"])
+    return statuses
 
 
 def _until(ready: Callable[[], bool], end: float) -> bool:

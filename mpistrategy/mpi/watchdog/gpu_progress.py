@@ -29,10 +29,10 @@ _Write: TypeAlias = Callable[[int, int, int], None]
 
 
 def stream_writer(stream: int, address: int) -> _Write | None:
-    """Return what puts the writing of a number of 32 bits to pinned memory on a stream: the least work for a GPU.
+    """Return a function that puts the writing of a 32-bit number to pinned memory on a stream: least work for a GPU.
 
     Args:
-        stream, address: a stream and pinned memory, to try it with: a 0 is written there.
+        stream, address: a stream and pinned memory; a 0 is written there as a trial.
 
     Returns:
         None where the driver does not offer it, or not for this memory.
@@ -52,7 +52,7 @@ def stream_writer(stream: int, address: int) -> _Write | None:
 
 
 def _copy_of(cupy: Any) -> _Write:
-    """Return what copies one of the numbers, which are in GPU memory, to the host."""
+    """Return a function that copies a number from GPU memory to the host."""
     numbers, copy = cupy.arange(_RING, dtype="int64"), cupy.cuda.runtime.memcpyAsync
 
     def write(stream: int, address: int, number: int) -> None:
@@ -64,14 +64,14 @@ def _copy_of(cupy: Any) -> _Write:
 class GpuProgress:
     """The collectives on this rank's GPU.
 
-    The thread that makes collectives makes it; the watchdog calls `look`, `wait` and `in_words`.
+    The thread that makes collectives creates the object; the watchdog calls `look`, `wait` and `in_words`.
 
     Args:
         cupy: the package; the device must be the current one.
-        check: raises when the communication library has failed; calls nothing of CUDA, and never waits.
+        check: raises when the communication library has failed; never calls CUDA and never waits.
 
     Attributes:
-        failure: why the library says that the result that is missing will never come; "" if it does not.
+        failure: the library's reason why the missing result will never come; "" without a failure.
     """
 
     def __init__(self, cupy: Any, check: Callable[[], None]) -> None:
@@ -81,8 +81,8 @@ class GpuProgress:
         self._check = check
         self._reached = empty_pinned((1,), "int64")
         self._reached[:] = 0
-        self._given, self._address = 0, self._reached.ctypes.data
-        #: The entry of each in the flight record, and its timeout, by the number where it ends.
+        self._last_number, self._address = 0, self._reached.ctypes.data
+        #: The flight record's entry of each collective and its timeout, by the number of its end.
         self._entries: list[tuple[CurrentCall | None, float | None]] = [(None, None)] * _RING
         stream = cupy.cuda.get_current_stream()
         self._write = stream_writer(stream.ptr, self._address) or _copy_of(cupy)
@@ -90,15 +90,15 @@ class GpuProgress:
         self._last.record(stream)
         self._last.synchronize()  # other streams read the numbers, too
         self._stream = stream.ptr
-        #: How far the GPU was when the watchdog saw last that a result is missing, and since when.
-        self._seen: tuple[int, float] | None = None
+        #: The number that the GPU had reached when the watchdog last missed a result, and since when.
+        self._observation: tuple[int, float] | None = None
         self.failure: str = ""
 
     @property
     def is_full(self) -> bool:
-        """Whether `collective` has to wait until one is over."""
-        reached = int(self._reached[0])  # read first: what is given may only become more meanwhile
-        return (self._given - reached) % _RING >= MOST
+        """Whether `collective` has to wait until an earlier collective is over."""
+        reached = int(self._reached[0])  # read first: the last number may grow meanwhile
+        return (self._last_number - reached) % _RING >= MOST
 
     @property
     def is_over(self) -> bool:
@@ -112,20 +112,20 @@ class GpuProgress:
 
     @contextmanager
     def collective(self, entry: CurrentCall | None, limit: float | None = None) -> Iterator[int]:
-        """Note that what the block puts on the current stream, which it gets, is a collective.
+        """Note that the block puts a collective on the current stream, whose pointer it gets.
 
         Args:
             entry: its entry in the flight record.
-            limit: its timeout in seconds; None: that of the strategy.
+            limit: its timeout in seconds; None: the strategy's timeout.
         """
         stream = self._cupy.cuda.get_current_stream()
         if stream.ptr != self._stream:
             stream.wait_event(self._last)  # one after the other, whatever streams the program uses
             self._stream = stream.ptr
-        end = (self._given + 2) % _RING
+        end = (self._last_number + 2) % _RING
         self._entries[end] = entry, limit
         self._write(stream.ptr, self._address, (end - 1) % _RING)
-        self._given = end
+        self._last_number = end
         yield stream.ptr
         self._write(stream.ptr, self._address, end)
         self._last.record(stream)
@@ -133,11 +133,11 @@ class GpuProgress:
     def look(self, now: float) -> None:
         """Look how far the GPU has come; for the watchdog."""
         reached = int(self._reached[0])
-        if reached == self._given:
-            self._seen, self.failure = None, ""
+        if reached == self._last_number:
+            self._observation, self.failure = None, ""
             return
-        if self._seen is None or self._seen[0] != reached:
-            self._seen = reached, now
+        if self._observation is None or self._observation[0] != reached:
+            self._observation = reached, now
         try:
             self._check()
         except Exception as error:  # of the library's own type
@@ -145,27 +145,27 @@ class GpuProgress:
 
     def _missing(self) -> tuple[CurrentCall | None, float | None]:
         """Return the entry and the timeout of the oldest collective that is not over."""
-        reached = 0 if self._seen is None else self._seen[0]
+        reached = 0 if self._observation is None else self._observation[0]
         return self._entries[(reached + 2 - reached % 2) % _RING]
 
     def wait(self, now: float, not_before: float, usual: float) -> tuple[float, float]:
-        """Return how long the GPU has been in the oldest collective, 0 before it has come to it, and the limit of that.
+        """Return how long the GPU has been in the oldest collective (0 before its beginning), and its limit.
 
         Args:
             now, not_before: until when, and from when on, time counts.
             usual: the timeout of a collective without its own.
         """
-        if self._seen is None or not self._seen[0] % 2:
+        if self._observation is None or not self._observation[0] % 2:
             return 0.0, usual
-        return max(0.0, now - max(self._seen[1], not_before)), self._missing()[1] or usual
+        return max(0.0, now - max(self._observation[1], not_before)), self._missing()[1] or usual
 
     def in_words(self, now: float) -> str:
         """Return where the GPU is; "" when no result is missing."""
-        if self._seen is None:
+        if self._observation is None:
             return ""
         entry, _ = self._missing()
-        what = "a collective" if entry is None else in_words(entry)
-        if not self._seen[0] % 2:
-            return f"on its way: its GPU is still at what comes before {what}"
+        words = "a collective" if entry is None else in_words(entry)
+        if not self._observation[0] % 2:
+            return f"on its way: its GPU is still at what comes before {words}"
         failed = f"{FAILED}{self.failure}" if self.failure else ""
-        return f"in {what} on its GPU for {now - self._seen[1]:.1f} s{failed}"
+        return f"in {words} on its GPU for {now - self._observation[1]:.1f} s{failed}"

@@ -1,7 +1,7 @@
 """The ranks of one communicator, as the watchdog sees them, and what their watchdogs tell each other.
 
-A rank works, or waits in a collective since some time, or waits for its own GPU; it may be busy until some time, as it
-said, and it may have left: it takes no more calls.  Ranks of one node read each other's statuses in shared memory.
+A rank works, waits in a collective or waits for its own GPU.  It may have announced until when it is busy.  It may have
+left: it takes no more calls.  Ranks of one node read each other's statuses in shared memory.
 What a rank says to all nodes (that it is busy, that it has left, that a collective is late) is a name in the run
 directory.  The first rank of each node looks there for its node; a rank that is late looks once more.
 """
@@ -40,7 +40,7 @@ class Group:
         node: the number of this node.
         nodes: how many there are.
         directory: for the other nodes, and for reports.
-        identity: a number that only this communicator has, the same on all its ranks; 0 where there is none.
+        identity: a number that only this communicator has, the same on all its ranks; 0 without one.
 
     Attributes:
         due: the error that ends each wait of this rank from now on; None while all ranks take calls.
@@ -68,8 +68,8 @@ class Group:
         self._due_since = 0.0
         self._next_look = 0.0
         self._hears_alarm = self._tells = False
-        #: Until when the other nodes know this one to be busy, and another one was known to be.
-        self._told, self._elsewhere = time.monotonic(), 0.0
+        #: Until when this node is busy as the other nodes know; until when another node is, as this one knows.
+        self._announced_end, self._remote_end = time.monotonic(), 0.0
 
     # ------------------------------------------------------------------------------------------- is a collective late?
 
@@ -88,7 +88,7 @@ class Group:
         return 0.0 if entry is None else max(0.0, now - max(entry.entered, self.guard.since, not_before))
 
     def limit_passed(self, now: float, not_before: float) -> float:
-        """Return the limit that is over, for this rank's own GPU a longer one; infinity where none is."""
+        """Return the limit that is over, a longer limit for this rank's own GPU; infinity where no limit is over."""
         waited, limit = self.wait(now, not_before)
         own_gpu = now - max(self.guard.own_gpu_since, not_before)
         return limit if waited > limit or own_gpu > _OWN_GPU * limit else math.inf
@@ -98,16 +98,16 @@ class Group:
         return self._hears_alarm or any(self.board.all("state"))
 
     def is_excused(self, now: float, limit: float) -> bool:
-        """Return whether some rank said that it would be busy, and that time and the limit are not over."""
+        """Return whether some rank has announced work, and neither its time nor the limit after it is over."""
         here = max(self.board.all("expected"))
-        if self.nodes > 1 and max(here, self._elsewhere) + limit <= now:
-            self._elsewhere = now + self.directory.busy_until(self.node) - time.time()
-        return max(here, self._elsewhere) + limit > now
+        if self.nodes > 1 and max(here, self._remote_end) + limit <= now:
+            self._remote_end = now + self.directory.busy_until(self.node) - time.time()
+        return max(here, self._remote_end) + limit > now
 
     # ------------------------------------------------------------------------------------------- ranks that have left
 
     def look_for_failures(self, now: float) -> None:
-        """Find out whether some rank takes no more calls; tell the other nodes of this one, where it has not."""
+        """Find out whether some rank takes no more calls; tell other nodes that this rank does, unless they know."""
         broken = self.guard.broken
         if broken is not None and self.guard.is_untold and not self._tells:
             self._tells = True
@@ -119,8 +119,8 @@ class Group:
     def _failure(self) -> Failure | None:
         failures = self.guard.failures
         if failures is not None:
-            left = failures.left_by()
-            return None if left is None else failures.failure_of(left)
+            rank = failures.left_by()
+            return None if rank is None else failures.failure_of(rank)
         if not any(self.board.all("left")):
             return None
         with suppress(ValueError, TypeError):
@@ -138,12 +138,12 @@ class Group:
     # ------------------------------------------------------------------------------------------- the other nodes
 
     def look_at_nodes(self, now: float) -> None:
-        """As the first rank of a node, when it is time: hear what other nodes say, and tell them if this one is busy.
+        """As the first rank of a node, when it is time: read other nodes' messages, and write if this node is busy.
 
-        In a save a rank is busy until now, again and again: that is told from time to time.
+        In a save a rank says again and again that it is busy until now: other nodes hear of it from time to time.
         """
         expected, step = max(self.board.all("expected")), min(self.guard.timeout / 4, _UNTOLD_SECONDS)
-        is_news = expected > max(now, self._told)
+        is_news = expected > max(now, self._announced_end)
         if self.nodes == 1 or self.board.local_rank or (now < self._next_look and not is_news):
             return
         self._next_look = now + min(self.guard.timeout / 10, _LOOK_SECONDS)
@@ -151,8 +151,8 @@ class Group:
         self._hears_alarm |= ROLL_CALL in names
         if LEFT in names:
             self.board.put("left", True)
-        if is_news or expected > self._told + step:
-            self._told = expected
+        if is_news or expected > self._announced_end + step:
+            self._announced_end = expected
             self.directory.say_busy(self.node, time.time() + expected - now)
         elif expected < now - 2 * step:
-            self._told = now  # the next save may be short
+            self._announced_end = now  # the next save may be short

@@ -40,7 +40,7 @@ def now_doing(guards: Iterable[Guard]) -> str:
     now, guards = time.monotonic(), list(guards)
     inside = [(entry, guard) for guard in guards if (entry := inside_of(guard)) is not None]
     if inside:
-        entry, guard = min(inside, key=lambda each: each[0].entered)
+        entry, guard = min(inside, key=lambda pair: pair[0].entered)
         in_main = guard.thread == threading.main_thread().ident
         words = flight_recorder.in_words(entry, with_place=not in_main)
         place = f"{'' if in_main else 'main thread '}{_place()}"
@@ -50,10 +50,10 @@ def now_doing(guards: Iterable[Guard]) -> str:
     for guard in guards:
         if guard.gpu_progress is not None and (on_gpu := guard.gpu_progress.in_words(now)):
             return f"{on_gpu}; {_place()}"
-    left = [entry for guard in guards if (entry := guard.record.last()) is not None and entry.left]
+    finished = [entry for guard in guards if (entry := guard.record.last()) is not None and entry.left]
     words = "it has made no collective yet"
-    if left:
-        last = max(left, key=lambda entry: entry.entered)
+    if finished:
+        last = max(finished, key=lambda entry: entry.entered)
         words = f"its last was {flight_recorder.in_words(last)}, {now - last.left:.1f} s ago"
     where = f"in no collective: {_place()}"
     if any(guard.leaving for guard in guards):
@@ -102,13 +102,17 @@ def record(guards: Iterable[Guard]) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     main, me = threading.main_thread().ident, threading.get_ident()
     with _frames_stay():
-        found = {ident: "".join(traceback.format_stack(frame)) for ident, frame in sys._current_frames().items()}
-    others = sorted(found.keys() - {me}, key=lambda ident: ident != main)
-    stacks = [f"thread {names.get(each, each)} (most recent call last):\n{found[each]}" for each in others]
+        stacks_by_thread = {
+            ident: "".join(traceback.format_stack(frame)) for ident, frame in sys._current_frames().items()
+        }
+    idents = sorted(stacks_by_thread.keys() - {me}, key=lambda ident: ident != main)
+    stacks = [
+        f"thread {names.get(ident, ident)} (most recent call last):\n{stacks_by_thread[ident]}" for ident in idents
+    ]
     # Copies of the records without letting the program's threads run, which write more.
     entries = [entry for guard in guards for entry in list(guard.record.entries)]
     now = time.monotonic()
-    calls = [flight_recorder.line_of(entry, now) for entry in sorted(entries, key=lambda each: each.entered)]
+    calls = [flight_recorder.line_of(entry, now) for entry in sorted(entries, key=lambda entry: entry.entered)]
     head = f"{'entered':>14} {'took':>14}  collective (# its number in its strategy)"
     return "\n".join([*stacks, *([head, *calls] if calls else ["no collectives yet"])])
 

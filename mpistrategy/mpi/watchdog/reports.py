@@ -25,17 +25,17 @@ T = TypeVar("T")
 
 def in_time(work: Callable[[], T], otherwise: T, seconds: float) -> tuple[T, threading.Thread]:
     """Return what `work` returns, or `otherwise` where it raises or takes longer; and the thread that does it."""
-    found = [otherwise]
+    results = [otherwise]
 
     def quietly() -> None:
         with suppress(Exception):
-            found.append(work())
+            results.append(work())
 
     thread = threading.Thread(target=quietly, name="mpistrategy watchdog's patience", daemon=True)
     with suppress(RuntimeError):  # no thread can be started
         thread.start()
         thread.join(seconds)
-    return found[-1], thread
+    return results[-1], thread
 
 
 def write_at_once(text: str) -> None:

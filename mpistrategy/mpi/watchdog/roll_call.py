@@ -32,30 +32,34 @@ class RollCall:
 
     Args:
         statuses: of the ranks that are known, in any order.
-        ranks: the numbers in the job of all ranks; where not all nodes were asked, of those that are known.
+        ranks: the numbers in the job of all ranks; of the known ranks only, where not all nodes were asked.
 
     Attributes:
         statuses: of the ranks that are known, in order.
-        unknown: the ranks of which nothing is known.
-        missing: the ranks that do not wait, or of which nothing is known.
+        unknown: the ranks without a known status.
+        missing: the ranks that do not wait, or have no known status.
     """
 
     def __init__(self, statuses: Sequence[RankStatus], ranks: Sequence[int]) -> None:
-        self.statuses: list[RankStatus] = sorted(statuses, key=lambda each: each.rank)
+        self.statuses: list[RankStatus] = sorted(statuses, key=lambda status: status.rank)
         self._size = len(ranks)
-        self.unknown: list[int] = sorted({*ranks} - {each.rank for each in statuses})
-        silent = [each.rank for each in self.statuses if each.silent]
-        away = [each.rank for each in self.statuses if not each.waited and not each.silent] + self.unknown
+        self.unknown: list[int] = sorted({*ranks} - {status.rank for status in statuses})
+        silent = [status.rank for status in self.statuses if status.silent]
+        away = [status.rank for status in self.statuses if not status.waited and not status.silent] + self.unknown
         self.missing: list[int] = sorted(silent + away)
-        told = {"not come": sorted(away), "no answer": silent}
-        self._absent = "".join(f"; {what}: {ranks_in_words(them)}" for what, them in told.items() if them)
+        ranks_by_answer = {"not come": sorted(away), "no answer": silent}
+        self._absent = "".join(
+            f"; {answer}: {ranks_in_words(absent_ranks)}"
+            for answer, absent_ranks in ranks_by_answer.items()
+            if absent_ranks
+        )
 
     def as_error(self) -> CollectiveTimeoutError:
         """Return the error of ranks that wait, for a job that goes on."""
         error = CollectiveTimeoutError(f"a collective is late, as the roll call says{self._absent}. {NO_MORE_CALLS}")
-        error.calls = {each.rank: _call_of(each) for each in self.statuses}
+        error.calls = {status.rank: _call_of(status) for status in self.statuses}
         error.missing = tuple(self.missing)
-        error.waited_seconds = {each.rank: round(each.waited, 3) for each in self.statuses}
+        error.waited_seconds = {status.rank: round(status.waited, 3) for status in self.statuses}
         return error
 
     @property
@@ -73,17 +77,17 @@ class RollCall:
             records: where the records and the stacks are, in words.
             is_contained: whether the job goes on.
         """
-        rows, late = self.statuses, max(self.statuses, key=lambda each: each.waited - each.limit)
-        failed = [each.rank for each in rows if FAILED in each.text]
-        told = f"a collective is late: rank {late.rank} has waited for {late.waited:.1f} s "
-        told += f"(timeout_seconds={late.limit:g})"
+        rows, late = self.statuses, max(self.statuses, key=lambda status: status.waited - status.limit)
+        failed = [status.rank for status in rows if FAILED in status.text]
+        headline = f"a collective is late: rank {late.rank} has waited for {late.waited:.1f} s "
+        headline += f"(timeout_seconds={late.limit:g})"
         if failed:
-            told = f"a collective has failed on a GPU: {ranks_in_words(failed)}"
+            headline = f"a collective has failed on a GPU: {ranks_in_words(failed)}"
         elif not late.waited:
-            told = "a collective is late: no rank waits for another one, and a GPU does not come to it"
-        if len(rows) > _MOST_ROWS:  # those that did not come before those that wait
-            rows = sorted(rows, key=lambda each: each.rank not in self.missing)[:_MOST_ROWS]
-        lines = [f"roll call: {told}", *map(_row, rows)]
+            headline = "a collective is late: no rank waits for another one, and a GPU does not come to it"
+        if len(rows) > _MOST_ROWS:  # missing ranks before ranks that wait
+            rows = sorted(rows, key=lambda status: status.rank not in self.missing)[:_MOST_ROWS]
+        lines = [f"roll call: {headline}", *map(_row, rows)]
         if len(self.statuses) > len(rows):
             lines.append(f"  and {len(self.statuses) - len(rows)} more ranks that wait")
         if self.unknown:
@@ -93,37 +97,37 @@ class RollCall:
 
 
 def as_data(statuses: Sequence[RankStatus]) -> dict[int, dict[str, object]]:
-    """Return by rank: where it was how long ago, how long it had waited (0: not), its limit, why it is silent; ..."""
+    """Return by rank: its text and the text's age, how long it had waited (0: not), its limit, why it is silent; ..."""
     return {
-        each.rank: {
-            "text": each.text,
-            "waited_seconds": round(each.waited, 3),
-            "timeout_seconds": each.limit if math.isfinite(each.limit) else None,
-            "said_seconds_ago": round(each.age, 3),
-            "silent": each.silent,
-            "host": each.host,
-            "process": each.process,
-            "signal": each.signal,
+        status.rank: {
+            "text": status.text,
+            "waited_seconds": round(status.waited, 3),
+            "timeout_seconds": status.limit if math.isfinite(status.limit) else None,
+            "said_seconds_ago": round(status.age, 3),
+            "silent": status.silent,
+            "host": status.host,
+            "process": status.process,
+            "signal": status.signal,
         }
-        for each in sorted(statuses, key=lambda each: each.rank)
+        for status in sorted(statuses, key=lambda status: status.rank)
     }
 
 
 def statuses_in(data: Mapping[str, Any]) -> list[RankStatus]:
-    """Return what `as_data` has told, on another node; ValueError, TypeError or KeyError for anything else."""
+    """Return the statuses from `as_data` of another node; ValueError, TypeError or KeyError for other data."""
     return [
         RankStatus(
             int(rank),
-            process=int(told["process"]),
-            signal=int(told["signal"]),
-            beat=time.monotonic() - float(told["said_seconds_ago"]),
-            waited=float(told["waited_seconds"]),
-            limit=math.inf if told["timeout_seconds"] is None else float(told["timeout_seconds"]),
-            text=str(told["text"]),
-            silent=str(told["silent"]),
-            host=str(told["host"]),
+            process=int(fields["process"]),
+            signal=int(fields["signal"]),
+            beat=time.monotonic() - float(fields["said_seconds_ago"]),
+            waited=float(fields["waited_seconds"]),
+            limit=math.inf if fields["timeout_seconds"] is None else float(fields["timeout_seconds"]),
+            text=str(fields["text"]),
+            silent=str(fields["silent"]),
+            host=str(fields["host"]),
         )
-        for rank, told in data.items()
+        for rank, fields in data.items()
     ]
 
 

@@ -26,9 +26,9 @@ VARIABLE = "MPISTRATEGY_RUN_DIR"
 PREFIX = "mpistrategy-run-"
 #: Until when a node is busy, in seconds of time.time(): in the name, behind its number.
 BUSY = re.compile(r"busy-([0-9]{1,9})-([0-9]{1,12})")
-#: What a node knows of its ranks, which one of them has written after a collective was late.
+#: The statuses of a node's ranks, written by one of them after a collective was late.
 ERROR = re.compile(r"error-([0-9]{1,9})\.json")
-#: It is empty at first, made by the node that calls the roll, which makes it the alarm; then it is the roll call.
+#: The node that calls the roll makes it empty, as an alarm, and then writes the roll call to it.
 ROLL_CALL = "roll-call.txt"
 #: Which rank takes no more calls, and why: ranks of other nodes may wait for it.
 LEFT = "left.json"
@@ -64,16 +64,16 @@ class RunDirectory:
         self.path = path
         self._title = title
         self._works = bool(path)
-        self._asked = threading.Thread()  # none yet
-        #: What this rank has written for the time being.
+        self._worker = threading.Thread()  # none yet
+        #: The files of this rank that `leave` removes.
         self._passing: list[str] = []
 
     def _ask(self, work: Callable[[], T], otherwise: T) -> T:
-        """Do something with files; return `otherwise` where that fails or hangs, or something before still does."""
-        if not self.path or self._asked.is_alive():
+        """Run `work` on files; return `otherwise` where it fails or hangs, or an earlier call still hangs."""
+        if not self.path or self._worker.is_alive():
             return otherwise
-        found, self._asked = in_time(work, otherwise, FILE_SECONDS)
-        return found
+        result, self._worker = in_time(work, otherwise, FILE_SECONDS)
+        return result
 
     def write(self, name: str, text: str) -> bool:
         """Write a file as a whole, or warn once; return whether it is there."""
@@ -96,7 +96,7 @@ class RunDirectory:
 
     def _make(self) -> None:
         own_files.make_folders(os.path.dirname(self.path))
-        with suppress(FileExistsError):  # not looked for before: NFS may show for a while what is gone
+        with suppress(FileExistsError):  # not looked for before: NFS may show a removed folder for a while
             own_files.make_folder(self.path)
 
     def claim(self, name: str) -> bool:
@@ -125,21 +125,21 @@ class RunDirectory:
         self.write(name, text)
 
     def say_busy(self, node: int, until: float) -> None:
-        """Say until when a node is busy, in seconds of time.time(), in place of what was said before."""
-        before = [name for name in self._passing if BUSY.fullmatch(name)]
+        """Say until when a node is busy, in seconds of time.time(); replaces what the node said before."""
+        outdated = [name for name in self._passing if BUSY.fullmatch(name)]
         self.write_passing(f"busy-{node}-{math.ceil(until)}", "")
-        self._ask(lambda: self._remove(before), None)
+        self._ask(lambda: self._remove(outdated), None)
 
     def busy_until(self, node: int) -> float:
-        """Return until when another node than this one is busy, in seconds of time.time(); 0 where none is."""
-        found = [match for match in map(BUSY.fullmatch, self.names()) if match is not None and int(match[1]) != node]
-        return max((float(match[2]) for match in found), default=0.0)
+        """Return until when another node is busy, in seconds of time.time(); 0 where no node is."""
+        matches = [match for match in map(BUSY.fullmatch, self.names()) if match is not None and int(match[1]) != node]
+        return max((float(match[2]) for match in matches), default=0.0)
 
     def leave(self) -> None:
-        """Remove what this rank has written for the time being, and the directory if it is empty then."""
+        """Remove this rank's files, and the directory if it is empty then."""
         if self._passing:
-            if self._asked.is_alive():
-                self._asked.join(FILE_SECONDS)
+            if self._worker.is_alive():
+                self._worker.join(FILE_SECONDS)
             self._ask(lambda: self._remove(list(self._passing)), None)
 
     def _remove(self, names: list[str]) -> None:

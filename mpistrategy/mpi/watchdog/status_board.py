@@ -22,8 +22,8 @@ from mpistrategy.objects.text import decoded, encoded
 ANSWERED, CALLED = 1, 2
 
 _NUMBER, _SECONDS = "i8", "f8"  # of time.monotonic(), but `waited` and `limit`
-#: The numbers that a rank says of itself, in the order of the attributes of `RankStatus`.
-_SAID = {
+#: The numbers in a rank's status, in the order of the attributes of `RankStatus`.
+_OWN_FIELDS = {
     **dict.fromkeys(("rank", "process", "signal"), _NUMBER),
     **dict.fromkeys(("beat", "waited", "limit"), _SECONDS),
 }
@@ -33,7 +33,7 @@ ROW = np.dtype(
         ("ranks", _NUMBER),  # of the node, as many as there are rows
         ("strategy", _NUMBER),  # a number that only this one has, the same on all its ranks; 0 where there is none
         ("size", _NUMBER),  # how many ranks the strategy has
-        *_SAID.items(),
+        *_OWN_FIELDS.items(),
         ("text", "S900"),
         ("expected", _SECONDS),  # until when this rank is busy, as it said
         ("left", _NUMBER),  # whether some rank takes no more calls
@@ -66,7 +66,7 @@ class RankStatus:
         state: 0, ANSWERED or CALLED.
         calls: when it entered its last collectives, in seconds of time.monotonic(), by their numbers; in order.
         record: its stacks and its last collectives in words; "" before it has written them.
-        silent: why it has not answered an alarm; "" where it has, or there is none.
+        silent: why it has not answered an alarm; "" where it has answered, or there is no alarm.
         host: the name of its node; "" if unknown.
     """
 
@@ -104,32 +104,32 @@ class StatusBoard:
         self._fence = memory.fence
         rows = [segment[: ROW.itemsize].view(ROW) for segment in memory.segments]
         self._rows: list[Any] = [row[0] for row in rows]
-        self._mine = self._rows[self.local_rank]
+        self._own_row = self._rows[self.local_rank]
         before, entered, after = (rows[self.local_rank][name][0] for name in ("before", "entered", "after"))
         self.entries: tuple[Array, Array, Array] = (before, entered, after)
 
     def introduce(self, strategy: int, ranks: int) -> None:
         """Say which strategy this is, and how many ranks it has."""
-        self._mine["strategy"], self._mine["size"] = strategy, ranks
-        self._mine["ranks"], self._mine["mark"] = len(self._rows), MARK
+        self._own_row["strategy"], self._own_row["size"] = strategy, ranks
+        self._own_row["ranks"], self._own_row["mark"] = len(self._rows), MARK
 
     def write(self, status: RankStatus) -> None:
         """Replace this rank's status, from its rank to its text."""
-        for name in _SAID:
-            self._mine[name] = getattr(status, name)
-        self._mine["text"] = encoded(status.text, ROW["text"].itemsize)
+        for name in _OWN_FIELDS:
+            self._own_row[name] = getattr(status, name)
+        self._own_row["text"] = encoded(status.text, ROW["text"].itemsize)
 
     def write_record(self, text: str) -> None:
-        """Show the node this rank's record; of a long one its beginning and its end."""
+        """Show the node this rank's record; a long record is cut in the middle."""
         data, most = encoded(text), ROW["record"].itemsize
         half = (most - len(_CUT)) // 2
-        self._mine["record"] = data if len(data) <= most else data[:half] + _CUT + data[-half:]
+        self._own_row["record"] = data if len(data) <= most else data[:half] + _CUT + data[-half:]
 
     def put(self, name: str, value: float) -> None:
-        """Say one thing, from `expected` to `state` in `ROW`, after all that was written before."""
+        """Write a field, from `expected` to `state` in `ROW`, after all earlier writes."""
         if self._fence is not None:
             self._fence()
-        self._mine[name] = value
+        self._own_row[name] = value
 
     def all(self, name: str) -> list[float]:
         """Return one number of each rank of the node."""
@@ -142,12 +142,12 @@ class StatusBoard:
 
 def _status_in(row: Any) -> RankStatus:
     text, record = (decoded(bytes(row[name])) for name in ("text", "record"))
-    numbers: list[Any] = [row[name].item() for name in _SAID]
+    numbers: list[Any] = [row[name].item() for name in _OWN_FIELDS]
     return RankStatus(*[*numbers, text, int(row["state"]), _calls_in(row), record])
 
 
 def _calls_in(row: Any) -> dict[int, float]:
-    """Return when a rank entered its last calls; one that is being written now is left out."""
+    """Return when a rank entered its last calls; an entry that is being written is left out."""
     after = row["after"].tolist()  # read in the reverse of the order in which they are written
     times = row["entered"].tolist()
     entries = zip(after, times, row["before"].tolist(), strict=True)

@@ -52,7 +52,7 @@ class Watchdog:
         self.pid: int = os.getpid()
         #: The communicators that are watched.
         self.groups: dict[Guard, Group] = {}
-        #: Until when, for each `expect` that lasts; and what the peers know.
+        #: Until when, for each running `expect`; and until when as the peers know.
         self._busy: list[float] = []
         self._expected = self._resumed = 0.0
         self._reminded = self._failed = False
@@ -61,9 +61,9 @@ class Watchdog:
 
     def add(self, group: Group) -> None:
         """Watch over one more communicator."""
-        begun = RankStatus(self.rank, self.pid, stack_signal, time.monotonic(), 0.0, group.guard.timeout, "has begun")
+        status = RankStatus(self.rank, self.pid, stack_signal, time.monotonic(), 0.0, group.guard.timeout, "has begun")
         group.board.put("expected", self._expected)
-        group.board.write(begun)  # a rank that is stopped before the thread looks is known as well
+        group.board.write(status)  # a rank that is stopped before the thread looks is known as well
         starts = not self.groups or not self._thread.is_alive()  # a signal may come before it is started
         self.groups[group.guard] = group
         self._changed.set()
@@ -160,16 +160,20 @@ class Watchdog:
 
     def _remind(self, now: float, groups: list[Group]) -> None:
         """Say once that this rank has ended and waits for the others, which may still be at work."""
-        waiting = [group for group in groups if group.guard.leaving and now - group.guard.since > group.guard.timeout]
-        if waiting and not self._reminded:
+        late_groups = [
+            group for group in groups if group.guard.leaving and now - group.guard.since > group.guard.timeout
+        ]
+        if late_groups and not self._reminded:
             self._reminded = True
-            seen = max(waiting, key=lambda group: len(group.ranks)).board.read()
-            others = [f"  rank {each.rank}: {each.text}" for each in seen if local_process.ENDED not in each.text]
-            text = "\n".join(["has ended its program and waits for the other ranks.", *others])
+            statuses = max(late_groups, key=lambda group: len(group.ranks)).board.read()
+            lines = [
+                f"  rank {status.rank}: {status.text}" for status in statuses if local_process.ENDED not in status.text
+            ]
+            text = "\n".join(["has ended its program and waits for the other ranks.", *lines])
             reports.say(self.title, text)
 
 
-#: The watchdog of this process, or of the one that has forked it; None where there is none.
+#: The watchdog of this process, or of the process that has forked it; or None.
 running: Watchdog | None = None
 #: The signal that makes this process print its stacks, whatever it is doing; 0 without one.
 stack_signal = 0

@@ -1,1 +1,1 @@
-"""How values are laid out for a reduction, and what becomes of the sums."""
+"""How values are laid out for a reduction, and how sums become results."""

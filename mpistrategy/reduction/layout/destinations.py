@@ -47,15 +47,24 @@ EVERY_RANK = Destination()
 
 
 def for_value(value: Any, destinations: Any) -> Any:
-    """Return `destinations`, or a value that stands for every rank where they are a number, or a nest, like `value`.
+    """Return `destinations`, or a value that means every rank if `destinations` is a number, or a nest, like `value`.
 
     A number alone says nothing: 0 might be meant as rank 0.
     """
     if destinations is None or not (nest.is_container(destinations) or _is_number(destinations)):
         return destinations
-    (theirs, one), (mine, other) = nest.flatten(destinations), nest.flatten(value)
-    are_numbers = [*map(_is_number, theirs)] == [*map(_is_number, map(local_component, mine))]
-    is_like = one.text == other.text and are_numbers and not any(isinstance(leaf, str) for leaf in theirs)
+    (leaves_of_destinations, structure_of_destinations), (leaves_of_value, structure_of_value) = (
+        nest.flatten(destinations),
+        nest.flatten(value),
+    )
+    are_numbers = [*map(_is_number, leaves_of_destinations)] == [
+        *map(_is_number, map(local_component, leaves_of_value))
+    ]
+    is_like = (
+        structure_of_destinations.text == structure_of_value.text
+        and are_numbers
+        and not any(isinstance(leaf, str) for leaf in leaves_of_destinations)
+    )
     return PerReplica((0,)) if is_like else destinations
 
 
@@ -67,11 +76,11 @@ def resolve(destinations: Any, communicator: Ranks, where: str) -> Destination:
     """Return the ranks that `destinations` names.
 
     Args:
-        destinations: a device string (``"task:1"``, ``"CPU:0"``, a full one), a list of them, or a value or variable,
+        destinations: a device string (``"task:1"``, ``"CPU:0"``, a full one), a list of these, or a value or variable,
             which stands for every rank and is never changed.
 
     Raises:
-        DestinationError: for anything else, None and the empty string among it.
+        DestinationError: for anything else, including None and the empty string.
         DeviceError: for a device that no rank of this communicator drives.
     """
     kinds = (ArrayLike, IndexedSlices, np.ndarray, np.generic)
@@ -86,8 +95,8 @@ def resolve(destinations: Any, communicator: Ranks, where: str) -> Destination:
             expected="a device string, a list of device strings, a value or a variable",
             fix="Pass the value itself to have the result on every rank, or 'task:0' to have it on rank 0.",
         )
-    named = {rank for text in texts for rank in ranks_of(text, communicator, where)}
-    return EVERY_RANK if len(named) == communicator.size else Destination(tuple(sorted(named)))
+    ranks = {rank for text in texts for rank in ranks_of(text, communicator, where)}
+    return EVERY_RANK if len(ranks) == communicator.size else Destination(tuple(sorted(ranks)))
 
 
 def ranks_of(text: str, communicator: Ranks, where: str) -> list[int]:
@@ -99,7 +108,7 @@ def ranks_of(text: str, communicator: Ranks, where: str) -> list[int]:
     pattern = devices.parse(text, where, "destinations")
     ranks = [rank for rank, device in enumerate(communicator.devices) if pattern.matches(device)]
     if not ranks:
-        there = sorted({str(device) for device in communicator.devices})
-        shown = ", ".join(there[:4]) + (f", ... ({len(there)} in all)" if len(there) > 4 else "")
-        raise DeviceError.at(where, found=f"device {text!r}", expected=f"one of {shown}")
+        names = sorted({str(device) for device in communicator.devices})
+        text_of_names = ", ".join(names[:4]) + (f", ... ({len(names)} in all)" if len(names) > 4 else "")
+        raise DeviceError.at(where, found=f"device {text!r}", expected=f"one of {text_of_names}")
     return ranks

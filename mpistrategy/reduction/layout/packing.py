@@ -1,6 +1,6 @@
 """Many small arrays become few large buffers: grouped by dtype, in order, up to a number of bytes.
 
-A pack is summed in one call, and the results are views of it: fresh memory that nobody else holds.
+A pack is summed in one call, and the results are views of it: fresh memory without other users.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ class Pack:
         """The length of the buffer in bytes."""
         return self.size * self.dtype.itemsize
 
-    def chosen(self, arrays: Sequence[Array]) -> Sequence[Array]:
-        """Return those of `arrays` that are in the pack."""
+    def arrays_in(self, arrays: Sequence[Array]) -> Sequence[Array]:
+        """Return the arrays that are in the pack."""
         return arrays if len(self.members) == len(arrays) else [arrays[member.index] for member in self.members]
 
     def fill(self, arrays: Sequence[Array], buffer: Array | None = None) -> Array:
         """Return a buffer, `buffer` or a new one, with the arrays' values, converted to the wire dtype.
 
-        For packs without gaps, as those on the host are.
+        For packs without gaps, such as packs on the host.
         """
         filled = np.empty(self.size, self.dtype) if buffer is None else buffer
-        np.concatenate(self.chosen(arrays), axis=None, out=filled, casting="unsafe")
+        np.concatenate(self.arrays_in(arrays), axis=None, out=filled, casting="unsafe")
         return filled
 
     @cached_property
     def starts(self) -> Array:
-        """Where the arrays begin; as addresses are, uint64."""
+        """Where the arrays begin; uint64, as addresses are."""
         return np.array([m.start for m in self.members], np.uint64)
 
     def views(self, buffer: Array) -> list[tuple[int, Array]]:
@@ -98,24 +98,24 @@ def plan(
     Args:
         layouts: dtype and shape of each array.
         bytes_per_pack: an upper bound for a pack of several arrays, 0 for the library's own.
-        num_packs: split each dtype's bytes into about so many packs instead, 0 for no such wish.
-        wire: returns the dtype in which one travels.
+        num_packs: split each dtype's bytes into about so many packs instead, 0 means bytes_per_pack decides.
+        wire: returns the dtype in which an array of a dtype travels.
         alone_bytes: arrays of so many bytes and more travel by themselves; None: all are packed.
         alignment: each array begins at a multiple of so many bytes: in GPU memory of 16, which kernels move at a time.
     """
-    together: dict[tuple[np.dtype[Any], int | None], list[int]] = {}
+    groups: dict[tuple[np.dtype[Any], int | None], list[int]] = {}
     for index, (own_dtype, shape) in enumerate(layouts):
         dtype = wire(own_dtype)
         is_large = alone_bytes is not None and prod(shape) * dtype.itemsize >= alone_bytes
-        together.setdefault((dtype, index if is_large else None), []).append(index)
+        groups.setdefault((dtype, index if is_large else None), []).append(index)
     packs: list[Pack] = []
-    for (dtype, _), chosen in together.items():
+    for (dtype, _), indices in groups.items():
         limit, line = int(bytes_per_pack) or DEFAULT_BYTES_PER_PACK, max(1, alignment // dtype.itemsize)
         if num_packs >= 1:
-            total = sum(-(-prod(layouts[index][1]) // line) * line for index in chosen) * dtype.itemsize
+            total = sum(-(-prod(layouts[index][1]) // line) * line for index in indices) * dtype.itemsize
             limit = max(1, -(-total // int(num_packs)))
         members: list[Member] = []
-        for index in chosen:
+        for index in indices:
             count = prod(layouts[index][1])
             start = -(-members[-1].stop // line) * line if members else 0
             if members and (start + count) * dtype.itemsize > limit:
@@ -132,7 +132,7 @@ def own_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def host_packs(layouts: tuple[Layout, ...], alone_bytes: float, bytes_per_pack: float) -> tuple[Pack, ...]:
-    """Return packs of small arrays on the host, and one pack for each of `alone_bytes` and more."""
+    """Return packs of small arrays on the host, and one pack for each array of `alone_bytes` and more."""
     return plan(layouts, bytes_per_pack, alone_bytes=alone_bytes)
 
 

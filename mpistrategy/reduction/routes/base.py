@@ -1,4 +1,4 @@
-"""What a transfer is: what becomes of a list of arrays in a call that all ranks make; and how `explain` hears of it.
+"""Transfers: how a list of arrays moves in a call that all ranks make, and its description for `explain`.
 
 A route is the transfer of arrays in the dtypes in which they are combined: one way for bytes to travel.
 """
@@ -17,18 +17,18 @@ from mpistrategy.reduction.layout.packing import Layout, Pack
 #: For each array memory that a result in its own dtype may be written to, contiguous and sharing none with another
 #: array; or None.
 Targets: TypeAlias = "Sequence[Array | None] | None"
-#: How a pack travels, and what is copied on this rank, and where to; in words.
+#: How a pack travels, and the copies on this rank; in words.
 Way: TypeAlias = "tuple[str, tuple[str, ...]]"
 
 
 class Description(NamedTuple):
-    """What `Strategy.explain` says of a buffer.
+    """The description of a buffer for `Strategy.explain`.
 
     Attributes:
-        dtype: in which it travels.
+        dtype: the dtype in which it travels.
         nbytes: its length.
         arrays: how many arrays are in it.
-        way: how it travels, and what is copied.
+        way: how it travels, and the copies.
     """
 
     dtype: np.dtype[Any]
@@ -38,7 +38,7 @@ class Description(NamedTuple):
 
 
 class Transfer(ABC):
-    """What is done with arrays of certain layouts before the ranks agree on a call, and after it.
+    """The work on arrays of certain layouts before the ranks agree on a call, and after the agreement.
 
     Attributes:
         packs: the buffers that travel: several arrays in one, or one array by itself.
@@ -61,12 +61,12 @@ class Transfer(ABC):
         """Do all that can fail, before the ranks agree on the call: copy, and take memory for the results.
 
         Returns:
-            The memory, for `run`.  Results may be written to `targets`, which hold what they held until then.
+            The memory, for `run`.  Results may be written to `targets`, which keep their values until then.
         """
 
     @abstractmethod
     def run(self, arrays: Sequence[Array], memory: Any) -> list[Array]:
-        """Return the results, after that."""
+        """Return the results, after the agreement."""
 
     def carried_out(self, arrays: Sequence[Array], agree: Callable[[], object], targets: Targets = None) -> list[Array]:
         """Take memory, let the ranks agree on the call, and return the results."""
@@ -79,14 +79,14 @@ class Transfer(ABC):
         raise NotImplementedError(type(self).__name__)
 
     def describe(self, arrays: Sequence[Array]) -> list[Description]:
-        """Return what `Strategy.explain` says of these arrays."""
+        """Return the descriptions of these arrays for `Strategy.explain`."""
         packs = [pack for pack in self.packs if pack.size]
-        return [Description(each.dtype, each.nbytes, len(each.members), self.way(each, arrays)) for each in packs]
+        return [Description(pack.dtype, pack.nbytes, len(pack.members), self.way(pack, arrays)) for pack in packs]
 
 
 def copies_of(pack: Pack, arrays: Sequence[Array]) -> tuple[str, ...]:
-    """Return what is copied of arrays before a pack of them travels, and after it."""
-    if any(each.dtype != pack.dtype for each in pack.chosen(arrays)):
+    """Return the copies that are made before a pack of these arrays travels, and afterwards."""
+    if any(array.dtype != pack.dtype for array in pack.arrays_in(arrays)):
         return (f"all into {pack.dtype.name} and the results back",)
     if len(pack.members) > 1:
         return ("all into the pack",)

@@ -22,13 +22,13 @@ ReducePair = Callable[[Array, Array], None]
 
 
 class CommunicatorRoute(Transfer):
-    """The route of all arrays on the host that no other route is for.
+    """The route of arrays on the host without another route.
 
     Args:
-        ranks: who takes part.
+        ranks: the ranks that take part.
         packs: the buffers.
         op: how they are combined.
-        name: the way that all packs take; None: each pack takes the usual one.
+        name: the way that all packs take; None: each pack takes the usual way.
         reduce_pair: combines one pack; None: `Ranks` does it.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
     """
@@ -58,13 +58,13 @@ class CommunicatorRoute(Transfer):
             return self._name
         if self._dtype_between_nodes(pack.dtype) is not None:
             return "lanes"
-        together = self._ranks.route(self._nbytes, pack.dtype, self._text)
-        return together if together == "node_sum" else self._ranks.route(pack.nbytes, pack.dtype, self._text)
+        route_of_all = self._ranks.route(self._nbytes, pack.dtype, self._text)
+        return route_of_all if route_of_all == "node_sum" else self._ranks.route(pack.nbytes, pack.dtype, self._text)
 
     def bring(self, arrays: Sequence[Array], targets: Targets = None) -> list[tuple[Array, Array]]:
-        """Return what each pack brings, flat, and memory for its result.
+        """Return the source of each pack, flat, and memory for its result.
 
-        A lone array is brought where it is, if it can travel so; its result may be its target.  Others are copied.
+        A lone array is itself the source, if it can travel so; its result may be its target.  Others are copied.
         """
         memory = []
         make = np.empty if self._node is None else self._node.new
@@ -92,8 +92,8 @@ class CommunicatorRoute(Transfer):
                 pairs.setdefault(pack.dtype, []).append((source, flat))
             if len(pack.members) == 1:
                 results[pack.members[0].index] = target  # which may be the caller's own
-        for dtype, those in pairs.items():
-            self._combine(dtype, those)
+        for dtype, pairs_of_dtype in pairs.items():
+            self._combine(dtype, pairs_of_dtype)
         for index in self._lone:
             results[index] = results[index].copy()
         return results
@@ -124,7 +124,7 @@ class CommunicatorRoute(Transfer):
         return None if self._wire is None else between_nodes(self._ranks, self._wire, dtype, self._text)
 
 
-#: How the packs of a way travel, and what is copied besides.
+#: How the packs of a way travel, and further copies.
 _WAYS: dict[str, Way] = {
     "node_sum": (
         "through memory of the node, a share by each rank",

@@ -55,8 +55,8 @@ BLOCK_BYTES = 16384
 MOVES = np.dtype(
     {
         "names": ["source", "target", "size", "first"],
-        "formats": [(each, ARRAYS) for each in (np.uint64, np.uint64, np.uint32, np.uint32)],
-        "offsets": [each * ARRAYS for each in (0, 8, 16, 20)],
+        "formats": [(dtype, ARRAYS) for dtype in (np.uint64, np.uint64, np.uint32, np.uint32)],
+        "offsets": [offset * ARRAYS for offset in (0, 8, 16, 20)],
         "itemsize": 24 * ARRAYS,
     }
 )
@@ -160,7 +160,7 @@ def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None
 def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None:
     """Copy the arrays of a pack, which are of its dtype, into `bucket`, on the current stream of the current device."""
     places = pack.starts * np.uint64(pack.dtype.itemsize) + np.uint64(bucket.data.ptr)
-    _copy(pack.chosen(arrays), places.tolist())
+    _copy(pack.arrays_in(arrays), places.tolist())
 
 
 def _copy(sources: Sequence[DeviceArray], places: Sequence[int]) -> None:
@@ -168,7 +168,7 @@ def _copy(sources: Sequence[DeviceArray], places: Sequence[int]) -> None:
     cupy, one_by_one = cupy_for("arrays in GPU memory"), len(sources) == 1
     # Copies that somebody needs to read from here: CuPy's pools give their memory to work that comes later on the
     # stream, so that they can be forgotten once the kernel is on it.
-    sources = [each if each.flags.c_contiguous else cupy.ascontiguousarray(each) for each in sources]
+    sources = [source if source.flags.c_contiguous else cupy.ascontiguousarray(source) for source in sources]
     moves = []
     for source, place in zip(sources, places, strict=True):
         nbytes = source.nbytes
@@ -232,19 +232,19 @@ class _Bucket:
 
     Attributes:
         pack: the arrays.
-        memory: of the pack's dtype: new and flat, or the result that the caller has given.
-        is_given: whether it is the latter.
-        waiting: the array that is copied there when it is sent: until then it holds the result before.
-        sent: what travels: the memory, or numbers in another dtype in its place; flat.
-        result: the memory, or that of a mean of integers.
-        rounded: memory for it in the dtype in which NCCL sends it between nodes, and rounds each sum; None for its own.
+        memory: of the pack's dtype: new flat memory, or the caller's result.
+        is_target: whether the memory is the caller's result.
+        source: the array that `send` copies into the memory, which holds an earlier result until then; or None.
+        payload: the flat array that travels: the memory, or its numbers in another dtype.
+        result: the memory, or other memory for a mean of integers.
+        rounded: memory of the dtype that NCCL sends between nodes, where it differs from the payload's; else None.
     """
 
     pack: Pack
     memory: DeviceArray
-    is_given: bool
-    waiting: DeviceArray | None
-    sent: DeviceArray
+    is_target: bool
+    source: DeviceArray | None
+    payload: DeviceArray
     result: DeviceArray
     rounded: DeviceArray | None = None
 
@@ -255,18 +255,18 @@ class GpuRoute(Transfer):
     MPI and NCCL get pointers to GPU memory only from ranks that are known to make the same call.
 
     Args:
-        ranks: who takes part.
+        ranks: the ranks that take part.
         packs: the arrays, which are all on one GPU.
         op: how they are combined.
         word: which path is asked for; see `mpistrategy.options.path_word`.
         wire: what sums of float32 travel as between nodes; see `mpistrategy.options.CommunicationOptions`.
-        root: the rank that combines them; None: all ranks do, as the path does it best, and all get the result.
-        sends: whether `root` sends the result to the others.
+        root: the rank that combines them; None: all ranks combine them and get the result.
+        sends: whether `root` sends the result to the other ranks.
         targets: where results go, of each array, or None: memory that the path takes as it is, such as the array's own.
             Only arrays that travel one by one have one.
 
     Attributes:
-        word: as given.
+        word: the argument.
     """
 
     sparingly = False
@@ -295,15 +295,15 @@ class GpuRoute(Transfer):
             if len(pack.members) == 1:
                 index = pack.members[0].index
                 targets[index] = own_result(arrays[index], outs[index])
-        found = [each for each in targets if each is not None]
-        return targets if are_apart(found) else None  # what they have in common would be combined twice
+        own_targets = [target for target in targets if target is not None]
+        return targets if are_apart(own_targets) else None  # memory of two targets would be combined twice
 
     def bring(self, arrays: Sequence[DeviceArray], targets: Targets = None) -> list[_Bucket]:
-        """Put together what travels together, on the current stream; `targets` take the place of the route's."""
+        """Pack the arrays into buckets, on the current stream; `targets` replace the route's own."""
         prepare(self._ranks, arrays, "a reduction of arrays in GPU memory")
-        cupy, given = cupy_for(_WHAT), self._targets if targets is None else targets
+        cupy, call_targets = cupy_for(_WHAT), self._targets if targets is None else targets
         with arrays[0].device:
-            return [self._filled(cupy, pack, arrays, given) for pack in self.packs]
+            return [self._filled(cupy, pack, arrays, call_targets) for pack in self.packs]
 
     def _sent_as(self, dtype: np.dtype[Any]) -> np.dtype[Any]:
         """Return the dtype in which a pack is combined: integers of a MEAN have 64 bits."""
@@ -312,18 +312,18 @@ class GpuRoute(Transfer):
     def _filled(self, cupy: Any, pack: Pack, arrays: Sequence[DeviceArray], targets: Targets) -> _Bucket:
         take, first = partial(communication_memory, cupy, pack.size), pack.members[0].index
         lone = arrays[first] if len(pack.members) == 1 else None
-        given: DeviceArray = None if lone is None or targets is None else targets[first]
-        waiting = None if given is None or given is lone else lone
-        memory = take(pack.dtype) if given is None else given
-        if given is None:
+        target: DeviceArray = None if lone is None or targets is None else targets[first]
+        source = None if target is None or target is lone else lone
+        memory = take(pack.dtype) if target is None else target
+        if target is None:
             fill(pack, arrays, memory)
-        dtype, sent = self._sent_as(pack.dtype), memory.reshape(-1)
+        dtype, payload = self._sent_as(pack.dtype), memory.reshape(-1)
         if dtype != pack.dtype:
-            source, sent = (memory if waiting is None else waiting), take(dtype)
-            sent[...], waiting = source.reshape(-1), None
+            original, payload = (memory if source is None else source), take(dtype)
+            payload[...], source = original.reshape(-1), None
         is_whole = self._op is ReduceOp.MEAN and pack.dtype.kind in "iu"
         result = take(mean_dtype(pack.dtype)) if is_whole else memory
-        bucket = _Bucket(pack, memory, given is not None, waiting, sent, result)
+        bucket = _Bucket(pack, memory, target is not None, source, payload, result)
         wire: Any = by_nccl(self._ranks, self._wire, dtype, self._op._on_the_wire)
         knows = wire is not None and (wire.kind == "f" or int(cupy.__version__.partition(".")[0]) >= 14)
         if knows and self._root is None:  # a CuPy before 14 knows no bfloat16: all digits are sent
@@ -337,34 +337,34 @@ class GpuRoute(Transfer):
             return self.unpacked(memory)
 
     def send(self, ranks: Ranks, path: DevicePath, memory: list[_Bucket]) -> None:
-        """Combine what has been packed, on the current stream of its device."""
-        # All is sent before the results, which may need memory: a rank that has none left must not miss there.
+        """Combine the buckets, on the current stream of its device."""
+        # All buckets are sent before results take memory: a rank without free memory must not miss a collective.
         op, root = self._op._on_the_wire, self._root
-        for each in memory:
-            sent = each.sent
-            if each.waiting is not None:
-                each.memory[...] = each.waiting
-            if sent.size:
-                if each.rounded is not None and path.name == "nccl":
-                    each.rounded[...] = sent
-                    path.reduce(ranks, each.rounded, op, root)
-                    sent[...] = each.rounded
+        for bucket in memory:
+            payload = bucket.payload
+            if bucket.source is not None:
+                bucket.memory[...] = bucket.source
+            if payload.size:
+                if bucket.rounded is not None and path.name == "nccl":
+                    bucket.rounded[...] = payload
+                    path.reduce(ranks, bucket.rounded, op, root)
+                    payload[...] = bucket.rounded
                 else:
-                    path.reduce(ranks, sent, op, root, self._wire)
+                    path.reduce(ranks, payload, op, root, self._wire)
                 if self._sends and root is not None:
-                    path.bcast(ranks, sent, root)
-                divide_by(self._op._divisor(sent.dtype, ranks.size), sent)
-            if each.result is not each.memory:
-                np.true_divide(sent, ranks.size, out=each.result)
-            elif sent.dtype != each.memory.dtype:
-                each.memory[...] = sent.reshape(each.memory.shape)
+                    path.bcast(ranks, payload, root)
+                divide_by(self._op._divisor(payload.dtype, ranks.size), payload)
+            if bucket.result is not bucket.memory:
+                np.true_divide(payload, ranks.size, out=bucket.result)
+            elif payload.dtype != bucket.memory.dtype:
+                bucket.memory[...] = payload.reshape(bucket.memory.shape)
 
     def unpacked(self, memory: list[_Bucket]) -> list[DeviceArray]:
-        """Return the results of what has been sent, on the current stream of its device, pack after pack."""
+        """Return the results of the buckets, on the current stream of their device."""
         results: list[Any] = [None] * sum(len(pack.members) for pack in self.packs)
-        for each in memory:
-            members = each.pack.members
-            views = [each.memory] if each.is_given else _views(members, each.result)
+        for bucket in memory:
+            members = bucket.pack.members
+            views = [bucket.memory] if bucket.is_target else _views(members, bucket.result)
             for member, view in zip(members, views, strict=True):
                 results[member.index] = view
         return results
@@ -379,18 +379,18 @@ class GpuRoute(Transfer):
         elif target is not None and target is not arrays[first]:
             copies = ("all into the result",)
         paths = device_paths(self._ranks)
-        if self.word not in paths.known:
+        if self.word not in paths.by_word:
             return "in GPU memory, on a path that the ranks choose at the first such call", copies
-        name = paths.known[self.word].name
-        sent = " and sent from there" if self._sends else ""
-        how = "" if self._root is None else f", combined on rank {self._root}{sent}"
+        name = paths.by_word[self.word].name
+        forwarding = " and sent from there" if self._sends else ""
+        how = "" if self._root is None else f", combined on rank {self._root}{forwarding}"
         return f"in GPU memory, {_PATHS[name]}{how} ({name}: {paths.reasons[self.word]})", copies
 
 
 def _views(members: Sequence[Member], bucket: DeviceArray) -> list[DeviceArray]:
     """Return the results of a pack: views of its bucket, and copies of numbers, which would keep all of a large one."""
     make, kind, itemsize = type(bucket), bucket.dtype.type, bucket.dtype.itemsize  # CuPy is quicker with a type
-    views = [make(each.shape, kind, bucket.data + each.start * itemsize) for each in members]
+    views = [make(member.shape, kind, bucket.data + member.start * itemsize) for member in members]
     if bucket.size <= FEW_ELEMENTS:
         return views
     return [view.copy() if view.size == 1 else view for view in views]
@@ -421,12 +421,12 @@ def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray
     with arrays[0].device:
         starts = [0, *accumulate(aligned(array.nbytes) for array in arrays)]
         memory = communication_memory(cupy, starts[-1], np.dtype(np.uint8))
-        made = [
+        copies = [
             memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)
             for start, array in zip(starts, arrays, strict=False)
         ]
-        move(arrays, made)
-    return memory, made
+        move(arrays, copies)
+    return memory, copies
 
 
 def bcast(communicator: Ranks, array: DeviceArray, root: int) -> None:
@@ -443,16 +443,16 @@ def room_for_rows(communicator: Ranks, block: DeviceArray, rows: Sequence[int]) 
     """
     with block.device:
         width = prod(block.shape[1:])
-        together = communication_memory(cupy_for(_WHAT), sum(rows) * width, block.dtype)
-        mine = together[sum(rows[: communicator.rank]) * width :][: block.size]
-        mine[...] = block.reshape(-1)
+        memory = communication_memory(cupy_for(_WHAT), sum(rows) * width, block.dtype)
+        own_block = memory[sum(rows[: communicator.rank]) * width :][: block.size]
+        own_block[...] = block.reshape(-1)
         device_paths(communicator).check()
-        return mine, together.reshape((sum(rows), *block.shape[1:]))
+        return own_block, memory.reshape((sum(rows), *block.shape[1:]))
 
 
-def gather_rows(communicator: Ranks, mine: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
+def gather_rows(communicator: Ranks, own_block: DeviceArray, counts: Sequence[int], memory: DeviceArray) -> None:
     """Fill the memory of `room_for_rows`; ``counts[r]`` elements are of rank r."""
-    if together.size:
-        with together.device:
+    if memory.size:
+        with memory.device:
             path = any_path(communicator)
-            path.allgather(communicator, mine, counts, together.reshape(-1))
+            path.allgather(communicator, own_block, counts, memory.reshape(-1))

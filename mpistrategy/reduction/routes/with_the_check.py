@@ -32,7 +32,7 @@ from mpistrategy.reduction.routes.base import Targets, Transfer, Way
 
 
 def fits_mailbox(mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> bool:
-    """Return whether these arrays go into a mailbox together: every rank reads all mailboxes, so few bytes each."""
+    """Return whether these arrays go into a mailbox together: every rank reads all mailboxes, so few bytes fit."""
     return MailboxArrays.has_room(mailboxes, _flat(packing.plan(layouts)), mailboxes.size)
 
 
@@ -40,32 +40,32 @@ class MailboxArrays:
     """Arrays of each rank that all ranks of the node see, as they are.
 
     Args:
-        mailboxes: the ranks'.
+        mailboxes: the mailboxes of the ranks.
         layouts: dtype and shape of each array; they fit: see `has_room`.
     """
 
     def __init__(self, mailboxes: Mailboxes, layouts: tuple[Layout, ...]) -> None:
         self._mailboxes = mailboxes
-        #: For each slot and rank, its arrays; and for each slot this rank's.
+        #: The arrays of each slot and rank; and this rank's arrays of each slot.
         self.slots: list[list[list[Array]]] = [
             [_arrays_in(payload, layouts) for payload in slot.payloads] for slot in mailboxes.slots
         ]
-        self.mine: list[list[Array]] = [arrays[mailboxes.local_rank] for arrays in self.slots]
+        self.own_arrays: list[list[Array]] = [arrays[mailboxes.local_rank] for arrays in self.slots]
 
     @staticmethod
     def has_room(mailboxes: Mailboxes, layouts: tuple[Layout, ...], readers: int) -> bool:
-        """Return whether the arrays fit, if each rank reads the mailboxes of so many."""
+        """Return whether the arrays fit, if each rank reads the mailboxes of so many ranks."""
         if not all(dtype.itemsize for dtype, _ in layouts):
             return False
         nbytes = sum(aligned(prod(shape) * dtype.itemsize) for dtype, shape in layouts)
         return nbytes * max(2, readers) <= 2 * mailboxes.payload_bytes
 
     def put(self, arrays: Sequence[Array]) -> None:
-        """Copy this rank's arrays to where the other ranks see them after the next agreement."""
-        for place, array in zip(self.mine[(self._mailboxes.sequence + 1) & 1], arrays, strict=False):
+        """Copy this rank's arrays into its mailbox; the other ranks see them after the next agreement."""
+        for place, array in zip(self.own_arrays[(self._mailboxes.sequence + 1) & 1], arrays, strict=False):
             place[...] = array
 
-    def seen(self) -> list[list[Array]]:
+    def arrays_of_ranks(self) -> list[list[Array]]:
         """Return each rank's arrays, after the agreement and before the next one."""
         return self.slots[self._mailboxes.sequence & 1]
 
@@ -91,15 +91,15 @@ class MailboxRoute(Transfer):
         layouts = _flat(self.packs)
         arrays = MailboxArrays(mailboxes, layouts)
         divisions = [_division(op, dtype, mailboxes.size) for dtype, _ in layouts]
-        #: For each slot and pack: its arrays; what the ranks have of it, also as the rows of one array where
-        #: `combine_rows` takes these (None on a node of few ranks); and how the sum is divided.
-        self._seen = [
-            list(zip(self.packs, zip(*theirs, strict=True), self._rows_of(slot, layouts), divisions, strict=True))
-            for theirs, slot in zip(arrays.slots, mailboxes.slots, strict=True)
+        #: For each slot and pack: the pack, the ranks' arrays, the same as the rows of one array where `combine_rows`
+        #: takes them (None on a node of few ranks), and the division of the sum.
+        self._operands = [
+            list(zip(self.packs, zip(*rank_arrays, strict=True), self._rows_of(slot, layouts), divisions, strict=True))
+            for rank_arrays, slot in zip(arrays.slots, mailboxes.slots, strict=True)
         ]
         self._places = [
-            [place for pack, mine in zip(self.packs, packs, strict=True) for place in pack.views(mine)]
-            for packs in arrays.mine
+            [place for pack, array in zip(self.packs, packs, strict=True) for place in pack.views(array)]
+            for packs in arrays.own_arrays
         ]
 
     def _rows_of(self, slot: MailboxSlot, layouts: tuple[Layout, ...]) -> Sequence[Array | None]:
@@ -115,16 +115,16 @@ class MailboxRoute(Transfer):
     def run(self, arrays: Sequence[Any], memory: list[Array]) -> list[Array]:
         """Return the combination of all ranks' arrays, in the memory that was taken."""
         results: list[Any] = [None] * self._count
-        combine, seen = self._combine, self._seen[self._mailboxes.sequence & 1]
+        combine, operands = self._combine, self._operands[self._mailboxes.sequence & 1]
         with np.errstate(all="ignore"):
-            for (pack, theirs, rows, quotient), total in zip(seen, memory, strict=True):
+            for (pack, parts, rows, quotient), total in zip(operands, memory, strict=True):
                 if rows is not None:
                     combine_rows(combine, rows, total)
                 else:
-                    first, second, *others = theirs
+                    first, second, *further_parts = parts
                     combine(first, second, out=total)
-                    for other in others:
-                        combine(total, other, out=total)
+                    for part in further_parts:
+                        combine(total, part, out=total)
                 if quotient is not None:
                     divide, operand = quotient
                     divide(total, operand, total)
@@ -144,7 +144,7 @@ class MailboxRoute(Transfer):
 
 
 def _division(op: ReduceOp, dtype: np.dtype[Any], count: int) -> tuple[Any, Any] | None:
-    """Return how a sum is divided, and by what; None for those that are the result."""
+    """Return the division of a sum, and its operand; None for a sum that is the result."""
     divisor = op._divisor(dtype, count)
     return None if divisor == 1 else division(divisor, dtype)
 
@@ -152,7 +152,7 @@ def _division(op: ReduceOp, dtype: np.dtype[Any], count: int) -> tuple[Any, Any]
 def combine_rows(combine: Any, rows: Array, total: Array) -> None:
     """Combine the rows of an array in their order.
 
-    NumPy takes one row after the other where a row has several elements.  Of single ones it would add up pairs.
+    NumPy takes one row after the other where a row has several elements.  Single elements it would add up in pairs.
     """
     if total.size == 1:
         total[...] = combine.accumulate(rows[:, 0], dtype=rows.dtype)[-1]
@@ -175,7 +175,7 @@ _NUMBERS = {"f": (1, 8), "c": (2, 16), "i": (2, 8), "u": (2, 8)}
 
 
 def _numbers_of(dtype: np.dtype[Any]) -> float:
-    """Return how many float64 carry one element exactly; more than there are for dtypes that do not travel so."""
+    """Return how many float64 carry one element exactly; infinity for dtypes that do not travel so."""
     count, most_bytes = _NUMBERS.get(dtype.kind, (1, 0))
     return count if dtype.itemsize <= most_bytes else math.inf
 
@@ -201,25 +201,25 @@ class FirstMessageRoute(Transfer):
 
     def __init__(self, communicator: Ranks, message: ControlChannel, layouts: tuple[Layout, ...], op: ReduceOp) -> None:
         self.packs: tuple[Pack, ...] = packing.plan(layouts)
-        #: For each array its numbers in the message, their sums, its dtype on the wire, and what MEAN divides by.
+        #: For each array its numbers in the message, their sums, its dtype on the wire, and the divisor of MEAN.
         self._rows: list[tuple[Array, Array, np.dtype[Any], int]] = []
         start = 0
         for dtype, shape in layouts:
             stop = start + int(_numbers_of(dtype)) * prod(shape)
             kind: Any = np.complex128 if dtype.kind == "c" else np.float64
             full = (2, *shape) if dtype.kind in "iu" else shape
-            mine, sums = (each[start:stop].view(kind).reshape(full) for each in (message.values, message.sums))
+            numbers, sums = (values[start:stop].view(kind).reshape(full) for values in (message.values, message.sums))
             wire, start = host_wire_dtype(dtype), stop
-            self._rows.append((mine, sums, wire, op._divisor(wire, communicator.size)))
+            self._rows.append((numbers, sums, wire, op._divisor(wire, communicator.size)))
 
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> None:
         """Write this rank's numbers into the message."""
-        for (mine, _, dtype, _), array in zip(self._rows, arrays, strict=True):
+        for (numbers, _, dtype, _), array in zip(self._rows, arrays, strict=True):
             if dtype.kind in "iu":
                 number = np.asarray(array).astype(np.uint64)
-                mine[0], mine[1] = number & np.uint64(_LOW), number >> np.uint64(_HALF)
+                numbers[0], numbers[1] = number & np.uint64(_LOW), number >> np.uint64(_HALF)
             else:
-                mine[...] = array
+                numbers[...] = array
 
     @quietly
     def run(self, arrays: Sequence[Any], memory: None) -> list[Array]:

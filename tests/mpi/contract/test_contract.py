@@ -110,16 +110,6 @@ def test_numpy_gives_a_copy_that_keeps_its_value(strategy: ms.MirroredStrategy) 
 
 
 @several
-def test_a_close_that_not_all_make_is_no_hang() -> None:
-    strategy = ms.MirroredStrategy()
-    call = strategy.close if RANK == 0 else lambda: strategy.reduce("SUM", 1.0)
-    with pytest.raises(errors.CollectiveMismatchError, match=r"Strategy\.close"):
-        call()
-    assert still_works(strategy)
-    strategy.close()
-
-
-@several
 def test_an_error_object_raised_twice_is_told_twice(strategy: ms.MirroredStrategy) -> None:
     mine = ValueError("kept")
 

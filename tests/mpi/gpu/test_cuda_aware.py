@@ -9,7 +9,7 @@ import pytest
 from mpistrategy.cli.doctor import cuda_trial
 from mpistrategy.errors import OptionError
 from mpistrategy.mpi.gpu import cuda_aware, loaded_mpi
-from mpistrategy.mpi.gpu.cuda_aware import VARIABLE, Outcome, said
+from mpistrategy.mpi.gpu.cuda_aware import VARIABLE, Outcome, user_setting
 
 pytestmark = pytest.mark.one_rank
 VERSION = "MPICH Version: 4.3.0\nbuilt with CUDA"
@@ -21,11 +21,11 @@ SLOWER = Outcome("right", "two ranks", 1e9, 2e9)
 def test_the_word_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
     for text, word in {"": None, "1": True, "0": False, "OFF": False, "yes": True}.items():
         monkeypatch.setenv(VARIABLE, text)
-        assert said() is word
+        assert user_setting() is word
     for text in ("ja", "2", " 1", "auto", "cuda"):
         monkeypatch.setenv(VARIABLE, text)
         with pytest.raises(OptionError, match=rf"{VARIABLE}: found '{text}'; expected 1, on, true or yes; or 0"):
-            said()
+            user_setting()
 
 
 # ------------------------------------------------------------------------------------- what the doctor has found

@@ -54,7 +54,7 @@ def test_switches(text: str, on: bool) -> None:
     ],
 )
 def test_a_variable_that_nobody_reads_is_told_of_once(name: str, told: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "_told", set())
+    monkeypatch.setattr(environment, "_warned", set())
     monkeypatch.setenv(name, "60")
     with pytest.warns(mpistrategy.errors.OptionWarning, match=re.escape(told)) as caught:
         environment.warn_of_unknown()

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import re
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import launching
 import pytest
-from replicas import RANK, gather_texts, in_step, outcomes, rows, still_works
+from replicas import RANK, in_step, outcomes, rows, still_works
 
 import mpistrategy as ms
 from mpistrategy.errors import OptionError
@@ -77,17 +76,6 @@ def test_after_the_last_close_an_exception_is_pythons_again(launch: Launch) -> N
     assert "KeyError: 'of a thread'" in job.stderr, job
     assert "ValueError: of the program" in job.stderr, job
     assert "whole job ends" not in job.stderr, job
-
-
-@several
-def test_signals_are_given_back_when_the_strategy_is_closed(tmp_path: Path) -> None:
-    folder = gather_texts(str(tmp_path))[0]
-    before = signal.getsignal(signal.SIGTERM)
-    with ms.MirroredStrategy() as strategy, strategy.scope():
-        variable = ms.Variable(1.0)
-        ms.PreemptionCheckpointHandler(ms.Checkpoint(v=variable), folder)
-        assert signal.getsignal(signal.SIGTERM) != before
-    assert signal.getsignal(signal.SIGTERM) == before
 
 
 # ------------------------------------------------------------------------------------------------- on_error="raise"

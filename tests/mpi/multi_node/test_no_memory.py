@@ -7,7 +7,6 @@ import time
 import types
 from collections.abc import Callable, Iterator
 from functools import partial
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -18,9 +17,8 @@ import mpistrategy as ms
 from mpistrategy.cross_device_ops import ordered, reduction_to_one_device
 from mpistrategy.errors import ContextError, RemoteError
 from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.options import GPU_PATH
 from mpistrategy.reduction import collectives, plan, weights
-from mpistrategy.reduction.routes import communicator, gpu, with_the_check
+from mpistrategy.reduction.routes import communicator, with_the_check
 from mpistrategy.variables import policies, storage
 
 pytestmark = pytest.mark.mpi(min_size=2)
@@ -228,41 +226,3 @@ def test_the_memory_of_a_variable(apart: ms.Strategy, memory: Memory, monkeypatc
             return ms.Variable(np.full(3, RANK + 1.0)).numpy()
 
     check_first_call(apart, memory, call, np.ones(3))
-
-
-# ------------------------------------------------------------------------------------- GPUs
-
-
-@pytest.fixture
-def on_gpus(cupy: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Iterator[ms.Strategy]:
-    """Each rank on a node of its own, with its values in GPU memory."""
-    monkeypatch.setenv(GPU_PATH, "staged")
-    made = OnNodes(range(SIZE), ms.MpiAllReduce(), "GPU", contains_errors=True)
-    with cupy.cuda.Device(0):
-        made.reduce("SUM", cupy.ones(3))  # the path is chosen
-        yield made
-        made.close()
-
-
-def test_gather_and_slices_on_gpus(
-    on_gpus: ms.Strategy, memory: Memory, monkeypatch: pytest.MonkeyPatch, cupy: Any
-) -> None:
-    mine = cupy.asarray(np.full((RANK + 1, 2), float(RANK)))
-    every = np.concatenate([np.full((rank + 1, 2), float(rank)) for rank in range(SIZE)])
-    memory.limit(gpu, "room_for_rows")
-    check_first_call(on_gpus, memory, lambda: on_gpus.run(lambda: context().all_gather(mine, 0)).get(), every)
-
-
-def test_a_variable_on_gpus(on_gpus: ms.Strategy, memory: Memory, cupy: Any) -> None:
-    memory.limit(gpu, "communication_memory")
-
-    def call() -> Any:
-        with on_gpus.scope():
-            return ms.Variable(np.full(3, RANK + 1.0)).numpy()
-
-    check_first_call(on_gpus, memory, call, np.ones(3))
-
-
-def test_after_a_sum_on_gpus(on_gpus: ms.Strategy, memory: Memory, cupy: Any) -> None:
-    memory.limit(gpu, "_views")
-    check_the_others_hear(on_gpus, memory, lambda: context().all_reduce("SUM", cupy.ones(3)).get())

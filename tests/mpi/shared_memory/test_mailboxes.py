@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mpi4py import MPI
 from pretended import NoWaiting, mailboxes_of_many
-from replicas import RANK, RANKS, SIZE, context, part_of, still_works
+from replicas import RANK, SIZE, context, part_of, still_works
 
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
@@ -89,37 +89,15 @@ def test_the_data_are_written_before_the_number_and_read_after_it() -> None:
     """Where processors reorder writes, a fence stands on both sides."""
     seen: list[tuple[int, int]] = []
     them: list[Mailboxes] = []
-    them += all_mailboxes(2, 64, lambda: seen.append((them[0].slots[1].mine[0], them[0].slots[1].mine[1])))
+    them += all_mailboxes(
+        2, 64, lambda: seen.append((them[0].slots[1].own_numbers[0], them[0].slots[1].own_numbers[1]))
+    )
     them[0].start(42)
     assert seen == [(0, 42)], "the digest is there, the number not yet"
     them[1].start(42)
     seen.clear()
     assert them[1].finished()
     assert seen == [(1, 42)], "the number has been seen, the digest is read after this"
-
-
-@pytest.mark.mpi(min_size=2)
-def test_many_calls_in_a_row_with_late_ranks(strategy: ms.Strategy) -> None:
-    common, own = np.random.default_rng(1), np.random.default_rng([1, RANK])
-    pairs: list[Callable[[int], tuple[Any, Any]]] = [
-        lambda n: (n + RANK, n * SIZE + sum(RANKS)),
-        lambda n: (float(n * RANK), n * sum(RANKS)),
-        lambda n: (np.full(n % 7, n + RANK), n * SIZE + sum(RANKS)),
-        lambda n: (np.full(n % 3000, float(n)), n * SIZE),
-        lambda n: ({"a": n, "b": n + 1.0}, None),
-    ]
-
-    def step(number: int) -> None:
-        idle(int(own.integers(0, 2000)) if own.integers(3) == 0 else 0)
-        value, right = pairs[common.integers(len(pairs))](number)
-        total = context().all_reduce("SUM", value)
-        if right is None:
-            assert total == {"a": number * SIZE, "b": (number + 1) * SIZE}
-        else:
-            assert np.all(total == right)
-
-    for number in range(2000):
-        strategy.run(step, (number,))
 
 
 @pytest.mark.mpi(min_size=2)
@@ -161,7 +139,7 @@ def test_of_many_ranks_the_bits_are_those_of_one_rank_after_the_other(ranks: int
             if dtype.kind == "f" and shape:
                 values.reshape(ranks, -1)[:, 0] = -0.0  # whose sum is not 0.0
             route = route_of_many(ranks, values, op)
-            pack, theirs, rows, _ = route._seen[1][0]
+            pack, theirs, rows, _ = route._operands[1][0]
             assert (rows is not None) == (ranks >= 16 and op is not ms.ReduceOp.MAX)
             if rows is None:
                 continue
@@ -177,6 +155,6 @@ def route_of_many(ranks: int, values: Array, op: ms.ReduceOp) -> MailboxRoute:
     """Return the route of the first of many ranks, all of which have brought their values."""
     layouts = ((values.dtype, values.shape[1:]),)
     routes = [MailboxRoute(each, layouts, op) for each in mailboxes_of_many(ranks)[:1]]
-    for place, value in zip(routes[0]._seen[1][0][1], values, strict=True):
+    for place, value in zip(routes[0]._operands[1][0][1], values, strict=True):
         place[...] = value.reshape(-1)
     return routes[0]

@@ -18,7 +18,6 @@ from replicas import RANK, RANKS, SIZE, context, one_node, outcomes, still_works
 import mpistrategy as ms
 from mpistrategy import errors
 from mpistrategy.errors import FallbackWarning
-from mpistrategy.mpi.contract import failures
 from mpistrategy.mpi.shared_memory import memory_limits, segments
 from mpistrategy.mpi.shared_memory.memory_limits import Room
 
@@ -134,27 +133,6 @@ def test_no_room_on_one_rank_means_mpi_on_all(monkeypatch: pytest.MonkeyPatch, w
 
 @pytest.mark.mpi(min_size=2)
 @pytest.mark.parametrize("where", [0, SIZE - 1])
-def test_an_error_among_the_messages_of_new_memory_ends_the_strategy(
-    monkeypatch: pytest.MonkeyPatch, where: int
-) -> None:
-    """To go on without memory, the rank would take what it has left unread for its next message."""
-    monkeypatch.setattr(failures, "PATIENCE_SECONDS", 0.1)
-
-    def no_memory(*_: Any) -> None:
-        raise MemoryError("no room for a message")
-
-    with ms.MirroredStrategy(on_error="raise") as strategy:
-        if where == RANK:
-            monkeypatch.setattr(segments, "_text_of_leader", no_memory)
-        ends = outcomes(lambda: strategy.arena(np.zeros(3)))
-        monkeypatch.undo()
-        heard = [end.text.count("MemoryError: no room for a message") for end in ends]
-        assert heard == [1] * SIZE
-        assert {end.error for rank, end in enumerate(ends) if rank != where} == {errors.RemoteError}
-
-
-@pytest.mark.mpi(min_size=2)
-@pytest.mark.parametrize("where", [0, SIZE - 1])
 def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
     """A strategy that has its window goes on with it; only the new memory is each rank's own."""
     with ms.MirroredStrategy() as strategy:
@@ -167,7 +145,7 @@ def test_no_room_later(monkeypatch: pytest.MonkeyPatch, where: int) -> None:
         assert len(caught) == (RANK == 0)
         assert all("cannot share more memory" in str(warning.message) for warning in caught)
         assert not memory.is_shared
-        memory.mine[:] = 1
+        memory.own_segment[:] = 1
         assert ranks.mailboxes is not None
         assert still_works(strategy)
         assert ranks.shared(10_000).is_shared, "where there is room again"

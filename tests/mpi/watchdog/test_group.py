@@ -16,6 +16,7 @@ from mpistrategy import own_files
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.flight_recorder import LENGTH
 from mpistrategy.mpi.watchdog import alarm, reports, run_directory
+from mpistrategy.mpi.watchdog.status_board import BYTES
 
 pytestmark = pytest.mark.one_rank
 
@@ -106,3 +107,23 @@ def test_a_call_that_is_being_written_is_not_shown(job: Callable[[int, int], Pre
     assert [*second.board.read()[0].calls] == [*range(7, LENGTH + 6)]
     record.after[number % LENGTH] = number
     assert [*second.board.read()[0].calls.items()][-1] == (number, 1e9)
+
+
+def test_a_node_that_goes_on_with_work_without_an_end_is_waited_for(job: Callable[[int, int], PretendedJob]) -> None:
+    """As in a save: every second it says that it is busy until now."""
+    ranks = job(2, 1)
+    for seconds in range(2 * int(LIMIT)):
+        ranks.busy_until = ranks.now + 1
+        assert all(ranks.tick(1)) or seconds < LIMIT / 10 + 5
+        assert seconds > LIMIT / 10 - 5 or not ranks.path.exists(), "a short save is not told"
+        assert not ranks.path.exists() or len([*ranks.path.iterdir()]) == 1
+
+
+def test_a_long_record_keeps_its_beginning_and_its_end(job: Callable[[int, int], PretendedJob]) -> None:
+    ranks = job(1, 1)
+    (alone,) = ranks.groups
+    ranks.beat()
+    alone.board.write_record(f"first\n{'x' * BYTES}\nlast")
+    record = alone.board.read()[0].record.splitlines()
+    assert (record[0], record[-1]) == ("first", "last")
+    assert "... (cut)" in record

@@ -1,7 +1,7 @@
 """The two paths on which MPI moves buffers in GPU memory: it gets pointers to that memory, or to a copy on the host.
 
-The staged path goes through pinned memory on the host, in chunks of which two are under way.  While the host reduces
-one chunk with its peers, the result of the one before goes back to the device, and the next one comes.  All copies are
+The staged path goes through pinned memory on the host, in chunks of which two are under way.  While the host reduces a
+chunk with its peers, the result of the chunk before goes back to the device, and the next chunk comes.  All copies are
 on the program's current stream, in this order.  MPI sees memory of the host only: this path is right with every MPI.
 """
 
@@ -33,22 +33,22 @@ class _Piece(NamedTuple):
 
     Attributes:
         nbytes: how much of the slot it takes.
-        brought: what is copied from the device to the slot.
-        combine: what the ranks do then with the bytes of the slot.
-        taken: what is copied from the slot to the device at last.
+        loads: the copies from the device to the slot.
+        combine: called then with the bytes of the slot.
+        stores: the copies from the slot to the device at last.
     """
 
     nbytes: int
-    brought: Sequence[_Span]
+    loads: Sequence[_Span]
     combine: Callable[[Array], None]
-    taken: Sequence[_Span]
+    stores: Sequence[_Span]
 
 
 class StagedPath(DevicePath):
     """See `mpistrategy.mpi.interface.gpu_transport.DevicePath`.
 
     Args:
-        chunk_bytes: what is under way in one piece; a multiple of 16.
+        chunk_bytes: the size of a piece that is under way; a multiple of 16.
     """
 
     name: PathName = "staged"
@@ -59,8 +59,8 @@ class StagedPath(DevicePath):
         self._chunk_bytes = chunk_bytes
         self._cuda = cupy_for("an array in GPU memory").cuda
         self._slots: list[Array] = [empty_pinned((chunk_bytes,), np.uint8) for _ in range(_SLOTS)]
-        #: Tells when the last copies are done: the next call may be on another stream.
-        self._done: Any = None
+        #: The event after the last copies: the next call may be on another stream.
+        self._last_copy: Any = None
 
     def reduce(
         self,
@@ -71,23 +71,23 @@ class StagedPath(DevicePath):
         wire: str | None = None,
     ) -> None:
         """Replace `buffer` by its combination over the ranks, on `root` or on all."""
-        sent = between_nodes(ranks, wire, buffer.dtype, op)
+        link_wire = between_nodes(ranks, wire, buffer.dtype, op)
 
         def combine(memory: Array) -> None:
             values = memory.view(buffer.dtype)
             if root is not None:
                 ranks.reduce(values, root, op)
-            elif sent is None:
+            elif link_wire is None:
                 ranks.allreduce(values, op)
             else:
-                allreduce_across(ranks, values, op, wire=sent)
+                allreduce_across(ranks, values, op, wire=link_wire)
 
-        self._run_chunks(ranks, buffer, combine, is_taken=root is None or root == ranks.rank)
+        self._run_chunks(ranks, buffer, combine, stores=root is None or root == ranks.rank)
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
-        """Replace `buffer` by that of `root`."""
+        """Replace `buffer` by `root`'s buffer."""
         sends = ranks.rank == root
-        self._run_chunks(ranks, buffer, lambda memory: ranks.bcast(memory, root), is_brought=sends, is_taken=not sends)
+        self._run_chunks(ranks, buffer, lambda memory: ranks.bcast(memory, root), loads=sends, stores=not sends)
 
     def _run_chunks(
         self,
@@ -95,45 +95,43 @@ class StagedPath(DevicePath):
         buffer: DeviceArray,
         combine: Callable[[Array], None],
         *,
-        is_brought: bool = True,
-        is_taken: bool,
+        loads: bool = True,
+        stores: bool,
     ) -> None:
-        """Let the ranks combine a buffer chunk by chunk; some ranks give it, or get it, only."""
+        """Let the ranks combine a buffer chunk by chunk; some ranks only load it, or only store it."""
         step = self._chunk_bytes // buffer.itemsize * buffer.itemsize
         pieces = []
         for start in range(0, buffer.nbytes, step):
             size = min(step, buffer.nbytes - start)
             at = [(buffer.data.ptr + start, 0, size)]
-            pieces.append(_Piece(size, at if is_brought else [], combine, at if is_taken else []))
+            pieces.append(_Piece(size, at if loads else [], combine, at if stores else []))
         self._run(ranks, pieces)
 
-    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
-        """Write all ranks' blocks into `together`: of each piece every rank has a part."""
-        self._run(ranks, list(self._parts(ranks, block, counts, together)))
+    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
+        """Write all ranks' blocks into `target`: every rank has a part of each piece."""
+        self._run(ranks, list(self._parts(ranks, block, counts, target)))
 
-    def _parts(
-        self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray
-    ) -> Iterator[_Piece]:
+    def _parts(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> Iterator[_Piece]:
         sizes = [count * block.itemsize for count in counts]
         begins = [0, *accumulate(sizes)]
         step = max(1, self._chunk_bytes // ranks.size)
         for start in range(0, max(sizes), step):
             parts = [min(step, max(0, size - start)) for size in sizes]
             places = [0, *accumulate(parts)]
-            own = own_part(ranks, parts)
+            own_slice = own_part(ranks, parts)
 
-            def combine(memory: Array, parts: list[int] = parts, own: slice = own) -> None:
-                ranks.allgatherv(memory[own], parts, memory)
+            def combine(memory: Array, parts: list[int] = parts, own_slice: slice = own_slice) -> None:
+                ranks.allgatherv(memory[own_slice], parts, memory)
 
             where = zip(begins, places, parts, strict=False)
-            taken = [(together.data.ptr + begin + start, place, part) for begin, place, part in where]
-            yield _Piece(places[-1], [(block.data.ptr + start, own.start, parts[ranks.rank])], combine, taken)
+            stores = [(target.data.ptr + begin + start, place, part) for begin, place, part in where]
+            yield _Piece(places[-1], [(block.data.ptr + start, own_slice.start, parts[ranks.rank])], combine, stores)
 
     def _run(self, ranks: Ranks, pieces: Sequence[_Piece]) -> None:
-        """Do all pieces, two of which are under way."""
+        """Move all pieces, two at a time."""
         stream = self._cuda.get_current_stream()
-        if self._done is not None:
-            stream.wait_event(self._done)
+        if self._last_copy is not None:
+            stream.wait_event(self._last_copy)
         try:
             arrived = [self._bring(number, piece, stream) for number, piece in enumerate(pieces[:_SLOTS])]
             for number, piece in enumerate(pieces):
@@ -141,16 +139,16 @@ class StagedPath(DevicePath):
                 with ranks.guard.own_gpu():
                     arrived[number].synchronize()
                 piece.combine(slot[: piece.nbytes])
-                for address, start, nbytes in piece.taken:
+                for address, start, nbytes in piece.stores:
                     self._copy(address, slot.ctypes.data + start, nbytes, _TO_DEVICE, stream)
                 if number + _SLOTS < len(pieces):
                     arrived.append(self._bring(number + _SLOTS, pieces[number + _SLOTS], stream))
         finally:
-            self._done = stream.record(self._cuda.Event(disable_timing=True))
+            self._last_copy = stream.record(self._cuda.Event(disable_timing=True))
 
     def _bring(self, number: int, piece: _Piece, stream: Any) -> Any:
-        """Start to copy a piece into its slot; return what tells when it is there."""
-        for address, start, nbytes in piece.brought:
+        """Start to copy a piece into its slot; return the event after the copies."""
+        for address, start, nbytes in piece.loads:
             self._copy(self._slots[number % _SLOTS].ctypes.data + start, address, nbytes, _TO_HOST, stream)
         return stream.record(self._cuda.Event(disable_timing=True))
 
@@ -159,9 +157,9 @@ class StagedPath(DevicePath):
             self._cuda.runtime.memcpyAsync(target, source, nbytes, kind, stream.ptr)
 
     def free(self) -> None:
-        """Give back the pinned memory, once nothing is copied out of it or, after a failure, into it."""
-        if self._done is not None:
-            self._done.synchronize()
+        """Free the pinned memory once no copy uses it."""
+        if self._last_copy is not None:
+            self._last_copy.synchronize()
         self._slots = []
 
 
@@ -191,15 +189,15 @@ class DirectPath(DevicePath):
             ranks.reduce(values, root, op)
 
     def bcast(self, ranks: Any, buffer: DeviceArray, root: int) -> None:
-        """Replace `buffer` by that of `root`."""
+        """Replace `buffer` by `root`'s buffer."""
         self._wait(ranks)
         ranks.bcast(buffer, root)
 
-    def allgather(self, ranks: Any, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
-        """Write all ranks' blocks into `together`."""
-        super().allgather(ranks, block, counts, together)
+    def allgather(self, ranks: Any, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
+        """Write all ranks' blocks into `target`."""
+        super().allgather(ranks, block, counts, target)
         self._wait(ranks)
-        ranks.allgatherv(None, counts, together)
+        ranks.allgatherv(None, counts, target)
 
     def _wait(self, ranks: Any) -> None:
         """Wait until nothing on the current stream writes any buffer: MPI knows no streams."""

@@ -1,4 +1,4 @@
-"""Which path buffers in GPU memory take: found out by all ranks together, at the first such buffer.
+"""Which path buffers in GPU memory take: all ranks choose it together, at the first such buffer.
 
 For one strategy there is one path, from then on: NCCL and an MPI that gets pointers to the memory of the same GPUs can
 block each other.  MPISTRATEGY_GPU_PATH names one; without it the order is NCCL, then MPI where it is known to take GPU
@@ -45,12 +45,12 @@ class Abilities(NamedTuple):
     against_mpi: str = ""
 
 
-def _mine(ranks: Ranks) -> Abilities:
+def _own_abilities(ranks: Ranks) -> Abilities:
     cupy = cupy_for(_WHERE)
     if ranks.size == 1 or ranks.is_simulated:
         return Abilities()
-    seen, number = device_selection.look().gpus, cupy.cuda.runtime.getDevice()
-    gpu = seen[number].name if number < len(seen) else ""
+    gpus, number = device_selection.look().gpus, cupy.cuda.runtime.getDevice()
+    gpu = gpus[number].name if number < len(gpus) else ""
     return Abilities(gpu, nccl.version(), cuda_aware.obstacle(ranks.nodes))
 
 
@@ -58,7 +58,7 @@ def device_path(ranks: Ranks, word: str) -> DevicePath:
     """Return the path for `word`; the first time the ranks find out together, inside an agreed call.
 
     Args:
-        ranks: who takes part.
+        ranks: the ranks that take part.
         word: see `mpistrategy.options.path_word`.
 
     Raises:
@@ -66,42 +66,42 @@ def device_path(ranks: Ranks, word: str) -> DevicePath:
         MpiStrategyError: on every rank, when one cannot have the path.
     """
     paths = device_paths(ranks)
-    known = paths.known.get(word)
-    if known is not None:
-        return known
+    earlier = paths.by_word.get(word)
+    if earlier is not None:
+        return earlier
     with Call(ranks.guard, _WHERE) as call:
         call.expect_more()  # a rank that fails from here on must tell the others
-        mine = json.dumps(_mine(ranks))
+        own_text = json.dumps(_own_abilities(ranks))
         call.agree("look for the path of arrays in GPU memory", options=f"{GPU_PATH}, or implementation=, says {word}")
-        everyone = [Abilities(*json.loads(text)) for text in ranks.allgather_text(mine)]
+        abilities = [Abilities(*json.loads(text)) for text in ranks.allgather_text(own_text)]
         call.expect_more()
-        path, reason, is_second_best = _chosen(ranks, word, everyone)
+        path, reason, is_second_best = _choose(ranks, word, abilities)
         paths.by_name[path.name] = path  # it exists, whether or not this call succeeds
         if is_second_best and ranks.rank == 0:  # before the agreement: warnings may be errors
             warn(f"{_WHERE} is {path.name}: {reason}", FallbackWarning)
         call.agree("use the path of arrays in GPU memory")
-    paths.known[word], paths.reasons[word] = path, reason
+    paths.by_word[word], paths.reasons[word] = path, reason
     return path
 
 
-def _chosen(ranks: Ranks, word: str, everyone: Sequence[Abilities]) -> tuple[DevicePath, str, bool]:
-    """Return the path, and as `in_words`; the same on all ranks.  Collective."""
-    there = device_paths(ranks).by_name
+def _choose(ranks: Ranks, word: str, abilities: Sequence[Abilities]) -> tuple[DevicePath, str, bool]:
+    """Return the path, and the answers of `in_words`; the same on all ranks.  Collective."""
+    existing = device_paths(ranks).by_name
     if ranks.size == 1:
-        return there.get("alone") or DevicePath(), "one rank", False
+        return existing.get("alone") or DevicePath(), "one rank", False
     if ranks.is_simulated:
-        return there.get("staged") or StagedPath(), "these replicas are threads", False
-    against, is_broken = obstacles(everyone, there), False
+        return existing.get("staged") or StagedPath(), "these replicas are threads", False
+    against, is_broken = obstacles(abilities, existing), False
     for name in candidates(word):
         if not against[name]:
-            path = there.get(name) or _made(name, ranks)
+            path = existing.get(name) or _make(name, ranks)
             if not isinstance(path, str):
-                return path, *in_words(name, word, against, everyone, is_broken=is_broken)
+                return path, *in_words(name, word, against, abilities, is_broken=is_broken)
             against[name], is_broken = path, True
     raise AssertionError("staged can always be")
 
 
-def _made(name: PathName, ranks: Ranks) -> DevicePath | str:
+def _make(name: PathName, ranks: Ranks) -> DevicePath | str:
     """Return a path, or why it cannot be, on all ranks alike."""
     if name == "nccl":
         return nccl.join(ranks)
@@ -113,8 +113,8 @@ def any_path(ranks: Ranks) -> DevicePath:
 
     For calls that choose no path: broadcasts, gathers, assignments.
     """
-    known = next(iter(device_paths(ranks).known.values()), None)
-    return device_path(ranks, path_word(CommunicationOptions())) if known is None else known
+    earlier = next(iter(device_paths(ranks).by_word.values()), None)
+    return device_path(ranks, path_word(CommunicationOptions())) if earlier is None else earlier
 
 
 def candidates(word: str) -> list[PathName]:
@@ -122,21 +122,21 @@ def candidates(word: str) -> list[PathName]:
     return [*(name for name in _ORDER if name == word), *_ORDER[word == "ring" :]]
 
 
-def obstacles(ranks: Sequence[Abilities], taken: Container[str] = ()) -> dict[PathName, str]:
+def obstacles(ranks: Sequence[Abilities], existing: Container[str] = ()) -> dict[PathName, str]:
     """Return why each path cannot be; "" where it can.
 
     Args:
-        ranks: what each of them has.
-        taken: the paths that the strategy has already.
+        ranks: the abilities of each rank.
+        existing: the paths that the strategy has already.
     """
     refusing: dict[str, list[int]] = {}
     for number, rank in enumerate(ranks):
         refusing.setdefault(rank.against_mpi, []).append(number)
-    by_mpi = "; ".join(f"{why} ({ranks_in_words(those)})" for why, those in refusing.items() if why)
-    other = "this strategy uses {}, and the two can block each other"
+    by_mpi = "; ".join(f"{why} ({ranks_in_words(numbers)})" for why, numbers in refusing.items() if why)
+    conflict = "this strategy uses {}, and the two can block each other"
     return {
-        "nccl": _against_nccl(ranks) or ("mpi" in taken and other.format("mpi")) or "",
-        "mpi": by_mpi or ("nccl" in taken and other.format("nccl")) or "",
+        "nccl": _against_nccl(ranks) or ("mpi" in existing and conflict.format("mpi")) or "",
+        "mpi": by_mpi or ("nccl" in existing and conflict.format("nccl")) or "",
         "staged": "",
     }
 
@@ -156,21 +156,21 @@ def _against_nccl(ranks: Sequence[Abilities]) -> str:
 def in_words(
     name: PathName, word: str, against: Mapping[PathName, str], ranks: Sequence[Abilities], *, is_broken: bool = False
 ) -> tuple[str, bool]:
-    """Return why a path was chosen, and whether to warn: it was not asked for, and is not the best that there could be.
+    """Return why a path was chosen, and whether to warn: where it was not asked for, and a better path is thinkable.
 
     Args:
         name: of the path.
-        word: what was asked for.
+        word: the path that was asked for.
         against: why paths cannot be.
-        ranks: what each of them has.
+        ranks: the abilities of each rank.
         is_broken: whether NCCL is there, and does not work.
     """
     if name == word:
         return "as asked for", False
     before = dict.fromkeys(candidates(word)[: candidates(word).index(name)])
-    reason = f"not {'; '.join(f'{each} ({against[each]})' for each in before)}" if before else "the fastest"
+    reason = f"not {'; '.join(f'{path} ({against[path]})' for path in before)}" if before else "the fastest"
     if word in before:
-        reason = f"{word} cannot be: {'; '.join(against[each] for each in before)}"
+        reason = f"{word} cannot be: {'; '.join(against[path] for path in before)}"
     if name == "staged":
         nccl_too = "Install NCCL: pip install nvidia-nccl-cu12, or nvidia-nccl-cu13"
         if all(rank.nccl for rank in ranks):

@@ -1,13 +1,13 @@
 """The NCCL path: NVIDIA's library reduces on the GPUs, and the host only puts the work on the current stream.
 
-Nothing waits: what is on the stream before is done before NCCL reads, and what comes after finds the result.  How far
+Nothing waits: NCCL reads after earlier work on the stream, and later work sees the result.  How far
 the GPU has come is noted where the watchdog sees it (`watchdog.gpu_progress`): a peer that never comes ends the job
 with a roll call, wherever the program waits for the result.  Wherever this file waits itself, it does so with a limit.
 
 With NCCL, MPI carries memory of the host only, so the two never wait for each other on a GPU.
 
-Each pack is a call of its own.  NCCL can join calls into one launch (groups), which pays for many small ones: those
-are one pack already.
+Each pack is a call of its own.  NCCL can join calls into one launch (groups), which pays for many small arrays: those
+are already in one pack.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _TRIAL_SECONDS = 60.0
 _TRIAL_SIZE = 2**16
 _WHERE = "a collective by NCCL"
 #: Never freed: the GPU may still write its progress there.
-_left: list[GpuProgress] = []
+_retained: list[GpuProgress] = []
 
 
 def version() -> int:
@@ -59,7 +59,7 @@ class NcclPath(DevicePath):
     """See `mpistrategy.mpi.interface.gpu_transport.DevicePath`; made by `join`.
 
     Args:
-        ranks: who takes part.
+        ranks: the ranks that take part.
         communicator: CuPy's NcclCommunicator of these ranks, on the current device.
     """
 
@@ -129,9 +129,9 @@ class NcclPath(DevicePath):
     ) -> None:
         """Replace `buffer` by its combination over the ranks, on `root` or on all, on the current stream."""
         if buffer.dtype.kind == "c" and op == "PROD":  # NCCL sees pairs of floats: it can add them
-            everyone = communication_memory(self._cupy, ranks.size * buffer.size, buffer.dtype)
-            self.allgather(ranks, buffer, [buffer.size] * ranks.size, everyone)
-            buffer[...] = everyone.reshape((ranks.size, buffer.size)).prod(axis=0)
+            blocks = communication_memory(self._cupy, ranks.size * buffer.size, buffer.dtype)
+            self.allgather(ranks, buffer, [buffer.size] * ranks.size, blocks)
+            buffer[...] = blocks.reshape((ranks.size, buffer.size)).prod(axis=0)
             return
         with ordered_keys.in_order(self._cupy, buffer, op) as values:  # NCCL's MIN and MAX of floats may lose a NaN
             parts = 2 if values.dtype.kind == "c" else 1
@@ -144,20 +144,20 @@ class NcclPath(DevicePath):
                 self._begin(count, self._nccl.reduce, *arguments, root)
 
     def bcast(self, ranks: Ranks, buffer: DeviceArray, root: int) -> None:
-        """Replace `buffer` by that of `root`."""
+        """Replace `buffer` by `root`'s buffer."""
         self._begin(buffer.nbytes, self._nccl.bcast, buffer.data.ptr, buffer.nbytes, _number("INT8"), root)
 
-    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], together: DeviceArray) -> None:
-        """Write all ranks' blocks into `together`; blocks of several sizes are broadcast one after the other."""
+    def allgather(self, ranks: Ranks, block: DeviceArray, counts: Sequence[int], target: DeviceArray) -> None:
+        """Write all ranks' blocks into `target`; blocks of several sizes are broadcast one after the other."""
         if len(set(counts)) > 1:
-            super().allgather(ranks, block, counts, together)
+            super().allgather(ranks, block, counts, target)
             for root, stop in enumerate(accumulate(counts)):
-                self.bcast(ranks, together[stop - counts[root] : stop], root)
+                self.bcast(ranks, target[stop - counts[root] : stop], root)
         else:
-            arguments = block.data.ptr, together.data.ptr, block.nbytes, _number("INT8")
-            self._begin(together.nbytes, self._nccl.allGather, *arguments)
+            arguments = block.data.ptr, target.data.ptr, block.nbytes, _number("INT8")
+            self._begin(target.nbytes, self._nccl.allGather, *arguments)
 
-    def _begin(self, size: int, put: Callable[..., None], *arguments: Any) -> None:
+    def _begin(self, size: int, launch: Callable[..., None], *arguments: Any) -> None:
         """Put a collective on the current stream, and note it where the watchdog sees it; nothing for a size of 0."""
         if not size:
             return
@@ -166,13 +166,13 @@ class NcclPath(DevicePath):
         call = self._ranks.guard.current
         limit = None if call is None else call.timeout
         with self._progress.collective(self._ranks.guard.record.last(), limit) as stream:
-            put(*arguments, stream)
+            launch(*arguments, stream)
 
     def _wait_for_all(self, seconds: float = math.inf) -> None:
-        """Wait until the GPU is done with all that it was given; a peer that never comes is the watchdog's concern.
+        """Wait until the GPU has done all its work; the watchdog looks for a peer that never comes.
 
         Args:
-            seconds: for how long the GPU may be in a collective; what it does before does not count.
+            seconds: for how long the GPU may be in a collective; earlier work does not count.
 
         Raises:
             DeviceError: when NCCL has failed, or that takes too long; it is given up then.
@@ -195,9 +195,9 @@ class NcclPath(DevicePath):
         buffer.fill(self._ranks.rank + 1.0)
         self.reduce(self._ranks, buffer, "SUM")
         self._wait_for_all(min(_TRIAL_SECONDS, self._ranks.guard.timeout / 2))
-        found = np.unique(buffer.get())
-        right = self._ranks.size * (self._ranks.size + 1) / 2
-        return "" if found.tolist() == [right] else f"a wrong sum: {found[:3].tolist()} for {right}"
+        sums = np.unique(buffer.get())
+        total = self._ranks.size * (self._ranks.size + 1) / 2
+        return "" if sums.tolist() == [total] else f"a wrong sum: {sums[:3].tolist()} for {total}"
 
     def free(self) -> None:
         """Free NCCL's communicator, once all GPUs are done with it."""
@@ -210,7 +210,7 @@ class NcclPath(DevicePath):
         self._ranks.guard.gpu_progress = None
         if trouble:
             self._give_up(trouble)
-            _left.append(self._progress)
+            _retained.append(self._progress)
         if not self._failure:
             self._let_go(self._nccl.destroy)
 
@@ -218,26 +218,26 @@ class NcclPath(DevicePath):
 def join(ranks: Ranks) -> NcclPath | str:
     """Return the path, or why NCCL cannot connect these ranks; the same on all.  Collective.
 
-    The current device must be the one that this rank drives.
+    The current device must be this rank's GPU.
     """
-    made: list[NcclPath] = []
-    told = ranks.allgather_text("" if ranks.rank else _unique_id())[0]
-    if told.startswith("!"):
-        return f"it does not start: {told[1:]}"
+    paths: list[NcclPath] = []
+    unique_id = ranks.allgather_text("" if ranks.rank else _unique_id())[0]
+    if unique_id.startswith("!"):
+        return f"it does not start: {unique_id[1:]}"
 
     def connect() -> None:
-        communicator = _communicator(ranks, bytes.fromhex(told))
+        communicator = _communicator(ranks, bytes.fromhex(unique_id))
         try:
-            made.append(NcclPath(ranks, communicator))
+            paths.append(NcclPath(ranks, communicator))
         except Exception:
             communicator.abort()  # otherwise CuPy would destroy it, and wait for the peers
             raise
 
     # All ranks are through before the first of them uses it: what connecting does to a GPU must not meet a collective.
-    trouble = first_error(ranks, error_of(connect)) or first_error(ranks, error_of(lambda: made[0].trial()))
+    trouble = first_error(ranks, error_of(connect)) or first_error(ranks, error_of(lambda: paths[0].trial()))
     if not trouble:
-        return made[0]
-    for path in made:
+        return paths[0]
+    for path in paths:
         path.leave(trouble)
     return f"it does not connect the ranks: {trouble}"
 
@@ -250,7 +250,7 @@ def _unique_id() -> str:
     from cupy.cuda import nccl
 
     try:
-        return bytes(each & 0xFF for each in nccl.get_unique_id()).hex()
+        return bytes(number & 0xFF for number in nccl.get_unique_id()).hex()
     except Exception as error:  # CuPy's NcclError
         return f"!{type(error).__name__}: {error}"
 
@@ -268,5 +268,5 @@ def _number(name: str) -> int:
     """Return NCCL's number of a dtype or an operation; not every CuPy has a name for bfloat16."""
     from cupy.cuda import nccl
 
-    found: int = 9 if name == "BFLOAT16" else getattr(nccl, f"NCCL_{name}")
-    return found
+    number: int = 9 if name == "BFLOAT16" else getattr(nccl, f"NCCL_{name}")
+    return number

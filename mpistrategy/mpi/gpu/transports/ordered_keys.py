@@ -1,4 +1,4 @@
-"""MIN and MAX of floats as those of integers, for libraries whose MIN and MAX of floats may lose a NaN.
+"""MIN and MAX of floats as MIN and MAX of integers, for libraries whose MIN and MAX of floats may lose a NaN.
 
 The bits of a float become a signed integer of the same order: -0.0 is less than +0.0, and a NaN is the greatest number
 for MAX and the least for MIN.  Converted back, the result has the bits of `mpistrategy.arrays.dtypes.Extreme`.
@@ -57,7 +57,7 @@ def are_for(dtype: np.dtype[Any], op: str) -> bool:
 
 @contextmanager
 def in_order(cupy: Any, buffer: DeviceArray, op: str) -> Iterator[DeviceArray]:
-    """Give what is combined in place of a buffer: its keys, which are floats again afterwards, or the buffer itself."""
+    """Yield the array to combine for a buffer: its keys, which become floats again afterwards, or the buffer itself."""
     if not are_for(buffer.dtype, op):
         yield buffer
         return
@@ -89,4 +89,4 @@ def _launch(cupy: Any, name: str, keys: DeviceArray, op: str) -> None:
 def compile_for(cupy: Any) -> dict[str, Any]:
     """Return the kernels by their names; to be called before the ranks agree, since it may fail."""
     module = cupy.RawModule(code=SOURCE, options=("--std=c++17",))
-    return {name: module.get_function(name) for both in NAMES.values() for name in both}
+    return {name: module.get_function(name) for names in NAMES.values() for name in names}
