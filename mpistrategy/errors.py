@@ -197,7 +197,7 @@ class DTypeMismatchError(DTypeError, ValueError):
 class ShapeError(MpiStrategyError, ValueError):
     """A shape or an axis that does not fit.
 
-    Cause: an array whose shape is not that of the variable, of `out=`, or of the gradients before; an axis that does
+    Cause: an array whose shape is not the shape of the variable, of `out=`, or of earlier gradients; an axis that does
     not exist; a scalar given to `gather`.
     Cure: the message has both shapes. Gather scalars as arrays of one element: `np.atleast_1d(x)`.
     """

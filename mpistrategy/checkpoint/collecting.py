@@ -21,7 +21,7 @@ from mpistrategy.checkpoint.storage.shards import own_pieces, pieces_of
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 
-#: The bytes of one writer: so many bytes of data get one writer more.
+#: A checkpoint gets one writer for so many bytes.
 BYTES_A_WRITER = 2**26
 #: Larger arrays are split.
 BYTES_A_PART = 2**26
