@@ -140,17 +140,17 @@ def setup_logging(
     """
     if not isinstance(logger, (str, logging.Logger)):
         raise OptionTypeError.at(_WHERE, found=f"logger={logger!r}", expected="a logger, or its name")
-    chosen = logging.getLogger(logger) if isinstance(logger, str) else logger
+    target = logging.getLogger(logger) if isinstance(logger, str) else logger
     handler, by_rank = RankHandler(stream), RankFilter(ranks, level, others)
     if format is not None:
         handler.setFormatter(RankFormatter(format, _DATES))
     handler.addFilter(by_rank)
-    for old_handler in list(chosen.handlers):
+    for old_handler in list(target.handlers):
         if force or isinstance(old_handler, RankHandler):
-            chosen.removeHandler(old_handler)
+            target.removeHandler(old_handler)
             old_handler.close()
-    chosen.addHandler(handler)
-    chosen.setLevel(min(by_rank.level, by_rank.others))
+    target.addHandler(handler)
+    target.setLevel(min(by_rank.level, by_rank.others))
     return handler
 
 
@@ -165,14 +165,14 @@ def _level_number(level: int | str, argument: str) -> int:
 
 
 def _checked_ranks(ranks: Any) -> Any:
-    several = [ranks] if isinstance(ranks, int) else ranks
+    rank_list = [ranks] if isinstance(ranks, int) else ranks
     if isinstance(ranks, str) and ranks.lower() == "all":
         return "all"
-    if isinstance(several, str) or not isinstance(several, Collection):
+    if isinstance(rank_list, str) or not isinstance(rank_list, Collection):
         raise OptionTypeError.at(_WHERE, found=f"ranks={ranks!r}", expected='a rank, a list of ranks, or "all"')
-    if not all(isinstance(rank, int) and rank >= 0 for rank in several):
+    if not all(isinstance(rank, int) and rank >= 0 for rank in rank_list):
         raise OptionError.at(_WHERE, found=f"ranks={ranks!r}", expected="numbers of ranks, from 0 on")
-    return several
+    return rank_list
 
 
 def _has(ranks: Any, rank: int) -> bool:

@@ -210,14 +210,14 @@ def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta |
             expected="none",
             fix="Call torch.distributed.destroy_process_group() before, or use the group that there is.",
         )
-    chosen = MirroredStrategy() if strategy is None else strategy
+    group_strategy = MirroredStrategy() if strategy is None else strategy
     dist.init_process_group(
         NAME,
-        store=_store(chosen),
-        rank=chosen.rank,
-        world_size=chosen.num_replicas_in_sync,
+        store=_store(group_strategy),
+        rank=group_strategy.rank,
+        world_size=group_strategy.num_replicas_in_sync,
         timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
-        pg_options=chosen,
+        pg_options=group_strategy,
     )
 
 

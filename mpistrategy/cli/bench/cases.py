@@ -106,8 +106,8 @@ def _by_strategy(strategy: Strategy, ctx: ReplicaContext, value: Any, operands: 
     yield Variant("mpistrategy out=", partial(all_reduce, "SUM", value, out=value), operands)
     for name, shared_result in (("mpistrategy arena", False), ("mpistrategy arena, shared result", True)):
         arena = strategy.arena(value, shared_result=shared_result)
-        inside = arena.values if isinstance(arena.values, list) else [arena.values]
-        yield Variant(name, partial(all_reduce, "SUM", arena), inside, close=arena.close)
+        operand_list = arena.values if isinstance(arena.values, list) else [arena.values]
+        yield Variant(name, partial(all_reduce, "SUM", arena), operand_list, close=arena.close)
 
 
 def _array_by_mpi(ranks: RawRanks, operand: Any) -> list[Variant]:

@@ -115,8 +115,8 @@ def _meet(options: argparse.Namespace, ranks: Ranks, own_facts: Facts, end: floa
     if ranks.rank == 0 and len(texts) < ranks.size:
         return Job([own_facts], options.ranks, sorted({*range(ranks.size)} - texts.keys()), patience)
     leaders, local_rank = ranks.places()
-    everyone = [facts.UNKNOWN | json.loads(texts[rank]) | {"leader": leaders[rank]} for rank in sorted(texts)]
-    job = Job(everyone, options.ranks)
+    all_facts = [facts.UNKNOWN | json.loads(texts[rank]) | {"leader": leaders[rank]} for rank in sorted(texts)]
+    job = Job(all_facts, options.ranks)
     differ = any(job.with_several(key) for key in ("mpistrategy", "python", "thread_level"))  # it may hang then
     if ranks.from_first(int(differ)):
         return replace(job, untried="the ranks run different versions, or started MPI differently")

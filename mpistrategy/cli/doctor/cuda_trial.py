@@ -132,8 +132,8 @@ def _trial(ranks: Ranks, local_rank: int) -> Outcome:
 
     direct = _SIZES[-1] / _seconds(ranks, lambda: ranks.comm.Allreduce(operand, result))
     by_host = _SIZES[-1] / _seconds(ranks, staged)
-    shown = f"{ranks.size} ranks, {direct / 1e9:.1f} GB/s; {by_host / 1e9:.1f} GB/s staged through the host"
-    return Outcome("right", shown, direct, by_host)
+    text = f"{ranks.size} ranks, {direct / 1e9:.1f} GB/s; {by_host / 1e9:.1f} GB/s staged through the host"
+    return Outcome("right", text, direct, by_host)
 
 
 def _pattern(nbytes: int, rank: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

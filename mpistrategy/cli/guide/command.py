@@ -69,7 +69,7 @@ def _search(word: str) -> int:
 
 def _refuse(problem: str, word: str, names: Iterable[str]) -> int:
     by_lower_case = {name.lower(): name for name in names}
-    near = [by_lower_case[match] for match in difflib.get_close_matches(word.lower(), by_lower_case, 4, 0.6)]
-    more = f"the nearest: {', '.join(near)}" if near else "mpistrategy guide --list shows all pages"
+    matches = [by_lower_case[match] for match in difflib.get_close_matches(word.lower(), by_lower_case, 4, 0.6)]
+    more = f"the nearest: {', '.join(matches)}" if matches else "mpistrategy guide --list shows all pages"
     sys.stderr.write(f"mpistrategy guide: {problem}; {more}\n")
     return _COULD_NOT

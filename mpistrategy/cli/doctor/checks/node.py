@@ -48,12 +48,12 @@ def _cores_of(ranks: list[Facts]) -> Finding:
 
 def shared_memory(job: Job) -> list[Finding]:
     """Find too little shared memory for the ranks of a node."""
-    several = [ranks for ranks in job.nodes.values() if len(ranks) > 1]
-    if not several:
+    shared_nodes = [ranks for ranks in job.nodes.values() if len(ranks) > 1]
+    if not shared_nodes:
         return [Finding("shared memory", OK, "one rank on each node: nothing to share")]
-    tightest = min(several, key=lambda ranks: int(ranks[0]["room_free"]))
+    tightest = min(shared_nodes, key=lambda ranks: int(ranks[0]["room_free"]))
     room = _room(tightest, len(job.nodes) > 1)
-    of_open_mpi = [rank for ranks in several for rank in ranks if rank["library"].startswith("Open MPI")]
+    of_open_mpi = [rank for ranks in shared_nodes for rank in ranks if rank["library"].startswith("Open MPI")]
     short = [rank for rank in of_open_mpi if 0 <= rank["shm_free"] < _OPEN_MPI_BYTES]
     if not short:
         return [room]
