@@ -35,7 +35,7 @@ def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[Path, Path]
 
 
 def names_found() -> list[str]:
-    return [os.path.basename(path) for path in leftovers.found()]
+    return [os.path.basename(path) for path in leftovers.leftover_paths()]
 
 
 @pytest.mark.one_rank
@@ -169,13 +169,13 @@ def test_a_killed_job_is_cleared_away_beside_one_that_runs(tmp_path: Path, monke
         if not own:
             pytest.skip("this MPI has nothing that could be left")
         # Other tests of this machine leave something meanwhile, too.
-        assert own.isdisjoint(leftovers.found()), "both jobs run"
+        assert own.isdisjoint(leftovers.leftover_paths()), "both jobs run"
         kill(killed)
-        until(lambda: own & set(leftovers.found()), "nothing is left")
-        gone = own & set(leftovers.found())
+        until(lambda: own & set(leftovers.leftover_paths()), "nothing is left")
+        gone = own & set(leftovers.leftover_paths())
         with monkeypatch.context() as patched:
             patched.setattr(leftovers, "sees_all_processes", lambda: True)
-            patched.setattr(leftovers, "found", lambda: sorted(gone))
+            patched.setattr(leftovers, "leftover_paths", lambda: sorted(gone))
             assert leftovers.run() == 0
         assert not any(os.path.exists(path) for path in gone)
         (tmp_path / "runs" / "end").touch()

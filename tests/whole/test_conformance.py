@@ -67,12 +67,19 @@ def first(program: str, **inputs: Json) -> Json:
     """A case of a program that went well and has these inputs."""
     well = [case for case in OF_SIZE if case["program"] == program and case["outcome"].get("status") == "ok"]
     found = [case for case in well if all(case["inputs"].get(name) == value for name, value in inputs.items())]
+    if "reduce_op" in inputs:  # of an array of numbers, not of a nest
+        found = [case for case in found if is_float32(case["outcome"].get("by_rank", [case["outcome"]])[0])]
     return next(iter(found), None) or pytest.skip("nothing of the kind was recorded with this number of replicas")
 
 
 def result_of(record: Json) -> Json:
     """The array that rank 0 should get."""
     return local_view(record["observed"]["result"], 0)
+
+
+def is_float32(record: Json) -> bool:
+    result = result_of(record)
+    return isinstance(result, dict) and result.get("dtype") == "float32"
 
 
 def shift_slot(record: Json) -> None:
