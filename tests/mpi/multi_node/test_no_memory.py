@@ -214,7 +214,7 @@ def test_an_accumulation(memory: Memory, monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_after_a_weighted_mean(contained: ms.Strategy, memory: Memory) -> None:
-    memory.limit(weights.WeightedMeans, "_sent")
+    memory.limit(weights.WeightedMeans, "_summed_products")
     check_the_others_hear(contained, memory, lambda: context().all_reduce("MEAN", np.ones(1000), weight=RANK + 1.0))
 
 
