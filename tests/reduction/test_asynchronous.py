@@ -10,6 +10,7 @@ from typing import Any
 import launching
 import numpy as np
 import pytest
+from mpi4py import MPI
 from replicas import RANK, RANKS, SIZE, OnNodes, context, outcomes
 
 import mpistrategy as ms
@@ -19,7 +20,6 @@ from mpistrategy.errors import (
     DTypeError,
     OptionTypeError,
     ReduceOpError,
-    StructureError,
     UnsupportedError,
 )
 from mpistrategy.mpi.over_mpi.background import Background
@@ -159,24 +159,6 @@ def test_a_mistake_is_raised_on_every_rank(placed: ms.Strategy, mistake: str, wh
     assert still_works(placed)
 
 
-@pytest.mark.parametrize("whose", ["everybody's", "the last rank's"])
-def test_an_arena_given_another_array_is_refused_on_every_rank(placed: ms.Strategy, whose: str) -> None:
-    if whose != "everybody's" and SIZE == 1:
-        pytest.skip("one rank is everybody")
-    arena = placed.arena({"w": np.zeros(5)})
-    own = arena.values["w"]
-    started(placed, "SUM", arena).wait()
-    if whose == "everybody's" or RANK == SIZE - 1:
-        arena.values["w"] = np.zeros(5)
-    end = ends_of(placed, [{"op": "SUM", "value": arena}])[0]
-    for outcome in outcomes(end):
-        assert outcome.error is StructureError
-    arena.values["w"] = own
-    own[...] = RANK
-    assert (started(placed, "SUM", arena).wait()["w"] == sum(RANKS)).all()
-    arena.close()
-
-
 THREE = np.ones(3)
 #: Calls of even and of odd ranks.
 DIFFERENT: dict[str, tuple[list[dict[str, Any]], list[dict[str, Any]]]] = {
@@ -215,6 +197,19 @@ def test_one_rank_that_has_started_nothing_does_not_leave_the_others_waiting(apa
     if before and RANK != 0:
         started(apart, "SUM", np.ones(3))
     assert still_works(apart)
+
+
+@several
+def test_it_is_not_done_before_all_ranks_have_started_it(apart: ms.Strategy) -> None:
+    started(apart, "SUM", 1.0).wait()
+    if RANK != 0:
+        MPI.COMM_WORLD.Barrier()
+    handle = started(apart, "SUM", np.ones(5))
+    if RANK == 0:
+        assert not handle.done()
+        MPI.COMM_WORLD.Barrier()
+    assert (handle.wait() == SIZE).all()
+    assert handle.done()
 
 
 @several

@@ -165,14 +165,6 @@ def test_rows_written_into_a_variable(cupy: Any, path: str, method: str) -> None
         assert path == "staged" or moved <= 2 * (indices.nbytes + slices.nbytes)
 
 
-def test_an_arena_takes_that_of_rank_0(cupy: Any, path: str) -> None:
-    with made(path) as strategy, strategy.scope():
-        arena = strategy.arena([cupy.asarray(value(RANK))])
-        arena.values[0][...] = cupy.asarray(value(RANK))
-        _, moved = bytes_to_host(lambda: strategy.extended.broadcast_to(arena, arena))
-        assert is_right(path, arena.values[0], value(0), moved)
-
-
 def test_a_checkpoint_is_restored_without_reading_what_is_there(cupy: Any, path: str, tmp_path: Path) -> None:
     with made(path) as strategy, strategy.scope():
         var, large = ms.Variable(value(0)), ms.Variable(value(0, "float64", (300, 1000)))

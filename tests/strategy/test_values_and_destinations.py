@@ -18,6 +18,11 @@ several = pytest.mark.skipif(SIZE == 1, reason="one rank has no other calls to d
 TOTAL = sum(RANKS) + SIZE
 
 
+OPS: list[tuple[Any, str]] = [(MPI.SUM, "'SUM'"), ("MPI.MAX", "'MAX'"), ("MAXLOC", "mpi4py"), (MPI.LAND, "mpi4py")]
+NESTS: list[Any] = [[np.ones(2), np.ones(2)], {"a": np.ones(2)}]
+SLICES = ms.IndexedSlices(np.ones(1), [0])
+
+
 def plain(value: Any) -> Any:
     """Return a result without its containers, as lists and numbers."""
     if isinstance(value, dict):
@@ -79,30 +84,27 @@ def test_calls_that_differ_name_the_usual_cure(
     assert still_works(strategy)
 
 
-def test_a_nest_of_arrays_is_broadcast_elsewhere(strategy: ms.Strategy) -> None:
-    with strategy.scope():
-        for nest in ([np.ones(2), np.ones(2)], {"a": np.ones(2)}):
-            with pytest.raises(errors.LeafError, match=r"strategy\.broadcast\(value\)"):
-                strategy.extended.broadcast_to(nest, "CPU:0")
-    assert still_works(strategy)
-
-
 def test_words_for_what_is_written_elsewhere(strategy: ms.Strategy) -> None:
-    for op, word in ((MPI.SUM, "Write 'SUM'"), ("MPI.MAX", "Write 'MAX'"), ("MAXLOC", "mpi4py"), (MPI.LAND, "mpi4py")):
-        with pytest.raises(errors.ReduceOpError, match=word) as refused:
-            strategy.reduce(op, 1.0)  # type: ignore[call-overload]
-        assert "Did you mean" not in str(refused.value)
     objects = np.array([1, None], object)
     with strategy.scope():
         v = ms.Variable(np.zeros(2))
-        for call in (lambda: strategy.reduce("SUM", objects), lambda: v.assign(objects), lambda: ms.Variable(objects)):
-            with pytest.raises(errors.LeafError, match="of dtype object"):
-                call()
-        for method in (v.assign, v.assign_add, v.scatter_add):
-            with pytest.raises(TypeError, match="use_locking"):
-                method(np.ones(2), use_locking=True)  # type: ignore[operator]
-    with pytest.raises(TypeError, match="Leave it out"):
-        ms.optimizers.SGD(0.1, use_locking=True)  # type: ignore[call-arg]
-    with pytest.raises(AttributeError, match="MirroredStrategy"):
-        _ = ms.DistributionStrategy  # type: ignore[attr-defined]
+    to: Any = strategy.extended
+    words: list[tuple[Callable[[], Any], type[Exception], str]] = [
+        *((lambda op=op: strategy.reduce(op, 1.0), errors.ReduceOpError, word) for op, word in OPS),
+        *(
+            (lambda nest=nest: to.broadcast_to(nest, "CPU:0"), errors.LeafError, r"strategy\.broadcast")
+            for nest in NESTS
+        ),
+        (lambda: strategy.reduce("SUM", objects), errors.LeafError, "of dtype object"),
+        (lambda: v.assign(objects), errors.LeafError, "of dtype object"),
+        (lambda: ms.Variable(objects), errors.LeafError, "of dtype object"),
+        (lambda: v.assign(np.ones(2), use_locking=True), TypeError, "use_locking"),  # type: ignore[call-arg]
+        (lambda: v.scatter_add(SLICES, use_locking=True), TypeError, "use_locking"),  # type: ignore[call-arg]
+        (lambda: ms.optimizers.SGD(0.1, use_locking=True), TypeError, "Leave it out"),  # type: ignore[call-arg]
+        (lambda: ms.DistributionStrategy, AttributeError, "MirroredStrategy"),  # type: ignore[attr-defined]
+    ]
+    for call, error, word in words:
+        with strategy.scope(), pytest.raises(error, match=word) as refused:
+            call()
+        assert "Did you mean" not in str(refused.value)
     assert still_works(strategy)

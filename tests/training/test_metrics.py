@@ -117,8 +117,8 @@ def test_a_loop_without_steps_adds_what_each_rank_has(strategy: ms.Strategy, mea
     for _ in range(RANK + 1):
         mean.update_state(float(RANK))
     with strategy.scope():
-        mean.update_state(9.0)
-    everything = [9.0] * SIZE + [float(rank) for rank in RANKS for _ in range(rank + 1)]
+        mean.update_state(9.0, weight=2.0)
+    everything = [9.0] * 2 * SIZE + [float(rank) for rank in RANKS for _ in range(rank + 1)]
     assert mean.result() == pytest.approx(np.mean(everything))
 
 
