@@ -264,7 +264,7 @@ def has_peers() -> bool:
 
 
 def open_strategy(where: str, subject: str) -> Strategy | None:
-    """Return the strategy of several ranks that an object made outside scope() joins: the only one that is open.
+    """Return the strategy of several ranks that an object made outside scope() joins: the only open strategy.
 
     None if this rank has made no strategy of several ranks.
 

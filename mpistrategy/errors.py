@@ -187,7 +187,7 @@ class DTypeError(MpiStrategyError, TypeError):
 
 
 class DTypeMismatchError(DTypeError, ValueError):
-    """An array whose dtype differs from that of its target (a ValueError in TensorFlow).
+    """An array whose dtype differs from the dtype of its target (a ValueError in TensorFlow).
 
     Cause: an array was assigned to a variable of another dtype.
     Cure: `x.astype(v.dtype)`.
@@ -197,7 +197,7 @@ class DTypeMismatchError(DTypeError, ValueError):
 class ShapeError(MpiStrategyError, ValueError):
     """A shape or an axis that does not fit.
 
-    Cause: an array whose shape is not that of the variable, of `out=`, or of the gradients before; an axis that does
+    Cause: an array whose shape is not the shape of the variable, of `out=`, or of earlier gradients; an axis that does
     not exist; a scalar given to `gather`.
     Cure: the message has both shapes. Gather scalars as arrays of one element: `np.atleast_1d(x)`.
     """
@@ -480,7 +480,7 @@ class TraceError(MpiStrategyError, ValueError):
 
 
 class InjectedFault(MpiStrategyError, RuntimeError):  # noqa: N818  (no mistake of anybody's)
-    """Raised on purpose, as MPISTRATEGY_INJECT asks; the other ranks are not told.
+    """Raised on purpose, as MPISTRATEGY_INJECT asks; the other ranks get no message.
 
     Cause: `MPISTRATEGY_INJECT` or `mpistrategy run --inject` asked for it.
     Cure: leave them out. See how to make a rank fail (`mpistrategy guide disagreement`).
@@ -519,11 +519,11 @@ class CollectiveTimeoutError(RemoteError, TimeoutError):
 
     Cause: with `on_error="raise"`, a rank waited longer than `timeout_seconds`. `.missing` are the ranks that did not
     come.
-    Cure: find out where those are; around a long piece of work on one rank, use `with strategy.expect_long(seconds):`.
-    See a collective that is late (`mpistrategy guide disagreement`).
+    Cure: find out where the missing ranks are; around a long piece of work on one rank, use
+    `with strategy.expect_long(seconds):`. See a collective that is late (`mpistrategy guide disagreement`).
 
     Attributes:
-        calls: by the number in the job, what is known of each rank: the call that it waits in, its operation and its
+        calls: by the number in the job, the known facts of each rank: the call that it waits in, its operation and its
             site; or with `left` where it is, and why it does not answer.
         missing: the ranks that have not come.
         waited_seconds: by rank, how long it has waited; 0 for a rank that has not come.

@@ -180,7 +180,7 @@ class GradientAccumulator(Kept, Settable):
 
         Returns:
             At every `steps`-th call the sums, for an optimizer, in the gradients' kind of array; the next call starts
-            at 0.  Else None.  A sum of None is None; a sum of IndexedSlices has the rows of all of them.
+            at 0.  Else None.  A sum of None alone is None; a sum of IndexedSlices has the rows of all of them.
 
         Raises:
             ShapeError: when the number or the shapes of gradients differ from the step before.

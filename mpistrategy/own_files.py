@@ -89,7 +89,7 @@ def read(name: str, most: int, only_own: bool = True) -> bytes:
     return data
 
 
-# ------------------------------------------------------------------------------------------------ new ones
+# ------------------------------------------------------------------------------------------------ new files and folders
 
 
 def make_folder(path: str) -> None:

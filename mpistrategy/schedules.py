@@ -1,7 +1,7 @@
 """Learning-rate schedules: functions of the number of steps made so far, as in Keras.
 
-An optimizer takes any function of a step as its `learning_rate`; these are the usual ones.  They have no state: the
-step is the optimizer's, which checkpoints save.
+An optimizer takes any function of a step as its `learning_rate`; these are the usual schedules.  They have no state:
+the step is the optimizer's, which checkpoints save.
 """
 
 from __future__ import annotations

@@ -40,10 +40,10 @@ class Stateful(Protocol):
     """An object that a checkpoint saves and restores by its own methods; any class that has them is one."""
 
     def state_dict(self) -> Any:
-        """Return the state: a nest of what checkpoints save."""
+        """Return the state: a nest of objects that checkpoints save."""
 
     def load_state_dict(self, state: Any) -> object:
-        """Take over a state that `state_dict` returned, with arrays of this rank's own; what it returns is ignored."""
+        """Take over a state that `state_dict` returned, with arrays of this rank's own; the result is ignored."""
 
 
 class Checkpoint(NamesOurs):
@@ -70,8 +70,8 @@ class Checkpoint(NamesOurs):
     * `Stateful` objects, which have `state_dict()` and `load_state_dict(state)`, if the state consists of the above.
 
     A checkpoint has the objects themselves.  Where the program makes a new object at each step (numbers, tuples, JAX
-    arrays), give a function without arguments that returns the one of today: ``ms.Checkpoint(state=lambda: state)``.
-    Take the restored one from what `restore` returns: ``state = checkpoint.restore(path).objects["state"]``.
+    arrays), give a function without arguments that returns the present object: ``ms.Checkpoint(state=lambda: state)``.
+    Take the restored object from the result of `restore`: ``state = checkpoint.restore(path).objects["state"]``.
 
     Args:
         objects: by name.  Arrays, dicts and lists are restored in place; read a restored number from `objects`.
@@ -250,7 +250,7 @@ class Checkpoint(NamesOurs):
             pending._raise_failure(where)
 
     def _settle(self, where: str, name: str | None = None) -> None:
-        """Do `_wait`, and leave what has failed to be raised by the next save or wait."""
+        """Do `_wait`; the next save or wait raises an error of the save."""
         pending = self._pending
         if pending is not None:
             pending._settle(where, name)
@@ -282,7 +282,7 @@ class Checkpoint(NamesOurs):
         Other files are mapped into memory and read when the arrays are: copy them before a file is overwritten in place
         or, on a network file system, removed.  A file stays open as long as one of its arrays exists.  Writing into an
         array does not change the file.  The arrays of a ``.npz`` file are read into memory: at most 64 MiB plus 100
-        times the size of the file, since a small forged file could take any amount; use `numpy.load` for larger ones.
+        times the size of the file, since a small forged file could take any amount; use `numpy.load` for larger arrays.
         `path` may be a symbolic link to a file.
 
         Raises:
@@ -296,7 +296,7 @@ class Checkpoint(NamesOurs):
 
 
 def _is_function(value: Any) -> bool:
-    """Return whether an object of a checkpoint is a function that returns what is saved."""
+    """Return whether an object of a checkpoint is a function that returns the object to save."""
     return isinstance(value, functools.partial) or inspect.isroutine(value)
 
 

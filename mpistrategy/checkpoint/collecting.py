@@ -21,7 +21,7 @@ from mpistrategy.checkpoint.storage.shards import own_pieces, pieces_of
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.interface.ranks import Ranks
 
-#: The bytes of one writer: so many bytes of data get one writer more.
+#: A checkpoint gets one writer for so many bytes.
 BYTES_A_WRITER = 2**26
 #: Larger arrays are split.
 BYTES_A_PART = 2**26
@@ -78,8 +78,8 @@ def _over(number: int, divisor: int) -> int:
 def collect(state: State, communicator: Ranks, call: Call) -> tuple[list[int], list[Any] | None]:
     """Return the writers, and the bytes of the shard that this rank writes; None if it writes none.  Collective.
 
-    The ranks have agreed on what is saved once; afterwards the state knows its shards.  The ranks expect one more
-    agreement: a rank that has no memory for its part tells the others.
+    The ranks have agreed on the items that are saved once; afterwards the state knows its shards.  The ranks expect one
+    more agreement: a rank that has no memory for its part tells the other ranks.
 
     Raises:
         OptionError: on every rank, for more plain values of a rank than `restore` accepts.

@@ -101,17 +101,17 @@ def _totals(source: Reading, paths: Sequence[str]) -> dict[str, Array]:
     for path in paths:
         by_dtype.setdefault(_dtype_of_sums(source.manifest.items[path]), []).append(path)
     totals = {}
-    for dtype, same in by_dtype.items():
-        items = [source.manifest.items[path] for path in same]
+    for dtype, paths_of_dtype in by_dtype.items():
+        items = [source.manifest.items[path] for path in paths_of_dtype]
         ends = np.cumsum([item.elements for item in items])
         total = np.zeros(ends[-1], dtype)
         parts = np.split(total, ends[:-1])
         for _, own in sorted(source.owns.items()):
-            for path, part in zip(same, parts, strict=True):
+            for path, part in zip(paths_of_dtype, parts, strict=True):
                 part += array_of(own, path, source.manifest).reshape(-1).astype(dtype, copy=False)
         if total.size:
             source.communicator.allreduce(total)
-        for path, item, part in zip(same, items, parts, strict=True):
+        for path, item, part in zip(paths_of_dtype, items, parts, strict=True):
             combined = part / source.manifest.ranks if item.copies == "MEAN" else part
             totals[path] = combined.astype(_dtype(item)).reshape(item.shape)
     return totals
@@ -126,7 +126,7 @@ def _dtype_of_sums(item: Item) -> np.dtype[Any]:
 
 
 def _rows(source: Reading, path: str, item: Item) -> Array:
-    """Return this rank's part of a global array: the next rows, equally many on each rank but the last ones."""
+    """Return this rank's part of a global array: the next rows, equally many on each rank but the last ranks."""
     ranks, counts, readers = source.communicator, source.rows[path], source.reader_of
     begins = np.cumsum(counts) - counts
     send_counts, receive_counts = np.zeros((2, ranks.size), np.int64)

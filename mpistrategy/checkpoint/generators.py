@@ -36,7 +36,7 @@ def state_of(generator: AnyGenerator) -> Any:
 
 
 def set_state(generator: AnyGenerator, state: Any) -> None:
-    """Set the state of a generator to one that `state_of` returned.
+    """Set the state of a generator to a state that `state_of` returned.
 
     Raises:
         ValueError, TypeError, KeyError: for an invalid state, or a state of another bit generator.

@@ -37,7 +37,7 @@ _INCOMPLETE, _NO_NAME = "incomplete: the job ended while it was written", "not t
 
 
 class CheckpointManager(NamesOurs, Settable):
-    """Saves checkpoints of one Checkpoint in a folder, keeps the last ones, and restores the newest complete one.
+    """Saves checkpoints of one Checkpoint in a folder, keeps the last few, and restores the newest complete checkpoint.
 
     Args:
         checkpoint: the Checkpoint.
@@ -47,7 +47,7 @@ class CheckpointManager(NamesOurs, Settable):
 
     Attributes:
         skipped: the checkpoints that the last `restore` skipped, and why.
-        restored: what the last `restore` restored, or None.
+        restored: the result of the last `restore`, or None.
 
     Raises:
         OptionTypeError, OptionError: for another object than a Checkpoint, an invalid path, and `keep` below 1.
@@ -89,7 +89,7 @@ class CheckpointManager(NamesOurs, Settable):
         self.skipped, self.restored = {}, None
         #: The lock of the folder, on rank 0 from the first save on.
         self._lock: OneWriter | None = None
-        #: The steps that the last restore found damaged; and the last one that was saved.
+        #: The steps that the last restore found damaged; and the last step that was saved.
         self._damaged: set[int] = set()
         self._saved: int | None = None
         #: The step that was saved or restored last, as all ranks know; and the save with wait=False after it.
@@ -155,7 +155,7 @@ class CheckpointManager(NamesOurs, Settable):
     def restore(self, *, partial: bool = False, name: str | None = None) -> int | None:
         """Restore the newest complete checkpoint; return its step, or None if there is none.  Collective.
 
-        Damaged, unreadable and incomplete checkpoints are skipped (see `skipped`), and those of other users if
+        Damaged, unreadable and incomplete checkpoints are skipped (see `skipped`), and checkpoints of other users if
         everybody can write to the folder.  A complete checkpoint that does not fit the objects raises.
 
         Args:
@@ -164,13 +164,13 @@ class CheckpointManager(NamesOurs, Settable):
 
         Raises:
             CheckpointMismatchError, ContextError: on every rank.
-            CheckpointReadError: on every rank, if the folder is another user's in one that everybody can write to.
+            CheckpointReadError: on every rank, if the folder is another user's in a folder that everybody can write to.
         """
         strategy = self.checkpoint.strategy
         context.require_cross_replica(strategy, "CheckpointManager.restore")
         communicator = strategy.extended.communicator
         with Call(communicator.guard, "CheckpointManager.restore", called=name) as call:
-            self.checkpoint._settle(call.where)  # what has failed is raised by the next save, wait or close
+            self.checkpoint._settle(call.where)  # the next save, wait or close raises its error
             call.expect_more()
             names = []
             if communicator.rank == 0:
@@ -220,7 +220,7 @@ class CheckpointManager(NamesOurs, Settable):
                 self._remove_old(call)
 
     def _wait(self, where: str, name: str | None = None) -> None:
-        """Wait for a save with ``wait=False``, for the public call `where`; raise what has failed."""
+        """Wait for a save with ``wait=False``, for the public call `where`; raise its error."""
         begun, self._begun = self._begun, None
         self.checkpoint._wait(where, name)
         if begun is not None and begun.is_committed:

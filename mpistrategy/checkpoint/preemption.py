@@ -173,7 +173,7 @@ class PreemptionCheckpointHandler(Settable):
 
     @property
     def total_run_calls(self) -> int:
-        """The number of steps made, including those before the last restart."""
+        """The number of steps made, including the steps before the last restart."""
         return self._runs
 
     @property
@@ -191,7 +191,7 @@ class PreemptionCheckpointHandler(Settable):
 
         Raises:
             SystemExit: on every rank, after the checkpoint is saved, unless there is an `exit_fn`.
-            Exception: what the function or `CheckpointManager.save` raises.
+            Exception: the errors of the function and of `CheckpointManager.save`.
             ContextError: in a step function.
         """
         if not callable(distributed_train_function):

@@ -35,7 +35,7 @@ class Reading:
         communicator, path: as given.
         manifest: as all ranks know it.
         readers: the rank that reads each shard.
-        arrays: of the arrays that were saved once, those that this rank has read, by shard and name.
+        arrays: the arrays that were saved once and that this rank has read, by shard and name.
         owns: the per-rank data that this rank has read, by the rank that saved them.
         reader_of: for each rank that saved, the rank that has read its data; empty without per-rank data.
         rows: by path, how many rows of a global array each rank that saved had.
@@ -77,7 +77,7 @@ class Reading:
         return os.fsencode(folder) + b"\0" + text
 
     def tell_manifest(self, data: bytes) -> Manifest:
-        """Return the manifest on every rank; `data` is what rank 0 has read.  Collective."""
+        """Return the manifest on every rank; `data` is the text that rank 0 has read.  Collective."""
         ranks, length = self.communicator, np.array([len(data)], np.int64)
         ranks.bcast(length, 0)
         message = np.empty(int(length[0]), np.uint8)

@@ -147,7 +147,7 @@ class Comparison:
     # ------------------------------------------------------------------------------------------- what does not fit
 
     def compare(self, names: Mapping[str, Any]) -> None:
-        """Note everything that does not fit, and what is left out."""
+        """Note the problems, and the paths that are left out."""
         absent: set[str] = set()
         for path, own_item in self._state.items.items():
             if path in self._items:
@@ -198,7 +198,7 @@ class Comparison:
         )
 
     def _trouble(self, path: str, item: Item) -> str:
-        """Return why an item does not fit what is here; "" if it does."""
+        """Return why an item does not fit the program's object; "" if it does."""
         if path.count("/") > DEEPEST:
             raise ValueError(f"more than {DEEPEST} levels")
         value, kind, own_item = self._target(path, item), item.kind, self._state.items.get(path)
@@ -275,7 +275,7 @@ class Comparison:
         )
 
     def _in_words(self, path: str) -> str:
-        """Return what is here, in words."""
+        """Return the program's object at a path, in words."""
         own_item, live = self._state.items.get(path), self._state.live.get(path)
         if own_item is None:
             return "nothing"
@@ -285,7 +285,7 @@ class Comparison:
             else f"a {type(live).__name__}"
         )
 
-    # ------------------------------------------------------------------------------------------- what is where
+    # ------------------------------------------------------------------------------------------- objects and values
 
     def _target(self, path: str, item: Item) -> Any:
         """Return the object at a path that an item goes into; `ABSENT` if the item makes a new object."""

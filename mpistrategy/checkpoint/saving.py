@@ -247,7 +247,7 @@ class Saving(NotPickled):
     def _looks(self, seconds: float) -> Iterator[list[str]]:
         """Yield the names in the folder, again and again, until no file in it has grown for so many seconds.
 
-        The folder is opened anew for each look: network file systems then ask the server what is in it.
+        The folder is opened anew for each look: network file systems then ask the server for the names.
         """
         pause, sizes, end = _SHORTEST_PAUSE, [-1], time.monotonic() + seconds
         while True:
@@ -287,7 +287,7 @@ class Saving(NotPickled):
     def wait(self, *, name: str | None = None) -> str:
         """Wait until the checkpoint is in place; return its path.  Collective.
 
-        The checkpoint comes into place without it: this call says when, and raises what has failed.
+        The checkpoint comes into place without it: this call says when, and raises an error of the save.
 
         Args:
             name: is compared between the ranks instead of the call site.
@@ -302,7 +302,7 @@ class Saving(NotPickled):
         return self.path
 
     def _settle(self, where: str, name: str | None = None) -> None:
-        """Wait for the threads of all ranks, for the public call `where`.  Collective; keeps what has failed."""
+        """Wait for the threads of all ranks, for the public call `where`.  Collective; keeps its error."""
         if self._is_known:
             return
         try:

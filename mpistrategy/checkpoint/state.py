@@ -1,4 +1,4 @@
-"""The state of objects as a flat table: one walk enters what is at each path.
+"""The state of objects as a flat table: one walk enters the object at each path.
 
 A leaf of the table is an array, a plain value, a variable or a random generator.  An object that tells its state
 (`mpistrategy.objects.kept`, or `state_dict`) is entered as that state is, and so are dicts, lists and tuples.
@@ -231,7 +231,7 @@ class State:
         return _summary([digest(array), *shape])
 
     def structure(self) -> str:
-        """Return what must be equal on all ranks, in words that show a difference.
+        """Return the structure, which must be equal on all ranks, in words that show a difference.
 
         Names are not enough: a rank with two names swapped would save one variable as the other.
         """

@@ -137,8 +137,8 @@ def verdict(status: int, notes: list[str] | None, fault: Callable[[], str]) -> t
 
     Args:
         status: the launcher's.
-        notes: what the ranks have written; None where rank 0 has taken the file away.
-        fault: returns what the launcher says of a rank that ended by its own fault, on nodes that all answer.
+        notes: the lines that the ranks have written; None where rank 0 has removed the file.
+        fault: returns the launcher's line about a rank that ended by its own fault, if all nodes answer.
     """
     if notes is None:
         return False, f"failed with status {status}" if status else _DONE

@@ -126,7 +126,7 @@ def _run_program(options: argparse.Namespace) -> None:
             raise SystemExit(_COULD_NOT)
         _set_arguments(path, arguments, os.path.dirname(os.path.realpath(path)))
         names = runpy.run_path(path, run_name="__main__")
-    vars(sys.modules["__main__"]).update(names)  # for atexit callbacks and threads that pickle what is in it
+    vars(sys.modules["__main__"]).update(names)  # for atexit callbacks and threads that pickle objects of it
 
 
 def _set_arguments(name: str, arguments: list[str], first_path: str) -> None:

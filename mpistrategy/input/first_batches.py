@@ -1,4 +1,4 @@
-"""The check that the ranks iterate over the same global batches: it compares the first ones.
+"""The check that the ranks iterate over the same global batches: it compares the first batches.
 
 Lengths, structures, dtypes and shapes are compared as in any call.  Of the rows each rank sends a digest.
 """

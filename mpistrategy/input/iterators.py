@@ -32,7 +32,7 @@ class Walk:
         of: a description of the dataset; a position is valid only for the same description.
         any_ranks: whether the position means the same on any number of ranks.
         is_one_shot: whether the dataset can be iterated only once.
-        position: the number of elements taken from the dataset; for global batches, the number of those.
+        position: the number of elements taken from the dataset; for global batches, the number of global batches.
         is_compared: whether the ranks have compared the first batch that they took.
     """
 

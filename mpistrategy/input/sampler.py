@@ -32,7 +32,7 @@ class Sampler:
             some ranks have one row less, and perhaps one batch less: for evaluation.
 
     Raises:
-        OptionTypeError, OptionError: for a negative number of rows, a negative seed, and what is not a bool.
+        OptionTypeError, OptionError: for a negative number of rows, a negative seed, and a switch that is not a bool.
     """
 
     def __init__(

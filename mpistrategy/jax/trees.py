@@ -58,7 +58,7 @@ def average_gradients(
     """Return the mean of the ranks' gradients, a pytree.  Collective; outside of traces.
 
     Args:
-        gradients: what a function made by ``jax.grad`` returned.
+        gradients: the result of a function made by ``jax.grad``.
         strategy: whose ranks; None for the strategy of this scope or step.
         weight: of this rank's gradients, such as its number of rows.
         name: is compared between the ranks instead of the call site.
@@ -190,7 +190,7 @@ class Tree:
     """A pytree of any registered classes, for `Checkpoint`: ``Checkpoint(model=Tree(model))``.
 
     Nests of dict, list, tuple and named tuple need none: a checkpoint takes them as they are, and
-    ``checkpoint.objects`` has the restored ones.
+    ``checkpoint.objects`` has the restored nests.
 
     Attributes:
         value: the pytree; after a restore, with the restored leaves.

@@ -28,10 +28,10 @@ _MOST_FAILURES, _MOST_LINES = 3, 60
 
 
 class Reports:
-    """What the library uses of this session of pytest.
+    """The parts of this session of pytest that the library uses.
 
     Attributes:
-        stderr: a descriptor of what stderr was before the capture.
+        stderr: a descriptor of stderr from before the capture.
     """
 
     def __init__(self) -> None:

@@ -240,7 +240,7 @@ class Arena(ArenaBase, Generic[T]):
         out: Any = None,
         destination: str = "",
     ) -> Any:
-        """Reduce over all replicas, to all of them; the caller has entered the guard's call.
+        """Reduce over all replicas, to all replicas; the caller has entered the guard's call.
 
         Args:
             weight: for MEAN, the weight of this rank's values.
@@ -325,7 +325,7 @@ class Arena(ArenaBase, Generic[T]):
         return [description._replace(arrays=count) for description, count in zip(descriptions, counts, strict=True)]
 
     def _broadcast(self, reducer: Reducer, destinations: Any, call: Call) -> Any:
-        """Write replica 0's arrays into everybody's, and return `values`; the caller has entered the guard's call."""
+        """Send replica 0's arrays to all replicas, and return `values`; the caller has entered the guard's call."""
         destination = self._destination(destinations, call.where)
         self._check(reducer, call.where)
         call.structure = self._structure.text

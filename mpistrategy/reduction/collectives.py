@@ -499,7 +499,7 @@ class FromRoot(Collective):
     def bring(self, arrays: Sequence[Any], targets: Targets = None) -> Any:
         """Copy the arrays, before the ranks agree on the call; return memory for the results.
 
-        If the arrays are their `targets`, contiguous ones are sent themselves.
+        If the arrays are their `targets`, contiguous arrays are sent themselves.
         """
         if self._in_mailboxes is not None:
             if self._ranks.rank == self._root:
@@ -643,7 +643,7 @@ def _layout(leaf: Any) -> tuple[str, tuple[int, ...], bool]:
 
 
 def described(text: str) -> Any:
-    """Return a nest of zeros like the one of a description."""
+    """Return a nest of zeros with the structure of a description."""
     skeleton, layouts = ast.literal_eval(text)
     return nest.flatten_without_none(skeleton)[1].pack([_zeros(*layout) for layout in layouts])
 

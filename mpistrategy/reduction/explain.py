@@ -1,6 +1,6 @@
 """`Strategy.explain`: the way that a value would take, and the copies on it.
 
-Everything is asked of the plans that do the work.  Nothing is sent, nothing is written.
+The descriptions come from the plans that do the work.  Nothing is sent, nothing is written.
 """
 
 from __future__ import annotations

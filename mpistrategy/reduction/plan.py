@@ -158,7 +158,7 @@ class NumbersOfRanks:
         self._numbers: Array = np.zeros(layouts[0][1])
 
     def bring(self, numbers: Any) -> Any:
-        """Give this rank's numbers, before the ranks agree on the call; return memory for all of them."""
+        """Give this rank's numbers, before the ranks agree on the call; return memory for the numbers of all ranks."""
         self._numbers[self._rank] = numbers
         return self._plan.bring((self._numbers,))
 

@@ -168,7 +168,7 @@ class General(CallPlan):
         return kind_of(value), None if out is None else kind_of(out)
 
     def plan(self, call: Call, value: Any, out: Any, weight: Any) -> CallPlan | None:
-        """Return the plan of calls like this one; None for calls that are examined each time.
+        """Return the plan of calls like this call; None for calls that are examined each time.
 
         Raises:
             MpiStrategyError: for bad input.

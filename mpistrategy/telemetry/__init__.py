@@ -1,4 +1,4 @@
-"""What a job says and shows of itself: log lines, progress, and a timeline of what all ranks did.
+"""Telemetry of a job: log lines, progress, and a timeline of all ranks' calls.
 
 Nothing here sends anything.  Nothing runs until the program asks for it.
 """

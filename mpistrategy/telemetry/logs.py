@@ -80,7 +80,7 @@ class RankHandler(logging.Handler):
     Has a `RankFormatter` until it is given another one.
 
     Args:
-        stream: where to; None for what is `sys.stderr` at the time.
+        stream: where to; None for `sys.stderr` at the time of each record.
     """
 
     def __init__(self, stream: IO[str] | None = None) -> None:
@@ -126,7 +126,7 @@ def setup_logging(
         level: from which level on `ranks` log.
         ranks: a rank of the job, several, or "all".
         others: from which level on the other ranks log; None for never.
-        logger: which logger is set up, and those below it; "" is the root logger.
+        logger: the logger to set up, with the loggers below it; "" is the root logger.
         format: as in `logging`, with ``%(rank)d`` and ``%(size)d`` if you like; None for time, level, logger, message.
         stream: where to; None for stderr.
         force: remove other handlers of the logger, which else go on beside this one.
@@ -136,21 +136,21 @@ def setup_logging(
 
     Raises:
         OptionError, OptionTypeError: for unknown levels, and for what is not a rank.
-        ValueError: for what is not a format of logging's.
+        ValueError: for an invalid `format` of logging.
     """
     if not isinstance(logger, (str, logging.Logger)):
         raise OptionTypeError.at(_WHERE, found=f"logger={logger!r}", expected="a logger, or its name")
-    chosen = logging.getLogger(logger) if isinstance(logger, str) else logger
+    target = logging.getLogger(logger) if isinstance(logger, str) else logger
     handler, by_rank = RankHandler(stream), RankFilter(ranks, level, others)
     if format is not None:
         handler.setFormatter(RankFormatter(format, _DATES))
     handler.addFilter(by_rank)
-    for old_handler in list(chosen.handlers):
+    for old_handler in list(target.handlers):
         if force or isinstance(old_handler, RankHandler):
-            chosen.removeHandler(old_handler)
+            target.removeHandler(old_handler)
             old_handler.close()
-    chosen.addHandler(handler)
-    chosen.setLevel(min(by_rank.level, by_rank.others))
+    target.addHandler(handler)
+    target.setLevel(min(by_rank.level, by_rank.others))
     return handler
 
 
@@ -165,14 +165,14 @@ def _level_number(level: int | str, argument: str) -> int:
 
 
 def _checked_ranks(ranks: Any) -> Any:
-    several = [ranks] if isinstance(ranks, int) else ranks
+    rank_list = [ranks] if isinstance(ranks, int) else ranks
     if isinstance(ranks, str) and ranks.lower() == "all":
         return "all"
-    if isinstance(several, str) or not isinstance(several, Collection):
+    if isinstance(rank_list, str) or not isinstance(rank_list, Collection):
         raise OptionTypeError.at(_WHERE, found=f"ranks={ranks!r}", expected='a rank, a list of ranks, or "all"')
-    if not all(isinstance(rank, int) and rank >= 0 for rank in several):
+    if not all(isinstance(rank, int) and rank >= 0 for rank in rank_list):
         raise OptionError.at(_WHERE, found=f"ranks={ranks!r}", expected="numbers of ranks, from 0 on")
-    return several
+    return rank_list
 
 
 def _has(ranks: Any, rank: int) -> bool:

@@ -1,4 +1,4 @@
-"""NVTX ranges, by the package nvtx: NVIDIA's profilers show collectives, steps and spans beside what the GPU does."""
+"""NVTX ranges, by the package nvtx: NVIDIA's profilers show collectives, steps and spans beside the GPU's work."""
 
 from __future__ import annotations
 

@@ -13,8 +13,8 @@ from mpistrategy.options import is_on
 def own_place() -> tuple[int, int]:
     """Return this process's number in its job, and how many processes the job has; asks no MPI, and starts none.
 
-    MPI's word counts from the first strategy of several ranks on, before that what the launcher said; (0, 1) where
-    there is neither.  In a simulated replica: its number among the replicas.
+    From the first strategy of several ranks on, the numbers are MPI's; before, the launcher's; (0, 1) without
+    either.  In a simulated replica: its number among the replicas.
     """
     replica = over_threads.world()
     if replica is not None:

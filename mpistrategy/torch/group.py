@@ -149,7 +149,7 @@ class Group:
     # ------------------------------------------------------------------------------------------------- reductions
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Any:
-        """Replace each tensor by its reduction over the ranks; large ones go on in the background between nodes."""
+        """Replace each tensor by its reduction over the ranks; large tensors go on in the background between nodes."""
         dense = [tensor.nbytes for tensor in tensors if tensor.is_cpu and not tensor.is_sparse]
         is_large = _TAKES_WORKS and len(dense) == len(tensors) and self._background.takes(sum(dense))
         goes_on = is_large and (opts is None or opts.asyncOp) and not self._background.is_here
@@ -340,7 +340,7 @@ class Group:
         destination: str = "",
         whole: Any = None,
     ) -> None:
-        """Send the r-th tensor to rank r, and write what rank r sends into the r-th target.
+        """Send the r-th tensor to rank r, and write the tensor of rank r into the r-th target.
 
         The ranks compare the numbers of elements of the tensors that are `alike` on all of them, and the destination.
         The tensors may be the parts of `whole`.
@@ -361,7 +361,7 @@ class Group:
         t.write(t.from_bytes(received, elements).split(target_counts), targets)
 
     def _only(self, rank: int, tensor: Any) -> list[Any]:
-        """Return a tensor for one rank, none for -1, and empty ones for the others."""
+        """Return a list with a tensor for one rank (no rank for -1), and empty tensors for the other ranks."""
         return [tensor if other == rank else tensor.new_empty(0) for other in range(self._ranks)]
 
     def gather(self, outputs: Any, inputs: Any, opts: Any) -> Any:
@@ -386,7 +386,7 @@ class Group:
         return completed_work(list(outputs))
 
     def alltoall(self, outputs: Any, inputs: Any, opts: Any = None) -> Any:
-        """Send the r-th input to rank r, and write what rank r sends into the r-th output; sizes may differ."""
+        """Send the r-th input to rank r, and write the input of rank r into the r-th output; sizes may differ."""
         with self._call("all_to_all") as call:
             targets = t.checked(outputs, call.where, count=self._ranks, is_written=True)
             self._exchange(call, targets, t.checked(inputs, call.where, count=self._ranks))

@@ -51,8 +51,8 @@ class DistributedOptimizer(torch.optim.Optimizer):  # type: ignore[misc]
         name: is compared between the ranks instead of the call site.
 
     Raises:
-        OptionTypeError, OptionError: for what is no optimizer, or is distributed already; for other aggregations; for
-            names that are not unique; under "SUM", for a parameter that another DistributedOptimizer has.
+        OptionTypeError, OptionError: for an object that is no optimizer, or is distributed already; for other
+            aggregations; for names that are not unique; under "SUM", for a parameter of another DistributedOptimizer.
         CollectiveMismatchError: on every rank, when the ranks' parameters differ.
     """
 

@@ -67,7 +67,7 @@ class ProcessGroupMPI(Group, _Base):  # type: ignore[misc]
     alltoall_base: Any = Group.all_to_all_single
 
     def monitored_barrier(self, opts: Any, wait_all_ranks: bool = False) -> None:
-        """Wait for all ranks: late ones are named after the timeout, as in every call."""
+        """Wait for all ranks; after the timeout the late ranks are named, as in every call."""
         self.barrier(opts)
 
     def set_timeout(self, timeout: timedelta) -> None:
@@ -185,7 +185,7 @@ def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta |
 
     Afterwards DDP, FSDP, DTensor, `torch.distributed.checkpoint` and what else is made of process groups run over the
     strategy's MPI.  The environment needs neither MASTER_ADDR nor ports nor torchrun.  The group has messages of its
-    own: collectives of the strategy may be made between those of torch.
+    own: collectives of the strategy may be made between torch's collectives.
 
     Args:
         strategy: whose ranks; None for a new MirroredStrategy of all ranks.
@@ -210,14 +210,14 @@ def init_process_group(strategy: Strategy | None = None, *, timeout: timedelta |
             expected="none",
             fix="Call torch.distributed.destroy_process_group() before, or use the group that there is.",
         )
-    chosen = MirroredStrategy() if strategy is None else strategy
+    group_strategy = MirroredStrategy() if strategy is None else strategy
     dist.init_process_group(
         NAME,
-        store=_store(chosen),
-        rank=chosen.rank,
-        world_size=chosen.num_replicas_in_sync,
+        store=_store(group_strategy),
+        rank=group_strategy.rank,
+        world_size=group_strategy.num_replicas_in_sync,
         timeout=timedelta(seconds=timeout) if isinstance(timeout, (int, float)) else timeout,
-        pg_options=chosen,
+        pg_options=group_strategy,
     )
 
 

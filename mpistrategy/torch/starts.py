@@ -23,7 +23,7 @@ pytree: Any = torch.utils._pytree
 
 
 def broadcast(thing: Any, root: int = 0, *, strategy: Strategy | None = None, name: str | None = None) -> Any:
-    """Give every rank what rank `root` has, in place.  Collective; in any context.
+    """Give every rank the tensors and values of rank `root`, in place.  Collective; in any context.
 
     Args:
         thing: a module; an optimizer, a scheduler, or another object with `state_dict` and `load_state_dict`, whose

@@ -86,7 +86,7 @@ def checked(
     """Return tensors that can be sent, without their gradients.
 
     Args:
-        tensors: dense tensors, or COO where sparse ones are taken.
+        tensors: dense tensors, or COO where sparse tensors are allowed.
         where: the public name.
         count: how many there must be, one for each rank; None: any number.
         dtype: of every tensor; None: any.
@@ -213,11 +213,11 @@ def together(tensors: Sequence[Any]) -> Any:
 def lengths(tensor: Any, splits: Sequence[int], ranks: int, where: str) -> list[int]:
     """Return how many rows of a tensor belong to each rank; without splits equally many."""
     rows = tensor.shape[0] if tensor.dim() else 0
-    chosen = [int(split) for split in splits] or [rows // ranks] * ranks
-    if not tensor.dim() or len(chosen) != ranks or sum(chosen) != rows or min(chosen) < 0:
+    counts = [int(split) for split in splits] or [rows // ranks] * ranks
+    if not tensor.dim() or len(counts) != ranks or sum(counts) != rows or min(counts) < 0:
         raise OptionError.at(
             where,
-            found=f"splits {chosen} of a tensor of shape {list(tensor.shape)}",
+            found=f"splits {counts} of a tensor of shape {list(tensor.shape)}",
             expected=f"{ranks} lengths along the first axis, whose sum is {rows}",
         )
-    return chosen
+    return counts

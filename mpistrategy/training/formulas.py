@@ -101,7 +101,7 @@ def decayed(
 
 
 def change_of(kernel: Kernel, gradient: Array, slots: Mapping[str, Variable]) -> Array:
-    """Change slots by a kernel, on whole arrays, on the host or a GPU; return what the variable loses.
+    """Change slots by a kernel, on whole arrays, on the host or a GPU; return the change to subtract.
 
     bfloat16, which has no arithmetic of its own, is computed in float32; slots are rounded at the end.
     """

@@ -48,7 +48,7 @@ class _Symbol:
     """Stands for an array: NumPy's operations on it are written down as C.
 
     Args:
-        name: what it is in C.
+        name: the function in C.
         lines: where operations are written down.
         numbers: where the numbers in them are.
     """
@@ -157,7 +157,7 @@ class FusedUpdate:
 
         Args:
             kernel: the step.
-            gradients: of the variables' shapes and dtype; they share no memory with what the step changes.
+            gradients: of the variables' shapes and dtype; they share no memory with the variables and slots.
         """
         code, numbers = written_down(kernel, self._slots)
         with self._device:

@@ -41,7 +41,7 @@ class Bucket:
 
 
 class GradientBuckets:
-    """The gradients of some variables, to be reduced bucket by bucket while later ones are still computed.
+    """The gradients of some variables, to be reduced bucket by bucket while later gradients are still computed.
 
     `Optimizer.gradient_buckets` makes one.  In the step function write each gradient into `values` and call `ready`, in
     the order of backward propagation; then apply them all:
@@ -107,7 +107,7 @@ class GradientBuckets:
             which: the variable, or its number.
 
         Raises:
-            OptionError: for a variable of no bucket, and for one that is ready already in this step.
+            OptionError: for a variable of no bucket, and for a variable that is ready already in this step.
             ContextError: outside a step function of the variables' strategy; in a function that JAX traces.
         """
         where = "GradientBuckets.ready"
@@ -138,7 +138,7 @@ class GradientBuckets:
         It starts the buckets that have not started, and waits for all.  After it the next step begins.
 
         Raises:
-            OptionError: when `op` is not that of these buckets.
+            OptionError: when `op` is not the operation of these buckets.
         """
         if not self.starts_early:
             self.reset()

@@ -56,7 +56,7 @@ class LearningRate(Setting[float]):
 
 
 def follow(optimizer: object, schedule: Callable[[int], float], step: int) -> None:
-    """Set the learning rate to what a schedule says after so many steps: a number from 0 on, as float or array."""
+    """Set the learning rate to a schedule's value after so many steps: a number from 0 on, as float or array."""
     value: Any = schedule(step)
     if getattr(value, "shape", None) == ():
         value = np.asarray(value)[()]  # an array of one number, of any library
@@ -66,7 +66,7 @@ def follow(optimizer: object, schedule: Callable[[int], float], step: int) -> No
 
 
 def declared(kind: type) -> set[str]:
-    """Return the settings of a class and its bases: what they annotate, or check when it is set."""
+    """Return the settings of a class and its bases: attributes with an annotation, or with a check."""
     names: set[str] = set()
     for base in kind.__mro__:
         names.update(vars(base).get("__annotations__", ()))

@@ -1,6 +1,6 @@
 """Updates of variables on the host by a kernel, in place, in flat pieces that fit the cache.
 
-So a step needs no temporary arrays of the variable's size, and its bits are those of the formula on whole arrays.
+So a step needs no temporary arrays of the variable's size, and its bits equal the formula's on whole arrays.
 """
 
 from __future__ import annotations

@@ -50,7 +50,8 @@ _OUTSIDE_STEPS = "Make variables inside strategy.scope(), and call it in the fun
 class Optimizer(Kept, NamesOurs, NotPickled, Settable):
     """Base of optimizers: reduces gradients over the replicas and applies them.
 
-    A subclass says in `slot_values` which slots each variable has, and returns from `change` what a step subtracts.
+    A subclass says in `slot_values` which slots each variable has.  Its `change` returns the array that a step
+    subtracts.
 
     Args:
         learning_rate: the step size; a positive number, or a function that returns it for the number of steps made so

@@ -43,7 +43,7 @@ class Slots:
 
     Attributes:
         by_id: the variables that slots were made for, in order, each with its slots by name; by the variable's id.
-            Also those of an optimizer that keeps no slots.
+            An optimizer without slots has its variables here, too.
     """
 
     def __init__(self, owner: str) -> None:
@@ -96,7 +96,7 @@ class StepPlan:
         reduces_nothing: whether ordinary gradients are their own reduction: of one replica.
         updates: how kernels update this rank's copies: the numbers of variables, and the update of them together.
         singles: the numbers of the variables that `Optimizer.update` updates one by one.
-        sparse: those of `singles` of which only some rows change.
+        sparse: the numbers, of `singles`, of variables of which only some rows change.
         changed: the memory of the variables and their slots.
     """
 

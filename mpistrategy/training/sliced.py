@@ -1,7 +1,7 @@
 """The sliced step: each rank of a node reduces and updates its share of all variables, in every rank's copy.
 
 It needs variables, slots and gradients in memory that the ranks of the node share.  One rank then reads, adds and
-steps each number, instead of all ranks, while the number is in that rank's cache.  The bits are those of the plain
+steps each number, instead of all ranks, while the number is in that rank's cache.  The bits equal those of the plain
 path: sums are made in rank order, a mean is divided after the sum, and the kernel is the same.
 
 Small variables that follow one another in the memory of every rank are one run, so hundreds of them need few calls of
@@ -183,7 +183,7 @@ class SlicedStep:
         gradients: the shared memory for the gradients.
         variables: the variables, in the same order on all ranks.
         slots: the slots of each.
-        kernel: a step like those that `run` makes.
+        kernel: a step, like the kernels of `run`.
         scratch: temporary arrays for sums and kernels.
     """
 
@@ -263,7 +263,7 @@ class SlicedStep:
             call: the call that all ranks make.
         """
         elsewhere = self._collect(gradients)
-        # Shapes and dtypes are those of the variables, and which variables they are is in call.structure.
+        # Shapes and dtypes equal the variables', and call.structure names the variables.
         call.agree("update", op=op.value, options="each rank its share")
         size, me, mean = self._ranks.size, self._ranks.local_rank, op is ReduceOp.MEAN
         for chunk in self._chunks:

@@ -71,16 +71,16 @@ class SketchedCall:
 
 def site_of(frame: FrameType | None, step: Any) -> tuple[Any, ...]:
     """Return code and instruction of the call and of two callers, up to the step function."""
-    found: list[Any] = []
+    lines: list[Any] = []
     for _ in range(3):
         if frame is None:
             break
         code = frame.f_code
-        found += (code, frame.f_lasti)
+        lines += (code, frame.f_lasti)
         frame = frame.f_back
         if code is step:
             break
-    return tuple(found)
+    return tuple(lines)
 
 
 def kind_of(value: Any) -> Any:
@@ -147,7 +147,7 @@ class Sketch:
 
 
 def strategy_of(algorithm: Any = None) -> tuple[Any, Any]:
-    """Return a strategy of two ranks, the other of which is this one, and its ranks."""
+    """Return a strategy of two ranks, both of which are this rank, and its ranks."""
     segment = private_memory(segment_bytes(ROOM)).own_segment
     boxes = Mailboxes(SharedMemory((segment, segment), 0, True), ROOM, SpinWait(1, lambda: None))
     ranks = Alone((Device(0, "CPU", 0), Device(1, "CPU", 0)))
@@ -195,17 +195,17 @@ def measure(options: argparse.Namespace) -> None:
     }
     sketched: dict[str, float] = {}
 
-    def show(what: str, shipped: float, beside: str) -> None:
-        print(f"{what:42} {shipped:8.1f} {sketched[beside]:8.1f} {shipped / sketched[beside]:8.2f}", flush=True)
+    def show(name: str, shipped: float, beside: str) -> None:
+        print(f"{name:42} {shipped:8.1f} {sketched[beside]:8.1f} {shipped / sketched[beside]:8.2f}", flush=True)
 
     def step() -> None:
-        here = ms.get_replica_context()
-        for what, (value, more) in spelt.items():
-            sketched[what] = least(partial(sketch.all_reduce, value, **more), rounds)
-            show(what, least(partial(here.all_reduce, SUM, value, **more), rounds), what)
-        show("weight=", least(lambda: here.all_reduce("MEAN", x, weight=2.0), rounds), "4 B")
-        show("all_reduce_async().wait()", least(lambda: here.all_reduce_async(SUM, x).wait(), rounds), "4 B")
-        here.merge_call(across)
+        replica_context = ms.get_replica_context()
+        for spelling, (value, more) in spelt.items():
+            sketched[spelling] = least(partial(sketch.all_reduce, value, **more), rounds)
+            show(spelling, least(partial(replica_context.all_reduce, SUM, value, **more), rounds), spelling)
+        show("weight=", least(lambda: replica_context.all_reduce("MEAN", x, weight=2.0), rounds), "4 B")
+        show("all_reduce_async().wait()", least(lambda: replica_context.all_reduce_async(SUM, x).wait(), rounds), "4 B")
+        replica_context.merge_call(across)
 
     def across(_: Any) -> None:
         show("reduce_to", least(lambda: extended.reduce_to(SUM, x, x), rounds), "4 B")
@@ -216,6 +216,6 @@ def measure(options: argparse.Namespace) -> None:
     strategy.run(step)
     show("Strategy.reduce", least(lambda: strategy.reduce(SUM, x), rounds), "4 B")
     for algorithm in (ms.NcclAllReduce(), ms.HierarchicalCopyAllReduce()):
-        other, _ = strategy_of(algorithm)
-        shipped = other.run(lambda: least(lambda: ms.get_replica_context().all_reduce(SUM, x), rounds))
+        pair, _ = strategy_of(algorithm)
+        shipped = pair.run(lambda: least(lambda: ms.get_replica_context().all_reduce(SUM, x), rounds))
         show(type(algorithm).__name__, shipped, "4 B")

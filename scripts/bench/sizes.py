@@ -21,15 +21,15 @@ WIRE = ms.CommunicationOptions(wire="bfloat16")
 def compare(world: MPI.Intracomm, nbytes: int, rounds: int) -> None:
     """Print the row of a size.  Collective; in a step."""
     context = ms.get_replica_context()
-    mine = np.random.default_rng(world.rank).standard_normal(nbytes // 4).astype(np.float32)
-    flat = np.empty_like(mine)
+    operand = np.random.default_rng(world.rank).standard_normal(nbytes // 4).astype(np.float32)
+    flat = np.empty_like(operand)
     calls: dict[str, Callable[[], object]] = {
-        "mpi4py": lambda: world.Allreduce(mine, flat),
-        "ours": lambda: context.all_reduce("SUM", mine),
-        "bfloat16": lambda: context.all_reduce("SUM", mine, WIRE),
+        "mpi4py": lambda: world.Allreduce(operand, flat),
+        "ours": lambda: context.all_reduce("SUM", operand),
+        "bfloat16": lambda: context.all_reduce("SUM", operand, WIRE),
     }
     seconds = seconds_in_turns(calls, rounds, 30 if nbytes < 2**20 else 4, world)
-    np.testing.assert_allclose(context.all_reduce("SUM", mine), flat, rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(context.all_reduce("SUM", operand), flat, rtol=1e-3, atol=1e-3)
     low, middle, high = np.quantile(seconds["ours"] / seconds["mpi4py"], (0.25, 0.5, 0.75), axis=0)
     short = np.median(seconds["bfloat16"][:, 0] / seconds["mpi4py"][:, 0])
     if world.rank == 0:

@@ -64,10 +64,12 @@ def steps_of(variant: str, model: str, gloo: Any) -> tuple[Callable[[], None], A
 def training(model: str, rounds: int, gloo: Any) -> None:
     """Print how long a step takes, until the slowest rank has made it."""
     variants = ("alone", "DistributedOptimizer", "DDP on mpistrategy", "DDP on gloo")
-    made = {variant: steps_of(variant, model, gloo) for variant in variants}
-    seconds = medians(seconds_in_turns({variant: steps for variant, (steps, _) in made.items()}, rounds))
-    first, *others = (nn.utils.parameters_to_vector(made[variant][1].parameters()).detach() for variant in variants[1:])
-    apart = max(float((other - first).abs().max()) for other in others)
+    runs = {variant: steps_of(variant, model, gloo) for variant in variants}
+    seconds = medians(seconds_in_turns({variant: steps for variant, (steps, _) in runs.items()}, rounds))
+    first, *parameters = (
+        nn.utils.parameters_to_vector(runs[variant][1].parameters()).detach() for variant in variants[1:]
+    )
+    apart = max(float((vector - first).abs().max()) for vector in parameters)
     if WORLD.rank == 0:
         print(f"{model}: {len(first) / 1e6:.1f} M parameters; the variants' differ by {apart:.1e} at most")
         for variant, median in seconds.items():

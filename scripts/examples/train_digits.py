@@ -95,10 +95,10 @@ def main() -> None:
 
     def results() -> tuple[float, float]:
         """Return the loss and the accuracy over all replicas, and start the metrics again."""
-        both = loss.result(), accuracy.result()
+        pair = loss.result(), accuracy.result()
         loss.reset_state()
         accuracy.reset_state()
-        return both
+        return pair
 
     began, history = time.perf_counter(), []
     for epoch in ms.telemetry.progress(range(options.epochs), title="training"):
@@ -143,14 +143,14 @@ def plot(history: list[tuple[float, float]], test_accuracy: float, path: Path) -
     from matplotlib.figure import Figure  # only the rank that draws needs it
 
     figure = Figure(figsize=(9, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    loss_axes, accuracy_axes = figure.subplots(1, 2)
     epochs = range(1, len(history) + 1)
-    left.semilogy(epochs, [loss for loss, _ in history])
-    left.set(title="training loss (cross entropy)", xlabel="epoch")
-    right.plot(epochs, [accuracy for _, accuracy in history], label="training")
-    right.axhline(test_accuracy, color="C1", linestyle="--", label=f"test, at the end: {test_accuracy:.4f}")
-    right.set(title="accuracy", xlabel="epoch", ylim=(0.8, 1.005))
-    right.legend(loc="lower right")
+    loss_axes.semilogy(epochs, [loss for loss, _ in history])
+    loss_axes.set(title="training loss (cross entropy)", xlabel="epoch")
+    accuracy_axes.plot(epochs, [accuracy for _, accuracy in history], label="training")
+    accuracy_axes.axhline(test_accuracy, color="C1", linestyle="--", label=f"test, at the end: {test_accuracy:.4f}")
+    accuracy_axes.set(title="accuracy", xlabel="epoch", ylim=(0.8, 1.005))
+    accuracy_axes.legend(loc="lower right")
     figure.savefig(path, dpi=120, format="png")
 
 

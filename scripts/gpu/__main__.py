@@ -80,7 +80,8 @@ def doctor(lane: Lane, row: Row) -> Outcome:
     """Whether MPI takes GPU memory: mpistrategy doctor tries it, and strategies read what came of it."""
     ended = lane.ranks(row.name, row.ranks, ["-m", "mpistrategy", "doctor"], row.seconds)
     lines = [" ".join(line[6:].split()) for line in ended.output.splitlines() if line[6:].startswith("cuda-aware ")]
-    if "cuda-aware yes" in lines[:1]:  # tried in the rows also where the host is quicker, where strategies leave it
+    # Tried in the rows also where the host is quicker, where strategies leave it.
+    if lines and "cuda-aware yes" in lines[0]:
         lane.environment["MPISTRATEGY_CUDA_AWARE"] = "1"
     return Outcome(RIGHT, lines[0]) if lines else Outcome(WRONG, ended.why)
 

@@ -46,15 +46,15 @@ JOB_SECONDS = 15
 
 def soak(options: argparse.Namespace) -> bool:
     """Run the jobs; return whether something is wrong."""
-    told = {name: value for name, value in os.environ.items() if name == "MPIR_CVAR_NUM_CLIQUES"}
-    told["MPISTRATEGY_TIMEOUT_SECONDS"] = LATE_SECONDS
+    settings = {name: value for name, value in os.environ.items() if name == "MPIR_CVAR_NUM_CLIQUES"}
+    settings["MPISTRATEGY_TIMEOUT_SECONDS"] = LATE_SECONDS
     names_it = rf"(?i)\brank {options.count - 1}\b(?!/)|\[rank {options.count - 1}/{options.count}\] \S"
     bad = 0
     for name in options.only or FAULTS:
         with tempfile.TemporaryDirectory() as folder:
             program = launching.program(PROGRAM.replace("FAULT", FAULTS[name]), Path(folder))
             try:
-                job = launching.launch(options.count, [program], JOB_SECONDS, told, Path(folder))
+                job = launching.launch(options.count, [program], JOB_SECONDS, settings, Path(folder))
             except TimeoutError as error:
                 print(f"{name}: {error}")
                 bad += 1

@@ -34,9 +34,9 @@ def interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
 
 
-def wrong(what: str) -> NoReturn:
+def wrong(problem: str) -> NoReturn:
     """End the job."""
-    sys.stderr.write(f"rank {WORLD.rank}: {what}\n")
+    sys.stderr.write(f"rank {WORLD.rank}: {problem}\n")
     time.sleep(1)  # other ranks say what they see
     WORLD.Abort(1)
     raise AssertionError
@@ -54,15 +54,15 @@ class Calls:
 
     def make(self, kind: str, size: int, number: int) -> Any:
         """Return what all ranks have summed."""
-        mine, run = np.full(size, number * 16.0 + WORLD.rank), self.strategy.run
+        operand, run = np.full(size, number * 16.0 + WORLD.rank), self.strategy.run
         if kind == "all_reduce":
-            return run(lambda: ms.get_replica_context().all_reduce("SUM", {"a": mine, "b": float(mine[0])}))["a"]
+            return run(lambda: ms.get_replica_context().all_reduce("SUM", {"a": operand, "b": float(operand[0])}))["a"]
         if kind == "reduce":
-            return self.strategy.reduce("SUM", mine)
+            return self.strategy.reduce("SUM", operand)
         if kind == "assign":
-            run(lambda: self.variable[size].assign(mine))
+            run(lambda: self.variable[size].assign(operand))
             return self.variable[size].numpy()
-        self.arena[size].values[...] = mine
+        self.arena[size].values[...] = operand
         return run(lambda: ms.get_replica_context().all_reduce("SUM", self.arena[size]))
 
     def outcome(self, kind: str, size: int, number: int) -> str:
@@ -86,7 +86,7 @@ class Calls:
             finally:
                 signal.setitimer(signal.ITIMER_REAL, 0)
 
-    def goes_on(self, outcomes: Counter[str], what: str) -> bool:
+    def goes_on(self, outcomes: Counter[str], interruption: str) -> bool:
         """Return whether this strategy is of use after an interruption; all ranks must agree, and come here soon."""
         if not self.guard.closed:
             try:
@@ -96,10 +96,10 @@ class Calls:
         request, end = WORLD.Ibarrier(), time.monotonic() + LONGEST_SECONDS
         while not request.Test():
             if time.monotonic() > end:
-                wrong(f"a rank has not come after {what}")
+                wrong(f"a rank has not come after {interruption}")
             time.sleep(1e-3)
         if len({*WORLD.allgather(self.guard.closed)}) != 1:
-            wrong(f"closed {self.guard.closed}, other ranks not, after {what}")
+            wrong(f"closed {self.guard.closed}, other ranks not, after {interruption}")
         return not self.guard.closed
 
 
@@ -115,8 +115,8 @@ def soak(options: argparse.Namespace) -> bool:
         if is_last and odd == WORLD.rank:
             signal.setitimer(signal.ITIMER_REAL, seconds)
         outcomes[calls.outcome(kind, size, number)] += 1
-        what = f"{kind} of {size} elements, number {number}, {seconds * 1e6:.0f} us on rank {odd}"
-        if is_last and not calls.goes_on(outcomes, what):
+        interruption = f"{kind} of {size} elements, number {number}, {seconds * 1e6:.0f} us on rank {odd}"
+        if is_last and not calls.goes_on(outcomes, interruption):
             calls.strategy.close()
             calls = Calls()
     calls.strategy.close()

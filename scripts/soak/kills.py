@@ -101,8 +101,8 @@ def soak(options: argparse.Namespace) -> bool:
             step = restored(folder / "saved")
             if step < saved:
                 bad.append(f"job {number}: step {step} was restored, and {saved} had been saved")
-            left = {*Path("/dev/shm").glob("mpistrategy*")} - before
-            bad += [f"job {number}: {path} is left" for path in left]
-            before |= left
+            leftovers = {*Path("/dev/shm").glob("mpistrategy*")} - before
+            bad += [f"job {number}: {path} is left" for path in leftovers]
+            before |= leftovers
     print(f"{options.count} kills of jobs: the last one had come to step {step}; wrong: {len(bad)}", *bad, sep="\n")
     return bool(bad)

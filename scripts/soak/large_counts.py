@@ -25,30 +25,30 @@ def pattern(rank: int) -> Array:
     return ((np.arange(WIDTH) * 7 + 3 * rank) % 41).astype(np.int8)
 
 
-def check(found: Array, row: Array, what: str) -> None:
+def check(array: Array, row: Array, name: str) -> None:
     """Compare every row, a thousand at a time."""
-    for start in range(0, len(found), 1000):
-        block = found[start : start + 1000]
+    for start in range(0, len(array), 1000):
+        block = array[start : start + 1000]
         if not np.array_equal(block, np.broadcast_to(row, block.shape)):
-            raise AssertionError(f"{what}: wrong numbers in rows {start} to {start + len(block)} of {len(found)}")
+            raise AssertionError(f"{name}: wrong numbers in rows {start} to {start + len(block)} of {len(array)}")
 
 
 def exchange(name: str, strategy: ms.Strategy, rows: int) -> None:
     """Send, join or sum so many rows of each rank, and check the result."""
     size = strategy.size
-    mine = np.broadcast_to(pattern(strategy.rank), (rows, WIDTH))  # in the memory of one row
+    rows_of_rank = np.broadcast_to(pattern(strategy.rank), (rows, WIDTH))  # in the memory of one row
     if name == "broadcast":
-        check(strategy.extended.broadcast_to(mine, "CPU:0").numpy(), pattern(0), name)
+        check(strategy.extended.broadcast_to(rows_of_rank, "CPU:0").numpy(), pattern(0), name)
     elif name == "gather":  # parts of different lengths, which together have more than all rows
         lengths = [-(-rows // size) + rank for rank in range(size)]
-        parts = np.split(strategy.gather(mine[: lengths[strategy.rank]], 0), np.cumsum(lengths)[:-1])
+        parts = np.split(strategy.gather(rows_of_rank[: lengths[strategy.rank]], 0), np.cumsum(lengths)[:-1])
         for rank, part in enumerate(parts):
             check(part, pattern(rank), f"gather, the part of rank {rank}")
     else:
         total = sum((pattern(rank) for rank in range(size)), np.zeros(WIDTH, np.int8))
         with strategy.scope():
-            found = getattr(ms, name)().reduce("SUM", mine, [f"task:{rank}" for rank in range(size)])
-        check(found.numpy(), total, name)
+            result = getattr(ms, name)().reduce("SUM", rows_of_rank, [f"task:{rank}" for rank in range(size)])
+        check(result.numpy(), total, name)
 
 
 def soak(options: argparse.Namespace) -> bool:

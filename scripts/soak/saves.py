@@ -44,12 +44,12 @@ class Disk:
 
     def note(self, path: Path) -> None:
         """Note what a file or folder has in it now."""
-        kept = self.synced / str(path.stat().st_ino)
+        copy = self.synced / str(path.stat().st_ino)
         if path.is_dir():
-            kept.with_suffix(".names").write_text(json.dumps({each.name: each.inode() for each in os.scandir(path)}))
+            copy.with_suffix(".names").write_text(json.dumps({entry.name: entry.inode() for entry in os.scandir(path)}))
         else:
-            kept.with_suffix(".names").unlink(missing_ok=True)  # of a folder that had this number
-            shutil.copyfile(path, kept)
+            copy.with_suffix(".names").unlink(missing_ok=True)  # of a folder that had this number
+            shutil.copyfile(path, copy)
 
     def fail(self, *, has_names: bool) -> None:
         """Lose what was not synced: bytes, and names unless they have reached the disk."""
@@ -72,8 +72,8 @@ class Disk:
             self._bring_bytes_back(number, path)
 
     def _bring_bytes_back(self, number: int, path: Path) -> None:
-        kept = self.synced / str(number)
-        path.write_bytes(kept.read_bytes() if kept.exists() else b"")
+        copy = self.synced / str(number)
+        path.write_bytes(copy.read_bytes() if copy.exists() else b"")
 
 
 def program(kind: str, folder: Path, value: int) -> int:
@@ -91,9 +91,9 @@ def program(kind: str, folder: Path, value: int) -> int:
         missing = manager.restore() is None if kind == "manager" else bool(checkpoint.restore(folder / "c") is None)
     except ms.errors.CheckpointMissingError:
         return -1
-    found = {*array.numpy().tolist(), checkpoint.objects["number"]}
-    assert len(found) == 1, f"torn: {found}"
-    return -1 if missing else int(found.pop())
+    values = {*array.numpy().tolist(), checkpoint.objects["number"]}
+    assert len(values) == 1, f"torn: {values}"
+    return -1 if missing else int(values.pop())
 
 
 def saved_by_child(disk: Disk, job: Callable[[], object], kill_at: int) -> bool:
@@ -103,7 +103,7 @@ def saved_by_child(disk: Disk, job: Callable[[], object], kill_at: int) -> bool:
         return os.waitpid(child, 0)[1] == 0
     changes, sync = count(1), os.fsync
 
-    def watcher(what: str, name: str) -> None:
+    def watcher(operation: str, name: str) -> None:
         if next(changes) == kill_at:
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -140,13 +140,15 @@ def soak(options: argparse.Namespace) -> bool:
                 disk.fail(has_names=way != "power failure")
             shutil.rmtree(synced)
             try:
-                found = {*run_replicas(partial(program, kind, folder, 0), 1 if old[kind] == -1 else dice.randint(1, 3))}
+                values = {
+                    *run_replicas(partial(program, kind, folder, 0), 1 if old[kind] == -1 else dice.randint(1, 3))
+                }
             except Exception as error:
                 bad.append(f"number {new}, {kind}, {way}, {ranks} ranks: {type(error).__name__}: {error}")
                 continue
-            if not found <= ({new} if ended else {old[kind], new}) or len(found) > 1:
-                bad.append(f"number {new}, {kind}, {way}, {ranks} ranks: {found}, neither {old[kind]} nor {new}")
-            old[kind] = found.pop()
+            if not values <= ({new} if ended else {old[kind], new}) or len(values) > 1:
+                bad.append(f"number {new}, {kind}, {way}, {ranks} ranks: {values}, neither {old[kind]} nor {new}")
+            old[kind] = values.pop()
             outcomes[f"{way}{', at the end' if ended else ''}: {'new' if old[kind] == new else 'old'}"] += 1
     print(f"{options.count} children: {dict(sorted(outcomes.items()))}; wrong: {len(bad)}", *bad, sep="\n")
     return bool(bad)

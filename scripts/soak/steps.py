@@ -72,6 +72,6 @@ def soak(options: argparse.Namespace) -> bool:
         ms.MirroredStrategy().close()
     grown = strategy.gather(np.array([[between - before, measures() - before]]), axis=0).max(axis=0)
     if strategy.rank == 0:
-        steps, both = (f"{mib:.1f} MiB, {files:.0f} files, {maps:.0f} mappings" for mib, files, maps in grown)
-        print(f"{options.count} steps grew by {steps}; with {options.count // 8} strategies, too, by {both}")
+        steps, all_growth = (f"{mib:.1f} MiB, {files:.0f} files, {maps:.0f} mappings" for mib, files, maps in grown)
+        print(f"{options.count} steps grew by {steps}; with {options.count // 8} strategies, too, by {all_growth}")
     return bool(np.any(grown >= MOST))

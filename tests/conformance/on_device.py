@@ -20,6 +20,7 @@ _OF_CPUS = (
     "extended/context_batch_reduce_to",
     "extended/context_non_slot_devices",
     "extended/context_reduce_to",
+    "extended/reduce_to_inside_update_fn",
     "extended/reduce_to_destination_short_device",
     "strategy/devices",
 )

@@ -55,6 +55,15 @@ AMENDMENTS = [
 ]  # fmt: skip
 
 
+class _IsTensor(type):
+    def __instancecheck__(cls, value: object) -> bool:
+        return isinstance(value, (np.ndarray, np.generic)) or is_on_device(value)
+
+
+class Tensor(metaclass=_IsTensor):
+    """tf.Tensor: arrays and NumPy's numbers, also in GPU memory."""
+
+
 @functools.cache
 def sources() -> dict[str, str]:
     """Return the sources of the recorded programs, by name."""
@@ -221,7 +230,7 @@ def session_options(intra_op_parallelism_threads: int) -> Any:
 
 distribute = Distribute()
 tf = SimpleNamespace(
-    Tensor=(np.ndarray, np.generic),
+    Tensor=Tensor,
     TensorShape=tuple,
     Variable=lambda value, shape=None, **options: variable(value, **options),
     VariableAggregation=ms.VariableAggregation,

@@ -26,7 +26,7 @@ def strategy(request: pytest.FixtureRequest) -> Iterator[ms.MirroredStrategy]:
     torch: Any = pytest.importorskip("torch")
     if not torch.cuda.is_available():
         pytest.skip("this torch has no CUDA")
-    with gpu_here.strategy() as made:
+    with closing(gpu_here.strategy()) as made:
         torch.cuda.set_device(gpu_here.number(made))
         torch.set_default_device("cuda")
         yield made

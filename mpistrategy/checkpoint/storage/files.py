@@ -212,7 +212,7 @@ def check_is_trusted(folder: str) -> None:
 
     Raises:
         NotADirectoryError: for a link, or something else than a folder.
-        CheckpointReadError: for another user's folder in one that everybody can write to.
+        CheckpointReadError: for another user's folder, in a folder that everybody can write to.
     """
     state = os.lstat(folder)
     if not stat.S_ISDIR(state.st_mode):

@@ -1,7 +1,7 @@
 """Locks: of a folder that is being written, and of a folder of checkpoints, into which one job at a time saves.
 
 The lock of a folder of checkpoints is a POSIX lock on a file that only its user can open.  A forked child does not
-share it.  Within one process such a lock is always granted, so this module remembers which ones the process holds.
+share it.  Within one process such a lock is always granted, so this module remembers which locks the process holds.
 """
 
 from __future__ import annotations

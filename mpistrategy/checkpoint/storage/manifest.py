@@ -57,7 +57,7 @@ class Item:
     """One item of a checkpoint: an array, a value, or an object that only holds other items.
 
     Attributes:
-        kind: what it is, in a word of `mpistrategy.checkpoint.state`; `Kept._kept_as` of this package's own objects.
+        kind: a word of `mpistrategy.checkpoint.state`; `Kept._kept_as` of this package's own objects.
         copies: `ONE`, `OWN`, `ROWS` or one of `COMBINED`; "" for an object that only holds other items.
         dtype: of an array.
         shape: of an array; where each rank has its own array, of rank 0's: the first axis of rows, and all of `OWN`,

@@ -29,7 +29,7 @@ class Variant:
         call: runs it; returns the result (an array, or a list of them), or None when it is in `results`.
         operands: this rank's arrays that are rewritten before every call.
         results: where `call` writes to; empty for the operands themselves.
-        close: frees what the variant holds.  Collective.
+        close: frees the resources of the variant.  Collective.
     """
 
     name: str
@@ -106,8 +106,8 @@ def _by_strategy(strategy: Strategy, ctx: ReplicaContext, value: Any, operands: 
     yield Variant("mpistrategy out=", partial(all_reduce, "SUM", value, out=value), operands)
     for name, shared_result in (("mpistrategy arena", False), ("mpistrategy arena, shared result", True)):
         arena = strategy.arena(value, shared_result=shared_result)
-        inside = arena.values if isinstance(arena.values, list) else [arena.values]
-        yield Variant(name, partial(all_reduce, "SUM", arena), inside, close=arena.close)
+        operand_list = arena.values if isinstance(arena.values, list) else [arena.values]
+        yield Variant(name, partial(all_reduce, "SUM", arena), operand_list, close=arena.close)
 
 
 def _array_by_mpi(ranks: RawRanks, operand: Any) -> list[Variant]:

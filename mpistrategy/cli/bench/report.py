@@ -1,4 +1,4 @@
-"""The figures: what they were measured on, tables of Markdown that grow on the screen, and JSON."""
+"""The figures: their environment, tables of Markdown that grow on the screen, and JSON."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def environment(ranks: RawRanks) -> dict[str, Any]:
 
 
 def head(about: dict[str, Any]) -> str:
-    """Return the beginning of the report, from what `environment` has returned."""
+    """Return the beginning of the report, from the result of `environment`."""
     text = (
         "{date}, {mpi}, {ranks} ranks on {nodes} node(s), {cores} cores of {cpu}, Python {python}, NumPy {numpy}, "
         "BLAS threads {blas_threads}"

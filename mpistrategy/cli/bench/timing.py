@@ -29,7 +29,7 @@ def measure(case: Case, ranks: RawRanks, seconds: float) -> dict[str, Any]:
     """Check that all variants are right, time them, check again.  Collective.
 
     Args:
-        case: what is measured.
+        case: the variants to measure.
         ranks: who measures.
         seconds: how long that may take, about.
 

@@ -109,14 +109,14 @@ def _start_mpi(options: argparse.Namespace, own_facts: Facts) -> Finding | None:
 
 
 def _meet(options: argparse.Namespace, ranks: Ranks, own_facts: Facts, end: float) -> Job:
-    """Return what is known of the job: on rank 0 of all ranks, elsewhere of this rank."""
+    """Return the known facts of the job: on rank 0 of all ranks, elsewhere of this rank."""
     patience = max(end - time.monotonic(), 0.0)
     texts = ranks.collect(json.dumps(own_facts), patience)
     if ranks.rank == 0 and len(texts) < ranks.size:
         return Job([own_facts], options.ranks, sorted({*range(ranks.size)} - texts.keys()), patience)
     leaders, local_rank = ranks.places()
-    everyone = [facts.UNKNOWN | json.loads(texts[rank]) | {"leader": leaders[rank]} for rank in sorted(texts)]
-    job = Job(everyone, options.ranks)
+    all_facts = [facts.UNKNOWN | json.loads(texts[rank]) | {"leader": leaders[rank]} for rank in sorted(texts)]
+    job = Job(all_facts, options.ranks)
     differ = any(job.with_several(key) for key in ("mpistrategy", "python", "thread_level"))  # it may hang then
     if ranks.from_first(int(differ)):
         return replace(job, untried="the ranks run different versions, or started MPI differently")
@@ -133,7 +133,7 @@ def _meet(options: argparse.Namespace, ranks: Ranks, own_facts: Facts, end: floa
 
 
 def _alone(options: argparse.Namespace, own_facts: Facts, finding: Finding) -> int:
-    """Print the one finding there is where MPI cannot start, on the first of the launcher's processes."""
+    """Print the only finding where MPI cannot start, on the first of the launcher's processes."""
     if own_facts["place"]:
         return 0  # all processes find the same; the status of the first is the job's
     own_facts["refusal"] = (finding.found, finding.fix)

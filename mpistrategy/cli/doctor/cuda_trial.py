@@ -41,7 +41,7 @@ SWITCHES = {
 
 
 def obstacle() -> str:
-    """Return why GPU memory is not given to MPI here: what the user says, else the library; "" where it is tried."""
+    """Return why GPU memory is not given to MPI here: by the user's word, else the library's; "" where it is tried."""
     try:
         word, version = cuda_aware.user_setting(), loaded_mpi.identity()[0]
         if word is not None:
@@ -57,7 +57,7 @@ def obstacle() -> str:
 
 
 def says_yes(files: Sequence[str]) -> bool | None:
-    """Return what the MPI library among these files says about CUDA; None where it says nothing.
+    """Return whether the MPI library among these files says that it supports CUDA; None where it says nothing.
 
     Raises:
         OSError: when a file is gone.
@@ -82,7 +82,7 @@ def try_all(ranks: Ranks, local_rank: int, job: Job) -> Outcome | None:
     Args:
         ranks: all of them.
         local_rank: this rank's index on its node.
-        job: what rank 0 knows of all.
+        job: the facts of all ranks, as rank 0 knows them.
     """
     willing = all(rank["sight"] and Sight.read(rank["sight"]).gpus and not rank["cuda_refused"] for rank in job.facts)
     if not ranks.from_first(int(willing and ranks.size > 1)):
@@ -132,8 +132,8 @@ def _trial(ranks: Ranks, local_rank: int) -> Outcome:
 
     direct = _SIZES[-1] / _seconds(ranks, lambda: ranks.comm.Allreduce(operand, result))
     by_host = _SIZES[-1] / _seconds(ranks, staged)
-    shown = f"{ranks.size} ranks, {direct / 1e9:.1f} GB/s; {by_host / 1e9:.1f} GB/s staged through the host"
-    return Outcome("right", shown, direct, by_host)
+    text = f"{ranks.size} ranks, {direct / 1e9:.1f} GB/s; {by_host / 1e9:.1f} GB/s staged through the host"
+    return Outcome("right", text, direct, by_host)
 
 
 def _pattern(nbytes: int, rank: int) -> np.ndarray[tuple[int], np.dtype[np.float32]]:

@@ -1,4 +1,4 @@
-"""Gathers what this process knows of itself: plain values, which become one JSON object for rank 0.
+"""Gathers facts of this process: plain values, which become one JSON object for rank 0.
 
 Nothing here raises, waits for another rank, or shows variables at large.
 """
@@ -28,7 +28,7 @@ from mpistrategy.mpi.watchdog.local_process import stat_of
 if TYPE_CHECKING:
     from mpistrategy.cli.doctor.ranks import Ranks
 
-#: Every key, with what is taken for unknown: a rank may run another version of this package, which says less.
+#: Every key, with the value for "unknown": a rank may run another version of this package, which has fewer keys.
 UNKNOWN: Facts = {
     # Its number, and how many MPI counts; its node; by MPI the node's first rank.
     "rank": 0, "size": 1, "host": "", "leader": 0,
@@ -67,7 +67,7 @@ def seconds_since_start() -> float:
 
 
 def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Facts:
-    """Return what is known without MPI.
+    """Return the facts that are known without MPI.
 
     Args:
         environment: the variables of the process.
@@ -109,7 +109,7 @@ def of_this_process(environment: Mapping[str, str], start_seconds: float) -> Fac
 
 
 def of_mpi(ranks: Ranks, seconds: float) -> Facts:
-    """Return what is known once MPI has started.
+    """Return the facts that are known once MPI has started.
 
     Args:
         ranks: all of them.
@@ -159,7 +159,7 @@ def blas_threads(environment: Mapping[str, str], cores: int) -> tuple[int, str]:
 
 
 def offered(environment: Mapping[str, str]) -> tuple[str, ...]:
-    """Return what a launcher offers for its processes to meet."""
+    """Return the kinds of PMI that a launcher offers."""
     kinds = []
     if "PMIX_NAMESPACE" in environment and "PMIX_RANK" in environment:
         kinds.append("PMIx")

@@ -1,4 +1,4 @@
-"""What the doctor knows of a job, and what it finds: each check is a function from `Job` to a list of findings."""
+"""The known facts of a job, and findings: each check is a function from `Job` to a list of findings."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def mebibytes(nbytes: float) -> str:
 
 
 def parts_of(error: MpiStrategyError) -> tuple[str, str]:
-    """Return what an error of this library found, and its fix."""
+    """Return the problem that an error of this library names, and its fix."""
     return error.found or str(error), error.fix or (f"Expected {error.expected}" if error.expected else "")
 
 

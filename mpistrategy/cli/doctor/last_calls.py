@@ -78,7 +78,7 @@ def of_node(statuses: Sequence[RankStatus], strategy: int, ranks: int, offset: f
     Args:
         statuses: of the ranks.
         strategy, ranks: the number of their strategy, and how many ranks it has.
-        offset: what turns their times into those of time.time(), in seconds.
+        offset: seconds to add to their times, for times of time.time().
     """
     arrivals = {}
     for number in set.intersection(*(set(status.calls) for status in statuses)):

@@ -49,10 +49,10 @@ def sees_all_processes() -> bool:
 
 
 def leftover_paths() -> list[str]:
-    """Return the paths of what killed jobs of this user have left.
+    """Return the paths of the files and folders that killed jobs of this user have left.
 
     Raises:
-        OSError: when not all processes of this user show what they have open.
+        OSError: when not all processes of this user show their open files.
     """
     if not sees_all_processes():
         raise OSError(0, "this process sees only those of its container: call it outside of the container")
@@ -78,7 +78,7 @@ def _is_old(path: Path, launcher: str = "") -> bool:
 
 
 def in_use() -> str:
-    """Return a text with the paths of what the processes of this user have open or mapped, and of their folders.
+    """Return a text with the paths of files that processes of this user have open or mapped, and of their folders.
 
     Raises:
         OSError: where a process of this user keeps them to itself.

@@ -31,7 +31,7 @@ def refusal(facts: Facts, environment: Mapping[str, str]) -> Finding | None:
     """Return why MPICH would not start; None where nothing is known against it, or it is another MPI.
 
     Args:
-        facts: what is known of this process without MPI.
+        facts: of this process, without MPI.
         environment: its variables.
     """
     # The second variable names the kind of PMI.
@@ -74,7 +74,7 @@ def _has_begun() -> bool:
 
 
 def _library() -> tuple[str, str]:
-    """Return the MPI library and what it speaks, as this program prints them; empty where that cannot be known."""
+    """Return the MPI library and its kind of PMI, as this program prints them; empty if unknown."""
     command = [sys.executable, "-m", __name__]
     try:
         process = subprocess.run(
@@ -87,7 +87,7 @@ def _library() -> tuple[str, str]:
 
 
 def main() -> None:
-    """Print the name and the version of the library, and what it speaks."""
+    """Print the name and the version of the library, and its kind of PMI."""
     import mpi4py
 
     mpi4py.rc.initialize = False

@@ -1,4 +1,4 @@
-"""Reads what the watchdogs of a job on this node have written into the memory that its ranks share.
+"""Reads the statuses that the watchdogs of a job on this node have written into its shared memory.
 
 The ranks take no part: this works on ranks that hang or are stopped.  Linux lets users read the memory of their own
 processes.

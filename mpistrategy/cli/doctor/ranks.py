@@ -33,7 +33,7 @@ class Ranks:
     Attributes:
         comm: their communicator.
         rank, size: the number of this rank, and how many ranks there are.
-        version: what the MPI library says about itself.
+        version: the MPI library's version text.
     """
 
     def __init__(self) -> None:
@@ -76,13 +76,13 @@ class Ranks:
 
     def places(self) -> tuple[list[int], int]:
         """Return the first rank of each rank's node, and this rank's index on its own node.  Collective."""
-        inside = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
-        leader, place = np.array([self.rank], np.int64), int(inside.rank)
-        inside.Bcast(leader, 0)
-        inside.Free()
-        everyone = np.empty(self.size, np.int64)
-        self.comm.Allgather(leader, everyone)
-        return everyone.tolist(), place
+        node = self.comm.Split_type(MPI.COMM_TYPE_SHARED, self.rank)
+        leader, place = np.array([self.rank], np.int64), int(node.rank)
+        node.Bcast(leader, 0)
+        node.Free()
+        leaders = np.empty(self.size, np.int64)
+        self.comm.Allgather(leader, leaders)
+        return leaders.tolist(), place
 
     def slowest(self, seconds: float) -> float:
         """Return the greatest number of all ranks.  Collective."""

@@ -1,4 +1,4 @@
-"""`mpistrategy doctor --job ID`: what the ranks of a running job are doing, and which ranks are missing or late.
+"""`mpistrategy doctor --job ID`: the states of the ranks of a running job, and which ranks are missing or late.
 
 The command works on any machine that has Slurm's commands.  An extra job step runs this file on each node of the job;
 the file prints the state of the node's ranks.  Its lines are short, since srun mixes pieces of long lines.
@@ -102,7 +102,7 @@ def _on_nodes(number: str, nodes: str) -> View:
 
 
 def _answer_of(command: Sequence[str]) -> tuple[str, str]:
-    """Return what a command of Slurm prints, and why it fails; "" where it does not.  Never raises."""
+    """Return the output of a command of Slurm, and why it fails; "" where it succeeds.  Never raises."""
     try:
         process = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_PATIENCE_SECONDS, check=False
@@ -114,7 +114,7 @@ def _answer_of(command: Sequence[str]) -> tuple[str, str]:
 
 
 def read(output: str) -> View:
-    """Return what the nodes have printed."""
+    """Return the view in the output of the nodes."""
     pieces: dict[str, dict[int, str]] = {}
     for name, number, parts, text in _LINE.findall(output):
         pieces.setdefault(name, dict.fromkeys(range(1, int(parts) + 1), "?"))[int(number)] = text
@@ -158,7 +158,7 @@ def lines(title: str, view: View, number: str = "") -> list[str]:
     """Return the report.
 
     Args:
-        title: what the job is called.
+        title: the job, in words.
         view: the state of its ranks.
         number: of the Slurm job; "" for none.
     """
@@ -176,17 +176,15 @@ def lines(title: str, view: View, number: str = "") -> list[str]:
         slow = {lateness.slow() for lateness in late}
         cures = [line for status in statuses if status.rank in slow for line in _cure(status, number)]
         return [*report, *cures, "No rank has waited for long: nothing hangs."]
-    called, unheard = (
-        RollCall(statuses, [each.rank for each in statuses]),
-        max((each.missing for each in late), default=0),
-    )
-    report.append(called.summary)
+    roll_call = RollCall(statuses, [status.rank for status in statuses])
+    unheard = max((lateness.missing for lateness in late), default=0)
+    report.append(roll_call.summary)
     if unheard > 0:
         report.append(
             f"Of these ranks alone: {count(unheard, 'rank')} of the job are on nodes that were not looked at."
         )
     longest = max(statuses, key=_waits)
-    away = [status for status in statuses if status.rank in called.missing] or [longest]
+    away = [status for status in statuses if status.rank in roll_call.missing] or [longest]
     report += next(filter(None, (_cure(status, number) for status in away)), [])
     remaining = longest.limit - _waits(longest)
     if longest.waited and remaining > 0:

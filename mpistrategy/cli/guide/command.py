@@ -1,4 +1,4 @@
-"""`mpistrategy guide`: shows a page of the guide, or what an error means, lists the pages, and searches them."""
+"""`mpistrategy guide`: shows a page of the guide or the meaning of an error, lists the pages, and searches them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Show what is asked for; return the exit status."""
+    """Show a page, the list or the hits of a search; return the exit status."""
     if options.search is not None:
         return _search(options.search)
     if options.page is not None and not options.list:
@@ -51,7 +51,7 @@ def _show(query: str) -> int:
 
 
 def _about(kind: type[BaseException]) -> str:
-    """Return what an error's class says."""
+    """Return the docstring of an error's class, as a page."""
     bases = ", ".join(base.__name__ for base in kind.__mro__[1:] if base not in (Exception, BaseException, object))
     return f"# {kind.__name__}\n\nIs also: {bases}\n\n{inspect.getdoc(kind)}\n"
 
@@ -69,7 +69,7 @@ def _search(word: str) -> int:
 
 def _refuse(problem: str, word: str, names: Iterable[str]) -> int:
     by_lower_case = {name.lower(): name for name in names}
-    near = [by_lower_case[match] for match in difflib.get_close_matches(word.lower(), by_lower_case, 4, 0.6)]
-    more = f"the nearest: {', '.join(near)}" if near else "mpistrategy guide --list shows all pages"
+    matches = [by_lower_case[match] for match in difflib.get_close_matches(word.lower(), by_lower_case, 4, 0.6)]
+    more = f"the nearest: {', '.join(matches)}" if matches else "mpistrategy guide --list shows all pages"
     sys.stderr.write(f"mpistrategy guide: {problem}; {more}\n")
     return _COULD_NOT

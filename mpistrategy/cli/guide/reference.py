@@ -29,7 +29,7 @@ def classes() -> dict[str, type[BaseException]]:
 
 
 def public() -> dict[str, dict[str, Any]]:
-    """Return the public names of each public module, with what they stand for."""
+    """Return the public names of each public module, with their values."""
     inner = [f"mpistrategy.{name}" for name in mpistrategy.__all__ if inspect.ismodule(getattr(mpistrategy, name))]
     public_names: dict[str, dict[str, Any]] = {}
     for path in ("mpistrategy", *inner):
@@ -58,7 +58,7 @@ def _summary(value: Any) -> str:
 
 
 def _errors() -> str:
-    """Return what the docstrings of all errors and warnings say."""
+    """Return the docstrings of all errors and warnings, as a page."""
     entries = [
         f"## {name}\n\n{inspect.getdoc(kind)}\n".replace("\nCure:", "\n\nCure:") for name, kind in classes().items()
     ]

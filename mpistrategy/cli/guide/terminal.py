@@ -20,7 +20,7 @@ def show(markdown: str) -> None:
 
 
 def for_terminal(markdown: str) -> str:
-    """Return the text with links as what can be typed, and without HTML.  Blocks of code stay as they are."""
+    """Return the text without HTML, and with commands in place of links.  Blocks of code stay as they are."""
     parts = re.split(r"(^```.*?^```$)", markdown, flags=re.DOTALL | re.MULTILINE)
     for number in range(0, len(parts), 2):
         text = _PICTURE.sub(r"(Picture: \1)", _DETAILS.sub("", _COMMENT.sub("", parts[number])))

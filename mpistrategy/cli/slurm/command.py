@@ -68,7 +68,7 @@ def _render(options: argparse.Namespace) -> int:
 
 
 def _statement(options: argparse.Namespace) -> Mapping[str, object]:
-    """Return the statement: the keys of the file, overridden by those of the command line."""
+    """Return the statement: the keys of the file, overridden by the keys of the command line."""
     statement: dict[str, object] = {}
     for word in options.statement:
         key, equals, value = word.partition("=")

@@ -15,7 +15,7 @@ class Key:
         parse: checks a value, and returns the text for the script.
         summary: one line for the list of keys.
         slurm: the directive of Slurm, with {} for the value; "" for none.
-        pbs: that of PBS.
+        pbs: the directive of PBS.
     """
 
     parse: values.Parse

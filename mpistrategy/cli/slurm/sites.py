@@ -26,7 +26,7 @@ class Site:
 
     Attributes:
         name: as in ``site=NAME``.
-        summary: what it is, in one line.
+        summary: the cluster, in one line.
         notes: lines of comment for the top of its scripts.
         checked: the day on which the profile was held against `pages`; "" for never.
         pages: pages of the centre, each as ``ADDRESS "A SENTENCE OF IT"``: what values of the profile rest on.
@@ -108,7 +108,7 @@ def load(name: object) -> Site:
 
 
 def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
-    """Return what is in a file of TOML: a site's profile, or what a job is to be.
+    """Return the contents of a file of TOML: a site's profile, or the statement of a job.
 
     Raises:
         OSError: when it cannot be read, is not a regular file or is too large; where everybody can write, for somebody

@@ -21,7 +21,7 @@ def level_of(check: Any) -> str:
     """Return the level of a strategy: the argument `check`, else the variable, else "always".
 
     Raises:
-        OptionError: for anything else.
+        OptionError: for any other value.
     """
     where, name, value = "MirroredStrategy", "check=", check
     if check is None:

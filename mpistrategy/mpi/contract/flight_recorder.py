@@ -33,7 +33,7 @@ class CurrentCall:
         step: the number of an optimizer's step, which ranks compare; 0 elsewhere.
         signature: the signature that was compared last.
         timeout: how long it may wait for the other ranks, in seconds; None: the strategy's timeout.
-        number: its number in its strategy, from 1 on; 0 for a call inside another one, and in a strategy of one rank.
+        number: its number in its strategy, from 1 on; 0 for a call inside another call, and in a strategy of one rank.
         entered, left: times in seconds of time.monotonic(); `left` is 0.0 while the call runs.
         frame: the frame that has entered it; None once it is left.
     """

@@ -344,7 +344,7 @@ class Guard:
         self._pending_error, self.agreed = None, False
 
     def _report(self, where: str, error: Exception) -> None:
-        """Tell the other ranks of an error; all of them wait for it."""
+        """Tell the other ranks, which wait for this, of an error."""
         site = (self.site or call_site()).text
         reports = self._gather_reports(mismatch_report.Report({"call": where}, site, type(error).__name__, str(error)))
         if isinstance(error, MpiStrategyError):

@@ -30,7 +30,7 @@ class Observer(Protocol):
         """The step or the span has ended."""
 
 
-#: Empty while nobody observes.  What a child of a rank does is not the rank's.
+#: The observers at present.  What a child of a rank does is not the rank's.
 observers: list[Observer] = []
 os.register_at_fork(after_in_child=observers.clear)
 

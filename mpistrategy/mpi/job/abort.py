@@ -38,9 +38,9 @@ _PACKAGE_FOLDER = os.path.join(os.path.abspath(os.path.join(os.path.dirname(__fi
 _RUN = (os.path.join(_PACKAGE_FOLDER, "cli", "run.py"), "<frozen runpy>")
 #: Where ranks end with a status at the same time, the first rank prints it and ends the job before the others do.
 _FIRST_SPEAKS_SECONDS = 0.5
-#: How long a rank waits for another one that prints its error.
+#: How long a rank waits for another rank that prints its error.
 _ANOTHER_PRINTS_SECONDS = 2.0
-#: How long the ranks of other nodes may take to read why this one has failed.
+#: How long the ranks of other nodes may take to read why this rank has failed.
 _OTHER_NODES_SECONDS = 10.0
 _LONGEST_HEAD = 200
 _ENDS = "the whole job ends here."

@@ -1,6 +1,6 @@
 """With which status the program of this process ends.
 
-Python tells nobody of SystemExit: so from the first strategy on the functions that raise it note the status.
+Python has no hook for SystemExit: so from the first strategy on the functions that raise it note the status.
 
 A forked child of a rank must not finalize MPI, which mpi4py does after the last of Python's atexit handlers.  So a
 child ends by itself in a handler that its parent has registered with the first strategy: after its own handlers, and in

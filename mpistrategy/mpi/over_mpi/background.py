@@ -1,7 +1,7 @@
 """Jobs in the background: one thread, its queue of jobs, and the communicator on which their data travel.
 
 The thread sleeps between two looks at its messages, to leave the core to the program.  While the program itself waits
-for a job the naps are short: on two nodes at 1 Gbit/s, long ones would leave the network idle in between.
+for a job the naps are short: on two nodes at 1 Gbit/s, long naps would leave the network idle in between.
 
 The communicator is a duplicate of the strategy's, with a guard of its own, on which `all_reduce_async` compares its
 calls.  The reductions of a backward pass of torch are compared on the program's own guard, among the program's other
@@ -41,7 +41,7 @@ def patiently(looks: int) -> None:
 
 
 def promptly(looks: int) -> None:
-    """Look on for a moment, then sleep briefly: also a core that nobody computes on may be wanted for the network.
+    """Look on for a moment, then sleep briefly: the network may need this core.
 
     A step of torch's DDP, 25 M parameters, two nodes of one core each without a limit of the network: 247 ms, with naps
     of 0.5 ms 255, over gloo 252.  At 1 Gbit/s both take as long.
@@ -61,7 +61,7 @@ class Background(Freed):
     Attributes:
         communicator: the ranks of the jobs; None before `connect`.
         submitted: the number of jobs so far.
-        known_to_all: how many of them all ranks are known to have submitted.
+        known_to_all: the number of jobs that all ranks are known to have submitted.
     """
 
     def __init__(self, program: Any) -> None:
@@ -93,7 +93,7 @@ class Background(Freed):
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread is this one."""
+        """Whether the calling thread is the background thread."""
         return threading.get_ident() == self._thread.ident
 
     def takes(self, nbytes: int) -> bool:
@@ -133,7 +133,7 @@ class Background(Freed):
         work()
 
     def join(self, job: Future[Any]) -> None:
-        """Wait for a job; meanwhile the thread has the core of this one."""
+        """Wait for a job; meanwhile the background thread has the core."""
         try:
             self._awaited.append(job)
             job.exception()

@@ -100,7 +100,7 @@ def exchange(
         words: further fields that the ranks compare.
 
     Returns:
-        The bytes that all ranks have sent to this one, in rank order, and how many units of each.
+        The bytes from all ranks, in rank order, and the number of units from each rank.
 
     Raises:
         OptionError: on every rank, where `taken` is wrong.

@@ -343,7 +343,7 @@ class MpiRanks(Ranks):
         self._comm.Alltoall(send_buffer, receive_buffer)
 
     def _meet(self) -> None:
-        """Wait until all ranks are about to call MPI, since a rank cannot leave an MPI call if another one has failed.
+        """Wait until all ranks are about to call MPI, since a rank cannot leave an MPI call if another rank has failed.
 
         The calls of MPI follow at once: all that can fail comes before.  Does nothing on several nodes.
         """

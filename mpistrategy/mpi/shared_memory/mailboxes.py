@@ -1,4 +1,4 @@
-"""Mailboxes: small values of the ranks of one node, in memory that all of them see.
+"""Mailboxes: small values of the ranks of one node, in memory that all these ranks see.
 
 A mailbox holds a sequence number, the digest of the call that its rank is about to make, and a few bytes of data.  The
 number is written last, so a rank that sees it sees the rest: one look at a peer's mailbox checks the call and reads the

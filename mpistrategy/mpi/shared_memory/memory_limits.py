@@ -1,6 +1,6 @@
 """How much memory this process may still take: the free memory of the node, and the limits of control groups.
 
-Touching shared memory that is not there ends the process (SIGBUS, or the kernel's OOM killer), so this is asked first.
+Touching shared memory that is not there ends the process (SIGBUS, or the kernel's OOM killer): limits are read first.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Memory of a node in which large arrays are added up, and in which their sums stay as results.
 
-Every rank has blocks of each size.  A result is a rank's own block, which is free again when nobody refers to the
+Every rank has blocks of each size.  A result is a rank's own block, which is free again after the last reference to the
 result or a view of it.  If some rank has no free block of a call's size, and the call is not the first of this size,
 it makes a block for each rank: all ranks know of it.
 """
@@ -75,7 +75,7 @@ class NodeResults:
         return self._blocks[nbytes][number][local_rank]
 
     def grow(self, nbytes: int) -> None:
-        """Make one more block of a size for each rank, unless it is asked for the first time, or there are many."""
+        """Make one more block of a size for each rank, unless this is the first call of the size, or there are many."""
         blocks = self._blocks.get(nbytes)
         if blocks is None:
             self._blocks[nbytes], self._free[nbytes] = [], []

@@ -191,7 +191,7 @@ def _libc() -> Any:
 
 
 def _mapped(handle: int, nbytes: int) -> mmap.mmap:
-    """Return the file as memory; it is unmapped, and the descriptor closed, when nobody refers to it any more."""
+    """Return the file as memory; it is unmapped, and the descriptor closed, after the last reference to it."""
     # Python's object keeps the addresses; the file is mapped over them by hand, so that a child can do it again.
     block = mmap.mmap(-1, nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     mapping = _Mapping(np.frombuffer(block, np.uint8).ctypes.data, nbytes, handle)

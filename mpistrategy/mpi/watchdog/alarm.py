@@ -37,12 +37,12 @@ _RECORDS = "Each rank's stacks and its last collectives"
 
 
 def answer(groups: Sequence[Group], title: str, end: Callable[[int], object] | None) -> NoReturn:
-    """Answer the alarm of this rank or of another one, and end this process.
+    """Answer the alarm of this rank or of another rank, and end this process.
 
     Args:
         groups: the groups that this process watches; their boards have its status of this moment.
         title: the beginning of each line that this rank prints.
-        end: ends the job with a status, where the launcher would report another one otherwise; may hang.
+        end: ends the job with a status, where the launcher would otherwise report another status; may hang.
     """
     try:
         call_the_roll(groups, title)

@@ -26,7 +26,7 @@ from mpistrategy.mpi.watchdog.status_board import StatusBoard
 _OWN_GPU = 2
 #: How often a node looks into the run directory, at least.
 _LOOK_SECONDS = 2.5
-#: For how long another node may not know that this one is busy.
+#: For how long another node may not know that this node is busy.
 _UNTOLD_SECONDS = 60.0
 
 

@@ -1,6 +1,6 @@
-"""What the nodes of a job hear of each other: names and small files in one directory, which all of them see.
+"""Messages between the nodes of a job: names and small files in one directory, which all nodes see.
 
-The directory is made when somebody has something to say: that a node is busy for long, that a rank takes no more
+The directory is made for the first message: that a node is busy for long, that a rank takes no more
 calls, that a collective is late.  Nothing here may stop or slow the job: what cannot be written is not written, after
 one warning, and a file system may hang.  Nobody else can have made the directory before: its name is random.
 """
@@ -26,7 +26,7 @@ VARIABLE = "MPISTRATEGY_RUN_DIR"
 PREFIX = "mpistrategy-run-"
 #: Until when a node is busy, in seconds of time.time(): in the name, behind its number.
 BUSY = re.compile(r"busy-([0-9]{1,9})-([0-9]{1,12})")
-#: The statuses of a node's ranks, written by one of them after a collective was late.
+#: The statuses of a node's ranks, written by one rank after a collective was late.
 ERROR = re.compile(r"error-([0-9]{1,9})\.json")
 #: The node that calls the roll makes it empty, as an alarm, and then writes the roll call to it.
 ROLL_CALL = "roll-call.txt"

@@ -1,4 +1,4 @@
-"""The status of each rank of a node, in memory that all of them see: one row of `ROW` for each rank.
+"""The status of each rank of a node, in memory that all these ranks see: one row of `ROW` for each rank.
 
 A rank's watchdog writes it and never calls MPI: the peers can read it when that rank hangs, is stopped, or has died.
 A text that is read while it is written may be mixed.
@@ -31,7 +31,7 @@ ROW = np.dtype(
     [
         ("mark", "S16"),
         ("ranks", _NUMBER),  # of the node, as many as there are rows
-        ("strategy", _NUMBER),  # a number that only this one has, the same on all its ranks; 0 where there is none
+        ("strategy", _NUMBER),  # a number that only this strategy has, equal on its ranks; or 0
         ("size", _NUMBER),  # how many ranks the strategy has
         *_OWN_FIELDS.items(),
         ("text", "S900"),

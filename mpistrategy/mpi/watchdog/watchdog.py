@@ -27,7 +27,7 @@ from mpistrategy.mpi.watchdog.status_board import RankStatus
 
 _SHORTEST_TICK, _LONGEST_TICK = 0.05, 1.0
 _STOOD_STILL_SECONDS = 1.0
-#: How long a look may take, at files of other nodes; one that takes longer has stood still.
+#: How long a look may take, at files of other nodes; a longer look has stood still.
 _LOOKING_SECONDS = 3 * FILE_SECONDS
 #: After how long a wait for a rank that takes no more calls ends: by an error, or with the job where a rank stays in
 #: it.  Most ranks find out by themselves before: `Guard.look`.

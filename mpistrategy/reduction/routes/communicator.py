@@ -1,4 +1,4 @@
-"""The route through the communicator: small arrays are packed, large ones go as they are."""
+"""The route through the communicator: small arrays are packed, large arrays go as they are."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Arrays in GPU memory: copied many at once, packed and combined on the strategy's path, broadcast and gathered.
 
-One launch of a kernel copies up to `ARRAYS` arrays, each from anywhere to anywhere.  The whole table goes along as the
+One launch of a kernel copies up to `ARRAYS` arrays, each to an address of its own.  The whole table is passed as the
 kernel's argument, by value: nothing is uploaded first, nothing has to be kept until the kernel has run, and calls on
 several streams cannot disturb each other.  The same source is C++ but for a few words, and tests run it on the CPU.
 
@@ -166,8 +166,8 @@ def fill(pack: Pack, arrays: Sequence[DeviceArray], bucket: DeviceArray) -> None
 def _copy(sources: Sequence[DeviceArray], places: Sequence[int]) -> None:
     """Copy each source, which is on the current device, to a contiguous place, on its current stream."""
     cupy, one_by_one = cupy_for("arrays in GPU memory"), len(sources) == 1
-    # Copies that somebody needs to read from here: CuPy's pools give their memory to work that comes later on the
-    # stream, so that they can be forgotten once the kernel is on it.
+    # Contiguous copies.  They may be dropped once the kernel is on the stream: CuPy's pools give their memory only to
+    # later work on the stream.
     sources = [source if source.flags.c_contiguous else cupy.ascontiguousarray(source) for source in sources]
     moves = []
     for source, place in zip(sources, places, strict=True):
@@ -430,7 +430,7 @@ def packed(arrays: Sequence[DeviceArray]) -> tuple[DeviceArray, list[DeviceArray
 
 
 def bcast(communicator: Ranks, array: DeviceArray, root: int) -> None:
-    """Write rank `root`'s array, which is contiguous and in memory that every path takes, into everybody's."""
+    """Write rank `root`'s array, which is contiguous and in memory that every path takes, into all ranks' arrays."""
     if array.size:
         with array.device:
             any_path(communicator).bcast(communicator, array.reshape(-1), root)

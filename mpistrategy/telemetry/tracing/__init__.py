@@ -1,1 +1,1 @@
-"""Recordings of what each rank did, and the timeline of all of them."""
+"""Recordings of each rank's collectives, steps and spans, and the timeline of all ranks."""

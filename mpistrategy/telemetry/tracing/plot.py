@@ -13,7 +13,7 @@ _PARTS = {"step": (-0.42, 0.84), "span": (-0.38, 0.22), "collective": (-0.12, 0.
 
 
 def draw(timeline: Timeline, file: str) -> str:
-    """Draw a PNG of what the ranks do while the first of them makes some collectives in the middle of the run.
+    """Draw a PNG of the ranks' events while the first rank makes some collectives in the middle of the run.
 
     Who may read it: as of checkpoints (`mpistrategy.own_files.new_file`).
 
@@ -36,12 +36,12 @@ def draw(timeline: Timeline, file: str) -> str:
     start, end = middle[0]["ts"], max(event["ts"] + event["dur"] for event in middle)
     figure = Figure(figsize=(12, 1.5 + 0.78 * len(ranks)), layout="constrained")
     axes = figure.subplots()
-    shown = [event for event in timeline.events if event["ts"] < end and event["ts"] + event["dur"] > start]
-    for event in sorted(shown, key=lambda event: [*_PARTS].index(event["cat"])):
+    visible_events = [event for event in timeline.events if event["ts"] < end and event["ts"] + event["dur"] > start]
+    for event in sorted(visible_events, key=lambda event: [*_PARTS].index(event["cat"])):
         if event["pid"] in ranks:
-            came, (low, height) = event["ts"] + event["args"].get("waited_us", 0), _PARTS[event["cat"]]
+            arrival, (low, height) = event["ts"] + event["args"].get("waited_us", 0), _PARTS[event["cat"]]
             label = event["name"] if event["cat"] == "collective" else event["cat"]
-            for name, begin, stop in (("waiting", event["ts"], came), (label, came, event["ts"] + event["dur"])):
+            for name, begin, stop in (("waiting", event["ts"], arrival), (label, arrival, event["ts"] + event["dur"])):
                 color, row = colors.setdefault(name, f"C{len(colors) % 10}"), (ranks.index(event["pid"]) + low, height)
                 axes.broken_barh([(begin / 1e3, (stop - begin) / 1e3)], row, facecolors=color, edgecolors="white")
     axes.set(xlim=(start / 1e3, end / 1e3), xlabel="ms since the beginning", ylim=(len(ranks) - 0.5, -0.5))

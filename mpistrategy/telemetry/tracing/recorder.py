@@ -1,14 +1,14 @@
-"""Writes down what this rank does, while it does it, in Chrome's Trace Event Format: a file for each rank.
+"""Records the events of this rank while it runs, in Chrome's Trace Event Format: a file for each rank.
 
 A file is one JSON array with an event a line, which ui.perfetto.dev and chrome://tracing open as it is, whole or cut
 off.  Times are microseconds of CLOCK_MONOTONIC, which all processes of a machine share.  Events:
 
 * ``X``: a collective, a step or a span that has ended.
-* ``M``: for `mpistrategy trace`: "mpistrategy" says what the file is, "end" that the recording was ended in order.
+* ``M``: for `mpistrategy trace`: "mpistrategy" has the header of the file, "end" shows an end in order.
 
 The program's threads only put events into a queue; a thread of the recorder writes whole lines, ten times a second.  So
-a job that is killed leaves everything but the last tenth of a second.  Nothing here may stop the job: what cannot be
-written is not written, after one warning.
+a job that is killed leaves everything but the last tenth of a second.  Nothing here may stop the job: if a write
+fails, the recording ends after one warning.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ class Recorder:
         observers.observers.append(self)
 
     def stop(self) -> None:
-        """Write down what is left, and end.  A forked child has no such thread: it leaves the rank's file alone."""
+        """Write the remaining events, and end.  A forked child has no such thread: it leaves the rank's file alone."""
         observers.unwatch(self)
         self._is_over.set()
         self._thread.join(_PATIENCE_SECONDS)

@@ -54,8 +54,8 @@ def _row(rank: int, events: list[dict[str, Any]]) -> str:
     met = [call["args"]["last_rank"] == rank for call in calls if "last_rank" in call["args"]]
     share = f"{100 * sum(met) / len(met):.0f} %" if met else "-"
     waited = sum(call["args"].get("waited_us", 0) for call in calls) / 1e6
-    inside = sum(float(call["dur"]) for call in calls) / 1e6
-    return f"{rank:>6} {len(steps):>8} {sum(steps) / 1e6:>10.3f} s {inside:>14.3f} s {waited:>13.3f} s {share:>11}"
+    seconds = sum(float(call["dur"]) for call in calls) / 1e6
+    return f"{rank:>6} {len(steps):>8} {sum(steps) / 1e6:>10.3f} s {seconds:>14.3f} s {waited:>13.3f} s {share:>11}"
 
 
 def _late(timeline: Timeline) -> Iterator[str]:

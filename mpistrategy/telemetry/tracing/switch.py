@@ -45,7 +45,7 @@ class Trace(Switched, Settable):
         atexit.register(self.stop)
 
     def stop(self) -> None:
-        """Write down what is left; do nothing where nothing is recorded."""
+        """Write the remaining events; do nothing where nothing is recorded."""
         if self._recorder is not None:
             atexit.unregister(self.stop)
             self._recorder.stop()
@@ -58,10 +58,10 @@ def trace(directory: str | os.PathLike[str]) -> Trace:
     goes on, so that a job that is killed leaves its trace, too.
     ``mpistrategy trace folder`` merges the files of all ranks on one clock; a single file opens in a viewer as it is.
 
-    What cannot be written is not written: the job goes on, after one warning.
+    If a write fails, the recording ends after one warning, and the job goes on.
 
     Args:
-        directory: the folder, which is made if need be; one that all nodes see spares copying.
+        directory: the folder, which is made if need be; a folder that all nodes see spares copying.
 
     Returns:
         A `Trace`: a context manager with ``start()``, ``stop()`` and ``path``.

@@ -56,7 +56,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Clock:
-    """How the times of one clock become those of the first recording's.
+    """The correction from the times of a clock to the clock of the first recording.
 
     Attributes:
         offset: microseconds to add.
@@ -108,8 +108,8 @@ class Timeline:
         """
         about = {name: self.recordings[0].header[name] for name in ("program", "begun")}
         about_rank = {"name": "process_name", "ph": "M", "ts": 0, "tid": 0}
-        named = [about_rank | {"pid": rank, "args": {"name": f"rank {rank}"}} for rank in self.by_rank()]
-        text = json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": [*named, *self.events]})
+        rank_names = [about_rank | {"pid": rank, "args": {"name": f"rank {rank}"}} for rank in self.by_rank()]
+        text = json.dumps({"displayTimeUnit": "ms", "otherData": about, "traceEvents": [*rank_names, *self.events]})
         try:
             with own_files.whole_file(path) as file:
                 file.write(text.encode())
@@ -186,20 +186,20 @@ def _newest_run(folder: str) -> tuple[list[Recording], int]:
         raise _refusal(f"no recordings in {folder}", f"files {PREFIX}*{SUFFIX}", fix)
     recordings.sort(key=lambda file: (bool(file.groups), file.header["wall_us"]))
     newest = recordings[-1]  # one with collectives, if any: a program that a rank started may record, too
-    near = [
+    candidates = [
         file
         for file in recordings
         if file.header["size"] == newest.header["size"]
         and newest.header["wall_us"] - file.header["wall_us"] < _TOGETHER_US
         and (file.groups & newest.groups or not (file.groups or newest.groups))
     ]
-    process = {file.header["rank"]: file.header["process"] for file in near}  # of each rank the newest
-    run = [file for file in near if process[file.header["rank"]] == file.header["process"]]
+    process = {file.header["rank"]: file.header["process"] for file in candidates}  # of each rank the newest
+    run = [file for file in candidates if process[file.header["rank"]] == file.header["process"]]
     return sorted(run, key=lambda file: (file.header["rank"], file.header["wall_us"])), len(recordings) - len(run)
 
 
 def read(path: str) -> Recording | None:
-    """Return what is in a file, as far as it goes; None for a file that is not a recording.
+    """Return the recording in a file, as far as it can be read; None for a file that is not a recording.
 
     Raises:
         OSError: for a file that cannot be read; where everybody can write, for somebody else's.

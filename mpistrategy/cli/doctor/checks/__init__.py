@@ -1,1 +1,1 @@
-"""The checks of the doctor: functions from what is known of a job to findings."""
+"""The checks of the doctor: functions from a `Job`, the known facts, to findings."""

@@ -23,7 +23,7 @@ from mpistrategy.objects.shown import ranks_in_words
 #: The command of a launcher for so many ranks; other launchers as srun.
 _LINES = {"": "srun --ntasks={0}, mpiexec -n {0}", "jsrun": "jsrun -n {0} -a 1", "flux run": "flux run -n {0}"}
 _BY_SRUN = "srun --mpi={0}, or for all steps: export SLURM_MPI_TYPE={0} (srun --mpi=list shows what there is)"
-#: How a launcher is told to offer a kind of PMI, and how it calls PMIx and PMI.
+#: The options by which a launcher offers a kind of PMI, and the launcher's names of PMIx and PMI.
 _SPEAK = {
     "srun": (_BY_SRUN, "pmix", "pmi2"),
     "flux run": ("flux run -o pmi={0}", "pmix, which needs flux-pmix", "simple"),
@@ -87,11 +87,11 @@ def nodes(job: Job) -> list[Finding]:
                 "Start one container for all ranks of a node, or let them share: docker run --ipc=host, apptainer "
                 "without --containall; and a host name of its own for every node"
             )
-            shown = " and ".join(ranks_in_words(ranks_of(part)) for part in parts[:4])
-            return [finding_of("nodes", BAD, ranks, problem, fix, parts=shown)]
-    named = [f"{count(len(ranks), 'rank')} on {host}" for host, ranks in hosts.items()][:4]
-    more = " ..." if len(hosts) > len(named) else ""
-    return [Finding("nodes", OK, f"{count(len(hosts), 'node')}: {', '.join(named)}{more}")]
+            groups = " and ".join(ranks_in_words(ranks_of(part)) for part in parts[:4])
+            return [finding_of("nodes", BAD, ranks, problem, fix, parts=groups)]
+    host_texts = [f"{count(len(ranks), 'rank')} on {host}" for host, ranks in hosts.items()][:4]
+    more = " ..." if len(hosts) > len(host_texts) else ""
+    return [Finding("nodes", OK, f"{count(len(hosts), 'node')}: {', '.join(host_texts)}{more}")]
 
 
 def versions(job: Job) -> list[Finding]:
@@ -99,15 +99,15 @@ def versions(job: Job) -> list[Finding]:
     findings = []
     for part, name in _PARTS.items():
         if groups := job.with_several(part):
-            odd = [rank for rank in job.facts if rank["rank"] in odd_ranks(groups)]
+            odd_facts = [rank for rank in job.facts if rank["rank"] in odd_ranks(groups)]
             fix = (
                 "Give all nodes one environment: the same venv, container or modules; on {host}: which python3; echo "
                 "$PYTHONPATH"
             )
-            differ = f"different versions of {name}: {in_words(groups)} ({odd[0]['host']})"
-            findings.append(finding_of("versions", BAD, odd, "{differ}", fix, differ=differ))
-    shown = "Python {python}, mpistrategy {mpistrategy}, NumPy {numpy}, mpi4py {mpi4py}".format_map(job.facts[0])
-    return findings or [Finding("versions", OK, shown)]
+            differ = f"different versions of {name}: {in_words(groups)} ({odd_facts[0]['host']})"
+            findings.append(finding_of("versions", BAD, odd_facts, "{differ}", fix, differ=differ))
+    text = "Python {python}, mpistrategy {mpistrategy}, NumPy {numpy}, mpi4py {mpi4py}".format_map(job.facts[0])
+    return findings or [Finding("versions", OK, text)]
 
 
 def library(job: Job) -> list[Finding]:

@@ -47,13 +47,13 @@ def _cores_of(ranks: list[Facts]) -> Finding:
 
 
 def shared_memory(job: Job) -> list[Finding]:
-    """Find too little memory for what the ranks of a node share."""
-    several = [ranks for ranks in job.nodes.values() if len(ranks) > 1]
-    if not several:
+    """Find too little shared memory for the ranks of a node."""
+    shared_nodes = [ranks for ranks in job.nodes.values() if len(ranks) > 1]
+    if not shared_nodes:
         return [Finding("shared memory", OK, "one rank on each node: nothing to share")]
-    tightest = min(several, key=lambda ranks: int(ranks[0]["room_free"]))
+    tightest = min(shared_nodes, key=lambda ranks: int(ranks[0]["room_free"]))
     room = _room(tightest, len(job.nodes) > 1)
-    of_open_mpi = [rank for ranks in several for rank in ranks if rank["library"].startswith("Open MPI")]
+    of_open_mpi = [rank for ranks in shared_nodes for rank in ranks if rank["library"].startswith("Open MPI")]
     short = [rank for rank in of_open_mpi if 0 <= rank["shm_free"] < _OPEN_MPI_BYTES]
     if not short:
         return [room]
@@ -71,7 +71,7 @@ def shared_memory(job: Job) -> list[Finding]:
 
 
 def _room(ranks: list[Facts], has_others: bool) -> Finding:
-    """Return whether there is room for what this library shares on a node."""
+    """Return whether a node has room for this library's shared memory."""
     size, free = len(ranks), ranks[0]["room_free"]
     needed = size * _bytes_of_a_rank(size)
     large = min(size * _LARGE_BYTES, _MOST_LARGE_BYTES) if has_others else 0
