@@ -9,8 +9,6 @@ import gpu_here
 import pytest
 from replicas import RANK, SIZE
 
-import mpistrategy as ms
-
 torch: Any = pytest.importorskip("torch")
 dist: Any = pytest.importorskip("torch.distributed")
 mst: Any = pytest.importorskip("mpistrategy.torch")
@@ -113,27 +111,11 @@ COLLECTIVES: dict[str, Collective] = {
     "isend": sent,
     "coalescing": coalesced,
 }
-DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.int64, torch.bool, torch.complex64]
 
 
 def values(dtype: Any, device: str, count: int = 24) -> Any:
     """Return numbers whose sums are exact in each dtype, other ones on each rank."""
     return (torch.arange(count, device=device) % 5 + RANK + 1).to(dtype).reshape(4, -1)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", COLLECTIVES)
-def test_as_on_the_host(name: str, dtype: Any) -> None:
-    many = 3_000_000 if dtype is torch.float32 else 1000
-    for mine, other in (
-        (values(dtype, "cuda"), values(dtype, "cpu")),
-        (values(dtype, "cuda").t(), values(dtype, "cpu").t()),
-        (values(dtype, "cuda", many), values(dtype, "cpu", many)),
-    ):
-        found, wanted = COLLECTIVES[name](mine), COLLECTIVES[name](other)
-        assert found.is_cuda
-        assert torch.equal(found.cpu(), wanted)
-        assert torch.equal(mine.cpu(), other)
 
 
 @pytest.mark.parametrize("name", COLLECTIVES)
@@ -211,22 +193,6 @@ def assert_equal(mine: Any, wanted: Any, close: float = 1e-4) -> None:
         torch.testing.assert_close(one, other, rtol=close, atol=close / 10)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"gradient_as_bucket_view": True, "static_graph": True},
-        {"find_unused_parameters": True, "bucket_cap_mb": 1e-3},
-    ],
-    ids=str,
-)
-def test_ddp_trains_as_one_process_with_all_rows(options: dict[str, Any]) -> None:
-    net = network()
-    model = torch.nn.parallel.DistributedDataParallel(net, device_ids=[torch.cuda.current_device()], **options)
-    train(model, sgd(net.parameters()), MINE)
-    assert_equal(net.parameters(), by_one_process())
-
-
 def test_fsdp_trains_as_one_process_with_all_rows() -> None:
     fsdp: Any = pytest.importorskip("torch.distributed.fsdp")
     if not hasattr(fsdp, "fully_shard"):
@@ -239,13 +205,3 @@ def test_fsdp_trains_as_one_process_with_all_rows() -> None:
     fsdp.fully_shard(net, mesh=mesh)
     train(net, sgd(net.parameters()), MINE)
     assert_equal([each.full_tensor() for each in net.parameters()], by_one_process())
-
-
-@pytest.mark.parametrize(("wire", "close"), [(None, 1e-4), ("bfloat16", 0.1)])
-def test_an_optimizer_trains_as_one_process_with_all_rows(
-    strategy: ms.MirroredStrategy, wire: Any, close: float
-) -> None:
-    net = network()
-    optimizer = mst.DistributedOptimizer(sgd(net.parameters()), strategy=strategy, wire=wire)
-    train(net, optimizer, MINE)
-    assert_equal(net.parameters(), by_one_process(), close)

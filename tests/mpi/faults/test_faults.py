@@ -178,15 +178,6 @@ def test_kill_ends_the_job(launch: Launch) -> None:
     assert "right" not in done.stdout
 
 
-def test_raise_shows_the_traceback_of_that_rank(launch: Launch) -> None:
-    done = run(launch, "rank=1, at=allreduce#2, do=raise")
-    assert done.returncode != 0
-    assert done.seconds < 10
-    assert '[rank 1/2]     second = context.all_reduce("SUM"' in done.stderr
-    assert "[rank 1/2] mpistrategy.errors.InjectedFault: rank=1, at=allreduce#2, do=raise" in done.stderr
-    assert "right" not in done.stdout
-
-
 def test_delay_changes_nothing(launch: Launch) -> None:
     done = run(launch, "rank=1, at=allreduce#2, do=delay:0.3s; rank=0, at=allreduce#9, do=kill").check()
     assert sorted(done.stdout.splitlines()) == ["rank 0: right", "rank 1: right"]
