@@ -101,7 +101,7 @@ def _every_second(array: Array) -> Array:
 
 
 def _read_only(array: Array) -> Array:
-    array = array.copy()
+    array = np.array(array)  # of NumPy's numbers, too, whose copies are numbers
     array.flags.writeable = False
     return array
 

@@ -171,7 +171,10 @@ rank = strategy.rank
 def test_all_ranks_end_together(launch: Launch, tmp_path: Path, how: str, start: list[str]) -> None:
     code, status = TOGETHER[how]
     job = launch(3, [*start, launching.program(HEAD + code + "\n", tmp_path)], timeout=20)
-    assert (job.returncode, job.stderr.strip()) == (status, ""), job
+    assert job.returncode == status, job
+    if status == 0:
+        assert job.stderr.strip() == "", job
+    assert not re.search("Traceback|the whole job ends", job.stderr), job  # a launcher may say that ranks failed
 
 
 def run(launch: Launch, body: str, ranks: int = 2) -> launching.Finished:
