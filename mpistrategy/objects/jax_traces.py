@@ -13,8 +13,8 @@ from mpistrategy.errors import ContextError
 
 #: The guide's page on JAX has this sentence, too.
 FIX = (
-    "Pass values in as arguments, return results, and call this library between two compiled functions: inside one, "
-    "only mpi4jax communicates."
+    "Pass values in as arguments, return results, and call this library between two compiled functions. Inside a "
+    "compiled function, only mpi4jax communicates."
 )
 
 _modules = sys.modules
