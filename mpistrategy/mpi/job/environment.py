@@ -15,7 +15,7 @@ VARIABLES = {
     "MPISTRATEGY_CHECK": "how often calls are compared between nodes",
     "MPISTRATEGY_CUDA_AWARE": "whether the MPI takes pointers to GPU memory",
     "MPISTRATEGY_FULL_TRACEBACK": "whether tracebacks show frames of this package",
-    "MPISTRATEGY_GPU_MAP": "which GPU each rank of a node drives",
+    "MPISTRATEGY_GPU_MAP": "which GPUs slurm/select_gpu.sh gives to the ranks of a node",
     "MPISTRATEGY_GPU_PATH": "how arrays in GPU memory travel",
     "MPISTRATEGY_INJECT": "faults to inject",
     "MPISTRATEGY_NVTX": "whether ranges are made for NVIDIA's profilers",
