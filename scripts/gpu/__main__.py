@@ -159,12 +159,21 @@ def sanitizer(lane: Lane, row: Row) -> Outcome:
 VALUES = ("variables/test_gpu_variables.py", "arrays/test_foreign_arrays.py", "training/test_gpu_update.py")
 COLLECTIVES = "mpi/gpu/test_device_collectives.py"
 STAYS = (COLLECTIVES, "reduction/test_gpu_stays_there.py", "reduction/test_gpu_memory.py")
-TRANSPORTS = tuple(
-    f"mpi/gpu/test_{name}.py" for name in ("binding", "cuda_aware", "failures_on_gpus", "nccl", "transport_choice")
+TRANSPORTS = (
+    *(f"mpi/gpu/test_{name}.py" for name in ("binding", "cuda_aware", "failures_on_gpus", "nccl", "transport_choice")),
+    "whole/test_cupy_names.py",
 )
 TORCH = tuple(f"frameworks/test_torch_{name}.py" for name in ("cuda", "group", "optimizer", "starts", "checkpoint"))
 OVERLAP = ("reduction/test_gpu_overlap.py", "reduction/test_gpu_foreign_memory.py")
 REDUCTIONS = ("reduction/test_gpu_reductions.py",)
+#: What of files for the host needs a GPU.
+OTHERS = (
+    "reduction/test_every_route.py::test_in_gpu_memory",
+    "arrays/test_arrays_values.py::test_an_array_in_gpu_memory_is_copied_to_the_host",
+    "input/test_first_batches.py::test_arrays_of_gpus_are_compared",
+    "checkpoint/test_rows.py::test_rows_of_real_ranks",
+    "cli/test_bench_gpus.py",
+)
 RECORDED = ("whole/test_conformance_gpus.py",)
 #: Their figures are times, or the others need them: one after the other.
 FIRST = [
@@ -189,6 +198,7 @@ BESIDE = [
     Row("properties2", "property tests, 2 ranks", tests, 40, 2, REDUCTIONS),
     Row("values1", "variables, optimizers, tensors, 1 rank", tests, 15, 1, VALUES),
     Row("values2", "variables, optimizers, tensors, 2 ranks", tests, files=VALUES),
+    Row("others", "every operation on every path, what else takes GPU memory, 2 ranks", tests, 40, files=OTHERS),
     Row("torch", "torch's DDP, FSDP and collectives, 2 ranks", torch, 90, files=TORCH),
     Row("digits", "training of the digits: 2 ranks on the CPU, 1 and 2 on the GPU", digits, 60),
     Row("conformance1", "recorded cases, 1 rank", tests, 15, 1, RECORDED),

@@ -364,6 +364,16 @@ def test_others_get_their_signals_back(made: Callable[..., ms.PreemptionCheckpoi
             signal.signal(number, handler_before)
 
 
+def test_a_strategy_that_is_closed_gives_signals_back(folder: Path) -> None:
+    """Else the process could not be ended any more."""
+    before = signal.getsignal(TERM)
+    with ms.MirroredStrategy():
+        handler = ms.PreemptionCheckpointHandler(ms.Checkpoint(x=ms.Variable(1.0)), folder)
+        handler.checkpoint_manager.close()
+        assert signal.getsignal(TERM) != before
+    assert signal.getsignal(TERM) == before
+
+
 def test_a_signal_to_one_handler_outlives_the_close_of_another(
     made: Callable[..., ms.PreemptionCheckpointHandler],
 ) -> None:

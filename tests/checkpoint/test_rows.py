@@ -6,9 +6,9 @@ import contextlib
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
+import gpu_here
 import numpy as np
 import pytest
 from checkpoints import many_writers
@@ -138,10 +138,9 @@ def test_rows_from_any_number_of_ranks_to_any(
 
 @pytest.mark.parametrize("memory", ["host", "GPU"])
 @pytest.mark.parametrize("wait", [True, False])
-def test_rows_of_real_ranks(
-    strategy: ms.MirroredStrategy, folder: Path, cupy: ModuleType, memory: str, wait: bool
-) -> None:
-    library = cupy if memory == "GPU" else np
+def test_rows_of_real_ranks(strategy: ms.MirroredStrategy, folder: Path, memory: str, wait: bool) -> None:
+    library: Any = gpu_here.cupy_or_skip() if memory == "GPU" else np
+    on_host = library.asnumpy if memory == "GPU" else np.asarray
     rows, state = ms.Rows(library.full((RANK, 2), RANK + 1.0)), Domain(library.full(RANK, RANK + 1))
     with strategy.scope(), many_writers() if wait else contextlib.nullcontext():
         checkpoint = ms.Checkpoint(rows=rows, state=state)
@@ -152,8 +151,8 @@ def test_rows_of_real_ranks(
     assert isinstance(rows.value, library.ndarray)
     assert isinstance(state.rows, library.ndarray)
     assert len(rows) == len(rows.value) == rows.shape[0]
-    assert cupy.asnumpy(rows.value)[:, 1].tolist() == whole[parts(len(whole), SIZE)[RANK]].tolist()
-    assert cupy.asnumpy(state.rows).tolist() == [RANK + 1] * RANK
+    assert on_host(rows.value)[:, 1].tolist() == whole[parts(len(whole), SIZE)[RANK]].tolist()
+    assert on_host(state.rows).tolist() == [RANK + 1] * RANK
     for value, error in (
         ([1.0], errors.OptionTypeError),
         (np.float64(1), errors.OptionTypeError),

@@ -248,6 +248,7 @@ def assert_took(words: Sequence[str], strategy: ms.Strategy, value: Any, op: str
     """Check that every buffer of a value takes this route, unless one node pretends to be several."""
     lines = [line for line in strategy.explain(value, op).splitlines()[1:-1] if line[2] != " "]
     if "MPIR_CVAR_NUM_CLIQUES" not in os.environ and SIZE > 1:
+        assert lines, "explain says nothing of the buffers, or in other words"
         assert all(any(word in line for word in words) for line in lines if " 0 B:" not in line), lines
 
 

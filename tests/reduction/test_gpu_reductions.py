@@ -23,6 +23,7 @@ from mpistrategy.mpi.contract.guard import Guard
 from mpistrategy.mpi.gpu.transports.by_mpi import StagedPath
 from mpistrategy.mpi.interface.gpu_transport import device_paths
 from mpistrategy.options import GPU_PATH
+from mpistrategy.reduction.routes import gpu
 
 DTYPES = ("float64", "float32", "float16", "complex64", "int64", "int32", "int16", "uint8")
 SHAPES = [(3,), (), (2, 5), (0,), (70,), (2, 3, 4)]
@@ -65,6 +66,17 @@ def test_lists_are_reduced_as_on_the_host(strategy: Any, cupy: Any, dtype: str) 
                 assert type(array) is cupy.ndarray
                 assert (array.dtype, array.shape) == (expected.dtype, expected.shape)
                 assert np.array_equal(array.get(), expected), op
+
+
+def test_arrays_that_are_too_long_for_the_kernel_are_copied(
+    strategy: Any, cupy: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its numbers have 32 bits."""
+    monkeypatch.setattr(gpu, "LONGEST", 1000)
+    host = [values((count,), "float32") for count in (3, 251, 250, 4000, 0)]
+    right = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", host))
+    found = in_step(strategy, lambda ctx: ctx.all_reduce("SUM", [placed(cupy, array, 3) for array in host]))
+    assert all(np.array_equal(one.get(), other) for one, other in zip(found, right, strict=True))
 
 
 def test_calls_from_one_line_have_the_dtype_and_shape_of_their_arrays(strategy: Any, cupy: Any) -> None:

@@ -16,6 +16,7 @@ from replicas import BFLOAT16, RANK, RANKS, SIZE, OnNodes, gather_texts, outcome
 
 import mpistrategy as ms
 from mpistrategy import errors
+from mpistrategy.arrays import digests
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.objects.shown import ranks_in_words
 from mpistrategy.optimizers import SGD, Adam, AdamW, Optimizer
@@ -97,6 +98,29 @@ def test_one_flipped_bit_is_found(
     else:
         assert "rank 1 differs from rank 0" in text
     strategy.assert_mirrored(None if all_ else model)
+
+
+@several
+def test_arrays_that_are_longer_than_a_piece_are_compared_to_their_end(
+    strategy: ms.Strategy, model: list[ms.Variable], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(digests, "_PIECE_BYTES", 1000)
+    large = next(var for var in model if var.name.startswith("large"))
+    for bit in (0, 8 * large.nbytes - 1):
+        flip(strategy, large, bit, (SIZE - 1,))
+        told_everywhere(lambda: strategy.assert_mirrored(large))
+        flip(strategy, large, bit, (SIZE - 1,))
+    strategy.assert_mirrored()
+
+
+@pytest.mark.one_rank
+@pytest.mark.parametrize("dtype", ["longdouble", "clongdouble", [("few", "i1"), ("wide", "longdouble", 2)]], ids=str)
+def test_padding_does_not_count(dtype: Any) -> None:
+    memory = [np.full(3 * np.dtype(dtype).itemsize, byte, np.uint8).view(dtype) for byte in (0, 255)]
+    for array in memory:
+        for part in [array] if array.dtype.names is None else [array[name] for name in array.dtype.names]:
+            part[...] = 1
+    assert digests.digest(memory[0]) == digests.digest(memory[1])
 
 
 @several

@@ -1,6 +1,6 @@
-"""What device code asks of CuPy exists in CuPy.
+"""What device code asks of CuPy exists in CuPy, and the lane of scripts/gpu has the tests that ask for a GPU.
 
-CuPy can be imported without a GPU: these tests are skipped only where it is not installed.
+CuPy can be imported without a GPU: tests are skipped only where it is not installed.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import ast
 import importlib
 import importlib.metadata
 import re
+import runpy
 import warnings
 from collections.abc import Iterator
 from functools import reduce
@@ -92,3 +93,23 @@ def test_the_extras_ask_for_a_cupy_that_was_looked_at(cupy: Any) -> None:
     assert sorted(extra.name for extra in extras) == ["cupy-cuda12x", "cupy-cuda13x"]
     version = importlib.metadata.version(next(name for name in importlib.metadata.packages_distributions()["cupy"]))
     assert all(version in extra.specifier for extra in extras)
+
+
+def asks_for_a_gpu(test: ast.FunctionDef) -> bool:
+    return "cupy" in {argument.arg for argument in test.args.args} or "needs_gpu" in ast.unparse(test.decorator_list)
+
+
+def test_no_test_that_asks_for_a_gpu_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU it is skipped: what no row of the lane runs, nobody runs."""
+    tests, lane = Path(__file__).parents[1], Path(__file__).parents[2] / "scripts" / "gpu"
+    monkeypatch.syspath_prepend(str(lane))
+    run = {file for row in runpy.run_path(str(lane / "__main__.py"))["BESIDE"] for file in row.files}
+    forgotten = []
+    for path in sorted(tests.rglob("test_*.py")):
+        file, text = str(path.relative_to(tests)), path.read_text(encoding="utf-8")
+        functions = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.FunctionDef)]
+        asking = {f"{file}::{each.name}" for each in functions if each.name[:4] == "test" and asks_for_a_gpu(each)}
+        if "cupy_or_skip" in text and not asking and not any(name.startswith(file) for name in run):
+            asking.add(file)
+        forgotten += [name for name in asking if {name, file}.isdisjoint(run)]
+    assert forgotten == []

@@ -136,6 +136,16 @@ def test_one_array_cannot_take_two_results(strategy: ms.MirroredStrategy) -> Non
         reduced(strategy, "SUM", [np.ones(2), np.ones(2)], out=[target, target])
 
 
+@several
+def test_a_close_that_not_all_make_is_no_hang() -> None:
+    strategy = ms.MirroredStrategy()
+    call = strategy.close if RANK == 0 else lambda: strategy.reduce("SUM", 1.0)
+    with pytest.raises(errors.CollectiveMismatchError, match=r"Strategy\.close"):
+        call()
+    assert still_works(strategy)
+    strategy.close()
+
+
 @pytest.mark.parametrize("name", [["a"], 3])
 def test_names_are_strings(strategy: ms.MirroredStrategy, name: Any) -> None:
     for call in (lambda: reduced(strategy, "SUM", 1.0, name=name), lambda: variable_of(strategy, 1.0, name=name)):

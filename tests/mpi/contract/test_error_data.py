@@ -55,6 +55,17 @@ def test_calls_that_differ(strategy: ms.MirroredStrategy) -> None:
 
 
 @several
+def test_copies_that_differ(strategy: ms.MirroredStrategy) -> None:
+    with strategy.scope():
+        variables = [ms.Variable(np.zeros(3), name=name) for name in ("one", "two", "three")]
+        variables[1].assign(np.full(3, float(RANK == SIZE - 1)))
+    error = raised(lambda: strategy.assert_mirrored(variables))
+    assert isinstance(error, errors.ReplicasDivergedError)
+    for one in (error, pickle.loads(pickle.dumps(error))):
+        assert (one.variables, one.ranks) == (("two",), (SIZE - 1,))
+
+
+@several
 def test_a_rank_that_cannot_make_the_call(strategy: ms.MirroredStrategy) -> None:
     error = raised(lambda: strategy.reduce("SUM", "text" if RANK == SIZE - 1 else 1.0))
     assert error.rank == (None if RANK == SIZE - 1 else SIZE - 1)

@@ -111,6 +111,13 @@ def test_other_words_are_refused_or_understood(text: str) -> None:
 # -------------------------------------------------------------------------------------- without a plan, and with one
 
 
+def test_a_plan_that_comes_too_late_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(public_calls.PLAN, "rank=any, at=allreduce#1000, do=kill")
+    for outcome in outcomes(ms.MirroredStrategy):
+        assert outcome.error is errors.OptionError
+        assert "after mpistrategy was imported" in outcome.text
+
+
 def test_a_malformed_plan_on_one_rank_raises_on_all(monkeypatch: pytest.MonkeyPatch) -> None:
     if RANK == SIZE - 1:
         monkeypatch.setenv(public_calls.PLAN, "rank=0, at=allreduce#1, do=nothing")

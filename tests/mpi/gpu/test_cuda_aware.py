@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
+import subprocess
 from pathlib import Path
 
+import launching
 import pytest
 
 from mpistrategy.cli.doctor import cuda_trial
@@ -91,6 +94,37 @@ def test_an_outcome_is_of_its_library_and_settings(cache: Path, monkeypatch: pyt
 
 
 # ------------------------------------------------------------------------------------- what a library says
+
+OLD, NEW = "int MPIX_Query_cuda_support(void)", "int MPIX_GPU_query_support(int kind, int *flag)"
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="not run: no gcc on this machine")
+@pytest.mark.parametrize(
+    ("name", "source", "says"),
+    [
+        ("libmpi.so.40", f"{OLD} {{ return 1; }}", True),
+        ("libmpi.so.40", f"{OLD} {{ return 1; }} char opal_cuda_support = 1;", True),
+        ("libmpi.so.40", f"{OLD} {{ return 1; }} char opal_cuda_support = 0;", False),  # it is switched off
+        ("libmpi.so.40", f"{OLD} {{ return 0; }}", False),
+        ("libmpich.so.12", f"{OLD} {{ for (;;); }} {NEW} {{ *flag = kind == 0; return 0; }}", True),
+        ("libmpich.so.12", f"{NEW} {{ *flag = 1; return 17; }}", False),
+        ("libmpi_cray.so.12", f"{NEW} {{ *flag = 0; return 0; }}", False),
+        ("libmpi.so.12", "int MPI_Init(void) { return 0; }", None),
+        ("libother.so.1", f"{OLD} {{ return 1; }}", None),
+    ],
+)
+def test_a_library_is_asked(tmp_path: Path, name: str, source: str, says: bool | None) -> None:
+    command = ["gcc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / name)]
+    subprocess.run(command, input=source, text=True, check=True)
+    assert cuda_trial.says_yes([str(tmp_path / name)]) is says
+
+
+@pytest.mark.each_mpi
+def test_this_mpi_is_found_and_asked() -> None:
+    version, *files = loaded_mpi.identity()
+    assert version == launching.LIBRARY
+    if version.startswith(("Open MPI", "MPICH")):
+        assert cuda_trial.says_yes(files) is not None
 
 
 @pytest.mark.parametrize(

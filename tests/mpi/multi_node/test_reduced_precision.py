@@ -40,6 +40,7 @@ PLACEMENTS: dict[str, Sequence[int]] = {
     "every rank a node": list(RANKS),
     "odd and even": [r % 2 for r in RANKS],
     "one alone": [min(r, 1) for r in RANKS],
+    "one node": [0] * SIZE,
 }
 ALGORITHMS = {"default": ms.MpiAllReduce, "hierarchical": ms.HierarchicalCopyAllReduce}
 
@@ -106,6 +107,16 @@ def test_it_does_round_and_only_when_asked(placed: tuple[ms.Strategy, Sequence[i
         np.testing.assert_array_equal(reduced(strategy, "SUM", value, None), exact)
         assert (reduced(strategy, "SUM", value) != exact).all() == (len(set(node_of)) > 1)
     assert still_works(strategy)
+
+
+@several
+def test_other_dtypes_and_operations_keep_all_digits(placed: tuple[ms.Strategy, Sequence[int]]) -> None:
+    """In one list with what is rounded."""
+    value = [np.full(5, 1 + 2.0**-40), np.full(5, 2**30 + 1), np.full(5, 1 + 2.0**-12, np.float32)]
+    for op, factor in (("SUM", SIZE), ("MAX", 1)):
+        found = reduced(placed[0], op, value)
+        for total, mine in list(zip(found, value, strict=True))[: 2 if op == "SUM" else 3]:
+            np.testing.assert_array_equal(total, factor * mine)
 
 
 @pytest.mark.parametrize("word", ["float16", "FLOAT16"])

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import launching
@@ -17,8 +19,10 @@ from replicas import RANK, SIZE, context, part_of, still_works
 import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.mpi.shared_memory import mailboxes as mailboxes_module
+from mpistrategy.mpi.shared_memory import spin_wait
 from mpistrategy.mpi.shared_memory.mailboxes import Mailboxes
 from mpistrategy.mpi.shared_memory.segments import SharedMemory
+from mpistrategy.mpi.shared_memory.spin_wait import SpinWait
 from mpistrategy.reduction.routes.with_the_check import MailboxRoute, combine_rows
 
 Launch = Callable[..., launching.Finished]
@@ -120,7 +124,21 @@ def test_a_message_of_the_users_own_moves_while_a_rank_waits(
     assert still_works(strategy)
 
 
-# ------------------------------------------------------------------------------------- nodes of many ranks
+@pytest.mark.one_rank
+def test_who_waits_long_naps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer, or another program, may need this core; messages move meanwhile."""
+    number, began = np.zeros(1, np.int64), time.monotonic()
+
+    def progress() -> None:
+        assert time.monotonic() - began < 5, "it only looks"
+
+    def nap(seconds: float) -> None:
+        assert 0 < seconds <= 1e-3, "so that the peer's number is seen soon"
+        number[0] = 5
+
+    monkeypatch.setattr(spin_wait, "time", SimpleNamespace(monotonic=time.monotonic, sleep=nap))
+    SpinWait(1, progress).until(number.data, 5)
+    assert number[0] == 5
 
 
 @pytest.mark.one_rank
