@@ -164,7 +164,6 @@ TRANSPORTS = (
     "whole/test_cupy_names.py",
 )
 TORCH = tuple(f"frameworks/test_torch_{name}.py" for name in ("cuda", "group", "optimizer", "starts", "checkpoint"))
-OVERLAP = ("reduction/test_gpu_overlap.py", "reduction/test_gpu_foreign_memory.py")
 REDUCTIONS = ("reduction/test_gpu_reductions.py",)
 #: What of files for the host needs a GPU.
 OTHERS = (
@@ -174,7 +173,6 @@ OTHERS = (
     "checkpoint/test_rows.py::test_rows_of_real_ranks",
     "cli/test_bench_gpus.py",
 )
-RECORDED = ("whole/test_conformance_gpus.py",)
 #: Their figures are times, or the others need them: one after the other.
 FIRST = [
     Row("doctor", "what mpistrategy doctor says", doctor),
@@ -192,7 +190,12 @@ BESIDE = [
     Row("onnodes", "collectives on 2 pretended nodes, 3 ranks", tests, 20, 3, (COLLECTIVES,), PATHS[1:]),
     Row("transports1", "choice of GPUs and paths, NCCL, 1 rank", tests, 30, 1, TRANSPORTS),
     Row("transports2", "choice of GPUs and paths, NCCL, 2 ranks", tests, 30, 2, TRANSPORTS),
-    Row("overlap", "reductions beside computation; memory of other libraries, 2 ranks", tests, files=OVERLAP),
+    Row(
+        "overlap",
+        "reductions beside computation; memory of other libraries, 2 ranks",
+        tests,
+        files=("reduction/test_gpu_overlap.py", "reduction/test_gpu_foreign_memory.py"),
+    ),
     Row("failures", "a rank fails while work is queued", tests, 60, 1, ("mpi/gpu/test_failures_under_way.py",)),
     Row("properties1", "property tests, 1 rank", tests, 30, 1, REDUCTIONS),
     Row("properties2", "property tests, 2 ranks", tests, 40, 2, REDUCTIONS),
@@ -201,8 +204,8 @@ BESIDE = [
     Row("others", "every operation on every path, what else takes GPU memory, 2 ranks", tests, 40, files=OTHERS),
     Row("torch", "torch's DDP, FSDP and collectives, 2 ranks", torch, 90, files=TORCH),
     Row("digits", "training of the digits: 2 ranks on the CPU, 1 and 2 on the GPU", digits, 60),
-    Row("conformance1", "recorded cases, 1 rank", tests, 15, 1, RECORDED),
-    Row("conformance2", "recorded cases, 2 ranks", tests, files=RECORDED),
+    Row("conformance1", "recorded cases, 1 rank", tests, 15, 1, ("whole/test_conformance_gpus.py",)),
+    Row("conformance2", "recorded cases, 2 ranks", tests, files=("whole/test_conformance_gpus.py",)),
     Row("sanitizer", "compute-sanitizer on the kernels", sanitizer, 40, 1, VALUES[:1]),
 ]
 

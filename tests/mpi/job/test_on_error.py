@@ -178,7 +178,7 @@ except (ms.errors.RemoteError, ms.errors.ContextError) as error:
     if isinstance(error, TimeoutError):
         error = pickle.loads(pickle.dumps(error))
         print("missing", error.missing, "call", error.calls[0].call, error.calls[0].site, "left", error.calls[1].left)
-        print("waited", error.waited_seconds[0] > 2, error.waited_seconds[1], flush=True)
+        print("waited", error.waited_seconds[0] >= 2, error.waited_seconds[1], flush=True)
     if me == 0:
         world.send(None, 1)
 strategy.close()
