@@ -32,6 +32,8 @@ def dotted(node: ast.AST) -> str:
     """Return ``cupy.cuda.Event`` for the expression that says so; "" for others."""
     names: list[str] = []
     while isinstance(node, ast.Attribute):
+        if "torch" in ast.unparse(node):
+            return ""  # torch.cuda
         if node.attr in ROOTS:
             return ".".join([ROOTS[node.attr], *names]) if node.attr == "_cupy" or names else ""
         names.insert(0, node.attr)
