@@ -317,10 +317,8 @@ class DevicePlan(NestPlan):
         results = self._results(call, arrays, None if out is None else route.own_results(arrays, arrays))
         if out is None:
             return self.leaves.build(results)
-        pairs = [(result, array) for result, array in zip(results, arrays, strict=True) if result is not array]
-        if pairs:
-            with arrays[0].device:
-                move(*zip(*pairs, strict=True))
+        with arrays[0].device:
+            move(results, arrays)
         return out
 
 

@@ -226,7 +226,7 @@ class AllReduce(General):
         if is_on_gpu:
             if op is ReduceOp.MEAN and any(dtype.kind in "iu" for dtype, _ in layouts):
                 return None  # whose mean has another dtype
-            transfer = algorithm._gpu_route(ranks, layouts, op, options, EVERY_RANK) if algorithm._has_plans else None
+            transfer = reducer.plan_for(layouts, op, options, on_gpu=True)
         elif is_weighted:
             transfer, kind = reducer.weighted_means(layouts, options), WeightedPlan
         else:
@@ -434,14 +434,16 @@ class Reducer:
         op: ReduceOp,
         options: CommunicationOptions,
         destination: Destination = EVERY_RANK,
-    ) -> Plan | None:
-        """Return how arrays on the host are reduced; None where each call must be examined.
+        *,
+        on_gpu: bool = False,
+    ) -> Transfer | None:
+        """Return how arrays are reduced, all on the host or all in GPU memory; None where each call must be examined.
 
         Raises:
             MpiStrategyError: for arrays that the algorithm cannot reduce.
         """
-        algorithm = self._algorithm
-        return algorithm._plan(self.communicator, layouts, op, options, destination) if algorithm._has_plans else None
+        make = self._algorithm._gpu_route if on_gpu else self._algorithm._plan
+        return make(self.communicator, layouts, op, options, destination) if self._algorithm._has_plans else None
 
     def weighted_means(self, layouts: tuple[Layout, ...], options: CommunicationOptions) -> WeightedMeans | None:
         """Return how weighted means of arrays on the host are taken; None where the algorithm is asked each time."""
@@ -474,18 +476,13 @@ class Reducer:
         return plan
 
     def _new_plan_of_arrays(self, op: ReduceOp, layouts: tuple[Layout, ...], on_gpu: bool) -> ArraysPlan | None:
-        ranks, algorithm, options = self.communicator, self._algorithm, self._options
-        plan: Transfer | None = None
-        if all(is_simple(dtype, op) for dtype, _ in layouts):
-            if not on_gpu:
-                plan = self.plan_for(layouts, op, options)
-            elif algorithm._has_plans:
-                plan = algorithm._gpu_route(ranks, layouts, op, options, EVERY_RANK)
+        options, are_simple = self._options, all(is_simple(dtype, op) for dtype, _ in layouts)
+        plan = self.plan_for(layouts, op, options, on_gpu=on_gpu) if are_simple else None
         if plan is None:
             return None
         where = ON_A_GPU if on_gpu else ""
         values = tuple((f"{dtype_name(dtype)}{where}", shape) for dtype, shape in layouts)
-        signature = Signature("reduce", op.value, "", values, EVERY_RANK.text, algorithm._settings(options))
+        signature = Signature("reduce", op.value, "", values, EVERY_RANK.text, self._algorithm._settings(options))
         return ArraysPlan(plan, signature, options.timeout_seconds)
 
 

@@ -172,7 +172,8 @@ class StepPlan:
             ShapeError, DTypeError, LeafError: for gradients that do not fit.
         """
         kinds = {*map(type, gradients)}
-        if kinds == _ARRAYS if self.is_on_host else self.is_on_gpu and len(kinds) == 1 and is_cupy(gradients[0]):
+        are_cupys = self.is_on_gpu and len(kinds) == 1 and is_cupy(gradients[0])
+        if are_cupys or (self.is_on_host and kinds == _ARRAYS):
             layouts = zip(map(_dtype_of, gradients), map(_shape_of, gradients), strict=True)
             if self.layouts == tuple(layouts):
                 return gradients

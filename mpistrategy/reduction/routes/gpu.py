@@ -146,10 +146,12 @@ def move(sources: Sequence[DeviceArray], targets: Sequence[DeviceArray]) -> None
     """Copy each source into its target, which has as many elements, on the current stream of the current device.
 
     One kernel does it for 170 arrays.  Targets that are not contiguous, or of another dtype, are left to CuPy, one by
-    one.
+    one.  A target that is its source, such as an array that was reduced in place, has its values already.
     """
     plain = []
     for source, target in zip(sources, targets, strict=True):
+        if source is target:
+            continue
         if source.dtype == target.dtype and target.flags.c_contiguous:
             plain.append((source, target.data.ptr))
         else:
