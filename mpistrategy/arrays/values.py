@@ -505,6 +505,11 @@ class ArenaBase:
         raise NotImplementedError
 
 
+def is_arena(value: Any) -> bool:
+    """Return whether `value` is a `mpistrategy.Arena`."""
+    return isinstance(value, ArenaBase)
+
+
 @dataclass(frozen=True)
 class ValueContext:
     """The argument of the function of `experimental_distribute_values_from_function`.
