@@ -21,7 +21,6 @@ from mpistrategy.arrays.dtypes import COMBINE, Array
 from mpistrategy.errors import FallbackWarning
 from mpistrategy.mpi.contract import mpi_channel
 from mpistrategy.mpi.multi_node import two_level
-from mpistrategy.mpi.multi_node.two_level import allreduce_across
 from mpistrategy.mpi.over_mpi.ranks import MpiRanks
 from mpistrategy.mpi.shared_memory.segments import private_memory
 
@@ -52,7 +51,7 @@ def ranks(request: pytest.FixtureRequest) -> Iterator[MpiRanks]:
 def allreduce(request: pytest.FixtureRequest, ranks: MpiRanks) -> Callable[..., None]:
     """The all-reduce in blocking calls of MPI, where there is one piece, or not."""
     ranks.pause = None if request.param == "blocking" else lambda looks: os.sched_yield()
-    return partial(allreduce_across, ranks)
+    return partial(ranks.allreduce, by_lanes=True)
 
 
 def on_nodes(node: int) -> MpiRanks:
@@ -112,7 +111,7 @@ def test_without_shared_memory_the_node_talks_by_mpi(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(made, "shared", private_memory)
     values = [value_of(rank, "float64", (9000,), 5) for rank in RANKS]
     result = values[RANK].copy()
-    allreduce_across(made, result)
+    made.allreduce(result, by_lanes=True)
     np.testing.assert_array_equal(result, reference("SUM", values))
     made.free()
 
