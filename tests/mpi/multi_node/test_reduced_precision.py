@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
 from typing import Any
 
 import hypothesis.extra.numpy as hnp
@@ -30,6 +31,7 @@ import mpistrategy as ms
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.errors import OptionError
 from mpistrategy.mpi.multi_node import reduced_precision as wire
+from mpistrategy.mpi.multi_node import two_level
 
 pytestmark = pytest.mark.mpi
 several = pytest.mark.mpi(min_size=2)
@@ -50,9 +52,9 @@ def placed(request: pytest.FixtureRequest) -> Iterator[tuple[ms.Strategy, Sequen
     """Yield a strategy, and for each rank what counts as its node: it alone where nodes have different sizes."""
     where, algorithm = request.param
     node_of = PLACEMENTS[where]
-    made = OnNodes(node_of, ALGORITHMS[algorithm]())
-    yield made, node_of if len({node_of.count(node) for node in node_of}) == 1 else RANKS
-    made.close()
+    with pytest.MonkeyPatch.context() as patch, closing(OnNodes(node_of, ALGORITHMS[algorithm]())) as made:
+        patch.setattr(two_level, "PIECE_BYTES", 2**12)
+        yield made, node_of if len({node_of.count(node) for node in node_of}) == 1 else RANKS
 
 
 def reduced(strategy: ms.Strategy, op: str, value: Any, options: ms.CommunicationOptions | None = SHORT) -> Any:
