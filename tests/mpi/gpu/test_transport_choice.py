@@ -131,10 +131,3 @@ def test_rank_0_warns_once_where_arrays_are_staged_and_nobody_asked_for_it(monke
     assert [each.category for each in said] == ([FallbackWarning] if RANK == 0 else [])
     assert all("pip install nvidia-nccl-cu12" in str(each.message) for each in said)
     assert "(staged: not nccl (CuPy has no NCCL on " in told
-
-
-@pytest.mark.parametrize("word", ["ipc", "ipc+mpi", "ipc+staged"])
-def test_a_path_that_there_is_no_more_is_an_unknown_word(word: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(GPU_PATH, word)
-    with pytest.raises(OptionError, match="expected 'auto' or 'mpi' or 'staged' or 'nccl'"):
-        path_word(ms.CommunicationOptions())
