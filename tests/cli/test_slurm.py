@@ -27,6 +27,7 @@ pytestmark = pytest.mark.one_rank
 SRUN = "srun: error: node1: task 1: "
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "slurm"
+REQUEUE = ROOT / "mpistrategy" / "cli" / "requeue.py"
 
 
 def text_of(template: str, **statement: Any) -> str:
@@ -356,7 +357,7 @@ def test_the_end_of_a_job_that_may_be_requeued(tmp_path: Path, srun: str, told: 
     for name, text in {
         "srun": f"[[ $* != *1\\ true ]] || exit 0\nfile={file}; echo begun >$file\n{srun}",
         "scontrol": 'echo "scontrol $*"',
-        "python3": f'shift 3; exec {sys.executable} -I {ROOT / "mpistrategy" / "cli" / "requeue.py"} "$@"',  # it is quick
+        "python3": f'shift 3; exec {sys.executable} -I {REQUEUE} "$@"',  # it is quick
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
@@ -376,7 +377,7 @@ def test_the_end_of_a_job_that_may_be_requeued(tmp_path: Path, srun: str, told: 
 
 def test_a_copy_beside_the_script_needs_no_package(tmp_path: Path) -> None:
     """Where a container holds the package, and the node that runs the script has another Python."""
-    shutil.copy(ROOT / "mpistrategy" / "cli" / "requeue.py", tmp_path)
+    shutil.copy(REQUEUE, tmp_path)
     (tmp_path / "scontrol").write_text('#!/bin/bash\necho "scontrol $*"\n')
     (tmp_path / "scontrol").chmod(0o755)
     for restarts, launcher, told in (
