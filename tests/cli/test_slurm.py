@@ -163,7 +163,6 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
     ("multi_node", {"site": "frontier", "gpus_per_node": 1}, "found gpus_per_node=1; expected at most 0"),
     ("multi_node", {"site": "atlantis"}, "one of alps, aurora, frontier, jupiter, juwels, "),
     ("multi_node", {"site": "polaris", "qos": "debug"}, "found the key 'qos'"),
-    ("multi_node", {"site": "polaris", "bind_to": "none"}, "expected PALS under PBS alone, and no bind_to="),
     ("multi_node", {"site": "tacc", "mpi": "pmix"}, "found the key 'mpi'"),
     ("multi_node", {"site": "tacc", "memory": "64G"}, "no such key: tacc refuses jobs that have it"),
     ("multi_node", {"time": "1:30"}, "Slurm takes two numbers for minutes and seconds; write H:MM:SS."),
@@ -196,7 +195,6 @@ def test_refusals_say_what_to_do(template: str, statement: dict[str, Any], what:
         ("name = 'x'", "found the key 'name'; expected keys out of summary (str), notes (list)"),
         ("gpus = '4'", "found the key 'gpus'; expected keys out of "),
         ("requires = ['nobody']", "an unknown key 'nobody'"),
-        ('setup = ["a\\nb"]', "Take '\\n' out"),
         ("[defaults]\nnode = 1", "an unknown key 'node'"),
         ("[defaults]\nnodes = 0", "nodes=0"),
         ("summary =", "a file in TOML that can be read"),
@@ -248,7 +246,6 @@ def test_files_are_overwritten_with_force_only(
 ) -> None:
     path, link = tmp_path / "a job.sbatch", tmp_path / "link"
     assert command(capsys, "single_node", "-o", path) == (0, "", "")
-    path.chmod(0o750)
     link.symlink_to(path)
     status, _, told = command(capsys, "single_node", "time=5", "-o", path)
     assert (status, path.read_text()) == (2, written_to("'a job.sbatch'", "single_node"))
@@ -263,7 +260,7 @@ def test_files_are_overwritten_with_force_only(
     assert (status, path.read_text()) == (2, written_to("'a job.sbatch'", "single_node"))
     assert "No space left on device" in told
     assert command(capsys, "single_node", "time=5", "-o", link, "--force")[0] == 0
-    assert (path.read_text(), path.stat().st_mode & 0o777) == (written_to("link", "single_node", time=5), 0o750)
+    assert path.read_text() == written_to("link", "single_node", time=5)
     assert link.is_symlink()
     assert command(capsys, "single_node", "-o", tmp_path, "--force")[0] == 2
 
@@ -284,7 +281,7 @@ def test_all_files_are_written_at_once(capsys: pytest.CaptureFixture[str], tmp_p
 @pytest.mark.parametrize(
     ("arguments", "what"),
     [
-        ([], "name a template, or --list, or --all FOLDER"),
+        ([], "found no template; expected a template, or --list, or --all FOLDER"),
         (["multi_node", "nodes"], "found 'nodes'; expected each key once, as KEY=VALUE"),
         (["multi_node", "nodes=1", "nodes=2"], "found 'nodes' twice"),
         (["multi_node", "--from", "/there/is/none.toml"], "No such file"),
