@@ -15,11 +15,29 @@ import numpy as np
 from mpistrategy.arrays.convert import on_device_of, placed_as
 from mpistrategy.arrays.dtypes import Array, quietly, wire_dtype
 from mpistrategy.checkpoint.reading import Reading, array_of
+from mpistrategy.checkpoint.storage.files import reading
 from mpistrategy.checkpoint.storage.manifest import ONE, OWN, ROWS, Item
 from mpistrategy.checkpoint.storage.shards import dtype_of
+from mpistrategy.mpi.interface.ranks import Alone
 from mpistrategy.options import VariableSynchronization
 from mpistrategy.variables.policies import share_of
 from mpistrategy.variables.variable import Variable
+
+
+def arrays_of(path: str) -> dict[str, Array]:
+    """Return the arrays of a checkpoint by path, per-rank arrays by ``path@rank``; other copies are combined."""
+    source = Reading(Alone(), path)
+    with reading("Checkpoint.arrays", path):
+        manifest = source.tell_manifest(source.read_manifest())
+        source.read_shards(manifest.names)
+        if manifest.of_each_rank:
+            source.note_owns()
+        items = {name: item for name, item in manifest.items.items() if item.is_array}
+        arrays = deliver(source, {name: None for name, item in items.items() if item.copies != OWN})
+        for name, item in items.items():
+            for rank, own in sorted(source.owns.items()) if item.copies == OWN else ():
+                arrays[f"{name}@{rank}"] = array_of(own, name, manifest)
+    return arrays
 
 
 def deliver(source: Reading, targets: Mapping[str, Variable | None]) -> dict[str, Array]:

@@ -21,7 +21,6 @@ from mpistrategy.arrays.convert import NEVER_WRITTEN, host_array, is_on_device
 from mpistrategy.arrays.digests import digest
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import is_foreign, library_of
-from mpistrategy.arrays.values import DistributedValues
 from mpistrategy.checkpoint.generators import GENERATORS, state_of
 from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.storage.files import checksum_of
@@ -47,7 +46,7 @@ _ACCEPTED = (
 UNDECIDED = "?"
 #: Kinds of arrays, and kinds that a restore may make anew; objects of other kinds must exist.
 ARRAYS = frozenset({"array", "tensor", "scalar"})
-REPLACEABLE = frozenset({"plain", "dict", "list", "tuple", "component"}) | ARRAYS
+REPLACEABLE = frozenset({"plain", "dict", "list", "tuple"}) | ARRAYS
 #: The kinds of objects that tell their own state.
 KEPT = frozenset({"optimizer", "accumulator", "streams", "iterator"})
 DICTS: tuple[type, ...] = (dict, OrderedDict, defaultdict, Counter)
@@ -119,8 +118,6 @@ class State:
         elif isinstance(value, Kept):
             self.items[path] = Item(value._kept_as)  # its place in the table
             owners.append((path, value))
-        elif isinstance(value, DistributedValues):
-            self._add_all(path, "component", len(value.values), value.values, owners)
         elif type(value) in DICTS:
             if not all(type(key) in (str, int) for key in value) or len(set(map(str, value))) < len(value):
                 problem = f"the keys {[*value]!r:.80} of {path!r}"
@@ -197,7 +194,8 @@ class State:
             communicator.allreduce(greatest, "MAX")
         first, second = np.split(greatest, 2)
         for path, is_equal in zip(digests, (first == ~second).tolist(), strict=True):  # then the least is the greatest
-            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if is_equal else OWN)
+            values = (self.values[path],) if is_equal and path in self.values else ()
+            self.items[path] = dataclasses.replace(self.items[path], copies=ONE if is_equal else OWN, values=values)
 
     def by_name(self, digests: Mapping[str, int]) -> dict[str, int]:
         """Return a digest of each object of arrays and values, or of JAX's arrays, that is equal on all ranks.
