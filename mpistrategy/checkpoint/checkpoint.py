@@ -10,11 +10,10 @@ from typing import Any, Protocol
 
 from mpistrategy import context
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.delivering import arrays_of
+from mpistrategy.checkpoint.reading import arrays_of
 from mpistrategy.checkpoint.restoring import Restored, restore
 from mpistrategy.checkpoint.saving import Saving
 from mpistrategy.checkpoint.state import State, strategy_of
-from mpistrategy.checkpoint.storage.shards import arrays_of_file
 from mpistrategy.errors import OptionError, OptionTypeError, StaleStateWarning
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.call_sites import warn
@@ -278,20 +277,15 @@ class Checkpoint(NamesOurs):
 
     @staticmethod
     def arrays(path: str | os.PathLike[str]) -> dict[str, Array]:
-        """Return the arrays in a checkpoint, or in a ``.safetensors`` file, by name.
+        """Return the arrays in a checkpoint by name.
 
         Rank-local.  Copies with an aggregation are combined; per-rank arrays are named ``name@rank``.
-        A checkpoint is read into memory whole; name one of its files to read that alone.
-
-        A file is mapped into memory and read when the arrays are: copy them before the file is overwritten in place
-        or, on a network file system, removed.  The file stays open as long as one of its arrays exists.  Writing into
-        an array does not change the file.  `path` may be a symbolic link to a file.
+        All of it is read into memory.  The package safetensors reads single arrays in a file of it.
 
         Raises:
             CheckpointMissingError, CheckpointDamagedError, CheckpointReadError, OptionError: as `restore`.
         """
-        text = checked_path(path, "Checkpoint.arrays", "path")
-        return arrays_of(text) if os.path.isdir(text) else arrays_of_file(text)
+        return arrays_of(checked_path(path, "Checkpoint.arrays", "path"))
 
     def __repr__(self) -> str:
         return f"<Checkpoint of {', '.join(self.objects) or 'nothing'}>"

@@ -3,7 +3,7 @@
 1. Rank 0 reads the manifest, and tells the others.
 2. Some ranks read the shards and compare their checksums.
 3. Each rank gets the plain values that it had, and compares the checkpoint with its objects, path by path.
-4. The arrays go to the ranks (`delivering`), and the objects change.
+4. The arrays go to the ranks (`reading`), and the objects change.
 """
 
 from __future__ import annotations
@@ -24,9 +24,8 @@ from mpistrategy.arrays.convert import (
 )
 from mpistrategy.arrays.dtypes import Array
 from mpistrategy.arrays.foreign import as_tensor, library_of
-from mpistrategy.checkpoint.delivering import deliver, store
 from mpistrategy.checkpoint.generators import checked_state, set_state
-from mpistrategy.checkpoint.reading import Reading
+from mpistrategy.checkpoint.reading import Reading, deliver, store
 from mpistrategy.checkpoint.rows import Rows
 from mpistrategy.checkpoint.state import (
     ARRAYS,

@@ -315,11 +315,6 @@ def read_checkpoints(program: Program, saved: Path, count: int, dice: random.Ran
             content = body_of(path)
             write_body(path, mutated_json(content, dice))
             way = "manifest"
-        elif number % 8 == 7:
-            file = path / shard_name(0)
-            file.write_bytes(mutated_bytes(file.read_bytes(), dice))
-            figures.add(f"number {number}, a shard alone", lambda f=file: _looked_at(ms.Checkpoint.arrays(f)))
-            continue
         else:
             way = mutate_checkpoint(path, dice)
         if number % 4 == 0:

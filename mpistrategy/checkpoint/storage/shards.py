@@ -14,8 +14,6 @@ from __future__ import annotations
 import importlib
 import json
 import math
-import mmap
-import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from mpistrategy.arrays.dtypes import Array
-from mpistrategy.checkpoint.storage.files import PIECE_BYTES, checksum_of, damaged, moves_on, opened, reading
+from mpistrategy.checkpoint.storage.files import PIECE_BYTES, checksum_of, damaged, moves_on, opened
 from mpistrategy.errors import DTypeError, OptionError
 
 #: The largest array, in bytes, and the most axes of a NumPy array.
@@ -51,15 +49,12 @@ NAMES = {
     "float8_e4m3fn": "F8_E4M3",
     "float8_e5m2": "F8_E5M2",
 }
-_DTYPES = {name: text for text, name in NAMES.items()}
 _LENGTH_BYTES = 8
 #: The arrays begin at a multiple of this.  Arrays of the widest dtypes come first, so that each array is aligned.
 _ALIGNMENT = 64
 _METADATA = "__metadata__"
 #: The entry with the line of JSON, in the data of a rank; and the entry with the data of a rank.
 _LINE, _RANK = "_line", "_rank {}"
-#: Memory of a mapped file is reserved only when it is written to: a file may be larger than the memory.
-_FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Linux's number, if Python does not have it
 _RANKS = re.compile(r"_rank (0|[1-9][0-9]{0,6})")
 
 
@@ -220,31 +215,6 @@ def read_shard(
     return arrays, {rank: contents[name] for rank, name in ranks.items()}
 
 
-def arrays_of_file(path: str) -> dict[str, Array]:
-    """Return the arrays in a ``.safetensors`` file by name, mapped into memory; writing does not change the file.
-
-    Raises:
-        CheckpointMissingError, CheckpointReadError: if it cannot be read.
-        CheckpointDamagedError: for other contents.
-        OptionError: for another suffix.
-    """
-    arrays, where = {}, "Checkpoint.arrays"
-    with reading(where, path):
-        os.stat(path)
-    if os.path.splitext(path)[1] != ".safetensors":
-        expected = "a checkpoint's folder, or a .safetensors file"
-        raise OptionError.at(where, found=f"{path!r}", expected=expected, fix="numpy.load reads .npz and .npy files.")
-    with reading(where, path), opened(os.path.realpath(path), MOST_BYTES) as file:
-        stored = parsed(lambda start, count: file.read(count), os.fstat(file.fileno()).st_size, path)
-        mapped = mmap.mmap(file.fileno(), 0, flags=_FLAGS, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        for name, (start, stop, dtype, shape) in stored.items():
-            if dtype not in _DTYPES:
-                raise damaged(path, f"an array {name[:80]!r} of dtype {dtype[:20]!r}, which NumPy does not have")
-            array = as_array(np.frombuffer(mapped, np.uint8)[start:stop], _DTYPES[dtype], shape, path)
-            arrays[name] = array if array.flags.aligned else array.copy()
-    return arrays
-
-
 class Own:
     """The data of a rank, in the bytes of `own_pieces`.
 
@@ -253,7 +223,7 @@ class Own:
         where: the name of the file, for errors.
 
     Attributes:
-        where: as given.
+        data, where: as given.
         line: the bytes of the values.
         values: by path; of arrays whose shape may differ between ranks, the shape.
 
@@ -262,6 +232,7 @@ class Own:
     """
 
     def __init__(self, data: Array, where: str) -> None:
+        self.data = data
         self.where = where
         stored = parsed(lambda start, count: data[start : start + count].tobytes(), data.size, where)
         self._parts = {name: data[entry.start : entry.stop] for name, entry in stored.items()}
