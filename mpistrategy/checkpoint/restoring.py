@@ -9,7 +9,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -101,9 +102,7 @@ def restore(
     call.agree("read shards", patiently=True)
     source.tell_owns(call)
     fit = Comparison(source, state, partial)
-    fit.compare(objects)
-    if fit.problems:
-        raise fit.mismatch(call.where)
+    fit.compare(objects, call.where)
     call.agree("compare a checkpoint with the objects")
     fit.prepare(objects)
     fit.staged = deliver(source, fit.targets(objects))
@@ -125,7 +124,6 @@ class Comparison:
         partial: restore the objects that are on both sides, and leave the others.
 
     Attributes:
-        problems: what does not fit, in words.
         left_out: with `partial`, the names that are on one side only.
         staged: the arrays that have come, by path.
     """
@@ -135,14 +133,17 @@ class Comparison:
         self._items: dict[str, Item] = source.manifest.items
         self._state = state
         self._partial = partial
-        self.problems: list[str] = []
+        self._problems: list[str] = []  # in words
         self.left_out: list[str] = []
         self.staged: dict[str, Array] = {}
+        self._paths_below: dict[str, list[str]] = defaultdict(list)
+        for path in self._items:
+            self._paths_below[path.rpartition("/")[0]].append(path)
 
     # ------------------------------------------------------------------------------------------- what does not fit
 
-    def compare(self, names: Mapping[str, Any]) -> None:
-        """Note the problems, and the paths that are left out."""
+    def compare(self, names: Mapping[str, Any], where: str) -> None:
+        """Note the names that are left out; raise CheckpointMismatchError, with a list, for what does not fit."""
         absent: set[str] = set()
         for path, own_item in self._state.items.items():
             above = path.rpartition("/")[0]
@@ -163,6 +164,15 @@ class Comparison:
                     trouble = f"{type(error).__name__}: {error}"
                 if trouble:
                     self._problem(path, trouble)
+        if self._problems:
+            raise CheckpointMismatchError.at(
+                where,
+                found=f"a checkpoint, {self._source.path!r}, that does not fit the objects",
+                expected="the same names, kinds, dtypes and shapes",
+                fix="\n  ".join(
+                    ["Nothing has changed. These do not fit (partial=True leaves names out):", *self._problems]
+                ),
+            )
 
     def _missing(self, path: str, text: str) -> None:
         if self._partial and "/" not in path:
@@ -172,18 +182,9 @@ class Comparison:
 
     def _problem(self, path: str, text: str) -> None:
         """Note what does not fit; the text may come from a checkpoint."""
-        is_shown = len(self.problems) < _MOST_PROBLEMS
+        is_shown = len(self._problems) < _MOST_PROBLEMS
         line = printable(f"{path}: {text}", "")[:_LONGEST] if is_shown else "and more"
-        self.problems = [*self.problems[:_MOST_PROBLEMS], line]
-
-    def mismatch(self, where: str) -> CheckpointMismatchError:
-        """Return the error about what does not fit."""
-        return CheckpointMismatchError.at(
-            where,
-            found=f"a checkpoint, {self._source.path!r}, that does not fit the objects",
-            expected="the same names, kinds, dtypes and shapes",
-            fix="\n  ".join(["Nothing has changed. These do not fit (partial=True leaves names out):", *self.problems]),
-        )
+        self._problems = [*self._problems[:_MOST_PROBLEMS], line]
 
     def _trouble(self, path: str, item: Item) -> str:
         """Return why an item does not fit the program's object; "" if it does."""
@@ -209,11 +210,9 @@ class Comparison:
         elif kind == "plain":
             self._value(path, item)
         elif not item.is_array:
-            for key in self._keys(item):
-                if below(path, key) not in self._items:  # a forged item may name far more than there is
-                    raise ValueError(f"nothing in the checkpoint for {shown(key)}")
+            self._below(path, item)
         if kind == "module":
-            saved, own = ({*items[below(path, "state")].more} for items in (self._items, self._state.items))
+            saved, own = ({*items[below(path, "state")].keys} for items in (self._items, self._state.items))
             if saved != own:
                 return f"not in the checkpoint: {sorted(own - saved)}; not in the module here: {sorted(saved - own)}"
         return value._check(self._zero_state(path), self._state.live.get) if kind in KEPT else ""
@@ -235,7 +234,7 @@ class Comparison:
             return item.is_array == (kind != "plain") and not _is_in_place(value) and may_go
         if kind == "tuple":
             names = getattr(live, "_fields", ())
-            return value is ABSENT or (is_tuple(value) and (not names or len(names) == item.more))
+            return value is ABSENT or (is_tuple(value) and (not names or len(names) == len(self._paths_below[path])))
         if kind in ("dict", "list"):
             return value is ABSENT or type(value) in (DICTS if kind == "dict" else (list,))
         return own_item is not None and own_item.kind == kind and not item.is_array
@@ -277,19 +276,14 @@ class Comparison:
         """Return the kind of the nearest object above a path that has one of these kinds; "" if there is none."""
         return next((items[above].kind for above in _above(path) if above in items and items[above].kind in kinds), "")
 
-    @staticmethod
-    def _keys(item: Item) -> Sequence[Any]:
-        """Return the keys of an item's children; ValueError for keys that no save has written."""
-        more = item.more
-        if item.kind in ("module", "object"):
-            return ("state",)
-        if item.kind in KEPT | {"dict"}:
-            if type(more) is not list or len({str(key) for key in more if type(key) in (str, int)}) != len(more):
-                raise ValueError(f"the keys {shown(more)}")
-            return more
-        if type(more) is not int or more < 0:
-            raise ValueError(f"{shown(more)} elements")
-        return range(more)
+    def _below(self, path: str, item: Item) -> dict[Any, str]:
+        """Return the paths below an item by key; ValueError for keys that no save has written."""
+        paths = self._paths_below[path]
+        has_keys, has_state = item.kind in KEPT | {"dict"}, item.kind in ("module", "object")
+        keys = item.keys if has_keys else ["state"] if has_state else range(len(paths))
+        if [below(path, key) for key in keys] != paths:
+            raise ValueError(f"the keys {shown(item.keys)}")
+        return dict(zip(keys, paths, strict=True))
 
     def _value(self, path: str, item: Item) -> Any:
         """Return the plain value of this rank; of another rank if this rank did not save."""
@@ -306,9 +300,9 @@ class Comparison:
         if item.is_array:
             return np.broadcast_to(np.zeros((), dtype_of(item.dtype).newbyteorder("=")), self._shape_of(path, item))
         if item.kind == "list":
-            return [self._zero_state(below(path, key)) for key in self._keys(item)]
+            return [self._zero_state(inner) for inner in self._below(path, item).values()]
         if item.kind in KEPT | {"dict"}:
-            return {key: self._zero_state(below(path, key)) for key in self._keys(item)}
+            return {key: self._zero_state(inner) for key, inner in self._below(path, item).items()}
         return self._value(path, item) if item.kind == "plain" else None
 
     # ------------------------------------------------------------------------------------------- restoring
@@ -350,7 +344,7 @@ class Comparison:
         if kind == "rng":
             set_state(live, self._state_of(live, path, item))
             return live
-        children = {key: self.restored(below(path, key)) for key in self._keys(item)}
+        children = {key: self.restored(inner) for key, inner in self._below(path, item).items()}
         if kind == "dict":
             return _in_place(children, copy.copy(live) if value is ABSENT and type(live) in DICTS else value)
         if kind == "list":

@@ -91,7 +91,7 @@ class State:
             state = owner._state(lambda var: self._paths.get(id(var)))
             if state is None:
                 raise self._unknown(path, owner)
-            self._add_all(path, owner._kept_as, [*state], state, owners)
+            self._add_all(path, owner._kept_as, state, owners)
 
     def _add(self, path: str, value: Any, owners: list[tuple[str, Kept]]) -> None:
         """Enter an object and its children; note an object with a state of its own in `owners`."""
@@ -121,32 +121,28 @@ class State:
             if not all(type(key) in (str, int) for key in value) or len(set(map(str, value))) < len(value):
                 problem = f"the keys {[*value]!r:.80} of {path!r}"
                 raise OptionTypeError.at(self.where, found=problem, expected="strings or ints, all different")
-            self._add_all(path, "dict", [*value], value, owners)
+            self._add_all(path, "dict", value, owners)
         elif type(value) is list or is_tuple(value):
-            self._add_all(path, "list" if type(value) is list else "tuple", len(value), value, owners)
+            self._add_all(path, "list" if type(value) is list else "tuple", value, owners)
         elif is_array(value):
             kind = "scalar" if isinstance(value, np.generic) else "array"
             kind = "tensor" if library_of(value) == "torch" and is_foreign(value) else kind
             self._add_array(path, kind, copies, host_array(value, "Checkpoint.save", path))
         elif is_stateful(value):
             kind = "module" if callable(getattr(value, "named_parameters", None)) else "object"
-            self._add_all(path, kind, None, {"state": value.state_dict()}, owners)
+            self._add_all(path, kind, {"state": value.state_dict()}, owners)
         elif members := members_of(value):
-            self._add_all(path, "variables", len(members), members, owners)
+            self._add_all(path, "variables", members, owners)
         else:
             raise self._unknown(path, value)
 
     def _add_all(
-        self,
-        path: str,
-        kind: str,
-        more: Any,
-        children: Mapping[Any, Any] | Sequence[Any],
-        owners: list[tuple[str, Kept]],
+        self, path: str, kind: str, children: Mapping[Any, Any] | Sequence[Any], owners: list[tuple[str, Kept]]
     ) -> None:
         """Enter an object that only holds other objects."""
-        self.items[path] = Item(kind, more=more)
-        for key, child in children.items() if isinstance(children, Mapping) else enumerate(children):
+        has_keys = isinstance(children, Mapping)
+        self.items[path] = Item(kind, keys=[*children] if has_keys else None)
+        for key, child in children.items() if has_keys else enumerate(children):
             self._add(below(path, key), child, owners)
 
     def _add_array(self, path: str, kind: str, copies: str, array: Array) -> None:
@@ -235,7 +231,7 @@ class State:
                 shape = f"[any, {str(list(item.shape[1:]))[1:]}" if item.copies == ROWS else "[any shape]"
             is_shared = isinstance(live, Variable) and not live.strategy.extended._is_local
             who = f" is {live._key}" if is_shared else ""
-            lines.append(f"{path}{who}: {item.kind} {item.copies} {item.dtype}{shape} {item.more or ''}")
+            lines.append(f"{path}{who}: {item.kind} {item.copies} {item.dtype}{shape} {item.keys or ''}")
         return "; ".join(lines)
 
 
