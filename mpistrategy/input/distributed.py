@@ -50,7 +50,7 @@ class DistributedDataset(Generic[E]):
     Raises:
         OptionTypeError: when `dataset` cannot be iterated.
         OptionError: for drop_remainder and pad together.
-        BatchError: at once or while iterating, for a batch that holds a scalar, or arrays that differ in length.
+        BatchError: while iterating, for a batch that holds a scalar, or arrays that differ in length.
     """
 
     def __init__(
@@ -78,8 +78,6 @@ class DistributedDataset(Generic[E]):
         self._dataset: Iterable[E] = dataset
         self._index, self._parts, self._first = index, parts, first
         self._drop_remainder, self._pad = drop_remainder, pad
-        if isinstance(dataset, Sequence) and len(dataset):
-            _rows_of(dataset[0])  # raises at once for a single batch or a list of rows
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_first": None}  # the ranks belong to this process; a copy elsewhere compares nothing
@@ -108,9 +106,8 @@ class DistributedDataset(Generic[E]):
 
     def _elements(self, walk: Walk) -> Iterator[Any]:
         batches: Iterator[Any] = itertools.islice(self._batches(), walk.position, None)
-        if self._first is not None and not walk.is_compared:
+        if self._first is not None:
             first = self._first.next(batches, self._dataset)
-            walk.is_compared = True
             batches = itertools.chain([] if first is END else [first], batches)
         for batch in batches:
             walk.position += 1
@@ -145,10 +142,9 @@ def _padded(block: Any, rows: int) -> Any:
     """Return rows and zeros behind them, made on the host."""
     if len(block) == rows:
         return block
-    rows_on_host = host_array(block)
-    padded = np.zeros((rows, *rows_on_host.shape[1:]), rows_on_host.dtype)
-    padded[: len(rows_on_host)] = rows_on_host
-    return like_given(padded, block)
+    on_host = host_array(block)
+    zeros = np.zeros((rows - len(on_host), *on_host.shape[1:]), on_host.dtype)
+    return like_given(np.concatenate([on_host, zeros]), block)
 
 
 class DistributedDatasetsFromFunction(NotPickled, Generic[E]):

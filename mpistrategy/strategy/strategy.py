@@ -40,7 +40,7 @@ from mpistrategy.errors import (
 )
 from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
 from mpistrategy.input.first_batches import LEVELS, FirstBatches
-from mpistrategy.input.iterators import DatasetIterator, DistributedIterator, InputFunctionIterator
+from mpistrategy.input.iterators import DatasetIterator, DistributedIterator
 from mpistrategy.input.options import InputContext, InputOptions, check_options
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
@@ -512,8 +512,8 @@ class Strategy(NotPickled, NamesOurs):
             pad: fill the ranks' parts up with zeros until they are equal.
             check_batches: what to do when the first batch that an iterator takes has other rows on another rank:
                 "warn" on rank 0 with a DatasetWarning, "raise", or "off": compare nothing.  The first element of an
-                iterator is collective with the former two.  Of a large batch the first and the last rows of each
-                array are compared, 1 MiB in all; arrays whose bytes cannot be had (of objects, sparse ones) are left
+                iterator is collective with the former two.  Of a large batch the first rows of each array are
+                compared, 1 MiB in all; arrays whose bytes cannot be had (of objects, sparse ones) are left
                 out.
             name: is compared between the ranks instead of the call site, for this call and for the iterators.
 
@@ -606,7 +606,7 @@ class Strategy(NotPickled, NamesOurs):
         replication_mode: ReplicationMode = InputReplicationMode.PER_WORKER,
         *,
         name: str | None = None,
-    ) -> InputFunctionIterator[E]:
+    ) -> DatasetIterator[E]:
         """Return an iterator over what `input_fn`, called once on each rank, returns.  Collective.
 
         Args:
@@ -628,7 +628,7 @@ class Strategy(NotPickled, NamesOurs):
             if mode is not InputReplicationMode.PER_WORKER:
                 raise OptionError.at(where, found=f"{replication_mode=}", expected="InputReplicationMode.PER_WORKER")
             dataset = self.distribute_datasets_from_function(input_fn, name=name)
-        return InputFunctionIterator(dataset)
+        return DatasetIterator(dataset)
 
     # --------------------------------------------------------------------------- names of TensorFlow 1; copies
 

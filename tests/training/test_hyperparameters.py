@@ -54,7 +54,7 @@ def test_a_setting_is_checked_alike_by_the_constructor_and_later(
 @pytest.mark.parametrize(("wrong", "right"), [("lr", "learning_rate"), ("clipnorm", "global_clipnorm")])
 def test_a_name_of_another_library_is_refused_with_ours(wrong: str, right: str) -> None:
     optimizer = SGD()
-    with pytest.raises(OptionError, match=f"expected '{right}'"):
+    with pytest.raises(AttributeError, match=right):
         setattr(optimizer, wrong, 0.5)
     with pytest.raises(AttributeError, match=right):
         getattr(optimizer, wrong)
@@ -71,17 +71,10 @@ def test_settings_after_the_hyperparameters_have_names() -> None:
         SGD(*arguments)
 
 
-def test_a_copy_is_another_optimizer_or_an_error(strategy: ms.MirroredStrategy) -> None:
-    optimizer = Adam(0.5)
-    copied = copy.copy(optimizer)
-    copied.learning_rate = 0.25
-    assert (optimizer.learning_rate, copied.learning_rate) == (0.5, 0.25)
-    with strategy.scope():
-        variable = ms.Variable(np.zeros(3))
-    strategy.run(lambda: optimizer.apply_gradients([(np.ones(3), variable)]))
-    assert {one.error for one in outcomes(copy.copy, optimizer)} == {CopyError}
-    strategy.run(lambda: copied.apply_gradients([(np.ones(3), variable)]))
-    assert int(optimizer.iterations) == int(copied.iterations) == 1  # type: ignore[arg-type]
+def test_an_optimizer_is_not_copied() -> None:
+    for copied in (copy.copy, copy.deepcopy):
+        with pytest.raises(CopyError, match="make one with the same arguments"):
+            copied(SGD())
 
 
 def test_reprs_say_what_a_user_set_and_how_far_a_thing_is(strategy: ms.MirroredStrategy) -> None:
