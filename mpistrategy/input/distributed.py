@@ -50,7 +50,7 @@ class DistributedDataset(Generic[E]):
     Raises:
         OptionTypeError: when `dataset` cannot be iterated.
         OptionError: for drop_remainder and pad together.
-        BatchError: while iterating, for a batch that holds a scalar, or arrays that differ in length.
+        BatchError: at once or while iterating, for a batch that holds a scalar, or arrays that differ in length.
     """
 
     def __init__(
@@ -78,6 +78,8 @@ class DistributedDataset(Generic[E]):
         self._dataset: Iterable[E] = dataset
         self._index, self._parts, self._first = index, parts, first
         self._drop_remainder, self._pad = drop_remainder, pad
+        if isinstance(dataset, Sequence) and len(dataset):
+            _rows_of(dataset[0])  # raises at once for a single batch or a list of rows
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_first": None}  # the ranks belong to this process; a copy elsewhere compares nothing

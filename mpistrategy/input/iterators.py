@@ -130,7 +130,7 @@ class OptionalElement(Generic[E]):
 
 
 class DatasetIterator(DistributedIterator[E]):
-    """The result of `make_dataset_iterator` and `make_input_fn_iterator`: an iterator that can start again."""
+    """The result of `make_dataset_iterator`: an iterator that can start again."""
 
     def __init__(self, dataset: Iterable[E]) -> None:
         self._dataset = dataset
@@ -143,3 +143,7 @@ class DatasetIterator(DistributedIterator[E]):
         """
         DistributedIterator.__init__(self, iter(self._dataset))
         return []
+
+
+class InputFunctionIterator(DatasetIterator[E]):
+    """The result of `make_input_fn_iterator`."""

@@ -40,7 +40,7 @@ from mpistrategy.errors import (
 )
 from mpistrategy.input.distributed import DistributedDataset, DistributedDatasetsFromFunction, check_iterable, describe
 from mpistrategy.input.first_batches import LEVELS, FirstBatches
-from mpistrategy.input.iterators import DatasetIterator, DistributedIterator
+from mpistrategy.input.iterators import DatasetIterator, DistributedIterator, InputFunctionIterator
 from mpistrategy.input.options import InputContext, InputOptions, check_options
 from mpistrategy.mpi.contract.call import Call
 from mpistrategy.mpi.contract.guard import CLOSE
@@ -606,7 +606,7 @@ class Strategy(NotPickled, NamesOurs):
         replication_mode: ReplicationMode = InputReplicationMode.PER_WORKER,
         *,
         name: str | None = None,
-    ) -> DatasetIterator[E]:
+    ) -> InputFunctionIterator[E]:
         """Return an iterator over what `input_fn`, called once on each rank, returns.  Collective.
 
         Args:
@@ -628,7 +628,7 @@ class Strategy(NotPickled, NamesOurs):
             if mode is not InputReplicationMode.PER_WORKER:
                 raise OptionError.at(where, found=f"{replication_mode=}", expected="InputReplicationMode.PER_WORKER")
             dataset = self.distribute_datasets_from_function(input_fn, name=name)
-        return DatasetIterator(dataset)
+        return InputFunctionIterator(dataset)
 
     # --------------------------------------------------------------------------- names of TensorFlow 1; copies
 
