@@ -440,8 +440,8 @@ class _ReduceTo(AllReduce):
     def leaves_of(self, value: Any, out: Any) -> nest.Leaves | None:
         """Return how to reach the arrays of a value; None for a list of numbers, which is one array."""
         leaves = nest.leaves_of(value)
-        if leaves is None or leaves.single:
-            return leaves and replace(leaves, text="")
+        if leaves is None or leaves.structure is nest.LEAF:
+            return leaves and leaves._replace(structure=replace(nest.LEAF, text=""))
         return None if _leaves_of(value)[1] is nest.LEAF else leaves
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
@@ -492,7 +492,8 @@ class _BatchReduceTo(_ReduceTo):
         """Return how to reach the arrays; None where some are in nests."""
         if any(map(nest.is_container, _values_of(value))):
             return None
-        return nest.Leaves(_values_of, list, False, "; ".join([nest.LEAF.text] * len(value)))  # as `batch` writes it
+        text = "; ".join([nest.LEAF.text] * len(value))  # as `batch` writes it
+        return nest.Leaves(_values_of, nest.Structure(text, len(value), list))
 
     def destination(self, value: Any, out: Any, where: str) -> Destination | None:
         """Return which ranks get the results."""

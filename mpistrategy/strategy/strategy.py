@@ -47,7 +47,7 @@ from mpistrategy.mpi.contract.guard import CLOSE
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.objects.copies import NotPickled
 from mpistrategy.objects.nearest import NamesOurs
-from mpistrategy.objects.settings import Fixed, cannot_be_set, checked_type, one_of
+from mpistrategy.objects.settings import Fixed, checked_type, one_of
 from mpistrategy.options import (
     CommunicationOptions,
     InputReplicationMode,
@@ -89,7 +89,7 @@ class Strategy(NotPickled, NamesOurs):
         OptionTypeError: when `extended` is not a StrategyExtended.
     """
 
-    extended: Fixed[StrategyExtended] = Fixed(cannot_be_set)
+    extended: Fixed[StrategyExtended] = Fixed()
     _words_of = "Strategy"
     _instead_of_pickling = (
         "Send arrays, such as np.asarray(variable), or the name of a Checkpoint, and make what is needed there."

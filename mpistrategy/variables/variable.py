@@ -45,7 +45,7 @@ from mpistrategy.mpi.contract.call_sites import warn
 from mpistrategy.mpi.contract.public_calls import collective
 from mpistrategy.mpi.interface.ranks import Ranks
 from mpistrategy.objects.jax_traces import in_jax_trace, refusal, refuse_in_jax_trace
-from mpistrategy.objects.settings import Fixed, Settable, Setting, cannot_be_set, checked_switch
+from mpistrategy.objects.settings import Fixed, Settable, Setting, checked_switch
 from mpistrategy.options import (
     Aggregation,
     Synchronization,
@@ -269,15 +269,6 @@ class Registry:
             return cupy.empty(shape, dtype)
 
 
-def _fixed(variable: Variable, attribute: str) -> UnsupportedError:
-    return UnsupportedError.at(
-        f"Variable.{attribute}",
-        found=f"an attempt to change it on {variable.name!r}",
-        expected=f"the {attribute} that the variable was created with",
-        fix="Create another variable.",
-    )
-
-
 class Variable(ArrayLike, Settable):
     """An array that a strategy keeps on every replica.  Creation is collective.
 
@@ -319,11 +310,12 @@ class Variable(ArrayLike, Settable):
         CollectiveMismatchError: when the ranks create different variables.
     """
 
+    _written_by = "Write v.assign(x), v.assign_add(x) or v.assign_sub(x)."
     name: Fixed[str] = Fixed()
     trainable: Setting[bool] = Setting(checked_switch)
-    strategy: Fixed[Any] = Fixed(cannot_be_set)
-    synchronization: Fixed[VariableSynchronization] = Fixed(_fixed)
-    aggregation: Fixed[VariableAggregation] = Fixed(_fixed)
+    strategy: Fixed[Any] = Fixed()
+    synchronization: Fixed[VariableSynchronization] = Fixed()
+    aggregation: Fixed[VariableAggregation] = Fixed()
 
     @collective("create")
     def __init__(
@@ -507,9 +499,6 @@ class Variable(ArrayLike, Settable):
         return self.local_view
 
     # ---------------------------------------------------------------------------------------------- writing
-
-    def _assigned(self, new: str, operator: str = "") -> str:
-        return {"add": "v.assign_add(x)", "subtract": "v.assign_sub(x)"}.get(operator, f"v.assign({new})")
 
     def assign(self, value: Any, *, read_value: bool = True, name: str | None = None) -> Self:
         """Write `value` and return the variable.
