@@ -61,7 +61,6 @@ class StrategyExtended(NotPickled, Settable):
         cross_device_ops: CrossDeviceOps | None = None,
         options: CommunicationOptions | None = None,
     ) -> None:
-        context.check_strategy(container_strategy, "StrategyExtended")
         self.communicator: Ranks = communicator or Alone()
         reducer = Reducer(self.communicator, cross_device_ops or MpiAllReduce(), options or CommunicationOptions())
         #: Whether variables belong to this rank alone (one replica, no synchronization).
@@ -303,7 +302,9 @@ class StrategyExtended(NotPickled, Settable):
         result = context.call_in(Frame(self._container_strategy, Mode.UPDATE), fn, plain_args, plain_kwargs)
         if not group:
             return nest.map_structure(lambda leaf: (leaf,), result)
-        return nest.map_structure(lambda leaf: Mirrored((leaf,)) if _is_array(leaf) else leaf, result)
+        return nest.map_structure(
+            lambda leaf: Mirrored((leaf,)) if isinstance(leaf, np.ndarray) or is_on_device(leaf) else leaf, result
+        )
 
     def call_for_each_replica(
         self, fn: Callable[..., T], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -325,7 +326,7 @@ class StrategyExtended(NotPickled, Settable):
     def colocate_vars_with(self, colocate_with_variable: Variable) -> contextlib.AbstractContextManager[None]:
         """Colocate the variables created in the ``with`` block with another variable; only inside scope().
 
-        Every replica has a copy of every variable, so this only records the relation.
+        Every replica has a copy of every variable, so there is nothing to do.
 
         Args:
             colocate_with_variable: a variable of this strategy.
@@ -341,7 +342,7 @@ class StrategyExtended(NotPickled, Settable):
             raise OptionError.at(
                 where, found=repr(colocate_with_variable), expected="a variable created in this strategy's scope"
             )
-        return self._registry.colocating_with(colocate_with_variable)
+        return contextlib.nullcontext()
 
     def variable_created_in_scope(self, v: Any) -> bool:
         """Return whether `v` is a variable of this strategy."""
@@ -412,10 +413,6 @@ class StrategyExtended(NotPickled, Settable):
 
 
 call_sites.calls_steps(StrategyExtended.call_for_each_replica)
-
-
-def _is_array(leaf: Any) -> bool:
-    return isinstance(leaf, np.ndarray) or is_on_device(leaf)
 
 
 def _leaves_of(value: Any) -> tuple[list[Any], nest.Structure]:
