@@ -14,7 +14,7 @@ import pytest
 import mpistrategy as ms
 from mpistrategy.errors import MpiStrategyError
 from mpistrategy.mpi.faults import injection
-from mpistrategy.objects.settings import Setting, cannot_be_set
+from mpistrategy.objects.settings import Setting
 
 pytestmark = pytest.mark.one_rank
 
@@ -79,10 +79,7 @@ SETTERS = [
     + [("StrategyExtended", ms.StrategyExtended), ("Checkpoint", ms.Checkpoint)]
     if inspect.isclass(made)
     for attribute in sorted({attribute for base in made.__mro__ for attribute in vars(base)})
-    if (
-        isinstance(setter := inspect.getattr_static(made, attribute), Setting)
-        and getattr(setter, "_refusal", None) is not cannot_be_set
-    )
+    if isinstance(setter := inspect.getattr_static(made, attribute), Setting)
     or (isinstance(setter, property) and setter.fset is not None)
 ]
 
@@ -207,13 +204,13 @@ def test_an_attribute_that_is_misspelt_wrong_or_fixed_is_refused_and_others_are_
 
 
 class Warmed(ms.optimizers.SGD):
-    """Has attributes of its own; the one that is nearly a setting's is declared."""
+    """Has attributes of its own; the one that is nearly a setting's has a default."""
 
-    learning_rates: list[float]
+    learning_rates: tuple[float, ...] = ()
 
 
 def test_a_subclass_has_attributes_of_its_own() -> None:
     made = Warmed(0.1)
-    made.learning_rates = [0.1, 0.2]
+    made.learning_rates = (0.1, 0.2)
     made.slots = [1]  # type: ignore[attr-defined]
-    assert made.learning_rates == [0.1, 0.2]
+    assert made.learning_rates == (0.1, 0.2)
