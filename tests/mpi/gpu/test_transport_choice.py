@@ -27,7 +27,7 @@ TABLE = {
     "an MPI that does not": ([BARE, BARE], "auto", "staged", "MPI has no CUDA"),
     "one MPI that does not": ([{}, BARE], "auto", "staged", "MPI has no CUDA (rank 1)"),
     "asked for": ([{**NCCL, "gpu": gpu} for gpu in "ab"], "staged", "staged", "as asked for"),
-    "asked for in vain": ([BARE, BARE], "mpi", "staged", "mpi cannot be: MPI has no CUDA"),
+    "asked for in vain": ([BARE, BARE], "mpi", "staged", "not mpi (MPI has no CUDA (ranks 0, 1))"),
     "NCCL on one GPU in vain": ([{**NCCL, "gpu": "a"}] * 2, "nccl", "mpi", "which NCCL refuses"),
     "another NCCL in vain": (
         [{**NCCL, "gpu": "a"}, {"gpu": "b", "nccl": 21805}], "nccl", "mpi", "different versions",
