@@ -430,10 +430,13 @@ BAD: list[tuple[Make, type[Exception], str]] = [
         errors.OptionError,
         "'SIGNOTHING'; expected the name of a",
     ),
-    (lambda _: ms.TerminationConfig(signals=[1.5]), errors.OptionTypeError, "1.5"),
-    (lambda _: ms.TerminationConfig(signals=[True]), errors.OptionTypeError, "True"),
+    (lambda _: ms.TerminationConfig(signals=[1.5]), errors.OptionError, "1.5"),
     (lambda _: ms.TerminationConfig(signals=[9999]), errors.OptionError, "9999"),
-    (lambda _: ms.TerminationConfig(signals=["SIGKILL"]), errors.OptionError, "SIGKILL; expected the name of a signal"),
+    (
+        lambda _: ms.TerminationConfig(signals=["SIGKILL"]),
+        errors.OptionError,
+        "'SIGKILL'; expected the name of",
+    ),
     (lambda _: ms.TerminationConfig(exit_fn=75), errors.OptionTypeError, "exit_fn=75; expected a function"),
     (lambda _: ms.TerminationConfig(termination_watcher_fn=True), errors.OptionTypeError, "termination_watcher_fn"),
     (lambda _: ms.TerminationConfig(grace_period="60"), errors.OptionTypeError, "grace_period='60'"),
@@ -477,8 +480,6 @@ def test_calls_in_a_step_function(
     for call in (lambda: handler.run(print), handler.save_checkpoint_if_preempted, made):
         with pytest.raises(errors.ContextError):
             strategy.run(call)
-    with pytest.raises(errors.OptionTypeError):
-        handler.run(None)  # type: ignore[arg-type, type-var]
     assert still_works(strategy)
     assert repr(handler).startswith("<PreemptionCheckpointHandler after 0 steps, of <CheckpointManager of ")
 

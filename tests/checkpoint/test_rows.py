@@ -149,7 +149,7 @@ def test_rows_of_real_ranks(strategy: ms.MirroredStrategy, folder: Path, memory:
     whole = np.repeat(np.arange(SIZE) + 1.0, np.arange(SIZE))
     assert isinstance(rows.value, library.ndarray)
     assert isinstance(state.rows, library.ndarray)
-    assert len(rows) == len(rows.value) == rows.shape[0]
+    assert len(rows.value) == rows.shape[0]
     assert on_host(rows.value)[:, 1].tolist() == whole[parts(len(whole), SIZE)[RANK]].tolist()
     assert on_host(state.rows).tolist() == [RANK + 1] * RANK
     for value, error in (
@@ -173,7 +173,7 @@ def test_rows_that_do_not_fit_together(strategy: ms.MirroredStrategy, folder: Pa
         for name, (x, error) in tried.items():
             found = outcomes(ms.Checkpoint(x=x).restore, folder / name)
             assert {each.error for each in found} == {error}
-            assert not np.asarray(x).any()
+            assert not (x.value if isinstance(x, ms.Rows) else x).any()
         ms.Checkpoint(x=Domain(np.ones(2))).save(folder / "domain")
         found = outcomes(ms.Checkpoint(x=Swapped(np.ones(2))).restore, folder / "domain")
         assert {each.error for each in found} == {errors.CheckpointMismatchError}

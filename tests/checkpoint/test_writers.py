@@ -39,9 +39,9 @@ PLANS = {
 def test_the_bytes_say_how_many_write(what: str) -> None:
     ranks, once, own, count, nodes = PLANS[what]
     node_of = [rank // 8 for rank in range(ranks)]
-    found = plan(node_of, {"a": sized(once)}, own * ranks)
-    assert len(found.writers) == count
-    assert len({node_of[rank] for rank in found.writers}) == nodes
+    writers, *_ = plan(node_of, {"a": sized(once)}, own * ranks)
+    assert len(writers) == count
+    assert len({node_of[rank] for rank in writers}) == nodes
 
 
 # ------------------------------------------------------------------------------------------------ files
@@ -78,11 +78,9 @@ def test_large_arrays_are_split(strategy: ms.MirroredStrategy, folder: Path, wai
     checkpoint.restore(folder / "c")
     assert {name: array.tolist() for name, array in arrays.items()} == before
     assert ms.Checkpoint.arrays(folder / "c")["large"].tolist() == before["large"]
-    files = sorted(path for path in (folder / "c").iterdir() if path.suffix == ".safetensors")
-    assert len(files) == SIZE  # each can be read by itself
-    parts = [(name, array) for path in files for name, array in ms.Checkpoint.arrays(path).items() if "large" in name]
-    assert (parts[0][0], len(parts)) == ("large", SIZE)
-    assert np.concatenate([array for _, array in parts]).tolist() == before["large"]
+    sizes = [path.stat().st_size for path in (folder / "c").iterdir() if path.suffix == ".safetensors"]
+    assert len(sizes) == SIZE
+    assert min(sizes) > 8 * (1000 // SIZE)
 
 
 def test_values_that_are_too_long_on_one_rank(
