@@ -390,15 +390,6 @@ def test_large_files(tmp_path: Path, what: str) -> None:
         assert word in said
 
 
-@one_rank
-def test_what_is_too_long_to_be_read_is_not_saved(tmp_path: Path) -> None:
-    with ms.OneDeviceStrategy("CPU:0").scope():
-        checkpoint = ms.Checkpoint(numbers=[[]] * 2**21)
-    with pytest.raises(ms.errors.OptionError, match="Keep long lists of numbers in arrays"):
-        checkpoint.save(tmp_path / "c")
-    assert os.listdir(tmp_path) == []
-
-
 # ------------------------------------------------------------------------------------------------ generators
 
 
